@@ -1,0 +1,40 @@
+"""The registry of planning methods."""
+
+from collections.abc import Mapping
+
+from planner.methods.base import MethodInfo, Progress, Request, Solution
+from planner.methods.keep_all import solve_keep_all
+from planner.methods.online import COOP_SWITCHES, solve_coop, solve_dte, solve_dtr
+
+METHODS: Mapping[str, MethodInfo] = {
+    info.name: info
+    for info in (
+        MethodInfo(
+            "keep-all",
+            "no eviction, best placement: the baseline of every ratio",
+            "Steiner et al., OLLA, 2022 (layout alone)",
+            solve_keep_all,
+        ),
+        MethodInfo(
+            "coop",
+            "online; evicts the cheapest contiguous set of blocks",
+            "Zhang et al., Coop: Memory is not a Commodity, NeurIPS 2023, Algorithm 1",
+            solve_coop,
+            COOP_SWITCHES,
+        ),
+        MethodInfo(
+            "dtr",
+            "online; evicts the single tensor of least cost / (bytes x staleness)",
+            "Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 3",
+            solve_dtr,
+        ),
+        MethodInfo(
+            "dte",
+            "as dtr, counting the free bytes next to a tensor as its own",
+            "Hu et al., MegTaiChi (MegEngine's DTE), ICS 2022",
+            solve_dte,
+        ),
+    )
+}
+
+__all__ = ["METHODS", "MethodInfo", "Progress", "Request", "Solution"]

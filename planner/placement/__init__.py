@@ -1,0 +1,5 @@
+"""Offsets for buffers with known lifetimes (dynamic storage allocation)."""
+
+from planner.placement.solve import Placement, place
+
+__all__ = ["Placement", "place"]

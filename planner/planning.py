@@ -1,0 +1,170 @@
+"""The door: a graph, a budget and a method in, one verified plan out."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from planner.assemble import arena_bytes, assemble
+from planner.errors import DoesNotFitError, InfeasibleBudgetError
+from planner.layout import lay_out
+from planner.methods import METHODS, MethodInfo, Progress, Request, Solution
+from planner.methods.keep_all import keep_all_schedule
+from planner.problem import Problem
+from planner.schedule import Schedule
+from planner.verifier import verify
+from schemas import Budget, Graph, InvalidInputError, Plan, parse_budget
+
+SMALL_PROBLEM_OPS = 300
+"""Up to here the smallest feasible budget is searched to the last aligned byte."""
+
+COARSE_PROBES = 10
+"""Planning runs that the search may take on larger graphs."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    problem: Problem
+    method: MethodInfo
+    request: Request
+
+    def solve(self, arena: int) -> Solution:
+        """The method's placed schedule within `arena` bytes; raises `DoesNotFitError`."""
+        op, need = self.problem.largest_working_set
+        if need > arena:
+            raise DoesNotFitError(op)
+        solution = self.method.solve(self.problem, replace(self.request, arena_bytes=arena))
+        schedule = solution.schedule
+        if schedule.offset is None:
+            lay_out(schedule, arena)
+        if arena_bytes(schedule) > arena:
+            raise DoesNotFitError(op)
+        return solution
+
+    def search_minimum(self, keep_all_arena: int) -> tuple[int, Solution | None]:
+        """
+        The smallest arena found to be feasible by bisection, and its solution.
+
+        None stands for keep-everything, which is feasible at `keep_all_arena` and above. A method
+        need not be monotone: what is returned was solved, but a smaller arena may work as well.
+        """
+        step = self.problem.alignment
+        low = self.problem.largest_working_set[1]
+        best: tuple[int, Solution | None] = (keep_all_arena, None)
+        probes = 64 if self.problem.op_count <= SMALL_PROBLEM_OPS else COARSE_PROBES
+        guess = low
+        for probe in range(probes):
+            if guess >= best[0]:
+                break
+            self.request.check_time()
+            if self.request.progress is not None:
+                message = "searching the smallest feasible budget"
+                self.request.progress(Progress(message, probe / probes))
+            try:
+                solution = self.solve(guess)
+                best = (arena_bytes(solution.schedule), solution)
+            except DoesNotFitError:
+                low = guess
+            guess = (low + best[0]) // 2 // step * step
+            if guess <= low:
+                guess = low + step
+        return best
+
+
+def plan(
+    graph: Graph,
+    budget: Budget | str | int,
+    *,
+    method: str = "coop",
+    outputs: Literal["outside", "arena"] = "outside",
+    alignment: int = 512,
+    time_limit: float | None = None,
+    switches: Mapping[str, bool] | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Plan:
+    """
+    Plan `graph` within `budget`; the plan has passed the verifier.
+
+    Keep-everything is tried first, whatever the method: a budget that needs nothing costs nothing.
+    A share is of keep-everything's peak, resident bytes included.
+
+    Args:
+        graph: one profiled training step.
+        budget: bytes, `"12GiB"`, `"50%"` or `"min"`, or a parsed `Budget`.
+        method: a name in `METHODS`.
+        outputs: whether outputs of the step lie in the arena.
+        alignment: of every offset, in bytes; a power of two.
+        time_limit: seconds.
+        switches: ablation switches of the method, false turns one off.
+        progress: called with a `Progress` now and then.
+
+    Raises:
+        InvalidInputError: an unknown method or switch, a bad budget or alignment.
+        InfeasibleBudgetError: the method cannot meet the budget.
+        TimeLimitError: no plan before the time limit.
+    """
+    started = time.monotonic()
+    info, off = _method(method, switches or {})
+    parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
+    problem = Problem.from_graph(graph, alignment, outputs)
+    deadline = None if time_limit is None else started + time_limit
+    task = _Task(problem, info, Request(0, off, deadline, progress))
+
+    everything = keep_all_schedule(problem)
+    placement = lay_out(everything)
+    keep_arena = arena_bytes(everything)
+    budget_bytes = parsed.resolve(problem.fixed_bytes + keep_arena)
+
+    def finish(solution: Solution, within: int) -> Plan:
+        made = assemble(
+            solution.schedule,
+            method=method,
+            budget_bytes=within,
+            status=solution.status,
+            lower_bound_us=solution.lower_bound_us,
+            eviction_free_ratio=solution.eviction_free_ratio,
+            solve_seconds=time.monotonic() - started,
+        )
+        verify(graph, made)
+        return made
+
+    if budget_bytes is None:
+        arena, found = task.search_minimum(keep_arena)
+        return finish(found or _kept(everything), problem.fixed_bytes + arena)
+    limit = budget_bytes - problem.fixed_bytes
+    if keep_arena > limit >= placement.lower_bound:
+        placement = lay_out(everything, limit)  # try harder: this much is not ruled out
+        keep_arena = min(keep_arena, arena_bytes(everything))
+    if keep_arena <= limit:
+        return finish(_kept(everything), budget_bytes)
+    try:
+        return finish(task.solve(limit), budget_bytes)
+    except DoesNotFitError as error:
+        blocking = None if limit < 0 else error.op
+    minimum = problem.fixed_bytes + task.search_minimum(keep_arena)[0]
+    if minimum <= budget_bytes:  # the method is not monotone: a smaller arena worked
+        return finish(task.solve(minimum - problem.fixed_bytes), budget_bytes)
+    raise InfeasibleBudgetError(
+        method,
+        budget_bytes,
+        minimum,
+        None if blocking is None else graph.ops[blocking].id,
+        "" if blocking is None else graph.ops[blocking].name,
+        0 if blocking is None else problem.working_set(blocking),
+    )
+
+
+def _kept(schedule: Schedule) -> Solution:
+    """Keep-everything costs every op once, which is a lower bound by itself."""
+    return Solution(schedule, "optimal", schedule.problem.base_cost_us)
+
+
+def _method(name: str, switches: Mapping[str, bool]) -> tuple[MethodInfo, frozenset[str]]:
+    info = METHODS.get(name)
+    if info is None:
+        raise InvalidInputError(f"unknown method '{name}': choose from {', '.join(METHODS)}")
+    for switch in switches:
+        if switch not in info.switches:
+            known = ", ".join(info.switches) or "none"
+            raise InvalidInputError(f"{name} has no switch '{switch}' (it has: {known})")
+    return info, frozenset(switch for switch, on in switches.items() if not on)

@@ -1,0 +1,49 @@
+"""The JSON contract: graph, plan, budgets, fingerprints. Imports nothing else of coop-plan."""
+
+from schemas.errors import InvalidInputError
+from schemas.fingerprint import cost_signature, fingerprint
+from schemas.graph import Device, Graph, Op, Tensor, Variant, load_graph, parse_graph
+from schemas.plan import (
+    Compute,
+    Free,
+    Offload,
+    Plan,
+    Prefetch,
+    Step,
+    TensorRead,
+    Wait,
+    Workspace,
+    Write,
+    load_plan,
+    parse_plan,
+)
+from schemas.units import Budget, format_bytes, parse_budget, parse_bytes
+
+__all__ = [
+    "Budget",
+    "Compute",
+    "Device",
+    "Free",
+    "Graph",
+    "InvalidInputError",
+    "Offload",
+    "Op",
+    "Plan",
+    "Prefetch",
+    "Step",
+    "Tensor",
+    "TensorRead",
+    "Variant",
+    "Wait",
+    "Workspace",
+    "Write",
+    "cost_signature",
+    "fingerprint",
+    "format_bytes",
+    "load_graph",
+    "load_plan",
+    "parse_budget",
+    "parse_bytes",
+    "parse_graph",
+    "parse_plan",
+]

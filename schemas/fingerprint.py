@@ -1,0 +1,72 @@
+"""What two graphs share: the structural fingerprint, and apart from it the cost signature."""
+
+import hashlib
+import json
+import math
+
+from schemas.graph import Graph
+
+
+def fingerprint(graph: Graph) -> str:
+    """`sha256:…` over the structure: op targets, edges, sizes, kinds, flags.
+
+    Ids are replaced by the order of first appearance; tensor names, the graph's name, the device
+    and the costs do not enter, so every rank of one job gets the same value.
+    """
+    by_id = {tensor.id: tensor for tensor in graph.tensors}
+    numbers: dict[int, int] = {}
+    shapes: list[tuple[str, int]] = []
+
+    def number(tensor_id: int) -> int:
+        if tensor_id not in numbers:
+            numbers[tensor_id] = len(numbers)
+            shapes.append((by_id[tensor_id].kind, by_id[tensor_id].bytes))
+        return numbers[tensor_id]
+
+    ops = [
+        [
+            op.name,
+            op.phase,
+            [number(t) for t in op.inputs],
+            [number(t) for t in op.outputs],
+            op.workspace_bytes,
+            op.recomputable,
+            op.rng,
+            sorted(number(t) for t in op.mutates),
+            sorted([number(a), number(b)] for a, b in op.inplace),
+            [
+                [
+                    v.name,
+                    v.workspace_bytes,
+                    v.extra_bytes,
+                    [number(t) for t in v.inputs],
+                    [number(t) for t in v.outputs],
+                ]
+                for v in op.variants
+            ],
+        ]
+        for op in graph.ops
+    ]
+    untouched = sorted((t.kind, t.bytes) for t in graph.tensors if t.id not in numbers)
+    return _digest([graph.schema_, ops, shapes, untouched])
+
+
+def cost_signature(graph: Graph) -> str:
+    """`sha256:…` over the op costs, each rounded to the nearest power of two µs.
+
+    Two measurements of the same machine mostly agree in it; it tells whether a cached plan's cost
+    figures were made with costs like these. It is no part of a plan's validity.
+    """
+    costs = [
+        [
+            round(math.log2(c)) if c > 0 else None
+            for c in (op.cost_us, *(v.cost_us for v in op.variants))
+        ]
+        for op in graph.ops
+    ]
+    return _digest(costs)
+
+
+def _digest(document: object) -> str:
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,215 @@
+"""The profiled graph of one training step, `coop-plan/graph/1`."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from schemas import _parse
+from schemas._parse import INT64_MAX, Model
+from schemas.errors import InvalidInputError
+
+Id = Annotated[int, Field(ge=0, le=INT64_MAX, strict=True)]
+Bytes = Annotated[int, Field(ge=0, le=INT64_MAX, strict=True)]
+Micros = Annotated[float, Field(ge=0)]
+
+TensorKind = Literal["parameter", "buffer", "input", "constant", "activation", "output"]
+RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
+"""Kinds that are there before the step, are never moved, and count for the whole step."""
+
+
+class Device(Model):
+    """Where the graph was profiled; bandwidths are in bytes per second, 0 when unknown."""
+
+    kind: str = "cpu"
+    name: str = ""
+    memory_bytes: Bytes = 0
+    h2d_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    d2h_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Tensor(Model):
+    """One storage (an allocation), never a view; `bytes` is its exact size."""
+
+    id: Id
+    name: str = ""
+    bytes: Bytes
+    kind: TensorKind
+
+    @property
+    def resident(self) -> bool:
+        """Whether the tensor exists before the step and stays where it is."""
+        return self.kind in RESIDENT
+
+
+class Variant(Model):
+    """Another implementation of an op (MONeT, ICLR 2021, section 4.2)."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+    name: str
+    cost_us: Micros
+    workspace_bytes: Bytes = 0
+    inputs: list[Id]
+    outputs: list[Id]
+    extra_bytes: Bytes = 0
+
+
+class Op(Model):
+    """One operator in program order; `name` is its target, for example `aten.addmm.default`."""
+
+    id: Id
+    name: str
+    phase: Literal["forward", "backward", "optimizer"] = "forward"
+    inputs: list[Id]
+    outputs: list[Id]
+    cost_us: Micros
+    workspace_bytes: Bytes = 0
+    recomputable: bool = True
+    rng: bool = False
+    mutates: list[Id] = []
+    inplace: list[Annotated[list[Id], Field(min_length=2, max_length=2)]] = []
+    variants: list[Variant] = []
+
+
+class Graph(Model):
+    """A profiled training step. `ops` are in program order, which is topological."""
+
+    schema_: Literal["coop-plan/graph/1"] = Field(alias="schema")
+    name: str = ""
+    device: Device = Device()
+    tensors: list[Tensor]
+    ops: list[Op]
+
+    @model_validator(mode="after")
+    def _check(self) -> "Graph":
+        _check_structure(self)
+        return self
+
+    def to_json(self) -> str:
+        """The document as compact JSON text."""
+        return self.model_dump_json(by_alias=True)
+
+
+def parse_graph(document: str | bytes | dict[str, Any], source: str = "") -> Graph:
+    """A graph from JSON text or a decoded object.
+
+    Raises:
+        InvalidInputError: with the JSON pointer of the first fault.
+    """
+    return _parse.parse(Graph, document, source)
+
+
+def load_graph(path: Path | str) -> Graph:
+    """A graph from a file; raises `InvalidInputError` as `parse_graph` does."""
+    return _parse.read(Graph, path)
+
+
+def _check_structure(graph: Graph) -> None:
+    tensors: dict[int, Tensor] = {}
+    for position, tensor in enumerate(graph.tensors):
+        if tensor.id in tensors:
+            raise InvalidInputError(f"duplicated tensor id {tensor.id}", f"/tensors/{position}/id")
+        tensors[tensor.id] = tensor
+    op_ids: set[int] = set()
+    producer: dict[int, int] = {}
+    for position, op in enumerate(graph.ops):
+        at = f"/ops/{position}"
+        if op.id in op_ids:
+            raise InvalidInputError(f"duplicated op id {op.id}", f"{at}/id")
+        op_ids.add(op.id)
+        _check_ids(op, at, tensors)
+        for index, tensor_id in enumerate(op.outputs):
+            place = f"{at}/outputs/{index}"
+            if tensors[tensor_id].resident:
+                kind = tensors[tensor_id].kind
+                raise InvalidInputError(
+                    f"op {op.id} produces tensor {tensor_id}, a {kind}, which exists before the"
+                    " step (list it in `mutates` if it is overwritten)",
+                    place,
+                )
+            if tensor_id in producer:
+                first = graph.ops[producer[tensor_id]].id
+                raise InvalidInputError(
+                    f"tensor {tensor_id} is produced twice, by op {first} and op {op.id}", place
+                )
+            producer[tensor_id] = position
+    _check_order(graph, tensors, producer)
+    for position, tensor in enumerate(graph.tensors):
+        if tensor.kind == "output" and tensor.id not in producer:
+            raise InvalidInputError(
+                f"output tensor {tensor.id} is produced by no op", f"/tensors/{position}"
+            )
+    total = sum(tensor.bytes for tensor in graph.tensors)
+    total += sum(op.workspace_bytes for op in graph.ops)
+    if total > INT64_MAX:
+        raise InvalidInputError(f"the sizes add up to more than {INT64_MAX} bytes", "/tensors")
+
+
+def _check_ids(op: Op, at: str, tensors: dict[int, Tensor]) -> None:
+    lists = [("inputs", op.inputs), ("outputs", op.outputs), ("mutates", op.mutates)]
+    for number, variant in enumerate(op.variants):
+        lists.append((f"variants/{number}/inputs", variant.inputs))
+        lists.append((f"variants/{number}/outputs", variant.outputs))
+    for number, pair in enumerate(op.inplace):
+        lists.append((f"inplace/{number}", pair))
+    for field, ids in lists:
+        for index, tensor_id in enumerate(ids):
+            if tensor_id not in tensors:
+                raise InvalidInputError(
+                    f"op {op.id} names the unknown tensor {tensor_id}", f"{at}/{field}/{index}"
+                )
+    for index, tensor_id in enumerate(op.mutates):
+        if tensor_id not in op.inputs:
+            raise InvalidInputError(
+                f"op {op.id} mutates tensor {tensor_id}, which is not among its inputs",
+                f"{at}/mutates/{index}",
+            )
+    for index, (output, source) in enumerate(op.inplace):
+        if output not in op.outputs or source not in op.inputs:
+            raise InvalidInputError(
+                f"op {op.id}: an in-place pair is [output, input] of the op itself",
+                f"{at}/inplace/{index}",
+            )
+
+
+def _check_order(graph: Graph, tensors: dict[int, Tensor], producer: dict[int, int]) -> None:
+    for position, op in enumerate(graph.ops):
+        for index, tensor_id in enumerate(op.inputs):
+            place = f"/ops/{position}/inputs/{index}"
+            if tensors[tensor_id].resident:
+                continue
+            made = producer.get(tensor_id)
+            if made is None:
+                raise InvalidInputError(
+                    f"op {op.id} reads tensor {tensor_id}, which no op produces", place
+                )
+            if made < position:
+                continue
+            later = graph.ops[made].id
+            if made == position or _reaches(graph, producer, position, made):
+                raise InvalidInputError(
+                    f"a cycle: op {op.id} reads tensor {tensor_id} of op {later},"
+                    f" which depends on op {op.id}",
+                    place,
+                )
+            raise InvalidInputError(
+                f"op {op.id} reads tensor {tensor_id} before op {later} produces it"
+                " (ops must be in program order)",
+                place,
+            )
+
+
+def _reaches(graph: Graph, producer: dict[int, int], start: int, goal: int) -> bool:
+    """Whether op position `goal` depends on op position `start`, in whatever order."""
+    seen = {goal}
+    stack = [goal]
+    while stack:
+        for tensor_id in graph.ops[stack.pop()].inputs:
+            made = producer.get(tensor_id)
+            if made == start:
+                return True
+            if made is not None and made not in seen:
+                seen.add(made)
+                stack.append(made)
+    return False

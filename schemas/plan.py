@@ -1,0 +1,130 @@
+"""The joint schedule of one training step, `coop-plan/plan/1`."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from schemas import _parse
+from schemas._parse import Model
+from schemas.graph import Bytes, Id, Micros
+
+
+class TensorRead(Model):
+    """A read of a tensor outside the arena: a resident one, or an output that left the step."""
+
+    tensor: Id
+
+
+class Write(Model):
+    """One buffer made by a compute step: `tensor` materialized at `offset` in the arena.
+
+    `offset` is null for an output that lives outside the arena. `bytes` is the tensor's exact size.
+    """
+
+    buffer: Id
+    tensor: Id
+    offset: Bytes | None
+    bytes: Bytes
+
+
+class Workspace(Model):
+    """Scratch of one compute step in the arena."""
+
+    offset: Bytes = 0
+    bytes: Bytes = 0
+
+
+class Compute(Model):
+    """Run op `op`. `reads` follow the op's inputs and `writes` its outputs, one by one."""
+
+    do: Literal["compute"] = "compute"
+    op: Id
+    variant: str | None = None
+    reads: list[Id | TensorRead]
+    writes: list[Write]
+    workspace: Workspace = Workspace()
+
+
+class Free(Model):
+    """The buffers that end here."""
+
+    do: Literal["free"] = "free"
+    buffers: list[Id]
+
+
+class Offload(Model):
+    """Start copying a buffer to the host; the buffer must stay until a `wait` on it."""
+
+    do: Literal["offload"] = "offload"
+    buffer: Id
+
+
+class Prefetch(Model):
+    """Start copying the host's copy of buffer `from` into a new buffer; readable after a `wait`."""
+
+    do: Literal["prefetch"] = "prefetch"
+    buffer: Id
+    tensor: Id
+    offset: Bytes
+    bytes: Bytes
+    from_: Id = Field(alias="from")
+
+
+class Wait(Model):
+    """Wait for the transfer that was last started on a buffer."""
+
+    do: Literal["wait"] = "wait"
+    buffer: Id
+
+
+Step = Annotated[Compute | Free | Offload | Prefetch | Wait, Field(discriminator="do")]
+
+
+class Plan(Model):
+    """A joint schedule and its figures. Sizes are bytes, costs µs.
+
+    Beside the fields of the design, `alignment` and `outputs` name the options that the figures
+    depend on, and `eviction_free_ratio` is Coop's own fragmentation figure (NeurIPS 2023, section
+    5.3): the mean over forced evictions of free bytes / arena, for online methods.
+    """
+
+    schema_: Literal["coop-plan/plan/1"] = Field(default="coop-plan/plan/1", alias="schema")
+    graph: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+    method: str
+    status: Literal["optimal", "feasible"]
+    budget_bytes: Bytes
+    resident_bytes: Bytes
+    arena_bytes: Bytes
+    peak_bytes: Bytes
+    base_cost_us: Micros
+    cost_us: Micros
+    overhead: float
+    lower_bound_us: Micros | None = None
+    fragmentation: float
+    eviction_free_ratio: float | None = None
+    recomputed_ops: Annotated[int, Field(ge=0)]
+    swapped_bytes: Bytes
+    solve_seconds: Annotated[float, Field(ge=0)]
+    alignment: Annotated[int, Field(ge=1)] = 512
+    outputs: Literal["outside", "arena"] = "outside"
+    versions: dict[str, str] = {}
+    steps: list[Step]
+
+    def to_json(self) -> str:
+        """The document as compact JSON text."""
+        return self.model_dump_json(by_alias=True)
+
+
+def parse_plan(document: str | bytes | dict[str, Any], source: str = "") -> Plan:
+    """A plan from JSON text or a decoded object.
+
+    Raises:
+        InvalidInputError: with the JSON pointer of the first fault.
+    """
+    return _parse.parse(Plan, document, source)
+
+
+def load_plan(path: Path | str) -> Plan:
+    """A plan from a file; raises `InvalidInputError` as `parse_plan` does."""
+    return _parse.read(Plan, path)

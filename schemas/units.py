@@ -1,0 +1,89 @@
+"""Bytes and budgets as people write them."""
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
+
+from schemas._parse import INT64_MAX
+from schemas.errors import InvalidInputError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _prefix in enumerate("kmgtp", start=1):
+    _UNITS[f"{_prefix}b"] = 1000**_power
+    _UNITS[f"{_prefix}ib"] = 1024**_power
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget before it meets a graph.
+
+    `kind` "bytes": `value` is bytes; "share": `value` is a fraction of the peak of keep-everything,
+    resident bytes included; "min": the smallest budget the method can meet (`value` is 0).
+    """
+
+    kind: Literal["bytes", "share", "min"]
+    value: Decimal
+
+    def resolve(self, keep_all_peak_bytes: int) -> int | None:
+        """The budget in bytes for a graph whose keep-everything peak is given; None for "min"."""
+        if self.kind == "min":
+            return None
+        return int(self.value if self.kind == "bytes" else self.value * keep_all_peak_bytes)
+
+
+def parse_bytes(text: str) -> int:
+    """`12GiB`, `12GB`, `1.5MiB`, `4096` as bytes (fractions of a byte are cut off).
+
+    Raises:
+        InvalidInputError: not a size, an unknown unit, or beyond int64.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise InvalidInputError(f"'{text}' is not a size: write 12GiB, 12GB, 500MB or plain bytes")
+    value = int(Decimal(match[1]) * _UNITS[match[2].lower()])
+    if value > INT64_MAX:
+        raise InvalidInputError(f"'{text}' is more than {INT64_MAX} bytes")
+    return value
+
+
+def parse_budget(text: str | int) -> Budget:
+    """`12GiB`, `12GB`, plain bytes (text or int), `50%` or `min`.
+
+    Raises:
+        InvalidInputError: anything else, or a budget of zero or less.
+    """
+    if isinstance(text, int):
+        text = str(text)
+    if text.strip().lower() == "min":
+        return Budget("min", Decimal(0))
+    if text.strip().startswith("-"):
+        raise InvalidInputError(f"'{text}' is not a budget: it must be above zero")
+    share = _SHARE.fullmatch(text)
+    if share is not None:
+        budget = Budget("share", Decimal(share[1]) / 100)
+    else:
+        try:
+            budget = Budget("bytes", Decimal(parse_bytes(text)))
+        except InvalidInputError as error:
+            raise InvalidInputError(
+                error.message.replace("is not a size", "is not a budget").replace(
+                    "or plain bytes", "plain bytes, 50% or min"
+                )
+            ) from None
+    if budget.value <= 0:
+        raise InvalidInputError(f"'{text}' is not a budget: it must be above zero")
+    return budget
+
+
+def format_bytes(count: int) -> str:
+    """A count of bytes in the largest binary unit that keeps it above one: `5.05 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024 or unit == "TiB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
