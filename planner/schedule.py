@@ -87,10 +87,16 @@ class Schedule:
         self.writes.append(tuple(made))
         return made
 
-    def drop(self, tensor: int) -> int:
-        """End the tensor's live buffer after the last event so far; returns the buffer."""
+    def drop(self, tensor: int, *, at_last_touch: bool = False) -> int:
+        """
+        End the tensor's live buffer after the last event so far; returns the buffer.
+
+        With `at_last_touch` it ends after the last event that wrote or read it, which may be
+        earlier: nobody missed it in between.
+        """
         buffer = self._current.pop(tensor)
-        self.last[buffer] = len(self.ops) - 1
+        if not at_last_touch:
+            self.last[buffer] = len(self.ops) - 1
         return buffer
 
     def finish(self) -> None:

@@ -27,7 +27,8 @@ def escape(part: str | int) -> str:
 
 
 def parse(model: type[M], document: str | bytes | dict[str, Any], source: str = "") -> M:
-    """Validate `document` (JSON text or its decoded object) as `model`.
+    """
+    Validate `document` (JSON text or its decoded object) as `model`.
 
     Raises:
         InvalidInputError: naming the first fault and its JSON pointer.
@@ -64,7 +65,8 @@ def _refuse_broken_json(document: str | bytes, source: str) -> None:
 
 
 def read(model: type[M], path: Path | str) -> M:
-    """Read the file at `path` as `model`.
+    """
+    Read the file at `path` as `model`.
 
     Raises:
         InvalidInputError: the file cannot be read, or what `parse` raises.
@@ -91,9 +93,8 @@ def _translate(
         node = None
     parts: list[str] = []
     for part in first["loc"]:
-        if isinstance(node, list) and isinstance(part, int) and part < len(node):
-            node = node[part]
-        elif isinstance(node, dict) and part in node:
+        in_list = isinstance(node, list) and isinstance(part, int) and part < len(node)
+        if in_list or (isinstance(node, dict) and part in node):
             node = node[part]
         elif isinstance(node, dict) and first["type"] == "missing" and part == first["loc"][-1]:
             node = None

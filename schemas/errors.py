@@ -2,7 +2,8 @@
 
 
 class InvalidInputError(ValueError):
-    """Input that breaks the contract: what is wrong, and where.
+    """
+    Input that breaks the contract: what is wrong, and where.
 
     Attributes:
         message: one sentence, without the place.

@@ -8,7 +8,8 @@ from schemas.graph import Graph
 
 
 def fingerprint(graph: Graph) -> str:
-    """`sha256:…` over the structure: op targets, edges, sizes, kinds, flags.
+    """
+    `sha256:…` over the structure: op targets, edges, sizes, kinds, flags.
 
     Ids are replaced by the order of first appearance; tensor names, the graph's name, the device
     and the costs do not enter, so every rank of one job gets the same value.
@@ -52,7 +53,8 @@ def fingerprint(graph: Graph) -> str:
 
 
 def cost_signature(graph: Graph) -> str:
-    """`sha256:…` over the op costs, each rounded to the nearest power of two µs.
+    """
+    `sha256:…` over the op costs, each rounded to the nearest power of two µs.
 
     Two measurements of the same machine mostly agree in it; it tells whether a cached plan's cost
     figures were made with costs like these. It is no part of a plan's validity.

@@ -92,7 +92,8 @@ class Graph(Model):
 
 
 def parse_graph(document: str | bytes | dict[str, Any], source: str = "") -> Graph:
-    """A graph from JSON text or a decoded object.
+    """
+    A graph from JSON text or a decoded object.
 
     Raises:
         InvalidInputError: with the JSON pointer of the first fault.

@@ -17,7 +17,8 @@ class TensorRead(Model):
 
 
 class Write(Model):
-    """One buffer made by a compute step: `tensor` materialized at `offset` in the arena.
+    """
+    One buffer made by a compute step: `tensor` materialized at `offset` in the arena.
 
     `offset` is null for an output that lives outside the arena. `bytes` is the tensor's exact size.
     """
@@ -82,7 +83,8 @@ Step = Annotated[Compute | Free | Offload | Prefetch | Wait, Field(discriminator
 
 
 class Plan(Model):
-    """A joint schedule and its figures. Sizes are bytes, costs µs.
+    """
+    A joint schedule and its figures. Sizes are bytes, costs µs.
 
     Beside the fields of the design, `alignment` and `outputs` name the options that the figures
     depend on, and `eviction_free_ratio` is Coop's own fragmentation figure (NeurIPS 2023, section
@@ -117,7 +119,8 @@ class Plan(Model):
 
 
 def parse_plan(document: str | bytes | dict[str, Any], source: str = "") -> Plan:
-    """A plan from JSON text or a decoded object.
+    """
+    A plan from JSON text or a decoded object.
 
     Raises:
         InvalidInputError: with the JSON pointer of the first fault.

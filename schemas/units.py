@@ -19,7 +19,8 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", re.ASCII)
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget before it meets a graph.
+    """
+    A budget before it meets a graph.
 
     `kind` "bytes": `value` is bytes; "share": `value` is a fraction of the peak of keep-everything,
     resident bytes included; "min": the smallest budget the method can meet (`value` is 0).
@@ -36,7 +37,8 @@ class Budget:
 
 
 def parse_bytes(text: str) -> int:
-    """`12GiB`, `12GB`, `1.5MiB`, `4096` as bytes (fractions of a byte are cut off).
+    """
+    `12GiB`, `12GB`, `1.5MiB`, `4096` as bytes (fractions of a byte are cut off).
 
     Raises:
         InvalidInputError: not a size, an unknown unit, or beyond int64.
@@ -51,7 +53,8 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_budget(text: str | int) -> Budget:
-    """`12GiB`, `12GB`, plain bytes (text or int), `50%` or `min`.
+    """
+    `12GiB`, `12GB`, plain bytes (text or int), `50%` or `min`.
 
     Raises:
         InvalidInputError: anything else, or a budget of zero or less.

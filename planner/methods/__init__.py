@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from planner.methods.base import MethodInfo, Progress, Request, Solution
 from planner.methods.keep_all import solve_keep_all
 from planner.methods.online import COOP_SWITCHES, solve_coop, solve_dte, solve_dtr
+from planner.offline.search import solve_coop_offline
 
 METHODS: Mapping[str, MethodInfo] = {
     info.name: info
@@ -21,6 +22,12 @@ METHODS: Mapping[str, MethodInfo] = {
             "Zhang et al., Coop: Memory is not a Commodity, NeurIPS 2023, Algorithm 1",
             solve_coop,
             COOP_SWITCHES,
+        ),
+        MethodInfo(
+            "coop-offline",
+            "knows the whole step: plans evictions first, places second, near the optimum",
+            "ours; closure cost / (bytes x distance to next use^alpha), see planner.offline",
+            solve_coop_offline,
         ),
         MethodInfo(
             "dtr",

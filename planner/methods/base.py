@@ -33,8 +33,12 @@ class Request:
 
     def check_time(self) -> None:
         """Raise `TimeLimitError` once the deadline has passed."""
-        if self.deadline is not None and time.monotonic() > self.deadline:
+        if self.out_of_time():
             raise TimeLimitError("time limit reached before any plan was found")
+
+    def out_of_time(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and time.monotonic() > self.deadline
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,8 @@ class Simulator:
         pairs = self._inplace_pairs(op)
         sources = dict(pairs)
         kept = {t for t in problem.makes[op] if schedule.holds(t)}
+        for t in problem.makes[op]:
+            self.pins[t] += 1  # until the op is done
         transient: list[int] = []
         for t in problem.op_outputs[op]:
             if schedule.leaves(t):
@@ -143,7 +145,6 @@ class Simulator:
             schedule.offset.append(offset)
             if t not in kept and not problem.outside[t]:
                 self._address[t] = offset
-                self.pins[t] += 1  # until the op is done
                 self.neighbours.computed(t)
         need = problem.workspace[op]
         workspace = self._allocate(need, problem.tensor_count, op, goal)
@@ -160,9 +161,9 @@ class Simulator:
         """After `op`: stamp what it touched, unpin it, drop what was recomputed only for it."""
         problem = self.problem
         for t in problem.makes[op]:
-            if t not in kept and not problem.outside[t]:
+            self.pins[t] -= 1
+            if t not in kept:
                 self.last_access[t] = self.clock_us
-                self.pins[t] -= 1
         for t in problem.reads[op]:
             self.last_access[t] = self.clock_us
             self.pins[t] -= 1

@@ -44,9 +44,7 @@ def lower_bound(instance: Instance) -> int:
     """
     single = int(instance.size.max(initial=0))
     given = instance.fixed >= 0
-    pinned = int(
-        (instance.fixed[given] * instance.alignment + instance.size[given]).max(initial=0)
-    )
+    pinned = int((instance.fixed[given] * instance.alignment + instance.size[given]).max(initial=0))
     if instance.sections == 0:
         return max(single, pinned)
     units = live_units(instance) - shareable_units(instance)
