@@ -42,17 +42,16 @@ class _Task:
         return solution
 
     def search_minimum(self, keep_all_arena: int) -> tuple[int, Solution | None]:
-        """
-        The smallest arena found to be feasible by bisection, and its solution.
+        """The smallest arena at which bisection saw `solve` succeed, and what it returned.
 
         None stands for keep-everything, which is feasible at `keep_all_arena` and above. A method
-        need not be monotone: what is returned was solved, but a smaller arena may work as well.
+        need not be monotone: what is returned works, but a smaller arena may work as well.
         """
         step = self.problem.alignment
-        low = self.problem.largest_working_set[1]
+        low = self.problem.largest_working_set[1] - step
         best: tuple[int, Solution | None] = (keep_all_arena, None)
         probes = 64 if self.problem.op_count <= SMALL_PROBLEM_OPS else COARSE_PROBES
-        guess = low
+        guess = low + step
         for probe in range(probes):
             if guess >= best[0]:
                 break
@@ -61,13 +60,10 @@ class _Task:
                 message = "searching the smallest feasible budget"
                 self.request.progress(Progress(message, probe / probes))
             try:
-                solution = self.solve(guess)
-                best = (arena_bytes(solution.schedule), solution)
+                best = (guess, self.solve(guess))
             except DoesNotFitError:
                 low = guess
-            guess = (low + best[0]) // 2 // step * step
-            if guess <= low:
-                guess = low + step
+            guess = max((low + best[0]) // 2 // step * step, low + step)
         return best
 
 

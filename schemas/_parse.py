@@ -62,6 +62,12 @@ def _refuse_broken_json(document: str | bytes, source: str) -> None:
         raise InvalidInputError("not JSON: the text is not UTF-8", source=source) from None
     except RecursionError:
         raise InvalidInputError("not JSON: nested too deeply", source=source) from None
+    except InvalidInputError:
+        raise
+    except ValueError:
+        raise InvalidInputError(
+            "not JSON that can be read: a number has thousands of digits", source=source
+        ) from None
 
 
 def read(model: type[M], path: Path | str) -> M:

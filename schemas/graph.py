@@ -11,7 +11,8 @@ from schemas.errors import InvalidInputError
 
 Id = Annotated[int, Field(ge=0, le=INT64_MAX, strict=True)]
 Bytes = Annotated[int, Field(ge=0, le=INT64_MAX, strict=True)]
-Micros = Annotated[float, Field(ge=0)]
+Micros = Annotated[float, Field(ge=0, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 
 TensorKind = Literal["parameter", "buffer", "input", "constant", "activation", "output"]
 RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
@@ -24,8 +25,8 @@ class Device(Model):
     kind: str = "cpu"
     name: str = ""
     memory_bytes: Bytes = 0
-    h2d_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
-    d2h_bytes_per_s: Annotated[float, Field(ge=0)] = 0.0
+    h2d_bytes_per_s: Annotated[float, Field(ge=0, strict=True)] = 0.0
+    d2h_bytes_per_s: Annotated[float, Field(ge=0, strict=True)] = 0.0
 
 
 class Tensor(Model):
@@ -65,8 +66,8 @@ class Op(Model):
     outputs: list[Id]
     cost_us: Micros
     workspace_bytes: Bytes = 0
-    recomputable: bool = True
-    rng: bool = False
+    recomputable: Flag = True
+    rng: Flag = False
     mutates: list[Id] = []
     inplace: list[Annotated[list[Id], Field(min_length=2, max_length=2)]] = []
     variants: list[Variant] = []
@@ -136,6 +137,7 @@ def _check_structure(graph: Graph) -> None:
                 )
             producer[tensor_id] = position
     _check_order(graph, tensors, producer)
+    _check_variants(graph, tensors, producer)
     for position, tensor in enumerate(graph.tensors):
         if tensor.kind == "output" and tensor.id not in producer:
             raise InvalidInputError(
@@ -199,6 +201,44 @@ def _check_order(graph: Graph, tensors: dict[int, Tensor], producer: dict[int, i
                 " (ops must be in program order)",
                 place,
             )
+
+
+def _check_variants(graph: Graph, tensors: dict[int, Tensor], producer: dict[int, int]) -> None:
+    """Variants may use tensors of their own, but only as any other op: made here, read later."""
+    made_by_variants: dict[int, int] = {}
+    for position, op in enumerate(graph.ops):
+        names: set[str] = set()
+        for number, variant in enumerate(op.variants):
+            at = f"/ops/{position}/variants/{number}"
+            if variant.name in names:
+                raise InvalidInputError(
+                    f"op {op.id} has two variants named '{variant.name}'", f"{at}/name"
+                )
+            names.add(variant.name)
+            for index, tensor_id in enumerate(variant.inputs):
+                made = producer.get(tensor_id, made_by_variants.get(tensor_id, position))
+                if made >= position and not tensors[tensor_id].resident:
+                    raise InvalidInputError(
+                        f"variant '{variant.name}' of op {op.id} reads tensor {tensor_id}, which"
+                        " no earlier op produces",
+                        f"{at}/inputs/{index}",
+                    )
+            for index, tensor_id in enumerate(variant.outputs):
+                owner = producer.get(tensor_id, made_by_variants.get(tensor_id, position))
+                if tensors[tensor_id].resident or owner != position:
+                    raise InvalidInputError(
+                        f"variant '{variant.name}' of op {op.id} produces tensor {tensor_id},"
+                        " which is resident or another op's",
+                        f"{at}/outputs/{index}",
+                    )
+                if tensor_id in variant.outputs[:index]:
+                    raise InvalidInputError(
+                        f"variant '{variant.name}' of op {op.id} produces tensor {tensor_id} twice",
+                        f"{at}/outputs/{index}",
+                    )
+        for variant in op.variants:
+            for tensor_id in variant.outputs:
+                made_by_variants.setdefault(tensor_id, position)
 
 
 def _reaches(graph: Graph, producer: dict[int, int], start: int, goal: int) -> bool:

@@ -9,6 +9,8 @@ from schemas import _parse
 from schemas._parse import Model
 from schemas.graph import Bytes, Id, Micros
 
+Ratio = Annotated[float, Field(strict=True)]
+
 
 class TensorRead(Model):
     """A read of a tensor outside the arena: a resident one, or an output that left the step."""
@@ -91,7 +93,7 @@ class Plan(Model):
     5.3): the mean over forced evictions of free bytes / arena, for online methods.
     """
 
-    schema_: Literal["coop-plan/plan/1"] = Field(default="coop-plan/plan/1", alias="schema")
+    schema_: Literal["coop-plan/plan/1"] = Field(alias="schema")
     graph: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
     method: str
     status: Literal["optimal", "feasible"]
@@ -101,14 +103,14 @@ class Plan(Model):
     peak_bytes: Bytes
     base_cost_us: Micros
     cost_us: Micros
-    overhead: float
+    overhead: Ratio
     lower_bound_us: Micros | None = None
-    fragmentation: float
-    eviction_free_ratio: float | None = None
-    recomputed_ops: Annotated[int, Field(ge=0)]
+    fragmentation: Ratio
+    eviction_free_ratio: Ratio | None = None
+    recomputed_ops: Annotated[int, Field(ge=0, strict=True)]
     swapped_bytes: Bytes
-    solve_seconds: Annotated[float, Field(ge=0)]
-    alignment: Annotated[int, Field(ge=1)] = 512
+    solve_seconds: Annotated[float, Field(ge=0, strict=True)]
+    alignment: Annotated[int, Field(ge=1, strict=True)] = 512
     outputs: Literal["outside", "arena"] = "outside"
     versions: dict[str, str] = {}
     steps: list[Step]

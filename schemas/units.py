@@ -16,6 +16,9 @@ for _power, _prefix in enumerate("kmgtp", start=1):
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", re.ASCII)
 
+_LONGEST = 100
+"""Characters of a size; int and Decimal fail in ways of their own on thousands of digits."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -43,6 +46,8 @@ def parse_bytes(text: str) -> int:
     Raises:
         InvalidInputError: not a size, an unknown unit, or beyond int64.
     """
+    if len(text) > _LONGEST:
+        raise InvalidInputError(f"a text of {len(text)} characters is not a size")
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNITS:
         raise InvalidInputError(f"'{text}' is not a size: write 12GiB, 12GB, 500MB or plain bytes")
@@ -60,7 +65,11 @@ def parse_budget(text: str | int) -> Budget:
         InvalidInputError: anything else, or a budget of zero or less.
     """
     if isinstance(text, int):
+        if abs(text) > INT64_MAX:
+            raise InvalidInputError(f"the budget is beyond {INT64_MAX} bytes")
         text = str(text)
+    if len(text) > _LONGEST:
+        raise InvalidInputError(f"a text of {len(text)} characters is not a budget")
     if text.strip().lower() == "min":
         return Budget("min", Decimal(0))
     if text.strip().startswith("-"):
@@ -74,7 +83,7 @@ def parse_budget(text: str | int) -> Budget:
         except InvalidInputError as error:
             raise InvalidInputError(
                 error.message.replace("is not a size", "is not a budget").replace(
-                    "or plain bytes", "plain bytes, 50% or min"
+                    " or plain bytes", ", plain bytes, 50% or min"
                 )
             ) from None
     if budget.value <= 0:

@@ -21,7 +21,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "online; evicts the cheapest contiguous set of blocks",
             "Zhang et al., Coop: Memory is not a Commodity, NeurIPS 2023, Algorithm 1",
             solve_coop,
-            COOP_SWITCHES,
+            switches=COOP_SWITCHES,
         ),
         MethodInfo(
             "coop-offline",

@@ -66,5 +66,7 @@ class MethodInfo:
     summary: str
     source: str
     solve: Solve
+    anytime: bool = False
+    """Whether it runs until the deadline, and so needs one."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Ablation switches, name → what is lost when it is turned off."""

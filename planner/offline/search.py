@@ -9,13 +9,14 @@ answered from the same candidates), then a hill climb perturbs the weights of si
 intervals around the incumbent.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.errors import DoesNotFitError
+from planner.errors import DoesNotFitError, TimeLimitError
 from planner.layout import lay_out
 from planner.methods.base import Progress, Request, Solution
+from planner.methods.online import solve_coop
 from planner.offline.arrays import Arrays, to_arrays
 from planner.offline.lifetimes import lifetimes
 from planner.offline.rebuild import rebuild
@@ -71,7 +72,7 @@ class Search:
         if run.cost_us >= self.best.cost_us:
             return False
         lower, upper, size, peak = lifetimes(self.arrays, run)
-        if peak > arena + self.problem.alignment:
+        if peak > arena:
             return False
         placement = place(lower, upper, size, capacity=arena, alignment=self.problem.alignment)
         if placement.peak > arena:
@@ -132,11 +133,19 @@ def solve_coop_offline(problem: Problem, request: Request) -> Solution:
     """The cheapest schedule found that fits; `request.deadline` buys a longer climb."""
     search = Search(problem, request)
     search.portfolio()
+    try:
+        online = solve_coop(problem, replace(request, progress=None, off=frozenset()))
+    except (DoesNotFitError, TimeLimitError):
+        online = None
     if search.best.run is None:
-        raise DoesNotFitError(search.failed_op)
+        if online is None:
+            raise DoesNotFitError(search.failed_op)
+        return online
     steps = max(20, CLIMB_OPS // max(1, problem.op_count))
     search.climb(None if request.deadline is not None else steps)
     assert search.best.run is not None
+    if online is not None and online.schedule.cost_us < search.best.cost_us:
+        return online
     schedule = rebuild(problem, search.best.run)
     lay_out(schedule, request.arena_bytes)
     return Solution(schedule)

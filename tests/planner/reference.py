@@ -1,0 +1,242 @@
+"""A slow second opinion on plans: the arena as an array of bytes, contents computed symbolically.
+
+It knows no versions: what a byte holds is `(value, index)`, where a value is the hash of an op and
+of the values it read. `Machine.right` says that every op read what it reads in straight execution
+and that the step's results are the straight ones; `Machine.clean` that the rules of a plan were
+kept. A plan is good if both hold.
+"""
+
+from schemas import Compute, Free, Graph, Offload, Plan, Prefetch, TensorRead, Wait
+
+
+def straight(graph: Graph):
+    """Straight execution: by (op, tensor) the value read, and at the end by tensor."""
+    values = {t.id: ("before", t.id) for t in graph.tensors if t.resident}
+    read = {}
+    for op in graph.ops:
+        names = {t for body in (op, *op.variants) for t in body.inputs}
+        read |= {(op.id, t): values[t] for t in names}
+        inputs = tuple(values[t] for t in op.inputs)
+        values |= {t: hash(("made", op.id, t, inputs)) for t in op.outputs}
+        values |= {t: hash(("overwritten", op.id, t, inputs)) for t in op.mutates}
+    return read, values
+
+
+class Machine:
+    """Runs a plan; figures are not looked at, except the arena's size and the budget."""
+
+    def __init__(self, graph: Graph, plan: Plan):
+        self.graph, self.plan = graph, plan
+        self.ops = {op.id: op for op in graph.ops}
+        self.tensors = {t.id: t for t in graph.tensors}
+        self.expected, self.results = straight(graph)
+        self.memory = [None] * plan.arena_bytes
+        self.outside = {t.id: ("before", t.id) for t in graph.tensors if t.resident}
+        self.empty = {}  # what a buffer of no bytes would hold
+        self.live, self.used = {}, {}  # buffer -> (tensor, offset, bytes); buffer -> tensor
+        self.copying, self.arriving, self.host = {}, {}, {}
+        self.left, self.ran = set(), []
+        self.right = self.clean = True
+        self.serial = 0
+        for step in plan.steps:
+            handler = {Compute: self.compute, Free: self.free, Offload: self.offload}
+            handler |= {Prefetch: self.prefetch, Wait: self.wait}
+            handler[type(step)](step)
+        self.finish()
+
+    @property
+    def good(self):
+        return self.right and self.clean
+
+    def rule(self, kept):
+        self.clean = self.clean and bool(kept)
+
+    # memory
+
+    def garbage(self):
+        self.serial += 1
+        return ("garbage", self.serial)
+
+    def store(self, buffer, offset, size, value):
+        if not size:
+            self.empty[buffer] = value
+        for index in range(offset, min(offset + size, len(self.memory))):
+            self.memory[index] = (value, index - offset)
+
+    def load(self, buffer, offset, size):
+        if not size:
+            return self.empty.get(buffer)
+        held = self.memory[offset : offset + size]
+        whole = [(held[0][0] if held and held[0] else None, index) for index in range(size)]
+        return held[0][0] if held == whole else self.garbage()
+
+    def check_range(self, offset, size):
+        self.rule(offset % self.plan.alignment == 0)
+        self.rule(offset + size <= self.plan.arena_bytes)
+
+    def bytes_of(self, offset, size):
+        return set(range(offset, offset + size))
+
+    def occupied(self, but=()):
+        return {
+            index
+            for number, (_, offset, size) in self.live.items()
+            if number not in but
+            for index in self.bytes_of(offset, size)
+        }
+
+    # steps
+
+    def compute(self, step):
+        op = self.ops.get(step.op)
+        self.rule(op)
+        if op is None:
+            return
+        bodies = {None: op, **{v.name: v for v in op.variants}}
+        self.rule(step.variant in bodies)
+        body = bodies.get(step.variant, op)
+        self.rule(op.recomputable or op.id not in self.ran)
+        random_before = [o.id for o in self.graph.ops if o.rng]
+        if op.rng and op.id not in self.ran:
+            earlier = random_before[: random_before.index(op.id)]
+            self.rule(all(number in self.ran for number in earlier))
+        self.rule(len(step.reads) == len(body.inputs) and len(step.writes) == len(body.outputs))
+        self.rule(step.workspace.bytes == body.workspace_bytes)
+        self.ran.append(op.id)
+
+        # The kernel scribbles over its scratch and its outputs before it reads its inputs.
+        scratch = self.bytes_of(step.workspace.offset, step.workspace.bytes)
+        self.check_range(step.workspace.offset, step.workspace.bytes)
+        read_buffers = {n for n in step.reads if not isinstance(n, TensorRead)}
+        taken, claimed = {}, set()
+        for write in step.writes:
+            if write.offset is None or not write.bytes:
+                continue
+            for number in read_buffers & self.live.keys():
+                t, offset, size = self.live[number]
+                if offset == write.offset and size and number not in taken.values():
+                    allowed = [write.tensor, t] in op.inplace and t not in op.mutates
+                    if allowed and write.bytes <= size:
+                        taken[write.buffer] = number
+        self.store(None, step.workspace.offset, step.workspace.bytes, self.garbage())
+        for write in step.writes:
+            if write.offset is not None and write.buffer not in taken:
+                self.store(None, write.offset, write.bytes, self.garbage())
+
+        mutable = {}
+        for entry, t in zip(step.reads, body.inputs, strict=False):
+            if isinstance(entry, TensorRead):
+                self.rule(entry.tensor == t and entry.tensor in self.outside)
+                value = self.outside.get(entry.tensor)
+            else:
+                self.rule(entry in self.live and entry not in self.arriving)
+                if entry not in self.live:
+                    self.right = False
+                    continue
+                self.rule(self.live[entry][0] == t)
+                value = self.load(entry, *self.live[entry][1:])
+            if value != self.expected[op.id, t]:
+                self.right = False
+            if t in op.mutates:
+                self.rule(mutable.setdefault(t, entry) == entry)
+                self.rule(isinstance(entry, TensorRead) or entry not in self.copying)
+        inputs = tuple(self.expected[op.id, t] for t in op.inputs)
+        if not self.right:
+            inputs = self.garbage()
+        for t, entry in mutable.items():
+            value = hash(("overwritten", op.id, t, inputs))
+            if isinstance(entry, TensorRead):
+                self.outside[t] = value
+            else:
+                self.store(entry, *self.live[entry][1:], value)
+        self.rule(set(op.mutates) <= mutable.keys())
+
+        self.rule(not scratch & self.occupied())
+        for write, t in zip(step.writes, body.outputs, strict=False):
+            value = hash(("made", op.id, t, inputs))
+            self.rule(write.buffer not in self.used)
+            self.rule(write.tensor == t and write.bytes == self.tensors[t].bytes)
+            if write.buffer in self.used or write.tensor not in self.tensors:
+                self.right = False
+                continue
+            first = write.tensor not in self.used.values()
+            self.used[write.buffer] = write.tensor
+            leaves = self.plan.outputs == "outside" and self.tensors[t].kind == "output"
+            self.rule((write.offset is None) == (leaves and first))
+            if write.offset is None:
+                self.outside[write.tensor] = value
+                self.left.add(write.buffer)
+                continue
+            self.check_range(write.offset, write.bytes)
+            mine = self.bytes_of(write.offset, write.bytes)
+            others = self.occupied(but={taken[write.buffer]} if write.buffer in taken else ())
+            self.rule(not mine & (others | scratch | claimed))
+            claimed |= mine
+            self.store(write.buffer, write.offset, write.bytes, value)
+        for number in taken.values():
+            self.rule(number not in self.copying)
+            self.copying.pop(number, None)
+            del self.live[number]
+        for write in step.writes:
+            if write.offset is not None:
+                self.live[write.buffer] = (write.tensor, write.offset, write.bytes)
+
+    def free(self, step):
+        for number in step.buffers:
+            self.rule(number in self.live)
+            self.rule(number not in self.copying and number not in self.arriving)
+            self.copying.pop(number, None)
+            self.live.pop(number, None)
+
+    def offload(self, step):
+        number = step.buffer
+        self.rule(number in self.live)
+        self.rule(number not in self.copying and number not in self.arriving)
+        self.rule(number not in [copy.from_ for copy in self.arriving.values()])
+        self.rule(self.graph.device.d2h_bytes_per_s)
+        if number in self.live:
+            self.host.pop(number, None)
+            self.copying[number] = self.load(number, *self.live[number][1:])
+
+    def prefetch(self, step):
+        self.rule(step.from_ in self.host and self.used.get(step.from_) == step.tensor)
+        self.rule(step.buffer not in self.used)
+        self.rule(self.graph.device.h2d_bytes_per_s)
+        t = self.tensors.get(step.tensor)
+        self.rule(t and t.bytes == step.bytes)
+        if step.buffer in self.used or t is None:
+            self.right = False
+            return
+        self.check_range(step.offset, step.bytes)
+        self.rule(not self.bytes_of(step.offset, step.bytes) & self.occupied())
+        self.store(step.buffer, step.offset, step.bytes, self.garbage())
+        self.used[step.buffer] = step.tensor
+        self.live[step.buffer] = (step.tensor, step.offset, step.bytes)
+        self.arriving[step.buffer] = step
+
+    def wait(self, step):
+        number = step.buffer
+        if number in self.copying:
+            # The copy may have happened at any time since: it is good if nothing changed.
+            value = self.copying.pop(number)
+            now = self.load(number, *self.live[number][1:])
+            self.host[number] = value if now == value else self.garbage()
+        elif number in self.arriving:
+            copy = self.arriving.pop(number)
+            value = self.host.get(copy.from_, self.garbage())
+            self.store(number, copy.offset, copy.bytes, value)
+        else:
+            self.rule(False)
+
+    def finish(self):
+        self.rule(not self.copying and not self.arriving)
+        self.rule(set(self.ran) == set(self.ops))
+        for t in self.graph.tensors:
+            held = [n for n, (tensor, _, _) in self.live.items() if tensor == t.id]
+            in_arena = t.kind == "output" and self.plan.outputs == "arena"
+            self.rule(len(held) == (1 if in_arena else 0))
+            if in_arena:
+                got = [self.load(n, *self.live[n][1:]) for n in held]
+                self.right &= self.results[t.id] in got
+            elif t.kind == "output" or t.resident:
+                self.right &= self.outside.get(t.id) == self.results[t.id]

@@ -1,0 +1,109 @@
+"""Every method, on random graphs: what it returns is valid, within the budget, and honest."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner import METHODS, InfeasibleBudgetError, Problem, find_faults, plan
+from planner.assemble import arena_bytes
+from planner.layout import lay_out
+from planner.methods.keep_all import keep_all_schedule
+
+from tests.strategies import graphs
+from tests.support import make_graph
+
+from hypothesis import Phase
+NOSHRINK=[Phase.explicit, Phase.reuse, Phase.generate]
+HEURISTICS = [name for name, info in METHODS.items() if info.anytime is False]
+OUTPUTS = st.sampled_from(["outside", "arena"])
+SHARES = st.sampled_from(["100%", "90%", "70%", "50%", "30%", "min"])
+
+
+@pytest.mark.parametrize("method", HEURISTICS)
+@settings(max_examples=60, deadline=None, phases=NOSHRINK)
+@given(graph=graphs(max_ops=14), outputs=OUTPUTS, budget=SHARES, alignment=st.sampled_from([1, 8]))
+def test_plan_is_valid_or_the_minimum_is_feasible(method, graph, outputs, budget, alignment):
+    """A plan passes the verifier within its budget; an infeasible answer names a budget that works."""
+    if budget != "min" and not sum(t.bytes for t in graph.tensors):
+        budget = 1
+    options = {"method": method, "outputs": outputs, "alignment": alignment}
+    try:
+        made = plan(graph, budget, **options)
+    except InfeasibleBudgetError as error:
+        assert error.min_feasible_bytes > error.budget_bytes
+        made = plan(graph, max(1, error.min_feasible_bytes), **options)
+        assert made.peak_bytes <= max(1, error.min_feasible_bytes)
+    assert find_faults(graph, made) == []
+    assert made.peak_bytes <= made.budget_bytes
+    assert made.overhead >= 0
+
+
+@settings(max_examples=60, deadline=None, phases=NOSHRINK)
+@given(graph=graphs(max_ops=14), outputs=OUTPUTS, budget=SHARES)
+def test_offline_is_never_worse_than_the_methods_it_stands_beside(graph, outputs, budget):
+    """coop-offline costs no more than coop and keep-all, and meets what they meet."""
+    if budget != "min" and not sum(t.bytes for t in graph.tensors):
+        budget = 1
+    for other in ("keep-all", "coop"):
+        try:
+            reference = plan(graph, budget, method=other, outputs=outputs, alignment=1)
+        except InfeasibleBudgetError:
+            continue
+        within = max(1, reference.budget_bytes)
+        ours = plan(graph, within, method="coop-offline", outputs=outputs, alignment=1)
+        assert ours.cost_us <= reference.cost_us * (1 + 1e-9)
+
+
+@given(graph=graphs(max_ops=14))
+def test_a_budget_that_needs_nothing_costs_nothing(graph):
+    """At keep-everything's peak every method returns it, proved optimal."""
+    problem = Problem.from_graph(graph, 1)
+    schedule = keep_all_schedule(problem)
+    lay_out(schedule)
+    peak = problem.fixed_bytes + arena_bytes(schedule)
+    for method in HEURISTICS:
+        made = plan(graph, max(1, peak), method=method, alignment=1)
+        assert (made.overhead, made.status, made.recomputed_ops) == (0, "optimal", 0)
+
+
+@pytest.fixture
+def chain():
+    """Ten unit tensors in a row, then read in reverse: recomputation at any budget below ten."""
+    tensors = {i: ("activation", 1) for i in range(10)} | {10 + i: ("activation", 1) for i in range(10)}
+    ops = [{"inputs": [i - 1] if i else [], "outputs": [i]} for i in range(10)]
+    for back in range(10):
+        reads = [9 - back] + ([9 + back] if back else [])
+        ops.append({"inputs": reads, "outputs": [10 + back]})
+    return make_graph(tensors, ops)
+
+
+@pytest.mark.parametrize("method", [m for m in HEURISTICS if m != "keep-all"])
+def test_a_chain_is_recomputed_within_half_its_peak(chain, method):
+    """Half the peak of a chain takes recomputation, and the plan says how much."""
+    made = plan(chain, "50%", method=method, alignment=1)
+    assert made.recomputed_ops > 0
+    assert made.cost_us == pytest.approx(made.base_cost_us + made.recomputed_ops)
+    assert made.peak_bytes <= 6
+
+
+def test_ops_that_run_once_run_once():
+    """What a non-recomputable op made is kept, at the price of other tensors."""
+    tensors = {i: ("activation", 1) for i in range(8)}
+    ops = [{"inputs": [i - 1] if i else [], "outputs": [i]} for i in range(4)]
+    ops[0]["recomputable"] = False
+    ops += [{"inputs": [3 - i] + ([3 + i] if i else []), "outputs": [4 + i]} for i in range(4)]
+    graph = make_graph(tensors, ops)
+    for method in HEURISTICS:
+        made = plan(graph, "min", method=method, alignment=1)
+        assert [s.op for s in made.steps if s.do == "compute"].count(0) == 1
+
+
+def test_the_blocking_op_is_named():
+    """An impossible budget names the op with its working set."""
+    tensors = {0: ("activation", 10), 1: ("activation", 100), 2: ("activation", 10)}
+    ops = [{"inputs": [], "outputs": [0]}, {"inputs": [0], "outputs": [1]}]
+    ops.append({"inputs": [1], "outputs": [2]})
+    graph = make_graph(tensors, ops)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(graph, 50, alignment=1)
+    assert (caught.value.blocking_op, caught.value.working_set_bytes) == (1, 110)
+    assert caught.value.min_feasible_bytes == 110

@@ -1,0 +1,192 @@
+"""The verifier against the byte-by-byte reference: on valid plans, and on tampered ones."""
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from planner.verifier import find_faults
+from schemas import Plan
+from tests.planner.reference import Machine
+from tests.strategies import graphs
+from tests.support import make_graph, make_plan, naive_plan, random_plan
+
+OUTPUTS = st.sampled_from(["outside", "arena"])
+SEEDS = st.integers(0, 2**32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs(), OUTPUTS, st.sampled_from([1, 4, 512]))
+def test_naive_plans_are_accepted(graph, outputs, alignment):
+    """Keep-everything at fresh addresses is valid for every graph."""
+    plan = naive_plan(graph, outputs=outputs, alignment=alignment)
+    assert find_faults(graph, plan) == []
+
+
+@settings(max_examples=250, deadline=None)
+@given(graphs(), SEEDS, OUTPUTS, st.sampled_from([1, 4]))
+def test_random_valid_plans_are_accepted_and_right(graph, seed, outputs, alignment):
+    """Reordered, evicting, recomputing, swapping, in-place plans: both say they are good."""
+    plan = random_plan(graph, Random(seed), outputs=outputs, alignment=alignment)
+    event(f"recomputes: {plan.recomputed_ops > 0}, swaps: {plan.swapped_bytes > 0}")
+    machine = Machine(graph, plan)
+    assert machine.right
+    assert machine.clean
+    assert find_faults(graph, plan) == []
+
+
+@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(graphs(max_ops=6), SEEDS, OUTPUTS, st.integers(1, 3))
+def test_tampered_plans_are_accepted_only_if_good(graph, seed, outputs, changes):
+    """After random changes, figures measured anew, the verifier agrees with the reference."""
+    random = Random(seed)
+    plan = random_plan(graph, random, outputs=outputs)
+    document = plan.model_dump(by_alias=True)
+    for _ in range(changes):
+        tamper(document["steps"], random)
+    try:
+        steps = Plan.model_validate(document).steps
+    except ValidationError:
+        assume(False)
+    tampered = make_plan(graph, steps, outputs=outputs)
+    machine = Machine(graph, tampered)
+    faults = find_faults(graph, tampered)
+    event(f"accepted: {not faults}")
+    assert (faults == []) == machine.good, faults
+
+
+def tamper(steps, random):
+    """One random change of a plan's steps; often, but not always, it breaks the plan."""
+    if steps:
+        random.choice(
+            [_drop, _repeat, _move, _swap, _offset, _offset, _read, _read, _number, _unfree]
+            + [_write, _workspace, _variant, _op, _add_free, _transfer]
+        )(steps, random)
+
+
+def _pick(steps, random, do):
+    found = [step for step in steps if step["do"] == do]
+    return random.choice(found) if found else None
+
+
+def _buffers(steps):
+    made = [w["buffer"] for s in steps if s["do"] == "compute" for w in s["writes"]]
+    return made + [s["buffer"] for s in steps if s["do"] == "prefetch"] or [0]
+
+
+def _drop(steps, random):
+    del steps[random.randrange(len(steps))]
+
+
+def _repeat(steps, random):
+    """A step again; a compute with fresh buffers, so that it is a recompute, freed at once."""
+    at = random.randrange(len(steps))
+    step = dict(steps[at])
+    if step["do"] == "compute":
+        fresh = max(_buffers(steps)) + 1
+        step["writes"] = [w | {"buffer": fresh + n} for n, w in enumerate(step["writes"])]
+        if random.random() < 0.5:
+            top = 64 * len(steps)
+            step["writes"] = [w | {"offset": top + 32 * n} for n, w in enumerate(step["writes"])]
+    where = random.randrange(at, len(steps)) + 1
+    steps.insert(where, step)
+    if step["do"] == "compute" and random.random() < 0.7:
+        steps.insert(where + 1, {"do": "free", "buffers": [w["buffer"] for w in step["writes"]]})
+
+
+def _move(steps, random):
+    step = steps.pop(random.randrange(len(steps)))
+    steps.insert(random.randrange(len(steps) + 1), step)
+
+
+def _swap(steps, random):
+    at = random.randrange(len(steps))
+    if at:
+        steps[at - 1], steps[at] = steps[at], steps[at - 1]
+
+
+def _offset(steps, random):
+    places = [w for s in steps if s["do"] == "compute" for w in s["writes"]]
+    places += [s for s in steps if s["do"] == "prefetch"]
+    if places:
+        place = random.choice(places)
+        others = [p["offset"] for p in places if p["offset"] is not None]
+        place["offset"] = random.choice([*others, 0, 1, 8, 40, None])
+
+
+def _read(steps, random):
+    step = _pick(steps, random, "compute")
+    if step and step["reads"]:
+        at = random.randrange(len(step["reads"]))
+        tensors = [{"tensor": w["tensor"]} for s in steps for w in s.get("writes", ())]
+        step["reads"][at] = random.choice(_buffers(steps) + tensors)
+
+
+def _number(steps, random):
+    step = _pick(steps, random, "compute")
+    if step and step["writes"]:
+        random.choice(step["writes"])["buffer"] = random.choice([*_buffers(steps), 10**6])
+
+
+def _unfree(steps, random):
+    step = _pick(steps, random, "free")
+    if step:
+        step["buffers"].pop(random.randrange(len(step["buffers"]))) if step["buffers"] else None
+
+
+def _add_free(steps, random):
+    step = {"do": "free", "buffers": [random.choice(_buffers(steps))]}
+    steps.insert(random.randrange(len(steps) + 1), step)
+
+
+def _write(steps, random):
+    step = _pick(steps, random, "compute")
+    if step and step["writes"]:
+        write = random.choice(step["writes"])
+        write[random.choice(["bytes", "tensor"])] = random.choice([0, 1, 4, 8, 9])
+        if random.random() < 0.3:
+            step["writes"].pop()
+
+
+def _workspace(steps, random):
+    step = _pick(steps, random, "compute")
+    if step:
+        step["workspace"][random.choice(["bytes", "offset"])] = random.randrange(40)
+
+
+def _variant(steps, random):
+    step = _pick(steps, random, "compute")
+    if step:
+        step["variant"] = random.choice([None, "v0", "v1", "none such"])
+
+
+def _op(steps, random):
+    step = _pick(steps, random, "compute")
+    if step:
+        step["op"] = random.choice([s["op"] for s in steps if s["do"] == "compute"] + [99])
+
+
+def _transfer(steps, random):
+    buffer = random.choice(_buffers(steps))
+    at = random.randrange(len(steps) + 1)
+    fresh = max(_buffers(steps)) + 1
+    away = {"do": "offload", "buffer": buffer}
+    back = {"do": "prefetch", "buffer": fresh, "offset": random.choice([0, 8, 64 * len(steps)])}
+    made = [w for s in steps for w in s.get("writes", ()) if w["buffer"] == buffer]
+    if made:
+        back |= {"tensor": made[0]["tensor"], "bytes": made[0]["bytes"], "from": buffer}
+    added = [away, {"do": "wait", "buffer": buffer}]
+    if made and random.random() < 0.6:
+        added += [back, {"do": "wait", "buffer": fresh}, {"do": "free", "buffers": [fresh]}]
+    if random.random() < 0.4:
+        del added[random.randrange(len(added))]
+    steps[at:at] = added
+
+
+@pytest.mark.parametrize("outputs", ["outside", "arena"])
+def test_an_empty_step_is_a_plan(outputs):
+    """No ops at all: nothing to do, nothing to hold."""
+    graph = make_graph({}, [])
+    assert find_faults(graph, naive_plan(graph, outputs=outputs)) == []
