@@ -100,6 +100,7 @@ class Problem:
                     if in_arena[index[out]]
                     and in_arena[index[source]]
                     and not is_output[index[source]]
+                    and source not in op.mutates
                     and size[index[out]] == size[index[source]] > 0
                 )
                 for op in graph.ops

@@ -87,7 +87,12 @@ def read(model: type[M], path: Path | str) -> M:
 def _translate(
     model: type[BaseModel], error: ValidationError, document: object, source: str
 ) -> InvalidInputError:
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    first = errors[0]
+    if first["type"] == "int_type" and isinstance(first.get("input"), dict):
+        # An object where an id or an object may stand: what is wrong in the object comes next.
+        place = first["loc"][:-1]
+        first = next((e for e in errors[1:] if e["loc"][: len(place)] == place), first)
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, InvalidInputError):
         return InvalidInputError(inner.message, inner.pointer, source)

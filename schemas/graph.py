@@ -125,9 +125,10 @@ def _check_structure(graph: Graph) -> None:
             place = f"{at}/outputs/{index}"
             if tensors[tensor_id].resident:
                 kind = tensors[tensor_id].kind
+                article = "an" if kind == "input" else "a"
                 raise InvalidInputError(
-                    f"op {op.id} produces tensor {tensor_id}, a {kind}, which exists before the"
-                    " step (list it in `mutates` if it is overwritten)",
+                    f"op {op.id} produces tensor {tensor_id}, {article} {kind}, which exists before"
+                    " the step (list it in `mutates` if it is overwritten)",
                     place,
                 )
             if tensor_id in producer:

@@ -1,18 +1,17 @@
 """Every method, on random graphs: what it returns is valid, within the budget, and honest."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+
 from planner import METHODS, InfeasibleBudgetError, Problem, find_faults, plan
 from planner.assemble import arena_bytes
 from planner.layout import lay_out
 from planner.methods.keep_all import keep_all_schedule
-
 from tests.strategies import graphs
 from tests.support import make_graph
 
-from hypothesis import Phase
-NOSHRINK=[Phase.explicit, Phase.reuse, Phase.generate]
+NOSHRINK = [Phase.explicit, Phase.reuse, Phase.generate]
 HEURISTICS = [name for name, info in METHODS.items() if info.anytime is False]
 OUTPUTS = st.sampled_from(["outside", "arena"])
 SHARES = st.sampled_from(["100%", "90%", "70%", "50%", "30%", "min"])
@@ -68,7 +67,9 @@ def test_a_budget_that_needs_nothing_costs_nothing(graph):
 @pytest.fixture
 def chain():
     """Ten unit tensors in a row, then read in reverse: recomputation at any budget below ten."""
-    tensors = {i: ("activation", 1) for i in range(10)} | {10 + i: ("activation", 1) for i in range(10)}
+    tensors = dict.fromkeys(range(10), ("activation", 1)) | {
+        10 + i: ("activation", 1) for i in range(10)
+    }
     ops = [{"inputs": [i - 1] if i else [], "outputs": [i]} for i in range(10)]
     for back in range(10):
         reads = [9 - back] + ([9 + back] if back else [])
@@ -87,7 +88,7 @@ def test_a_chain_is_recomputed_within_half_its_peak(chain, method):
 
 def test_ops_that_run_once_run_once():
     """What a non-recomputable op made is kept, at the price of other tensors."""
-    tensors = {i: ("activation", 1) for i in range(8)}
+    tensors = dict.fromkeys(range(8), ("activation", 1))
     ops = [{"inputs": [i - 1] if i else [], "outputs": [i]} for i in range(4)]
     ops[0]["recomputable"] = False
     ops += [{"inputs": [3 - i] + ([3 + i] if i else []), "outputs": [4 + i]} for i in range(4)]

@@ -60,10 +60,7 @@ def test_tampered_plans_are_accepted_only_if_good(graph, seed, outputs, changes)
 def tamper(steps, random):
     """One random change of a plan's steps; often, but not always, it breaks the plan."""
     if steps:
-        random.choice(
-            [_drop, _repeat, _move, _swap, _offset, _offset, _read, _read, _number, _unfree]
-            + [_write, _workspace, _variant, _op, _add_free, _transfer]
-        )(steps, random)
+        random.choice(TAMPERS)(steps, random)
 
 
 def _pick(steps, random, do):
@@ -132,8 +129,8 @@ def _number(steps, random):
 
 def _unfree(steps, random):
     step = _pick(steps, random, "free")
-    if step:
-        step["buffers"].pop(random.randrange(len(step["buffers"]))) if step["buffers"] else None
+    if step and step["buffers"]:
+        del step["buffers"][random.randrange(len(step["buffers"]))]
 
 
 def _add_free(steps, random):
@@ -183,6 +180,10 @@ def _transfer(steps, random):
     if random.random() < 0.4:
         del added[random.randrange(len(added))]
     steps[at:at] = added
+
+
+TAMPERS = [_drop, _repeat, _move, _swap, _offset, _offset, _read, _read, _number, _unfree]
+TAMPERS += [_write, _workspace, _variant, _op, _add_free, _transfer]
 
 
 @pytest.mark.parametrize("outputs", ["outside", "arena"])

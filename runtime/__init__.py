@@ -1,0 +1,28 @@
+"""Runs plans in PyTorch: capture, profile, arena, and the `coop` backend of `torch.compile`.
+
+Importing this package does not import torch; its parts do.
+"""
+
+from runtime.errors import (
+    BuildError,
+    CaptureError,
+    GraphBreakError,
+    OptionsError,
+    RuntimeRefusalError,
+    StepInFlightError,
+    StepSpentError,
+)
+from runtime.reports import StepReport, clear_reports, reports
+
+__all__ = [
+    "BuildError",
+    "CaptureError",
+    "GraphBreakError",
+    "OptionsError",
+    "RuntimeRefusalError",
+    "StepInFlightError",
+    "StepReport",
+    "StepSpentError",
+    "clear_reports",
+    "reports",
+]

@@ -1,0 +1,82 @@
+"""Compiles the arena extension at first use and caches it for this torch, Python and source."""
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from runtime.errors import BuildError
+
+SOURCE = Path(__file__).with_name("arena.cpp")
+NAME = "coop_plan_arena"
+
+
+def cache_dir() -> Path:
+    """Where compiled extensions and profiles are kept: `$XDG_CACHE_HOME` or `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "coop-plan"
+
+
+@functools.cache
+def arena() -> ModuleType:
+    """The extension module, compiled if it is not in the cache, installed as CPU allocator.
+
+    Raises:
+        BuildError: no compiler, no Python headers, or a failed compilation.
+    """
+    include = sysconfig.get_paths()["include"]
+    torch_dir = Path(torch.__file__).parent
+    flags = ["-O2", "-std=c++20", "-shared", "-fPIC", "-Wno-attributes"]
+    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    text = SOURCE.read_bytes()
+    key = hashlib.sha256(
+        b"\0".join([text, repr((torch.__version__, sys.version, flags)).encode()])
+    ).hexdigest()[:24]
+    library = cache_dir() / key / f"{NAME}.so"
+    if not library.exists():
+        _compile(library, [*flags, f"-I{include}", f"-I{torch_dir / 'include'}"], torch_dir)
+    spec = importlib.util.spec_from_file_location(NAME, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.install()
+    return module
+
+
+def _compile(library: Path, flags: list[str], torch_dir: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        raise BuildError(
+            "no C++ compiler found: the runtime compiles its allocator at first use; install g++"
+            " (Debian: apt-get install g++) or set CXX"
+        )
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        raise BuildError(
+            "Python.h not found: the runtime compiles its allocator at first use; install the"
+            " Python headers (Debian: apt-get install python3-dev)"
+        )
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Written aside and renamed: a kill leaves no half library, two processes do not collide.
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder) / library.name
+        lib = torch_dir / "lib"
+        command = [compiler, *flags, str(SOURCE), "-o", str(made), f"-L{lib}", "-lc10"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if result.returncode != 0:
+            first = next(
+                (line for line in result.stderr.splitlines() if "error" in line), result.stderr
+            )
+            raise BuildError(
+                f"the arena extension did not compile with {compiler}: {first.strip()}"
+            )
+        made.replace(library)

@@ -1,0 +1,50 @@
+"""What was planned beside what was measured, one record per compiled step."""
+
+from dataclasses import dataclass, field
+
+from schemas import Graph, Plan
+
+
+@dataclass
+class StepReport:
+    """Sizes in bytes, times as named.
+
+    `measured_overhead` is time in recomputed ops / time in first computations, taken inside the
+    last step; `outside_bytes` are planned allocations that were not served at their address in it.
+    """
+
+    name: str
+    budget_bytes: int
+    peak_bytes: int
+    planned_arena_bytes: int
+    planned_overhead: float
+    method: str
+    status: str
+    graph: Graph = field(repr=False)
+    plan: Plan = field(repr=False)
+    measured_arena_bytes: int = 0
+    outside_bytes: int = 0
+    measured_overhead: float | None = None
+    steps_run: int = 0
+    profile_seconds: float = 0.0
+    plan_seconds: float = 0.0
+    last_step_us: float | None = None
+    """Time inside the ops of the last step, forward and backward, µs."""
+
+
+_reports: list[StepReport] = []
+
+
+def reports() -> list[StepReport]:
+    """The records of all steps compiled in this process, oldest first."""
+    return list(_reports)
+
+
+def clear_reports() -> None:
+    """Forget the records so far; compiled steps keep running."""
+    _reports.clear()
+
+
+def add(report: StepReport) -> None:
+    """Add a record."""
+    _reports.append(report)

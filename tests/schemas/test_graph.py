@@ -1,0 +1,285 @@
+"""Every bad graph is refused with the place of its fault; good ones load and round-trip."""
+
+import json
+import math
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+
+from schemas import Graph, InvalidInputError, load_graph, parse_graph
+from schemas.generate import DOCUMENTS, main, render
+from tests.strategies import graphs
+
+REPOSITORY = Path(__file__).parents[2]
+REAL = sorted((REPOSITORY.parent / "shared/data/graphs").glob("*.json"))
+SCHEMA = json.loads((REPOSITORY / "schemas/graph.schema.json").read_text(encoding="utf-8"))
+
+
+def sample():
+    """A graph with every field, decoded."""
+    return {
+        "schema": "coop-plan/graph/1",
+        "name": "sample",
+        "device": {"kind": "cuda", "name": "", "memory_bytes": 1, "h2d_bytes_per_s": 1.0}
+        | {"d2h_bytes_per_s": 2.5},
+        "tensors": [
+            {"id": 3, "name": "w", "bytes": 4096, "kind": "parameter"},
+            {"id": 7, "name": "x", "bytes": 64, "kind": "input"},
+            {"id": 9, "name": "y", "bytes": 64, "kind": "activation"},
+            {"id": 1, "name": "loss", "bytes": 4, "kind": "output"},
+            {"id": 4, "name": "mask", "bytes": 8, "kind": "activation"},
+        ],
+        "ops": [
+            {"id": 0, "name": "aten.mm", "phase": "forward", "inputs": [3, 7], "outputs": [9]}
+            | {"cost_us": 12.5, "workspace_bytes": 0, "recomputable": True, "rng": False}
+            | {"mutates": [], "inplace": [], "variants": []},
+            {"id": 5, "name": "aten.sum", "phase": "backward", "inputs": [9, 3], "outputs": [1]}
+            | {"cost_us": 1, "mutates": [3], "inplace": [[1, 9]]},
+        ],
+    }
+
+
+def variant(name="lean", inputs=(3, 7), outputs=(9,), **fields):
+    body = {"name": name, "cost_us": 1.0, "inputs": list(inputs), "outputs": list(outputs)}
+    return body | fields
+
+
+def changed(*path_and_value):
+    *path, last, value = path_and_value
+    document = sample()
+    node = document
+    for part in path:
+        node = node[part]
+    node[last] = value
+    return document
+
+
+def refused(document, source=""):
+    """The error, the same from JSON text and from the decoded object."""
+    with pytest.raises(InvalidInputError) as from_text:
+        parse_graph(json.dumps(document), source)
+    with pytest.raises(InvalidInputError) as from_object:
+        parse_graph(document, source)
+    assert from_text.value.pointer == from_object.value.pointer
+    assert "\n" not in str(from_text.value)
+    return from_text.value
+
+
+def test_the_sample_is_a_graph_and_round_trips():
+    """Text and object give one graph; what is written reads back equal."""
+    graph = parse_graph(sample())
+    assert graph == parse_graph(json.dumps(sample())) == parse_graph(json.dumps(sample()).encode())
+    assert parse_graph(graph.to_json()) == graph
+    assert graph.tensors[0].resident
+    assert not graph.tensors[3].resident
+
+
+BAD_FIELDS = [
+    (("schema", "coop-plan/graph/2"), "/schema"),
+    (("schema", None), "/schema"),
+    (("color", "red"), "/color"),
+    (("a/b~c", 1), "/a~1b~0c"),
+    (("ops", {}), "/ops"),
+    (("name", 5), "/name"),
+    (("device", "h2d_bytes_per_s", -1.0), "/device/h2d_bytes_per_s"),
+    (("device", "memory_bytes", 0.5), "/device/memory_bytes"),
+    (("tensors", 1, "bytes", -1), "/tensors/1/bytes"),
+    (("tensors", 1, "bytes", 2**63), "/tensors/1/bytes"),
+    (("tensors", 1, "bytes", 10**30), "/tensors/1/bytes"),
+    (("tensors", 1, "bytes", 1.5), "/tensors/1/bytes"),
+    (("tensors", 1, "bytes", "64"), "/tensors/1/bytes"),
+    (("tensors", 1, "bytes", True), "/tensors/1/bytes"),
+    (("tensors", 1, "kind", "view"), "/tensors/1/kind"),
+    (("tensors", 1, "id", -7), "/tensors/1/id"),
+    (("tensors", 1, "color", 1), "/tensors/1/color"),
+    (("tensors", 0, 5), "/tensors/0"),
+    (("ops", 0, "cost_us", -0.1), "/ops/0/cost_us"),
+    (("ops", 0, "cost_us", math.nan), "/ops/0/cost_us"),
+    (("ops", 0, "cost_us", math.inf), "/ops/0/cost_us"),
+    (("ops", 0, "cost_us", "12.5"), "/ops/0/cost_us"),
+    (("ops", 0, "recomputable", "yes"), "/ops/0/recomputable"),
+    (("ops", 0, "rng", 1), "/ops/0/rng"),
+    (("ops", 0, "workspace_bytes", -1), "/ops/0/workspace_bytes"),
+    (("ops", 0, "phase", "sideways"), "/ops/0/phase"),
+    (("ops", 0, "inputs", 1, None), "/ops/0/inputs/1"),
+    (("ops", 1, "inplace", [[1]]), "/ops/1/inplace/0"),
+    (("ops", 1, "inplace", [[1, 9, 9]]), "/ops/1/inplace/0"),
+    (("ops", 0, "variants", [{}]), "/ops/0/variants/0/name"),
+    (("ops", 0, "variants", [variant(cost_us=-1.0)]), "/ops/0/variants/0/cost_us"),
+]
+
+
+@pytest.mark.parametrize(("change", "pointer"), BAD_FIELDS)
+def test_bad_field(change, pointer):
+    """Wrong types, unknown names, numbers out of range: the pointer names the field."""
+    assert refused(changed(*change)).pointer == pointer
+
+
+BAD_STRUCTURE = [
+    (("tensors", 2, "id", 7), "/tensors/2/id", "duplicated tensor id 7"),
+    (("ops", 1, "id", 0), "/ops/1/id", "duplicated op id 0"),
+    (("ops", 0, "inputs", [3, 8]), "/ops/0/inputs/1", "unknown tensor 8"),
+    (("ops", 0, "outputs", [9, 8]), "/ops/0/outputs/1", "unknown tensor 8"),
+    (("ops", 0, "mutates", [8]), "/ops/0/mutates/0", "unknown tensor 8"),
+    (("ops", 1, "inplace", [[1, 9], [8, 9]]), "/ops/1/inplace/1/0", "unknown tensor 8"),
+    (("ops", 1, "outputs", [1, 9]), "/ops/1/outputs/1", "produced twice"),
+    (("ops", 0, "outputs", [9, 9]), "/ops/0/outputs/1", "produced twice"),
+    (("ops", 0, "outputs", [9, 3]), "/ops/0/outputs/1", "a parameter"),
+    (("ops", 0, "outputs", [9, 7]), "/ops/0/outputs/1", "an input"),
+    (("ops", 0, "mutates", [9]), "/ops/0/mutates/0", "not among its inputs"),
+    (("ops", 1, "inplace", [[9, 1]]), "/ops/1/inplace/0", "in-place pair"),
+    (("ops", 0, "inputs", [3, 4]), "/ops/0/inputs/1", "which no op produces"),
+    (("tensors", 4, "kind", "output"), "/tensors/4", "produced by no op"),
+    (("ops", 0, "inputs", [9]), "/ops/0/inputs/0", "cycle"),
+    (("ops", 0, "inputs", [3, 1]), "/ops/0/inputs/1", "cycle"),
+    (("tensors", 0, "bytes", 2**63 - 1), "/tensors", "add up"),
+    (("ops", 0, "variants", [variant(inputs=[8])]), "/ops/0/variants/0/inputs/0", "unknown"),
+    (("ops", 0, "variants", [variant(), variant()]), "/ops/0/variants/1/name", "two variants"),
+    (("ops", 0, "variants", [variant(inputs=[1])]), "/ops/0/variants/0/inputs/0", "no earlier op"),
+    (("ops", 0, "variants", [variant(inputs=[4])]), "/ops/0/variants/0/inputs/0", "no earlier op"),
+    (("ops", 0, "variants", [variant(outputs=[3])]), "/ops/0/variants/0/outputs/0", "resident"),
+    (("ops", 0, "variants", [variant(outputs=[9, 1])]), "/ops/0/variants/0/outputs/1", "another"),
+    (("ops", 0, "variants", [variant(outputs=[9, 9])]), "/ops/0/variants/0/outputs/1", "twice"),
+]
+
+
+@pytest.mark.parametrize(("change", "pointer", "message"), BAD_STRUCTURE)
+def test_bad_structure(change, pointer, message):
+    """Ids, edges and order that do not fit together."""
+    error = refused(changed(*change))
+    assert error.pointer == pointer
+    assert message in error.message
+
+
+def test_read_before_production():
+    """Program order is not topological, but no cycle either: the message tells them apart."""
+    document = sample()
+    document["ops"].reverse()
+    error = refused(document)
+    assert error.pointer == "/ops/0/inputs/0"
+    assert "before op 0 produces it" in error.message
+
+
+def test_tensors_of_a_variants_own():
+    """A variant may make a tensor that only a later op's variant reads."""
+    document = changed("ops", 0, "variants", [variant(outputs=[9, 4], extra_bytes=8, note="any")])
+    document["ops"][1]["variants"] = [variant(inputs=[4, 3], outputs=[1])]
+    assert parse_graph(document).ops[1].variants[0].inputs == [4, 3]
+
+
+@pytest.mark.parametrize("field", ["schema", "tensors", "ops"])
+def test_missing_field(field):
+    """A required field that is missing is named where it should be."""
+    document = sample()
+    del document[field]
+    error = refused(document)
+    assert error.pointer == f"/{field}"
+    assert error.message == "required field is missing"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "   ",
+        b"",
+        "{",
+        "[]",
+        "null",
+        '"graph"',
+        json.dumps(sample())[:-5],
+        json.dumps(sample()) + "x",
+        b'{"schema": "\xff\xfe"}',
+        '{"schema": "\ud800"}',
+        json.dumps(sample()).encode("utf-16"),
+        b"\xef\xbb\xbf" + json.dumps(sample()).encode(),
+        "[" * 500 + "]" * 500,
+        "[" * 100_000,
+        '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        json.dumps(sample()).replace("4096", "9" * 5000),
+        bytes(range(256)),
+    ],
+    ids=range(18),
+)
+def test_broken_text(text):
+    """Whatever the bytes, the answer is one line about the whole document."""
+    with pytest.raises(InvalidInputError) as caught:
+        parse_graph(text, "model.json")
+    assert caught.value.pointer == ""
+    assert str(caught.value).startswith("model.json: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_in_text_is_named():
+    """`json.dumps` writes NaN where JSON has none."""
+    error = refused(changed("ops", 0, "cost_us", math.nan), "model.json")
+    assert str(error).startswith("model.json#/ops/0/cost_us: ")
+
+
+def test_files(tmp_path):
+    """A missing file, a folder and a good file."""
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        load_graph(tmp_path / "none.json")
+    with pytest.raises(InvalidInputError, match="cannot be read"):
+        load_graph(tmp_path)
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(sample()), encoding="utf-8")
+    assert load_graph(path) == load_graph(str(path)) == parse_graph(sample())
+
+
+@pytest.mark.skipif(not REAL, reason="the real graphs are not there")
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_real_graphs_load(path):
+    """Captured and traced graphs are valid, and valid to the JSON Schema."""
+    assert len(load_graph(path).ops) > 10
+    validator(SCHEMA).validate(json.loads(path.read_text(encoding="utf-8")))
+
+
+def validator(schema):
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def test_json_schema_accepts_and_refuses():
+    """Other languages get the types, ranges and names; edges and order only we check."""
+    check = validator(SCHEMA)
+    check.validate(sample())
+    for change, pointer in BAD_FIELDS:
+        document = changed(*change)
+        if "NaN" not in json.dumps(document) and "Infinity" not in json.dumps(document):
+            assert not check.is_valid(document), pointer
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs())
+def test_random_graphs_round_trip(graph):
+    """Written and read back, a graph is the same; and valid to the JSON Schema."""
+    assert parse_graph(graph.to_json()) == graph
+    assert isinstance(graph, Graph)
+    validator(SCHEMA).validate(json.loads(graph.to_json()))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_committed_json_schemas_are_current(name):
+    """`python -m schemas.generate` was run after the last change of a model."""
+    text = (REPOSITORY / "schemas" / name).read_text(encoding="utf-8")
+    assert text == render(name)
+    assert json.loads(text)["$id"].startswith("urn:coop-plan:")
+
+
+def test_generate_writes_and_checks(tmp_path, capsys):
+    """`--check` says which file differs in one line, and changes nothing."""
+    arguments = ["--folder", str(tmp_path)]
+    assert main([*arguments, "--check"]) == 1
+    assert list(tmp_path.iterdir()) == []
+    assert main(arguments) == 0
+    assert main([*arguments, "--check"]) == 0
+    assert capsys.readouterr().err.count("\n") == 1
+    (tmp_path / "plan.schema.json").write_text("{}", encoding="utf-8")
+    assert main([*arguments, "--check"]) == 1
+    assert capsys.readouterr() == (
+        "",
+        "out of date: plan.schema.json; run python -m schemas.generate\n",
+    )
