@@ -1,0 +1,236 @@
+"""The main job on a real model: GPT-2 trained in eager and under budgets, side by side.
+
+    python -m benchmarks.demo [--layers 6] [--width 256] [--batch 4] [--length 256] [--steps 3]
+
+Prints one row a mode and writes `report.json`, the captured graph and the plans to `build/demo`.
+Exits 1 when losses or parameters differ from eager's, or an allocation missed its place.
+"""
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from runtime import clear_reports, reports
+from runtime.arena import process_bytes, reset_peak
+from runtime.reports import StepReport
+from schemas import format_bytes
+
+MODES = {"eager": None, "keep-all": "100%", "half": "50%", "smallest": "min"}
+
+
+def build_model(layers: int, width: int, length: int) -> torch.nn.Module:
+    """GPT-2 from a config: random weights, dropout 0.1, nothing downloaded."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=8,
+        vocab_size=2000,
+        n_positions=length,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config).train()
+
+
+def loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The next-token loss of a batch of token ids, shape (batch, length)."""
+
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        logits = model(ids).logits
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
+
+    return loss
+
+
+@dataclass
+class Trainer:
+    """One mode: a model of its own, its optimizer, and what was seen."""
+
+    name: str
+    model: torch.nn.Module
+    run: Callable[[torch.Tensor], torch.Tensor]
+    random_state: torch.Tensor
+    losses: list[torch.Tensor] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    report: StepReport | None = None
+    peak_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def step(self, ids: torch.Tensor) -> None:
+        """One training step with this mode's own stream of random numbers."""
+        torch.set_rng_state(self.random_state)
+        began = time.perf_counter()
+        loss = self.run(ids)
+        loss.backward()
+        self.seconds.append(time.perf_counter() - began)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+        self.random_state = torch.get_rng_state()
+
+
+def measure(arguments: argparse.Namespace) -> list[Trainer]:
+    """Train all modes in lockstep and return them."""
+    torch.manual_seed(0)
+    origin = build_model(arguments.layers, arguments.width, arguments.length)
+    ids = torch.randint(0, 2000, (arguments.batch, arguments.length))
+    random_state = torch.get_rng_state()
+    process_bytes()  # from here on every allocation is counted
+    trainers = []
+    clear_reports()
+    for name, budget in MODES.items():
+        gc.collect()
+        before, _ = process_bytes()
+        model = copy.deepcopy(origin)
+        run = loss_of(model)
+        if budget is not None:
+            options = {"budget": budget, "method": arguments.method}
+            run = torch.compile(run, backend="coop", fullgraph=True, options=options)
+        trainer = Trainer(name, model, run, random_state)
+        reset_peak()
+        trainer.step(ids)
+        if budget is None:
+            trainer.peak_bytes = process_bytes()[1] - before
+        else:
+            trainer.report = reports()[-1]
+        trainers.append(trainer)
+    for _ in range(arguments.steps - 1):
+        for trainer in trainers:
+            trainer.step(ids)
+    return trainers
+
+
+def summary(trainers: list[Trainer]) -> list[dict[str, Any]]:
+    """One record per mode, figures in bytes and seconds."""
+    eager, keep_all = trainers[0], trainers[1]
+    base = statistics.median(keep_all.seconds[1:])
+    rows = []
+    for trainer in trainers:
+        losses_equal = all(map(torch.equal, trainer.losses, eager.losses))
+        parameters_equal = all(
+            map(torch.equal, trainer.model.parameters(), eager.model.parameters())
+        )
+        seconds = statistics.median(trainer.seconds[1:])
+        row: dict[str, Any] = {
+            "mode": trainer.name,
+            "step_seconds": seconds,
+            "step_ratio_to_keep_all": seconds / base,
+            "losses_equal": losses_equal,
+            "parameters_equal": parameters_equal,
+            "losses": [float(loss) for loss in trainer.losses],
+        }
+        if trainer.report is None:
+            row["peak_bytes"] = trainer.peak_bytes
+        else:
+            report = trainer.report
+            row |= {
+                name: getattr(report, name)
+                for name in (
+                    "method",
+                    "status",
+                    "budget_bytes",
+                    "peak_bytes",
+                    "planned_arena_bytes",
+                    "measured_arena_bytes",
+                    "outside_bytes",
+                    "planned_overhead",
+                    "measured_overhead",
+                    "profile_seconds",
+                    "plan_seconds",
+                )
+            }
+            row["recomputed_ops"] = report.plan.recomputed_ops
+            row["ops"] = len(report.graph.ops)
+        rows.append(row)
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The rows as a table on stdout."""
+    table = Table(title="GPT-2, one training step: forward and backward")
+    heads = ("mode", "peak", "planned arena", "measured arena", "outside", "step", "x keep-all")
+    for head in (*heads, "planned overhead", "in-step overhead", "bitwise"):
+        table.add_column(head, justify="left" if head == "mode" else "right")
+    for row in rows:
+        planned = "planned_overhead" in row
+        table.add_row(
+            row["mode"],
+            format_bytes(row["peak_bytes"]),
+            format_bytes(row["planned_arena_bytes"]) if planned else "",
+            format_bytes(row["measured_arena_bytes"]) if planned else "",
+            f"{row['outside_bytes']} B" if planned else "",
+            f"{row['step_seconds']:.3f} s",
+            f"{row['step_ratio_to_keep_all']:.3f}",
+            f"{row['planned_overhead']:.1%}" if planned else "",
+            f"{row['measured_overhead']:.1%}" if planned else "",
+            "equal" if row["losses_equal"] and row["parameters_equal"] else "DIFFERENT",
+        )
+    Console(width=140).print(table)
+
+
+def write(folder: Path, rows: list[dict[str, Any]], trainers: list[Trainer]) -> None:
+    """`report.json`, `graph.json` and one plan a mode."""
+    folder.mkdir(parents=True, exist_ok=True)
+    planned = [trainer for trainer in trainers if trainer.report is not None]
+    assert planned[0].report is not None
+    (folder / "graph.json").write_text(planned[0].report.graph.to_json())
+    for trainer in planned:
+        assert trainer.report is not None
+        (folder / f"plan-{trainer.name}.json").write_text(trainer.report.plan.to_json())
+    (folder / "report.json").write_text(json.dumps({"rows": rows}, indent=2))
+
+
+def main() -> int:
+    """Run the demo; the exit code says whether everything held."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
+    parser.add_argument("--method", default="coop-offline")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"))
+    arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error("--steps must be 2 or more: the first step compiles")
+    torch.set_num_threads(arguments.threads)
+    trainers = measure(arguments)
+    rows = summary(trainers)
+    show(rows)
+    write(arguments.out, rows, trainers)
+    print(f"written: {arguments.out}/report.json, graph.json, plan-*.json")
+    held = all(
+        row["losses_equal"]
+        and row["parameters_equal"]
+        and row.get("outside_bytes", 0) == 0
+        and row.get("planned_arena_bytes") == row.get("measured_arena_bytes")
+        for row in rows
+    )
+    if not held:
+        print("NOT HELD: see the table", file=sys.stderr)
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
