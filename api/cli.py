@@ -1,0 +1,287 @@
+"""The `coop-plan` command.
+
+stdout is data, stderr is progress and errors. Exit codes: 0 ok, 1 error, 2 usage or invalid input,
+3 infeasible budget, 4 time limit reached without any plan, 130 interrupted. Heavy imports wait for
+the command that needs them.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import click
+
+if TYPE_CHECKING:
+    from planner import Progress
+    from schemas import Graph, Plan
+
+EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+
+
+def fail(message: object, code: int) -> NoReturn:
+    """End with one line on stderr."""
+    click.echo(f"coop-plan: error: {' '.join(str(message).split())}", err=True)
+    sys.exit(code)
+
+
+class DefaultGroup(click.Group):
+    """A group whose command `plan` needs no name: `coop-plan model.json --budget 12GiB`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the default command in front of arguments that name no command."""
+        own = {"--help", "-h", "--version"}
+        if args and args[0] not in self.commands and args[0] not in own:
+            args = ["plan", *args]
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The group's help with the default command's options in it."""
+        default = self.commands["plan"]
+        with click.Context(default, info_name=ctx.info_name) as inner:
+            inner.info_name = ctx.info_name
+            default.format_usage(inner, formatter)
+            self.format_help_text(ctx, formatter)
+            default.format_options(inner, formatter)
+        self.format_commands(ctx, formatter)
+
+
+@click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(metadata.version("coop-plan"), prog_name="coop-plan")
+def cli() -> None:
+    """Plan one training step into a hard memory budget.
+
+    GRAPH is a profiled graph (coop-plan/graph/1), or - for stdin. Prints the plan's figures;
+    -o writes the plan.
+    """
+
+
+@cli.command()
+@click.argument("graph")
+@click.option("--budget", required=True, help="12GiB, 12GB, bytes, 50% (of keep-all's peak) or min.")
+@click.option("--method", default="coop-offline", show_default=True, help="See `coop-plan methods`.")
+@click.option("--time-limit", type=click.FloatRange(min=0), metavar="S", help="Seconds.")
+@click.option("--alignment", type=int, default=512, show_default=True, help="Of offsets, in bytes.")
+@click.option(
+    "--outputs",
+    type=click.Choice(["outside", "arena"]),
+    default="outside",
+    show_default=True,
+    help="Where tensors that leave the step are allocated.",
+)
+@click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
+@click.option("-o", "--output", metavar="PLAN", help="Write the plan here; - is stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the plan, or with -o its figures.")
+def plan(
+    graph: str,
+    budget: str,
+    method: str,
+    time_limit: float | None,
+    alignment: int,
+    outputs: Literal["outside", "arena"],
+    ablate: tuple[str, ...],
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Plan GRAPH within a budget (the default command)."""
+    from api.output import check_writable, figures, print_plan, write_whole
+    from schemas import parse_budget
+
+    check_writable(output)
+    wanted = parse_budget(budget)
+    document = _read_graph(graph)
+    from planner import InfeasibleBudgetError
+    from planner import plan as make_plan
+
+    try:
+        with _progress() as progress:
+            made = make_plan(
+                document,
+                wanted,
+                method=method,
+                outputs=outputs,
+                alignment=alignment,
+                time_limit=time_limit,
+                switches=dict.fromkeys(ablate, False),
+                progress=progress,
+            )
+    except InfeasibleBudgetError as error:
+        if as_json:
+            click.echo(json.dumps(infeasible(error)))
+        fail(error, EXIT_INFEASIBLE)
+    if output is not None and output != "-":
+        write_whole(output, made.to_json() + "\n")
+    if output == "-" or (as_json and output is None):
+        click.echo(made.to_json())
+    elif as_json:
+        click.echo(json.dumps(figures(made)))
+    else:
+        print_plan(made, len(document.ops))
+
+
+def infeasible(error: Any) -> dict[str, Any]:
+    """An `InfeasibleBudgetError` for programs."""
+    return {
+        "error": "budget-infeasible",
+        "budget_bytes": error.budget_bytes,
+        "min_feasible_bytes": error.min_feasible_bytes,
+        "blocking_op": error.blocking_op,
+        "blocking_op_name": error.blocking_op_name,
+        "working_set_bytes": error.working_set_bytes,
+    }
+
+
+@cli.command()
+@click.argument("graph")
+@click.argument("plan")
+def verify(graph: str, plan: str) -> None:
+    """Replay PLAN on GRAPH with code that shares nothing with the methods.
+
+    Exit 0 when it holds, 1 with the faults when it does not, 2 when a document cannot be read or
+    the plan is for another graph.
+    """
+    from planner import find_faults
+    from schemas import format_bytes, load_plan
+
+    document = _read_graph(graph)
+    made = load_plan(plan)
+    faults = find_faults(document, made)
+    if not faults:
+        peak, limit = format_bytes(made.peak_bytes), format_bytes(made.budget_bytes)
+        click.echo(f"valid: {len(made.steps)} steps, peak {peak} within {limit}")
+        return
+    for fault in faults:
+        click.echo(f"{plan}#{fault.pointer}: {fault.code}: {fault.message}", err=True)
+    sys.exit(EXIT_INVALID if faults[0].code == "wrong-graph" else EXIT_ERROR)
+
+
+@cli.command()
+@click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
+@click.option("-o", "--output", required=True, metavar="GRAPH", help="Write the graph; - is stdout.")
+def capture(target: str, output: str) -> None:
+    """Profile a training step: the function returns (callable, example arguments).
+
+    The callable returns a loss; its joint forward and backward graph is profiled op by op.
+    """
+    from api.output import check_writable, write_whole
+
+    check_writable(output)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        from runtime.target import capture_target
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
+    from runtime.errors import RuntimeRefusalError
+
+    try:
+        graph = capture_target(target)
+    except RuntimeRefusalError as error:
+        fail(error, EXIT_ERROR)
+    if output == "-":
+        click.echo(graph.to_json())
+        return
+    write_whole(output, graph.to_json() + "\n")
+    click.echo(f"{output}: {len(graph.ops)} ops, {len(graph.tensors)} tensors", err=True)
+
+
+@cli.command()
+def methods() -> None:
+    """List the planning methods, their sources and their switches."""
+    from planner import METHODS
+
+    for info in METHODS.values():
+        click.echo(f"{info.name}: {info.summary} [{info.source}]")
+        for switch, lost in info.switches.items():
+            click.echo(f"  --ablate {switch}: {lost}")
+
+
+@cli.command()
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--store", metavar="PATH", help="SQLite file of the plan cache.")
+@click.option("--max-body", default="64MiB", show_default=True, help="Largest request body.")
+@click.option("--max-ops", type=click.IntRange(1), default=100_000, show_default=True)
+def serve(host: str, port: int, store: str | None, max_body: str, max_ops: int) -> None:
+    """Serve POST /plan with a plan cache."""
+    from schemas import parse_bytes
+
+    limit = parse_bytes(max_body)
+    try:
+        import uvicorn
+
+        from api.service import create_app
+    except ModuleNotFoundError as error:
+        fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
+    from api.store import SqliteStore, default_path
+
+    app = create_app(
+        SqliteStore(Path(store) if store else default_path()),
+        max_body_bytes=limit,
+        max_ops=max_ops,
+    )
+    uvicorn.run(app, host=host, port=port, log_level="info")
+
+
+def _read_graph(source: str) -> "Graph":
+    from schemas import load_graph, parse_graph
+
+    if source == "-":
+        return parse_graph(sys.stdin.buffer.read(), source="stdin")
+    return load_graph(source)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator["Callable[[Progress], None] | None"]:
+    """A progress line on stderr while a person watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("planning", total=None)
+
+        def show(progress: "Progress") -> None:
+            bars.update(
+                task,
+                description=progress.message,
+                total=None if progress.fraction is None else 1.0,
+                completed=progress.fraction or 0.0,
+            )
+
+        yield show
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; every user's mistake ends in one line and an exit code."""
+    from schemas.errors import InvalidInputError
+
+    try:
+        cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
+    except InvalidInputError as error:
+        fail(error, EXIT_INVALID)
+    except click.UsageError as error:
+        fail(f"{error.format_message()} (see coop-plan --help)", EXIT_INVALID)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        fail("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(EXIT_ERROR)
+    except TimeoutError as error:
+        fail(error, EXIT_TIME)
+    except Exception as error:
+        from api.output import OutputError
+
+        if isinstance(error, OutputError):
+            fail(error, EXIT_ERROR)
+        raise

@@ -1,0 +1,97 @@
+"""Writing results: whole files or none, tables for people, figures for programs."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from schemas import InvalidInputError, Plan, format_bytes
+
+
+class OutputError(Exception):
+    """A result cannot be written where it was asked for."""
+
+
+def check_writable(target: str | None) -> None:
+    """Refuse a place that cannot be written before the work begins.
+
+    Raises:
+        OutputError: no such folder, not a file, or no permission.
+    """
+    if target is None or target == "-":
+        return
+    path = Path(target)
+    if path.is_dir():
+        raise OutputError(f"{target} is a folder, not a file")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path.parent} is not a folder: create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise OutputError(f"{path.parent} cannot be written")
+
+
+def write_whole(target: str, text: str) -> None:
+    """Write `text` to the file `target` at once: an interruption leaves the old file or none."""
+    path = Path(target)
+    with _temporary(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        try:
+            temporary.replace(path)
+        except OSError as error:
+            raise OutputError(f"{target} cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
+    os.close(handle)
+    temporary = Path(name)
+    mask = os.umask(0)
+    os.umask(mask)
+    temporary.chmod(0o666 & ~mask)  # mkstemp is private; a result is as open as other files
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """A plan without its steps."""
+    return plan.model_dump(by_alias=True, exclude={"steps"})
+
+
+def print_plan(plan: Plan, op_count: int) -> None:
+    """A plan's figures as a short table on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    free = plan.budget_bytes - plan.peak_bytes
+    rows = [
+        ("method", f"{plan.method} ({plan.status})"),
+        ("budget", f"{format_bytes(plan.budget_bytes)}  ({plan.budget_bytes} bytes)"),
+        ("peak", f"{format_bytes(plan.peak_bytes)}  ({format_bytes(free)} below the budget)"),
+        ("resident", format_bytes(plan.resident_bytes)),
+        ("arena", f"{format_bytes(plan.arena_bytes)}  ({plan.arena_bytes} bytes)"),
+        ("overhead", f"{plan.overhead:.2%}"),
+        ("recomputed ops", f"{plan.recomputed_ops} of {op_count}"),
+        ("fragmentation", f"{plan.fragmentation:.2%}"),
+        ("planning time", f"{plan.solve_seconds:.2f} s"),
+    ]
+    if plan.lower_bound_us is not None and plan.base_cost_us:
+        bound = max(0.0, plan.lower_bound_us / plan.base_cost_us - 1)
+        rows.insert(6, ("overhead at least", f"{bound:.2%}"))
+    if plan.eviction_free_ratio is not None:
+        rows.insert(-1, ("free at evictions", f"{plan.eviction_free_ratio:.2%}"))
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, text in rows:
+        table.add_row(name, text)
+    Console(width=100, highlight=False).print(table)
+
+
+def one_line(error: InvalidInputError) -> str:
+    """An error on one line, whatever its text holds."""
+    return " ".join(str(error).split())
