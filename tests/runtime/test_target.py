@@ -1,0 +1,65 @@
+"""`package.module:function` becomes a graph, or one clear sentence."""
+
+import sys
+
+import pytest
+from planner import plan
+from runtime import CaptureError
+from runtime.target import capture_target
+from schemas import InvalidInputError
+
+SOURCE = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)], torch.nn.Dropout(0.5))
+def good(): return (lambda x: model(x).square().mean()), (torch.randn(64, 32),)
+def not_a_pair(): return model
+def no_gradient(): return torch.sin, (torch.randn(3),)
+def breaks():
+    def step(x):
+        torch._dynamo.graph_break()
+        return model(x).sum()
+    return step, (torch.randn(64, 32),)
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "user_steps.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("user_steps", None)
+    return "user_steps"
+
+
+def test_a_step_is_captured_with_its_facts(user_module):
+    graph = capture_target(f"{user_module}:good")
+    assert graph.name == "good"
+    kinds = {tensor.kind for tensor in graph.tensors}
+    assert {"parameter", "input", "activation", "output"} <= kinds
+    assert {op.phase for op in graph.ops} == {"forward", "backward"}
+    assert any(op.rng for op in graph.ops)
+    assert all(op.cost_us > 0 for op in graph.ops)
+    weights = [t for t in graph.tensors if t.kind == "parameter"]
+    assert sum(t.bytes for t in weights) == 4 * (32 * 32 + 32) * 4
+    assert plan(graph, "min").recomputed_ops > 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("no_colon", "package.module:function"),
+        ("not_there:f", "no module named 'not_there'"),
+        ("{}:missing", "no function 'missing'"),
+        ("{}:not_a_pair", "must return a callable"),
+    ],
+)
+def test_a_wrong_target_is_named(user_module, spec, said):
+    with pytest.raises(InvalidInputError, match=said):
+        capture_target(spec.format(user_module))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [("no_gradient", "needs no gradient"), ("breaks", "cannot be captured")]
+)
+def test_what_cannot_be_captured_is_named(user_module, function, said):
+    with pytest.raises(CaptureError, match=said):
+        capture_target(f"{user_module}:{function}")
