@@ -17,7 +17,7 @@ import click
 
 if TYPE_CHECKING:
     from planner import Progress
-    from schemas import Graph, Plan
+    from schemas import Graph
 
 EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -61,8 +61,12 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("graph")
-@click.option("--budget", required=True, help="12GiB, 12GB, bytes, 50% (of keep-all's peak) or min.")
-@click.option("--method", default="coop-offline", show_default=True, help="See `coop-plan methods`.")
+@click.option(
+    "--budget", required=True, help="12GiB, 12GB, bytes, 50% (of keep-all's peak) or min."
+)
+@click.option(
+    "--method", default="coop-offline", show_default=True, help="See `coop-plan methods`."
+)
 @click.option("--time-limit", type=click.FloatRange(min=0), metavar="S", help="Seconds.")
 @click.option("--alignment", type=int, default=512, show_default=True, help="Of offsets, in bytes.")
 @click.option(
@@ -74,7 +78,9 @@ def cli() -> None:
 )
 @click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
 @click.option("-o", "--output", metavar="PLAN", help="Write the plan here; - is stdout.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: the plan, or with -o its figures.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON: the plan, or with -o its figures."
+)
 def plan(
     graph: str,
     budget: str,
@@ -160,7 +166,9 @@ def verify(graph: str, plan: str) -> None:
 
 @cli.command()
 @click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
-@click.option("-o", "--output", required=True, metavar="GRAPH", help="Write the graph; - is stdout.")
+@click.option(
+    "-o", "--output", required=True, metavar="GRAPH", help="Write the graph; - is stdout."
+)
 def capture(target: str, output: str) -> None:
     """Profile a training step: the function returns (callable, example arguments).
 

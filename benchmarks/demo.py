@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+
 from runtime import clear_reports, reports
 from runtime.arena import process_bytes, reset_peak
 from runtime.reports import StepReport
@@ -53,9 +54,7 @@ def loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def loss(ids: torch.Tensor) -> torch.Tensor:
         logits = model(ids).logits
-        return torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-        )
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     return loss
 

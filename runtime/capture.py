@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils._pytree import tree_flatten
 
 from runtime.errors import CaptureError
-from runtime.profile import OpProfile, is_fake, profile
+from runtime.profile import OpProfile, profile
 from schemas import Graph, parse_graph
 
 GETITEM = operator.getitem
+
+SNAPSHOT = "coop_snapshot"
+"""Key in `node.meta` of the copy of an input that the step overwrites when its forward ends."""
 
 COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor")
 """Namespaces of ops that every rank must run equally often."""
@@ -65,11 +69,14 @@ def capture_joint(
         CaptureError: something that cannot be planned, named.
     """
     began = time.perf_counter()
-    builder = _Builder(module, set(static_inputs))
+    output = next(iter(reversed(module.graph.nodes)))
+    outputs: list[Any] = list(output.args[0])
+    _snapshot_overwritten(module, output.meta.get("desc", [])[:num_fwd_outputs])
+    gradients = outputs[num_fwd_outputs:]
+    trained = {i for i, gradient in enumerate(gradients) if gradient is not None}
+    builder = _Builder(module, set(static_inputs), trained)
     for node in module.graph.nodes:
         builder.visit(node)
-    output = next(iter(reversed(module.graph.nodes)))
-    outputs = list(output.args[0])
     leaving = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }
@@ -106,10 +113,29 @@ def capture_joint(
     )
 
 
+def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> None:
+    """Let the ops read copies of inputs that AOTAutograd overwrites after the forward.
+
+    BatchNorm's running statistics are the usual case. A recomputation in the backward must read
+    what the first run read. The copies are resident: made when the step begins, never evicted.
+    """
+    inputs = module.graph.find_nodes(op="placeholder")
+    overwritten = [d.mutated_input for d in descs if isinstance(d, InputMutationAOTOutput)]
+    for node in inputs:
+        readers = [user for user in node.users if user.op != "output"]
+        if node.meta.get("desc") in overwritten and readers:
+            with module.graph.inserting_after(inputs[-1]):
+                copy = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = {"val": node.meta["val"], SNAPSHOT: True}
+            for user in readers:
+                user.replace_input_with(node, copy)
+
+
 class _Builder:
-    def __init__(self, module: fx.GraphModule, static_inputs: set[int]) -> None:
+    def __init__(self, module: fx.GraphModule, static_inputs: set[int], trained: set[int]) -> None:
         self.module = module
         self.static_inputs = static_inputs
+        self.trained = trained
         self.tensors: list[dict[str, Any]] = []
         self.storages: dict[fx.Node, tuple[int | None, ...]] = {}
         self.views: set[fx.Node] = set()
@@ -122,6 +148,8 @@ class _Builder:
     def visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self._placeholder(node)
+        elif SNAPSHOT in node.meta:
+            self._resident(node, node.meta["val"], "buffer")
         elif node.op == "get_attr":
             value = node.meta.get("val", getattr(self.module, str(node.target), None))
             self._resident(node, value, "constant")
@@ -141,8 +169,7 @@ class _Builder:
         kind = "input"
         if str(node.target).startswith("primals"):
             if self._primals in self.static_inputs:
-                value = node.meta.get("val")
-                kind = "parameter" if getattr(value, "requires_grad", False) else "buffer"
+                kind = "parameter" if self._primals in self.trained else "buffer"
             self._primals += 1
         elif not str(node.target).startswith("tangents"):
             raise CaptureError(f"input {node.target} is neither a primal nor a tangent")
@@ -258,6 +285,3 @@ def _forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx
             found.add(node)
             stack.extend(node.all_input_nodes)
     return found
-
-
-__all__ = ["Captured", "capture_joint", "is_fake"]

@@ -14,7 +14,6 @@ from runtime.partition import OCCURRENCE
 from runtime.reports import StepReport
 from schemas import Compute, Plan
 
-
 _in_flight: "weakref.WeakSet[PlannedStep]" = weakref.WeakSet()
 """Steps whose forward has run and whose backward has not."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from runtime.capture import GETITEM, Captured
+from runtime.capture import GETITEM, SNAPSHOT, Captured
 from schemas import Compute, Plan, TensorRead
 
 Source = tuple[str, Any]
@@ -31,6 +31,9 @@ def split(captured: Captured, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModul
     forward = _Half(captured, None)
     for node in captured.module.graph.find_nodes(op="placeholder"):
         if str(node.target).startswith("primals"):
+            forward.place(node)
+    for node in captured.module.graph.nodes:
+        if SNAPSHOT in node.meta:
             forward.place(node)
     for number in range(last_forward + 1):
         forward.emit(steps[number], number)
@@ -80,8 +83,8 @@ class _Half:
         self._latest: dict[int, Source] = {} if before is None else dict(before._latest)
 
     def place(self, node: fx.Node) -> None:
-        """Copy an input of the step."""
-        copy = self.graph.node_copy(node)
+        """Copy an input of the step, or the snapshot of one."""
+        copy = self.graph.node_copy(node, self._placed.__getitem__)
         self._placed[node] = copy
         if self._first_input is None:
             self._first_input = copy
@@ -152,7 +155,7 @@ class _Half:
         return node
 
     def _resolve(self, node: fx.Node, bind: Mapping[int, Source]) -> fx.Node:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or SNAPSHOT in node.meta:
             if node not in self._placed:
                 return self._receive(("primal", node))
             return self._placed[node]

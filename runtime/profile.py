@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._dynamo.utils import preserve_rng_state
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map
 
 from planner.placement import place
@@ -227,8 +227,3 @@ def _digest(
         output = -1 if spans[i][1] >= 0 else owner.get(pointers[i], -2)
         allocations.append(Allocation(size, output, offsets[i]))
     return tuple(outputs), tuple(allocations), workspace
-
-
-def is_fake(value: object) -> bool:
-    """Whether a value stands for a tensor of the traced graph."""
-    return isinstance(value, FakeTensor)

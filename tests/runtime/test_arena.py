@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+
 from runtime import BuildError, build
 from runtime.arena import SERVED_OUTSIDE, Arena, process_bytes, reset_peak
 

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+
 from planner import plan
 from runtime import CaptureError
 from runtime.target import capture_target

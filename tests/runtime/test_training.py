@@ -3,10 +3,11 @@
 import copy
 
 import pytest
-import runtime
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+import runtime
 
 
 class Mlp(nn.Module):
@@ -96,8 +97,8 @@ def test_losses_and_parameters_equal_eager(case, budget):
     eager, batch = make(), data()
     planned = copy.deepcopy(eager)
     losses = train(eager, eager, batch)
-    if case == "tied" and budget == "60%":
-        budget = "80%"  # the logits alone take more than 60 %
+    if case in {"tied", "convolution"} and budget == "60%":
+        budget = "80%"  # one op takes more than 60 %
     planned_losses = train(planned, compiled(planned, budget), batch)
     assert_same(eager, losses, planned, planned_losses)
     (report,) = runtime.reports()
@@ -161,7 +162,7 @@ def test_gradient_accumulation_and_clipping():
             optimizer.zero_grad(set_to_none=False)
 
     run(eager, eager)
-    run(planned, compiled(planned, "60%"))
+    run(planned, compiled(planned, "min"))
     assert_same(eager, [], planned, [])
 
 
@@ -200,13 +201,14 @@ def test_retain_graph_is_refused():
         loss.backward()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_a_graph_break_is_refused():
     model = Mlp()
 
     def step(x):
-        y = model.layers[0](x).relu()
+        y = model.layers[1](model.layers[0](x).tanh()).tanh()
         torch._dynamo.graph_break()
-        return model.layers[1](y).relu().square().mean()
+        return model.layers[2](y).relu().square().mean()
 
     broken = torch.compile(step, backend="coop", options={"budget": "100%"})
     with pytest.raises(runtime.GraphBreakError, match="fullgraph=True"):
