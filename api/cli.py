@@ -61,9 +61,7 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("graph")
-@click.option(
-    "--budget", required=True, help="12GiB, 12GB, bytes, 50% (of keep-all's peak) or min."
-)
+@click.option("--budget", required=True, help="12GiB, 12GB, bytes, 50% (of the peak) or min.")
 @click.option(
     "--method", default="coop-offline", show_default=True, help="See `coop-plan methods`."
 )
@@ -78,9 +76,7 @@ def cli() -> None:
 )
 @click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
 @click.option("-o", "--output", metavar="PLAN", help="Write the plan here; - is stdout.")
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON: the plan, or with -o its figures."
-)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan (with -o: its figures).")
 def plan(
     graph: str,
     budget: str,
@@ -166,9 +162,7 @@ def verify(graph: str, plan: str) -> None:
 
 @cli.command()
 @click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
-@click.option(
-    "-o", "--output", required=True, metavar="GRAPH", help="Write the graph; - is stdout."
-)
+@click.option("-o", "--output", required=True, metavar="GRAPH", help="- is stdout.")
 def capture(target: str, output: str) -> None:
     """Profile a training step: the function returns (callable, example arguments).
 

@@ -76,7 +76,8 @@ def capture(
     )
     torch._dynamo.reset()
     try:
-        torch.compile(step, backend=backend, fullgraph=True, dynamic=False)(*args, **(kwargs or {}))
+        compiled: Any = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+        compiled(*args, **(kwargs or {}))
     except torch._dynamo.exc.TorchDynamoException as error:
         if not found:
             cause = getattr(error, "inner_exception", error)

@@ -33,7 +33,8 @@ def shareable_units(instance: Instance) -> Ints:
                 best[key] = max(best.get(key, 0), units)
     for (side, _, section), units in best.items():
         saved[side, section] += units
-    return saved.min(axis=0)
+    least: Ints = saved.min(axis=0)
+    return least
 
 
 def lower_bound(instance: Instance) -> int:

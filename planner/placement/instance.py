@@ -132,4 +132,5 @@ def _pairs(pairs: Pairs | None, count: int) -> Ints:
     table = np.array(listed, np.int64).reshape(-1, 2)
     if table.size and (table.min() < 0 or table.max() >= count):
         raise ValueError("a pair names a buffer that does not exist")
-    return table[table[:, 0] != table[:, 1]]
+    apart: Ints = table[table[:, 0] != table[:, 1]]
+    return apart

@@ -21,7 +21,7 @@ SHARES = st.sampled_from(["100%", "90%", "70%", "50%", "30%", "min"])
 @settings(max_examples=60, deadline=None, phases=NOSHRINK)
 @given(graph=graphs(max_ops=14), outputs=OUTPUTS, budget=SHARES, alignment=st.sampled_from([1, 8]))
 def test_plan_is_valid_or_the_minimum_is_feasible(method, graph, outputs, budget, alignment):
-    """A plan passes the verifier within its budget; an infeasible answer names a budget that works."""
+    """A plan passes the verifier; an infeasible answer names a budget that works."""
     if budget != "min" and not sum(t.bytes for t in graph.tensors):
         budget = 1
     options = {"method": method, "outputs": outputs, "alignment": alignment}

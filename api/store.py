@@ -1,0 +1,130 @@
+"""Where plans are kept: one small interface, SQLite behind it."""
+
+import hashlib
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from api.output import OutputError
+from api.renumber import carry_over, tensor_order
+from schemas import Budget, Graph, InvalidInputError, Plan, parse_plan
+
+
+def plan_key(
+    fingerprint: str,
+    budget: Budget,
+    method: str,
+    outputs: str,
+    alignment: int,
+    switches: Mapping[str, bool],
+) -> str:
+    """The cache key of a request: its structure and what was asked, not names, ids or costs."""
+    asked = [
+        fingerprint,
+        budget.kind,
+        str(budget.value.normalize()),
+        method,
+        outputs,
+        alignment,
+        sorted(switches.items()),
+    ]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A plan and the ids of the graph it was made for, in order."""
+
+    plan: Plan
+    ops: list[int]
+    tensors: list[int]
+
+    @classmethod
+    def of(cls, plan: Plan, graph: Graph) -> "StoredPlan":
+        """What to keep of a plan for `graph`."""
+        return cls(plan, [op.id for op in graph.ops], tensor_order(graph))
+
+    def for_graph(self, graph: Graph) -> Plan:
+        """The plan in the ids and costs of a graph of the same structure."""
+        return carry_over(self.plan, self.ops, self.tensors, graph)
+
+    def to_json(self) -> str:
+        """The record as text."""
+        ids = json.dumps({"ops": self.ops, "tensors": self.tensors})
+        return f'{ids[:-1]}, "plan": {self.plan.to_json()}}}'
+
+    @classmethod
+    def from_json(cls, text: str) -> "StoredPlan":
+        """The record of a text; raises `InvalidInputError` when it is damaged."""
+        try:
+            record = json.loads(text)
+            return cls(parse_plan(record["plan"]), list(record["ops"]), list(record["tensors"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInputError(f"damaged record: {error}") from None
+
+
+class PlanStore(Protocol):
+    """Keeps plans by key; safe to call from several threads."""
+
+    def get(self, key: str) -> StoredPlan | None:
+        """The plan of a key, or None; a damaged record counts as none."""
+
+    def put(self, key: str, stored: StoredPlan) -> None:
+        """Keep a plan, replacing what was there."""
+
+
+def default_path() -> Path:
+    """`$XDG_CACHE_HOME` or `~/.cache`, /coop-plan/plans.sqlite3."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "coop-plan" / "plans.sqlite3"
+
+
+class SqliteStore:
+    """Plans in one SQLite file, shared by threads and processes.
+
+    Raises:
+        OutputError: the file cannot be opened or is no database of ours.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=10, check_same_thread=False)
+            with self._connection:
+                self._connection.execute("pragma journal_mode=wal")
+                self._connection.execute(
+                    "create table if not exists plan (key text primary key, record text not null,"
+                    " made text not null default current_timestamp) without rowid"
+                )
+        except (OSError, sqlite3.Error) as error:
+            raise OutputError(f"plan store {path} cannot be opened: {error}") from None
+
+    def get(self, key: str) -> StoredPlan | None:
+        """The plan of a key, or None; a damaged record counts as none."""
+        with self._lock:
+            row = self._connection.execute(
+                "select record from plan where key = ?", (key,)
+            ).fetchone()
+        if row is None:
+            return None
+        try:
+            return StoredPlan.from_json(row[0])
+        except InvalidInputError:
+            return None
+
+    def put(self, key: str, stored: StoredPlan) -> None:
+        """Keep a plan, replacing what was there."""
+        with self._lock, self._connection:
+            self._connection.execute(
+                "insert or replace into plan (key, record) values (?, ?)", (key, stored.to_json())
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
