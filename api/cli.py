@@ -269,7 +269,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
     except InvalidInputError as error:
-        fail(error, EXIT_INVALID)
+        # An option is named by its message; only a place inside a document needs saying.
+        fail(error if error.source else error.message, EXIT_INVALID)
     except click.UsageError as error:
         fail(f"{error.format_message()} (see coop-plan --help)", EXIT_INVALID)
     except click.exceptions.Exit as stop:

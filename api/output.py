@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from schemas import InvalidInputError, Plan, format_bytes
+from schemas import Plan, format_bytes
 
 
 class OutputError(Exception):
@@ -90,8 +90,3 @@ def print_plan(plan: Plan, op_count: int) -> None:
     for name, text in rows:
         table.add_row(name, text)
     Console(width=100, highlight=False).print(table)
-
-
-def one_line(error: InvalidInputError) -> str:
-    """An error on one line, whatever its text holds."""
-    return " ".join(str(error).split())

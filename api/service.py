@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Path, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 from pydantic.json_schema import models_json_schema
@@ -86,6 +86,7 @@ class Planner:
             request.outputs,
             request.alignment,
             request.switches,
+            request.time_limit,
         )
         return key, graph, request
 
@@ -185,7 +186,7 @@ def create_app(
         return Response(made.to_json(), media_type="application/json", headers=headers)
 
     @app.get("/plans/{key}", summary="A stored plan", responses={404: problem["not-found"]})
-    async def get_plan(key: Annotated[str, Path(pattern="^[0-9a-f]{64}$")]) -> Response:
+    async def get_plan(key: str) -> Response:
         made = await asyncio.to_thread(planner.stored, key)
         if made is None:
             raise ProblemError("not-found", f"no plan {key}")

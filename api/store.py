@@ -22,6 +22,7 @@ def plan_key(
     outputs: str,
     alignment: int,
     switches: Mapping[str, bool],
+    time_limit: float | None,
 ) -> str:
     """The cache key of a request: its structure and what was asked, not names, ids or costs."""
     asked = [
@@ -32,6 +33,7 @@ def plan_key(
         outputs,
         alignment,
         sorted(switches.items()),
+        time_limit,
     ]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 

@@ -71,7 +71,7 @@ def plan(
     graph: Graph,
     budget: Budget | str | int,
     *,
-    method: str = "coop",
+    method: str = "coop-offline",
     outputs: Literal["outside", "arena"] = "outside",
     alignment: int = 512,
     time_limit: float | None = None,
@@ -158,9 +158,11 @@ def _kept(schedule: Schedule) -> Solution:
 def _method(name: str, switches: Mapping[str, bool]) -> tuple[MethodInfo, frozenset[str]]:
     info = METHODS.get(name)
     if info is None:
-        raise InvalidInputError(f"unknown method '{name}': choose from {', '.join(METHODS)}")
+        known = ", ".join(METHODS)
+        raise InvalidInputError(f"unknown method '{name}': choose from {known}", "/method")
     for switch in switches:
         if switch not in info.switches:
             known = ", ".join(info.switches) or "none"
-            raise InvalidInputError(f"{name} has no switch '{switch}' (it has: {known})")
+            message = f"{name} has no switch '{switch}' (it has: {known})"
+            raise InvalidInputError(message, f"/switches/{switch}")
     return info, frozenset(switch for switch, on in switches.items() if not on)

@@ -57,7 +57,8 @@ class Problem:
         """
         if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
             raise InvalidInputError(
-                f"alignment {alignment} is not a power of two between 1 and {MAX_ALIGNMENT}"
+                f"alignment {alignment} is not a power of two between 1 and {MAX_ALIGNMENT}",
+                "/alignment",
             )
         index = {tensor.id: position for position, tensor in enumerate(graph.tensors)}
         resident = [tensor.resident for tensor in graph.tensors]

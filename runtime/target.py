@@ -1,6 +1,7 @@
 """Capturing what a user names as `package.module:function`."""
 
 import importlib
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,12 +29,19 @@ def capture_target(spec: str) -> Graph:
         raise InvalidInputError(f"'{spec}' is not of the form package.module:function")
     try:
         module = importlib.import_module(module_name)
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            raise InvalidInputError(f"module '{module_name}' has no function '{function_name}'")
+        result = function()
+    except InvalidInputError:
+        raise
     except ModuleNotFoundError as error:
         raise InvalidInputError(f"no module named '{error.name}' (from '{spec}')") from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise InvalidInputError(f"module '{module_name}' has no function '{function_name}'")
-    result = function()
+    except Exception as error:  # the user's own code failed: say where in it
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}, line {frame.lineno}"
+        message = f"'{spec}' failed in {where}: {type(error).__name__}: {error}"
+        raise InvalidInputError(message) from error
     if (
         not isinstance(result, Sequence)
         or len(result) != 2
@@ -78,7 +86,7 @@ def capture(
     try:
         compiled: Any = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
         compiled(*args, **(kwargs or {}))
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except (torch._dynamo.exc.TorchDynamoException, TypeError) as error:  # or a wrong call
         if not found:
             cause = getattr(error, "inner_exception", error)
             first = next((line for line in str(cause).splitlines() if line.strip()), repr(cause))

@@ -115,7 +115,7 @@ def _translate(
     pointer = "".join(f"/{part}" for part in parts)
     message = first["msg"][0].lower() + first["msg"][1:]
     if first["type"] == "extra_forbidden":
-        message = f"unknown field (the {model.__name__.lower()} schema has none of that name here)"
+        message = "unknown field (nothing of that name belongs here)"
     elif first["type"] == "missing":
         message = "required field is missing"
     return InvalidInputError(message, pointer, source)

@@ -15,6 +15,8 @@ model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)], torch.
 def good(): return (lambda x: model(x).square().mean()), (torch.randn(64, 32),)
 def not_a_pair(): return model
 def no_gradient(): return torch.sin, (torch.randn(3),)
+def raises(): return 1 / 0
+def wrong_arguments(): return (lambda x: model(x).sum()), ()
 def breaks():
     def step(x):
         torch._dynamo.graph_break()
@@ -51,6 +53,7 @@ def test_a_step_is_captured_with_its_facts(user_module):
         ("not_there:f", "no module named 'not_there'"),
         ("{}:missing", "no function 'missing'"),
         ("{}:not_a_pair", "must return a callable"),
+        ("{}:raises", "user_steps.py, line .: ZeroDivisionError"),
     ],
 )
 def test_a_wrong_target_is_named(user_module, spec, said):
@@ -59,7 +62,12 @@ def test_a_wrong_target_is_named(user_module, spec, said):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"), [("no_gradient", "needs no gradient"), ("breaks", "cannot be captured")]
+    ("function", "said"),
+    [
+        ("no_gradient", "needs no gradient"),
+        ("breaks", "cannot be captured"),
+        ("wrong_arguments", "missing 1 required positional argument"),
+    ],
 )
 def test_what_cannot_be_captured_is_named(user_module, function, said):
     with pytest.raises(CaptureError, match=said):

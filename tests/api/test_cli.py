@@ -1,0 +1,217 @@
+"""The command: what it prints, what it writes, how it ends."""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from schemas import load_graph, load_plan
+from tests.support import make_graph
+
+
+def test_plans_without_a_subcommand_and_the_plan_passes_verify(run, folder):
+    code, out, err = run("graph.json", "--budget", "330", "--alignment", "1", "-o", "plan.json")
+    assert (code, err) == (0, "")
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in out.splitlines())
+    assert rows["budget"].startswith("330 B")
+    assert rows["recomputed ops"].endswith("of 9")
+    assert set(rows) >= {"peak", "arena", "overhead", "fragmentation", "planning time"}
+    plan = load_plan("plan.json")
+    assert plan.peak_bytes <= 330
+    assert plan.recomputed_ops > 0
+    code, out, _ = run("verify", "graph.json", "plan.json")
+    assert code == 0
+    assert out.startswith("valid: ")
+
+
+def test_json_is_the_plan_or_with_an_output_file_its_figures(run):
+    code, out, _ = run("graph.json", "--budget", "100%", "--json")
+    assert code == 0
+    assert json.loads(out)["steps"]
+    code, out, _ = run("graph.json", "--budget", "100%", "--json", "-o", "plan.json")
+    assert code == 0
+    figures = json.loads(out)
+    assert "steps" not in figures
+    assert figures["overhead"] == 0.0
+    assert figures["schema"] == "coop-plan/plan/1"
+
+
+def test_graph_from_stdin_and_plan_to_stdout(run, folder, monkeypatch):
+    text = (folder / "graph.json").read_bytes()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    code, out, _ = run("-", "--budget", "min", "-o", "-")
+    assert code == 0
+    assert json.loads(out)["schema"] == "coop-plan/plan/1"
+
+
+def test_methods_lists_each_method_with_its_switches(run):
+    code, out, _ = run("methods")
+    assert code == 0
+    for name in ("keep-all", "coop", "coop-offline", "dtr", "dte", "--ablate sliding-window"):
+        assert name in out
+
+
+def test_an_infeasible_budget_says_what_would_do_and_what_blocks(run, folder):
+    code, out, err = run("graph.json", "--budget", "200", "--alignment", "1", "-o", "plan.json")
+    assert (code, out) == (3, "")
+    assert err.count("\n") == 1
+    least = next(int(word) for word in err.split() if word.isdigit() and int(word) > 200)
+    assert not (folder / "plan.json").exists()
+    code, out, _ = run("graph.json", "--budget", "200", "--alignment", "1", "--json")
+    assert code == 3
+    answer = json.loads(out)
+    assert answer["min_feasible_bytes"] == least
+    assert answer["blocking_op_name"]
+    assert run("graph.json", "--budget", least, "--alignment", "1")[0] == 0
+    assert run("graph.json", "--budget", least - 1, "--alignment", "1")[0] == 3
+
+
+BAD_GRAPHS = {
+    "broken JSON": (lambda g: "{", ""),
+    "not UTF-8": (lambda g: b"\xff\xfe\x00", ""),
+    "another schema": (lambda g: g.update(schema="coop-plan/graph/2"), "#/schema"),
+    "unknown tensor id": (lambda g: g["ops"][2].update(inputs=[77]), "#/ops/2/inputs/0"),
+    "cycle": (lambda g: g["ops"][0].update(inputs=[8]), "#/ops/0/inputs/0"),
+    "produced twice": (lambda g: g["ops"][3].update(outputs=[1]), "#/ops/3/outputs/0"),
+    "duplicated id": (lambda g: g["tensors"][2].update(id=0), "#/tensors/2/id"),
+    "negative size": (lambda g: g["tensors"][1].update(bytes=-1), "#/tensors/1/bytes"),
+    "not a number": (lambda g: g["ops"][1].update(cost_us=float("nan")), "#/ops/1/cost_us"),
+    "missing field": (lambda g: g.pop("ops"), "#/ops"),
+    "unknown field": (lambda g: g["ops"][0].update(cost=1), "#/ops/0/cost"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_GRAPHS)
+def test_a_bad_graph_ends_in_one_line_that_says_where(fault, run, folder, document):
+    spoil, place = BAD_GRAPHS[fault]
+    result = spoil(document)
+    text = result if isinstance(result, (str, bytes)) and fault != "missing field" else None
+    text = json.dumps(document) if text is None else text
+    (folder / "graph.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    code, out, err = run("graph.json", "--budget", "50%", "-o", "plan.json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"coop-plan: error: graph.json{place}: ")
+    assert not (folder / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["graph.json"], "--budget"),
+        (["graph.json", "--budget", "0"], "must be above zero"),
+        (["graph.json", "--budget", "12 bananas"], "12GiB"),
+        (["graph.json", "--budget", "-1"], "'-1'"),
+        (["graph.json", "--budget", "nan"], "'nan'"),
+        (["graph.json", "--budget", "50%", "--method", "magic"], "coop-offline"),
+        (["graph.json", "--budget", "50%", "--alignment", "3"], "power of two"),
+        (["graph.json", "--budget", "50%", "--ablate", "magic"], "no switch 'magic'"),
+        (["graph.json", "--budget", "50%", "--time-limit", "-1"], "--time-limit"),
+        (["graph.json", "--budget", "50%", "--outputs", "nowhere"], "--outputs"),
+        (["graph.json", "--budget", "50%", "--nope"], "--nope"),
+        (["none.json", "--budget", "50%"], "none.json"),
+        (["verify", "graph.json"], "PLAN"),
+    ],
+)
+def test_wrong_usage_ends_with_2_in_one_line(arguments, says, run):
+    code, out, err = run(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+
+
+@pytest.mark.parametrize("place", [".", "none/plan.json", "graph.json/plan.json"])
+def test_a_place_that_cannot_be_written_is_refused_before_planning(place, run):
+    code, out, err = run("graph.json", "--budget", "50%", "-o", place)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "folder" in err
+
+
+def test_verify_refuses_a_plan_of_another_graph_and_a_truncated_one(run, folder, chain, document):
+    run("graph.json", "--budget", "330", "--alignment", "1", "-o", "plan.json")
+    other = make_graph({0: ("input", 1), 1: ("output", 1)}, [{"inputs": [0], "outputs": [1]}])
+    (folder / "other.json").write_text(other.to_json())
+    code, out, err = run("verify", "other.json", "plan.json")
+    assert (code, out) == (2, "")
+    assert "wrong-graph" in err
+    text = (folder / "plan.json").read_text()
+    (folder / "cut.json").write_text(text[: len(text) // 2])
+    code, out, err = run("verify", "graph.json", "cut.json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("coop-plan: error: cut.json: not JSON")
+    plan = json.loads(text)
+    plan["steps"] = plan["steps"][:-2]
+    (folder / "short.json").write_text(json.dumps(plan))
+    code, out, err = run("verify", "graph.json", "short.json")
+    assert (code, out) == (1, "")
+    assert "short.json#/" in err
+
+
+def test_an_old_plan_survives_a_failed_run(run, folder):
+    (folder / "plan.json").write_text("old")
+    assert run("graph.json", "--budget", "1", "-o", "plan.json")[0] == 3
+    assert (folder / "plan.json").read_text() == "old"
+    assert run("graph.json", "--budget", "100%", "-o", "plan.json")[0] == 0
+    load_plan("plan.json")
+    assert sorted(p.name for p in folder.iterdir()) == ["graph.json", "plan.json"]
+
+
+def test_an_interruption_ends_with_130_and_leaves_nothing(folder):
+    """A graph that takes seconds, interrupted after the command is under way."""
+    tensors = {0: ("input", 1)} | dict.fromkeys(range(1, 4001), ("activation", 100))
+    ops = [{"inputs": [t - 1], "outputs": [t]} for t in range(1, 2001)]
+    ops += [{"inputs": [t - 1, 4001 - t], "outputs": [t]} for t in range(2001, 4001)]
+    (folder / "big.json").write_text(make_graph(tensors, ops).to_json())
+    script = "import api.cli; print(flush=True); api.cli.main()"
+    command = [sys.executable, "-c", script, "big.json", "--budget", "min", "-o", "plan.json"]
+    environment_root = str(Path(__file__).parents[2])
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"PYTHONPATH": environment_root},
+    )
+    assert child.stdout.readline() == b"\n"
+    time.sleep(0.5)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err.decode().strip() == "coop-plan: error: interrupted"
+    assert sorted(p.name for p in folder.iterdir()) == ["big.json", "graph.json"]
+
+
+def test_capture_profiles_a_function_and_the_graph_can_be_planned(run, folder, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(folder)
+    (folder / "train_step.py").write_text(
+        "import torch\n"
+        "def example():\n"
+        "    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))\n"
+        "    return lambda x: model(x).relu().sum(), (torch.ones(8, 32),)\n"
+    )
+    code, _, err = run("capture", "train_step:example", "-o", "model.json")
+    assert code == 0, err
+    assert load_graph("model.json").ops
+    assert run("model.json", "--budget", "min")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("nonsense", "package.module:function"),
+        ("no_such_module:f", "no_such_module"),
+        ("json:no_such_function", "no_such_function"),
+        ("json:dumps", "TypeError: dumps() missing"),
+    ],
+)
+def test_a_bad_capture_target_ends_in_one_line(target, says, run, folder):
+    pytest.importorskip("torch")
+    code, out, err = run("capture", target, "-o", "model.json")
+    assert code in (1, 2)
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+    assert not (folder / "model.json").exists()

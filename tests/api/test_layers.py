@@ -1,0 +1,87 @@
+"""The layer rule: who may import whom, and what must not be installed to import what."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = ("schemas", "planner", "runtime", "api")
+MAY_IMPORT = {
+    "schemas": {"schemas"},
+    "planner": {"planner", "schemas"},
+    "runtime": {"runtime", "planner", "schemas"},
+    "api": {"api", "planner", "schemas"},
+}
+DOORS = {("api/cli.py", "capture", "runtime")}
+"""(file, function, package): imports across the rule, made only when the function is called."""
+
+
+def imports(path):
+    """(enclosing function or None, top-level package) of each import in a file."""
+
+    def walk(node, function):
+        for child in ast.iter_child_nodes(node):
+            inside = child.name if isinstance(child, ast.FunctionDef) else function
+            if isinstance(child, ast.Import):
+                yield from ((inside, alias.name.partition(".")[0]) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}: relative import"
+                yield inside, child.module.partition(".")[0]
+            yield from walk(child, inside)
+
+    yield from walk(ast.parse(path.read_text()), None)
+
+
+@pytest.mark.parametrize("package", OURS)
+def test_a_package_imports_only_what_lies_below_it(package):
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    for path in files:
+        place = path.relative_to(ROOT).as_posix()
+        for function, imported in imports(path):
+            if imported in OURS and (place, function, imported) not in DOORS:
+                assert imported in MAY_IMPORT[package], f"{place} imports {imported}"
+
+
+BLOCK = """
+import importlib, pkgutil, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(name + " is not installed here", name=name)
+sys.meta_path.insert(0, Block())
+for package in {packages!r}:
+    module = importlib.import_module(package)
+    for found in pkgutil.walk_packages(module.__path__, package + "."):
+        importlib.import_module(found.name)
+print(len([name for name in sys.modules if name.partition(".")[0] in {packages!r}]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("packages", "blocked"),
+    [
+        (["schemas"], ["torch", "fastapi", "numba", "planner", "api", "runtime"]),
+        (["planner"], ["torch", "fastapi", "uvicorn", "api", "runtime"]),
+        (["api"], ["torch", "runtime"]),
+    ],
+)
+def test_every_module_imports_without_what_it_must_not_need(packages, blocked):
+    script = BLOCK.format(packages=packages, blocked=blocked)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5
+
+
+def test_the_command_starts_without_loading_what_it_does_not_use():
+    heavy = ("torch", "numba", "numpy", "fastapi", "rich")
+    script = f"import sys, api.cli; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "[]"
