@@ -136,7 +136,7 @@ def infeasible(error: Any) -> dict[str, Any]:
     }
 
 
-@cli.command()
+@cli.command(short_help="Check PLAN against GRAPH, independently of the methods.")
 @click.argument("graph")
 @click.argument("plan")
 def verify(graph: str, plan: str) -> None:
@@ -160,7 +160,7 @@ def verify(graph: str, plan: str) -> None:
     sys.exit(EXIT_INVALID if faults[0].code == "wrong-graph" else EXIT_ERROR)
 
 
-@cli.command()
+@cli.command(short_help="Profile a training step of PyTorch into a graph.")
 @click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
 @click.option("-o", "--output", required=True, metavar="GRAPH", help="- is stdout.")
 def capture(target: str, output: str) -> None:
