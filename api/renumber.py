@@ -7,18 +7,7 @@ appearance, under other ids and with other costs. A cached plan is for the ids i
 from collections.abc import Sequence
 
 from schemas import Compute, Graph, Plan, Prefetch, Step, TensorRead, Write
-
-
-def tensor_order(graph: Graph) -> list[int]:
-    """Tensor ids in the order the ops first name them: what `fingerprint` numbers them by."""
-    order: dict[int, None] = {}
-    for op in graph.ops:
-        for ids in (op.inputs, op.outputs):
-            order.update(dict.fromkeys(ids))
-        for variant in op.variants:
-            for ids in (variant.inputs, variant.outputs):
-                order.update(dict.fromkeys(ids))
-    return list(order)
+from schemas.fingerprint import tensor_order
 
 
 def carry_over(plan: Plan, ops: Sequence[int], tensors: Sequence[int], graph: Graph) -> Plan:

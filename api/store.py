@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from api.output import OutputError
-from api.renumber import carry_over, tensor_order
+from api.renumber import carry_over
 from schemas import Budget, Graph, InvalidInputError, Plan, parse_plan
+from schemas.fingerprint import tensor_order
 
 
 def plan_key(

@@ -98,6 +98,13 @@ def _steps(problem: Problem, schedule: Schedule) -> list[Compute | Free]:
         if buffer not in overwritten and buffer not in schedule.survivors:
             ends[event].append(buffer)
     steps: list[Compute | Free] = []
+    # One object each for what most steps repeat: building them is the larger part of the work.
+    no_workspace = Workspace.model_construct(offset=0, bytes=0)
+    named = {
+        t: TensorRead.model_construct(tensor=tensor.id)
+        for t, tensor in enumerate(tensors)
+        if problem.resident[t] or problem.outside[t]
+    }
     next_buffer = len(schedule.tensor)  # ids of the outputs outside the arena follow the others
     for event, op in enumerate(schedule.ops):
         writes = []
@@ -113,12 +120,14 @@ def _steps(problem: Problem, schedule: Schedule) -> list[Compute | Free]:
                 )
             )
         reads = [
-            TensorRead.model_construct(tensor=tensors[t].id) if buffer == OUTSIDE else buffer
+            named[t] if buffer == OUTSIDE else buffer
             for t, buffer in zip(problem.op_inputs[op], schedule.reads[event], strict=True)
         ]
-        workspace = Workspace.model_construct(
-            offset=schedule.workspace_offset[event], bytes=ops[op].workspace_bytes
-        )
+        workspace = no_workspace
+        if ops[op].workspace_bytes:
+            workspace = Workspace.model_construct(
+                offset=schedule.workspace_offset[event], bytes=ops[op].workspace_bytes
+            )
         steps.append(
             Compute.model_construct(
                 do="compute",

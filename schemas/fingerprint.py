@@ -15,41 +15,46 @@ def fingerprint(graph: Graph) -> str:
     and the costs do not enter, so every rank of one job gets the same value.
     """
     by_id = {tensor.id: tensor for tensor in graph.tensors}
-    numbers: dict[int, int] = {}
-    shapes: list[tuple[str, int]] = []
-
-    def number(tensor_id: int) -> int:
-        if tensor_id not in numbers:
-            numbers[tensor_id] = len(numbers)
-            shapes.append((by_id[tensor_id].kind, by_id[tensor_id].bytes))
-        return numbers[tensor_id]
-
+    number = {t: position for position, t in enumerate(tensor_order(graph))}
+    shapes = [(by_id[t].kind, by_id[t].bytes) for t in number]
     ops = [
         [
             op.name,
             op.phase,
-            [number(t) for t in op.inputs],
-            [number(t) for t in op.outputs],
+            [number[t] for t in op.inputs],
+            [number[t] for t in op.outputs],
             op.workspace_bytes,
             op.recomputable,
             op.rng,
-            sorted(number(t) for t in op.mutates),
-            sorted([number(a), number(b)] for a, b in op.inplace),
+            sorted(number[t] for t in op.mutates),
+            sorted([number[a], number[b]] for a, b in op.inplace),
             [
                 [
                     v.name,
                     v.workspace_bytes,
                     v.extra_bytes,
-                    [number(t) for t in v.inputs],
-                    [number(t) for t in v.outputs],
+                    [number[t] for t in v.inputs],
+                    [number[t] for t in v.outputs],
                 ]
                 for v in op.variants
             ],
         ]
         for op in graph.ops
     ]
-    untouched = sorted((t.kind, t.bytes) for t in graph.tensors if t.id not in numbers)
+    untouched = sorted((t.kind, t.bytes) for t in graph.tensors if t.id not in number)
     return _digest([graph.schema_, ops, shapes, untouched])
+
+
+def tensor_order(graph: Graph) -> list[int]:
+    """Ids of the tensors that ops name, in the order of first appearance."""
+    order: dict[int, None] = {}
+    for op in graph.ops:
+        order.update(dict.fromkeys(op.inputs))
+        order.update(dict.fromkeys(op.outputs))
+        for variant in op.variants:
+            order.update(dict.fromkeys(variant.inputs))
+            order.update(dict.fromkeys(variant.outputs))
+    return list(order)
 
 
 def cost_signature(graph: Graph) -> str:

@@ -11,294 +11,363 @@ measured from now to that use in a price that the caller sets per program positi
 a tensor includes those of evicted tensors that must be recomputed from it.
 
 Closures and next uses are kept per tensor and looked at again only when something they depend on
-came or went; tensors too small to matter are victims only when no other is left.
+came or went. Where many tensors are live, one look at all of them serves several evictions.
 """
 
 import numpy as np
 
-from planner._numba import njit
-from planner.offline.arrays import Arrays, Flags, Floats, Ints
-
-NEVER = 1 << 40
-"""A next use that does not come."""
+from planner._numba import inlined, njit
+from planner.arrays import Arrays
+from planner.offline.state import (
+    CHANGED,
+    CHANGED_COUNT,
+    CLOSURE,
+    CURSOR,
+    DIRTY,
+    DROP_EVENT,
+    DROPPED,
+    DROPS,
+    DUE,
+    EVENT_BYTES,
+    EVENT_OP,
+    EVENTS,
+    EVICTABLE,
+    INPLACE_EVENT,
+    INPLACE_OUT,
+    INPLACE_SOURCE,
+    LARGE,
+    LARGE_COUNT,
+    LISTED,
+    LIVE,
+    MADE,
+    MARK,
+    MERIT,
+    NEVER,
+    ORDER,
+    PINS,
+    PLACE,
+    POOL,
+    POOL_COUNT,
+    POOL_UNTIL,
+    RETAINED,
+    RETAINED_COUNT,
+    SEEN,
+    SLOT,
+    SMALL,
+    SMALL_COUNT,
+    STAMP,
+    STORED,
+    USED,
+    WRITES,
+    State,
+)
 
 CLOSURE_OPS = 64
 """Ops after which the estimate of a closure's cost stops growing."""
 
+POOL_FROM = 512
+"""Live tensors from which on a look at all of them is kept for several evictions."""
+
+POOL_OPS = 64
+"""Program positions after which a pool is too old."""
+
 
 @njit
-def simulate(
-    a: Arrays,
-    budget: int,
-    price: Floats,
-    weight: Floats,
-    alpha: float,
-    cap: bool,
-    small: int,
-    max_events: int,
-    cost_limit: float,
-    ev_op: Ints,
-    ev_mem: Ints,
-    dr_tensor: Ints,
-    dr_event: Ints,
-    dr_slot: Ints,
-    in_event: Ints,
-    in_out: Ints,
-    in_source: Ints,
-) -> tuple[int, float, int, int, int]:
+def simulate(a: Arrays, s: State, cost_limit: float) -> tuple[int, float]:
     """
-    One run; returns (failed op or -1, cost in µs, events, drops, in-place writes).
+    One run; returns (failed op or -1, cost in µs).
 
-    `price` has a prefix sum per program position, `weight` a factor per row entry of `uses` (plus
-    one for tensors without a further use). `cap` counts no more bytes of a victim than are short;
-    tensors below `small` bytes are looked at last. Arrays from `ev_op` on receive the schedule: the
-    op and the bytes in use of each event; tensor, last event and use slot of each drop; event,
-    output and input of each in-place write. A run that costs more than `cost_limit` (µs) stops as
-    failed.
+    A run that outgrows its record or costs more than `cost_limit` (µs) stops as failed.
     """
     n = a.cost.size
-    count = a.size.size
-    live = np.zeros(count, dtype=np.uint8)
-    made_once = np.zeros(count, dtype=np.uint8)
-    pins = np.zeros(count, dtype=np.int64)
-    evictable = a.evictable.copy()
-    slot = a.uses_ptr[:-1].copy()
-    stored = np.full(count, NEVER, dtype=np.int64)
-    dirty = np.ones(count, dtype=np.uint8)
-    due_of = np.full(count, NEVER, dtype=np.int64)
-    merit = np.zeros(count, dtype=np.float64)  # closure cost x weight / bytes
-    closure_of = np.zeros(count, dtype=np.float64)
-    # Live tensors that may become victims: the larger ones, and the small ones.
-    alive = np.empty((2, count), dtype=np.int64)
-    alive_at = np.full(count, -1, dtype=np.int64)
-    n_alive = np.zeros(2, dtype=np.int64)
-    retained = np.zeros(count, dtype=np.uint8)
-    n_retained = 0
-    seen = np.zeros(n, dtype=np.int64)
-    stamp = 0
-    tseen = np.zeros(count, dtype=np.int64)
-    order = np.empty(n, dtype=np.int64)
-    stack = np.empty(max(n, count) + 1, dtype=np.int64)
-    cursor = np.empty(n + 1, dtype=np.int64)
-    used = 0
     cost = 0.0
-    n_ev = n_dr = n_in = 0
-
     for position in range(n):
-        # The ops to run again for this one, in order, with their inputs pinned.
-        stamp += 1
-        n_order = 0
-        depth = 0
-        stack[0] = position
-        cursor[0] = a.reads_ptr[position]
-        seen[position] = stamp
-        for k in range(a.reads_ptr[position], a.reads_ptr[position + 1]):
-            pins[a.reads[k]] += 1
-        while depth >= 0:
-            op = stack[depth]
-            pushed = False
-            while cursor[depth] < a.reads_ptr[op + 1]:
-                t = a.reads[cursor[depth]]
-                cursor[depth] += 1
-                if live[t] == 0:
-                    p = a.producer[t]
-                    if seen[p] != stamp:
-                        seen[p] = stamp
-                        for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
-                            pins[a.reads[k]] += 1
-                        depth += 1
-                        stack[depth] = p
-                        cursor[depth] = a.reads_ptr[p]
-                        pushed = True
-                        break
-            if not pushed:
-                order[n_order] = op
-                n_order += 1
-                depth -= 1
-
-        for step in range(n_order):
-            op = order[step]
+        ops = _order(a, s, position)
+        for step in range(ops):
+            op = s.op[ORDER, step]
             cost += a.cost[op]
-            if n_ev >= max_events or cost > cost_limit:
-                return position, cost, n_ev, n_dr, n_in
-            # In-place writes: the input ends here and nothing evicted will want it.
-            first_in = n_in
-            for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
-                out, source = a.pairs_out[k], a.pairs_in[k]
-                if (
-                    live[out] == 0
-                    and live[source] == 1
-                    and a.last_use[source] <= position
-                    and pins[source] == 1
-                    and evictable[source] == 1
-                    and _demand(a, source, position, stored, live, made_once) == NEVER
-                ):
-                    clash = False
-                    for j in range(first_in, n_in):
-                        if in_out[j] == out or in_source[j] == source:
-                            clash = True
-                    if not clash:
-                        in_event[n_in] = n_ev
-                        in_out[n_in] = out
-                        in_source[n_in] = source
-                        n_in += 1
-            need = a.workspace[op]
-            for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
-                t = a.makes[k]
-                if a.outside[t] == 0 or made_once[t] == 1:
-                    need += a.size[t]
-            for j in range(first_in, n_in):
-                need -= a.size[in_out[j]]
-
-            while used + need > budget:
-                victim = -1
-                best = np.inf
-                short = float(used + need - budget)
-                for group in range(2):
-                    for i in range(n_alive[group]):
-                        t = alive[group, i]
-                        if pins[t] > 0 or evictable[t] == 0:
-                            continue
-                        if dirty[t] == 1:
-                            dirty[t] = 0
-                            s = slot[t]
-                            while s < a.uses_ptr[t + 1] and a.uses[s] <= position:
-                                s += 1
-                            slot[t] = s
-                            due = _demand(a, t, position, stored, live, made_once)
-                            if s < a.uses_ptr[t + 1]:
-                                due = min(due, a.uses[s])
-                            due_of[t] = due
-                            stamp += 1
-                            closure = _closure(a, t, live, seen, stamp, stack)
-                            closure_of[t] = closure * weight[s]
-                            merit[t] = closure_of[t] / a.size[t]
-                        distance = price[min(due_of[t], n)] - price[position] + 1e-9
-                        if alpha == 1.0:
-                            pass
-                        elif alpha == 0.5:
-                            distance = np.sqrt(distance)
-                        elif alpha == 0.25:
-                            distance = np.sqrt(np.sqrt(distance))
-                        else:
-                            distance = distance**alpha
-                        if cap and a.size[t] > short:
-                            score = closure_of[t] / (short * distance)
-                        else:
-                            score = merit[t] / distance
-                        if score < best:
-                            best = score
-                            victim = t
-                    if victim >= 0:
-                        break
-                if victim < 0:
-                    return position, cost, n_ev, n_dr, n_in
-                t = victim
-                _remove(alive, alive_at, n_alive, t, a.size[t] < small)
-                live[t] = 0
-                used -= a.size[t]
-                dr_tensor[n_dr] = t
-                dr_event[n_dr] = n_ev - 1
-                dr_slot[n_dr] = slot[t]
-                n_dr += 1
-                _announce(a, t, due_of[t], position, stored, live, stack)
-                stamp += 1
-                _soil(a, t, position, live, dirty, tseen, stamp, stack)
-
-            # The op itself.
-            for j in range(first_in, n_in):
-                source = in_source[j]
-                _remove(alive, alive_at, n_alive, source, a.size[source] < small)
-                live[source] = 0
-                stored[source] = NEVER
-                stamp += 1
-                _soil(a, source, position, live, dirty, tseen, stamp, stack)
-            ev_op[n_ev] = op
-            ev_mem[n_ev] = used + need
-            n_ev += 1
-            for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
-                t = a.makes[k]
-                if live[t] == 0 and a.outside[t] == 0:
-                    live[t] = 1
-                    dirty[t] = 1
-                    if a.size[t] > 0:
-                        group = 1 if a.size[t] < small else 0
-                        alive[group, n_alive[group]] = t
-                        alive_at[t] = n_alive[group]
-                        n_alive[group] += 1
-                    if made_once[t] == 1:
-                        stamp += 1
-                        _soil(a, t, position, live, dirty, tseen, stamp, stack)
-                    taken = False
-                    for j in range(first_in, n_in):
-                        if in_out[j] == t:
-                            taken = True
-                    if not taken:
-                        used += a.size[t]
-                made_once[t] = 1
-            for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-                pins[a.reads[k]] -= 1
-                dirty[a.reads[k]] = 1
-
-            # What has no reader left goes.
-            for which in range(2):
-                low = a.reads_ptr[op] if which == 0 else a.makes_ptr[op]
-                high = a.reads_ptr[op + 1] if which == 0 else a.makes_ptr[op + 1]
-                for k in range(low, high):
-                    t = a.reads[k] if which == 0 else a.makes[k]
-                    if live[t] == 0 or pins[t] > 0 or a.last_use[t] > position:
-                        continue
-                    if evictable[t] == 0:
-                        if a.is_output[t] == 0 and retained[t] == 0:
-                            retained[t] = 1
-                            n_retained += 1
-                        continue
-                    if step < n_order - 1 and a.last_use[t] == position:
-                        continue  # this position's own op has still to read it
-                    due = _demand(a, t, position, stored, live, made_once)
-                    if due < NEVER or a.size[t] == 0:
-                        continue  # an evicted tensor will be made from it
-                    _remove(alive, alive_at, n_alive, t, a.size[t] < small)
-                    live[t] = 0
-                    used -= a.size[t]
-                    stored[t] = due
-                    dr_tensor[n_dr] = t
-                    dr_event[n_dr] = n_ev - 1
-                    dr_slot[n_dr] = -1
-                    n_dr += 1
-
-        if n_retained > 0:
-            for t in range(count):
-                if retained[t] == 1 and live[t] == 1 and pins[t] == 0:
-                    stamp += 1
-                    if _banish(a, t, position, live, evictable, tseen, stamp, stack):
-                        retained[t] = 0
-                        n_retained -= 1
-                        _remove(alive, alive_at, n_alive, t, a.size[t] < small)
-                        live[t] = 0
-                        used -= a.size[t]
-                        dr_tensor[n_dr] = t
-                        dr_event[n_dr] = n_ev - 1
-                        dr_slot[n_dr] = -1
-                        n_dr += 1
-    return -1, cost, n_ev, n_dr, n_in
+            if s.counts[EVENTS] >= s.event.shape[1] or cost > cost_limit:
+                return position, cost
+            first_write = s.counts[WRITES]
+            need = _choose_inplace(a, s, op, position)
+            if not _make_room(a, s, need, position):
+                return position, cost
+            _run(a, s, op, need, first_write, position)
+            _release(a, s, op, position, step == ops - 1)
+        if s.counts[RETAINED_COUNT] > 0:
+            _release_retained(a, s, position)
+    return -1, cost
 
 
-@njit
-def _remove(alive: Ints, alive_at: Ints, n_alive: Ints, t: int, is_small: bool) -> None:
+@inlined
+def _order(a: Arrays, s: State, goal: int) -> int:
+    """List the ops to run for `goal`, itself last, with their inputs pinned; returns how many."""
+    s.counts[STAMP] += 1
+    stamp = s.counts[STAMP]
+    ordered = 0
+    depth = 0
+    pushed = goal
+    while depth >= 0:
+        if pushed >= 0:
+            s.op[SEEN, pushed] = stamp
+            s.stack[depth] = pushed
+            s.op[CURSOR, depth] = a.reads_ptr[pushed]
+            for k in range(a.reads_ptr[pushed], a.reads_ptr[pushed + 1]):
+                s.tensor[PINS, a.reads[k]] += 1
+            pushed = -1
+        op = s.stack[depth]
+        while s.op[CURSOR, depth] < a.reads_ptr[op + 1]:
+            t = a.reads[s.op[CURSOR, depth]]
+            s.op[CURSOR, depth] += 1
+            if s.tensor[LIVE, t] == 0 and s.op[SEEN, a.producer[t]] != stamp:
+                pushed = a.producer[t]
+                depth += 1
+                break
+        if pushed < 0:
+            s.op[ORDER, ordered] = op
+            ordered += 1
+            depth -= 1
+    return ordered
+
+
+@inlined
+def _choose_inplace(a: Arrays, s: State, op: int, position: int) -> int:
+    """
+    Record the in-place writes of `op`; returns the bytes it needs beside its inputs.
+
+    An input may be overwritten if it ends here and nothing evicted will want it.
+    """
+    first = s.counts[WRITES]
+    need = int(a.workspace[op])
+    for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
+        t = a.makes[k]
+        if a.outside[t] == 0 or s.tensor[MADE, t] == 1:
+            need += a.size[t]
+    for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
+        out, source = a.pairs_out[k], a.pairs_in[k]
+        if (
+            s.tensor[LIVE, out] == 0
+            and s.tensor[LIVE, source] == 1
+            and a.last_use[source] <= position
+            and s.tensor[PINS, source] == 1
+            and s.tensor[EVICTABLE, source] == 1
+            and _demand(a, s, source, position) == NEVER
+        ):
+            free = True
+            for j in range(first, s.counts[WRITES]):
+                if s.write[INPLACE_OUT, j] == out or s.write[INPLACE_SOURCE, j] == source:
+                    free = False
+            if free:
+                s.write[INPLACE_EVENT, s.counts[WRITES]] = s.counts[EVENTS]
+                s.write[INPLACE_OUT, s.counts[WRITES]] = out
+                s.write[INPLACE_SOURCE, s.counts[WRITES]] = source
+                s.counts[WRITES] += 1
+                need -= a.size[out]
+    return need
+
+
+@inlined
+def _make_room(a: Arrays, s: State, need: int, position: int) -> bool:
+    """Evict until `need` bytes are free; False when nothing more can be evicted."""
+    while s.counts[USED] + need > s.budget:
+        victim = _victim(a, s, s.counts[USED] + need - s.budget, position)
+        if victim < 0:
+            return False
+        _drop(a, s, victim)
+        _announce(a, s, victim, position)
+        _soil(a, s, victim, position)
+    return True
+
+
+@inlined
+def _victim(a: Arrays, s: State, short: int, position: int) -> int:
+    """The tensor of least score: of the pool and what changed since, of all large ones, of all."""
+    best_score = np.inf
+    best = -1
+    worst = np.inf
+    for attempt in range(3):
+        row, length, extra = LARGE, s.counts[LARGE_COUNT], 0
+        if attempt == 0:
+            if s.counts[POOL_COUNT] == 0 or position > s.counts[POOL_UNTIL]:
+                continue
+            length, extra = s.counts[POOL_COUNT], s.counts[CHANGED_COUNT]
+        elif attempt == 1:
+            for i in range(s.counts[CHANGED_COUNT]):
+                s.tensor[LISTED, s.tensor[CHANGED, i]] = 0
+            s.counts[CHANGED_COUNT] = 0
+            s.counts[POOL_COUNT] = 0
+            s.counts[POOL_UNTIL] = position + POOL_OPS
+        else:
+            row, length = SMALL, s.counts[SMALL_COUNT]
+        pooling = attempt == 1 and length > POOL_FROM
+        for i in range(length + extra):
+            if attempt > 0:
+                t = s.tensor[row, i]
+            elif i < length:
+                t = s.pool[i]
+            else:
+                t = s.tensor[CHANGED, i - length]
+            if s.tensor[PLACE, t] < 0 or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
+                continue
+            if attempt == 0 and a.size[t] < s.small:
+                continue
+            score = _score(a, s, t, short, position)
+            if score < best_score:
+                best_score, best = score, t
+            if pooling and score < worst:
+                worst = _keep(s, t, score)
+        if best >= 0:
+            break
+    return best
+
+
+@inlined
+def _keep(s: State, t: int, score: float) -> float:
+    """Sort `t` into the pool; returns the score above which the pool takes no more."""
+    at = min(s.counts[POOL_COUNT], POOL - 1)
+    while at > 0 and s.pool_score[at - 1] > score:
+        s.pool_score[at] = s.pool_score[at - 1]
+        s.pool[at] = s.pool[at - 1]
+        at -= 1
+    s.pool_score[at] = score
+    s.pool[at] = t
+    s.counts[POOL_COUNT] = min(s.counts[POOL_COUNT] + 1, POOL)
+    if s.counts[POOL_COUNT] < POOL:
+        return np.inf
+    return float(s.pool_score[POOL - 1])
+
+
+@inlined
+def _score(a: Arrays, s: State, t: int, short: int, position: int) -> float:
+    """Closure cost x weight / (bytes x distance^alpha), for `short` bytes to be freed."""
+    if s.tensor[DIRTY, t] == 1:
+        s.tensor[DIRTY, t] = 0
+        slot = s.tensor[SLOT, t]
+        while slot < a.uses_ptr[t + 1] and a.uses[slot] <= position:
+            slot += 1
+        s.tensor[SLOT, t] = slot
+        due = _demand(a, s, t, position)
+        if slot < a.uses_ptr[t + 1]:
+            due = min(due, a.uses[slot])
+        s.tensor[DUE, t] = due
+        s.value[CLOSURE, t] = _closure(a, s, t) * s.weight[slot]
+        s.value[MERIT, t] = s.value[CLOSURE, t] / a.size[t]
+    n = a.cost.size
+    distance = s.price[min(s.tensor[DUE, t], n)] - s.price[position] + 1e-9
+    if s.alpha == 0.5:
+        distance = np.sqrt(distance)
+    elif s.alpha == 0.25:
+        distance = np.sqrt(np.sqrt(distance))
+    elif s.alpha != 1.0:
+        distance = distance**s.alpha
+    if s.cap and a.size[t] > short:
+        return float(s.value[CLOSURE, t] / (short * distance))
+    return float(s.value[MERIT, t] / distance)
+
+
+@inlined
+def _drop(a: Arrays, s: State, t: int) -> None:
+    """End live tensor `t` after the last event so far."""
+    _take_off(a, s, t)
+    s.tensor[LIVE, t] = 0
+    s.counts[USED] -= a.size[t]
+    s.drop[DROPPED, s.counts[DROPS]] = t
+    s.drop[DROP_EVENT, s.counts[DROPS]] = s.counts[EVENTS] - 1
+    s.counts[DROPS] += 1
+
+
+@inlined
+def _take_off(a: Arrays, s: State, t: int) -> None:
     """Take `t` off its list of live tensors."""
-    if alive_at[t] < 0:
+    place = s.tensor[PLACE, t]
+    if place < 0:
         return
-    group = 1 if is_small else 0
-    n_alive[group] -= 1
-    last = alive[group, n_alive[group]]
-    alive[group, alive_at[t]] = last
-    alive_at[last] = alive_at[t]
-    alive_at[t] = -1
+    row, count = (SMALL, SMALL_COUNT) if a.size[t] < s.small else (LARGE, LARGE_COUNT)
+    s.counts[count] -= 1
+    last = s.tensor[row, s.counts[count]]
+    s.tensor[row, place] = last
+    s.tensor[PLACE, last] = place
+    s.tensor[PLACE, t] = -1
 
 
-@njit
-def _demand(a: Arrays, t: int, position: int, stored: Ints, live: Flags, made_once: Flags) -> int:
+@inlined
+def _run(a: Arrays, s: State, op: int, need: int, first_write: int, position: int) -> None:
+    """Record the event, end what is overwritten, bring the outputs to life, unpin the inputs."""
+    s.event[EVENT_OP, s.counts[EVENTS]] = op
+    s.event[EVENT_BYTES, s.counts[EVENTS]] = s.counts[USED] + need
+    s.counts[EVENTS] += 1
+    for j in range(first_write, s.counts[WRITES]):
+        source = s.write[INPLACE_SOURCE, j]
+        _take_off(a, s, source)
+        s.tensor[LIVE, source] = 0
+        s.tensor[STORED, source] = NEVER
+        s.counts[USED] -= a.size[source]
+        _soil(a, s, source, position)
+    for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
+        t = a.makes[k]
+        if s.tensor[LIVE, t] == 0 and a.outside[t] == 0:
+            s.tensor[LIVE, t] = 1
+            s.counts[USED] += a.size[t]
+            if a.size[t] > 0:
+                row, count = (SMALL, SMALL_COUNT) if a.size[t] < s.small else (LARGE, LARGE_COUNT)
+                s.tensor[row, s.counts[count]] = t
+                s.tensor[PLACE, t] = s.counts[count]
+                s.counts[count] += 1
+            _changed(s, t)
+            if s.tensor[MADE, t] == 1:
+                _soil(a, s, t, position)
+        s.tensor[MADE, t] = 1
+    for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+        s.tensor[PINS, a.reads[k]] -= 1
+        _changed(s, a.reads[k])
+
+
+@inlined
+def _changed(s: State, t: int) -> None:
+    """The closure or the next use of `t` may not be what they were."""
+    s.tensor[DIRTY, t] = 1
+    if s.tensor[LISTED, t] == 0 and s.counts[POOL_COUNT] > 0:
+        s.tensor[LISTED, t] = 1
+        s.tensor[CHANGED, s.counts[CHANGED_COUNT]] = t
+        s.counts[CHANGED_COUNT] += 1
+
+
+@inlined
+def _release(a: Arrays, s: State, op: int, position: int, is_goal: bool) -> None:
+    """Let go of what `op` touched and nothing will read."""
+    reads = a.reads_ptr[op + 1] - a.reads_ptr[op]
+    makes = a.makes_ptr[op + 1] - a.makes_ptr[op]
+    for k in range(reads + makes):
+        t = a.reads[a.reads_ptr[op] + k] if k < reads else a.makes[a.makes_ptr[op] + k - reads]
+        if s.tensor[LIVE, t] == 0 or s.tensor[PINS, t] > 0 or a.last_use[t] > position:
+            continue
+        if s.tensor[EVICTABLE, t] == 0:
+            if a.is_output[t] == 0 and s.tensor[RETAINED, t] == 0:
+                s.tensor[RETAINED, t] = 1
+                s.counts[RETAINED_COUNT] += 1
+            continue
+        if not is_goal and a.last_use[t] == position:
+            continue  # this position's own op has still to read it
+        if _demand(a, s, t, position) < NEVER or a.size[t] == 0:
+            continue  # an evicted tensor will be made from it
+        _drop(a, s, t)
+        s.tensor[STORED, t] = NEVER
+
+
+@inlined
+def _release_retained(a: Arrays, s: State, position: int) -> None:
+    """Let go of tensors that cannot be recomputed once no evicted one needs them."""
+    for t in range(a.size.size):
+        if s.tensor[RETAINED, t] == 0 or s.tensor[LIVE, t] == 0 or s.tensor[PINS, t] > 0:
+            continue
+        if _banish(a, s, t, position):
+            s.tensor[RETAINED, t] = 0
+            s.counts[RETAINED_COUNT] -= 1
+            _drop(a, s, t)
+
+
+@inlined
+def _demand(a: Arrays, s: State, t: int, position: int) -> int:
     """First position at which an evicted tensor made from `t` is to be there again."""
     found = NEVER
     for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
@@ -307,54 +376,50 @@ def _demand(a: Arrays, t: int, position: int, stored: Ints, live: Flags, made_on
             break
         for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
             child = a.makes[j]
-            gone = live[child] == 0 and made_once[child] == 1 and a.outside[child] == 0
-            if gone and position < stored[child] < found:
-                found = stored[child]
+            if (
+                s.tensor[LIVE, child] == 0
+                and s.tensor[MADE, child] == 1
+                and a.outside[child] == 0
+                and position < s.tensor[STORED, child] < found
+            ):
+                found = s.tensor[STORED, child]
     return found
 
 
-@njit
-def _announce(
-    a: Arrays, t: int, due: int, position: int, stored: Ints, live: Flags, stack: Ints
-) -> None:
-    """Tensor `t` is gone until `due`: gone tensors that it is made from are needed by then."""
-    stored[t] = due
+@inlined
+def _announce(a: Arrays, s: State, t: int, position: int) -> None:
+    """Tensor `t` is gone until its next use: gone tensors it is made from are needed by then."""
+    due = s.tensor[DUE, t]
+    s.tensor[STORED, t] = due
     depth = 0
-    stack[0] = t
+    s.stack[0] = t
     while depth >= 0:
-        p = a.producer[stack[depth]]
+        p = a.producer[s.stack[depth]]
         depth -= 1
         for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
             source = a.reads[k]
-            if live[source] == 0 and (due < stored[source] or stored[source] <= position):
-                stored[source] = due
+            known = s.tensor[STORED, source]
+            if s.tensor[LIVE, source] == 0 and (due < known or known <= position):
+                s.tensor[STORED, source] = due
                 depth += 1
-                stack[depth] = source
+                s.stack[depth] = source
 
 
-@njit
-def _soil(
-    a: Arrays,
-    t: int,
-    position: int,
-    live: Flags,
-    dirty: Flags,
-    tseen: Ints,
-    stamp: int,
-    stack: Ints,
-) -> None:
+@inlined
+def _soil(a: Arrays, s: State, t: int, position: int) -> None:
     """
     Tensor `t` came or went: mark live tensors whose closure or next use may have changed.
 
     Those are its descendants and its ancestors, through tensors that are gone.
     """
     for down in range(2):
-        here = stamp * 2 + down
+        s.counts[STAMP] += 1
+        here = s.counts[STAMP]
         depth = 0
-        stack[0] = t
-        tseen[t] = here
+        s.stack[0] = t
+        s.tensor[MARK, t] = here
         while depth >= 0:
-            x = stack[depth]
+            x = s.stack[depth]
             depth -= 1
             if down == 1:
                 for k in range(a.uses_ptr[x], a.uses_ptr[x + 1]):
@@ -363,34 +428,36 @@ def _soil(
                         break
                     for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                         child = a.makes[j]
-                        if live[child] == 1:
-                            dirty[child] = 1
-                        elif tseen[child] != here and a.last_use[child] > position:
-                            tseen[child] = here
+                        if s.tensor[LIVE, child] == 1:
+                            _changed(s, child)
+                        elif s.tensor[MARK, child] != here and a.last_use[child] > position:
+                            s.tensor[MARK, child] = here
                             depth += 1
-                            stack[depth] = child
+                            s.stack[depth] = child
             else:
                 p = a.producer[x]
                 for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
                     source = a.reads[k]
-                    if live[source] == 1:
-                        dirty[source] = 1
-                    elif tseen[source] != here:
-                        tseen[source] = here
+                    if s.tensor[LIVE, source] == 1:
+                        _changed(s, source)
+                    elif s.tensor[MARK, source] != here:
+                        s.tensor[MARK, source] = here
                         depth += 1
-                        stack[depth] = source
+                        s.stack[depth] = source
 
 
-@njit
-def _closure(a: Arrays, t: int, live: Flags, seen: Ints, stamp: int, stack: Ints) -> float:
+@inlined
+def _closure(a: Arrays, s: State, t: int) -> float:
     """Cost in µs of the ops to run again for `t` as things are now."""
+    s.counts[STAMP] += 1
+    stamp = s.counts[STAMP]
     total = 0.0
     visited = 0
     depth = 0
-    stack[0] = a.producer[t]
-    seen[a.producer[t]] = stamp
+    s.stack[0] = a.producer[t]
+    s.op[SEEN, a.producer[t]] = stamp
     while depth >= 0:
-        op = stack[depth]
+        op = s.stack[depth]
         depth -= 1
         total += a.cost[op]
         visited += 1
@@ -398,38 +465,29 @@ def _closure(a: Arrays, t: int, live: Flags, seen: Ints, stamp: int, stack: Ints
             break
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             source = a.reads[k]
-            if live[source] == 0:
-                p = a.producer[source]
-                if seen[p] != stamp:
-                    seen[p] = stamp
-                    depth += 1
-                    stack[depth] = p
+            p = a.producer[source]
+            if s.tensor[LIVE, source] == 0 and s.op[SEEN, p] != stamp:
+                s.op[SEEN, p] = stamp
+                depth += 1
+                s.stack[depth] = p
     return total
 
 
-@njit
-def _banish(
-    a: Arrays,
-    t: int,
-    position: int,
-    live: Flags,
-    evictable: Ints,
-    tseen: Ints,
-    stamp: int,
-    stack: Ints,
-) -> bool:
+@inlined
+def _banish(a: Arrays, s: State, t: int, position: int) -> bool:
     """
     Let go of `t`, which cannot be recomputed, if no dropped tensor will need it.
 
     Live tensors that depend on it can then no longer be evicted (DTR, appendix C.3).
     """
     for mark in range(2):  # look first, then mark
+        s.counts[STAMP] += 1
+        here = s.counts[STAMP]
         depth = 0
-        stack[0] = t
-        here = stamp * 2 + mark
-        tseen[t] = here
+        s.stack[0] = t
+        s.tensor[MARK, t] = here
         while depth >= 0:
-            parent = stack[depth]
+            parent = s.stack[depth]
             depth -= 1
             for k in range(a.uses_ptr[parent], a.uses_ptr[parent + 1]):
                 op = a.uses[k]
@@ -437,15 +495,15 @@ def _banish(
                     break
                 for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                     child = a.makes[j]
-                    if tseen[child] == here or a.is_output[child] == 1:
+                    if s.tensor[MARK, child] == here or a.is_output[child] == 1:
                         continue
-                    tseen[child] = here
-                    if live[child] == 1:
+                    s.tensor[MARK, child] = here
+                    if s.tensor[LIVE, child] == 1:
                         if mark == 1:
-                            evictable[child] = 0
+                            s.tensor[EVICTABLE, child] = 0
                     elif a.last_use[child] > position:
                         return False
                     else:
                         depth += 1
-                        stack[depth] = child
+                        s.stack[depth] = child
     return True

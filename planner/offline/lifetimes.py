@@ -3,7 +3,7 @@
 import numpy as np
 
 from planner._numba import njit
-from planner.offline.arrays import Arrays, Ints
+from planner.arrays import Arrays, Ints
 from planner.offline.run import Run
 
 

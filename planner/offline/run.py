@@ -4,12 +4,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.offline.arrays import Arrays, Floats, Ints
+from planner.arrays import Arrays, Floats, Ints
 from planner.offline.kernel import simulate
+from planner.offline.state import (
+    DIRTY,
+    DROP_EVENT,
+    DROPPED,
+    DROPS,
+    DUE,
+    EVENT_OP,
+    EVENTS,
+    EVICTABLE,
+    NEVER,
+    PLACE,
+    POOL,
+    SLOT,
+    STORED,
+    WRITES,
+    State,
+)
 
 MAX_RECOMPUTES_PER_OP = 8
 """A run that computes more than this many times the program is given up."""
-
 
 SMALL_SHARE = 4096
 """Tensors below budget / this are evicted only when nothing larger is left."""
@@ -32,14 +48,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Run:
-    """The record of a run that completed: events, bytes in use at each, drops, in-place writes."""
+    """
+    The record of a run that completed.
+
+    Per event its op; per drop the tensor and the last event before it; per in-place write (event,
+    output, input).
+    """
 
     cost_us: float
     ops: Ints
-    used: Ints
     dropped: Ints
     drop_event: Ints
-    drop_slot: Ints
     inplace: Ints
 
 
@@ -48,43 +67,50 @@ class Runner:
 
     def __init__(self, arrays: Arrays) -> None:
         self.arrays = arrays
-        n = arrays.cost.size
-        self._events = n * (MAX_RECOMPUTES_PER_OP + 1) + 1
-        writes = 1 + max(1, int(np.diff(arrays.makes_ptr).max(initial=1)))
-        drops = n + arrays.size.size + (self._events - n) * writes
-        self._op, self._used = np.empty((2, self._events), dtype=np.int64)
-        self._dropped, self._drop_event, self._drop_slot = np.empty((3, drops), dtype=np.int64)
-        self._inplace = np.empty((3, self._events), dtype=np.int64)
+        n, count = arrays.cost.size, arrays.size.size
+        events = n * (MAX_RECOMPUTES_PER_OP + 1) + 1
+        most = 1 + max(1, int(np.diff(arrays.makes_ptr).max(initial=1)))
+        drops = n + count + (events - n) * most
+        self._scratch = np.empty(max(n, count) + 2, dtype=np.int64)
+        self._event = np.empty((2, events), dtype=np.int64)
+        self._drop = np.empty((2, drops), dtype=np.int64)
+        self._write = np.empty((3, drops), dtype=np.int64)
         self.failed_op = -1
 
     def __call__(self, budget: int, settings: Settings, cost_limit: float = np.inf) -> Run | None:
         """Run at `budget` logical bytes; None when it fails or costs more than the limit (µs)."""
-        failed, cost, events, drops, writes = simulate(
-            self.arrays,
-            budget,
-            settings.price,
-            settings.weight,
-            settings.alpha,
-            settings.cap,
-            budget // SMALL_SHARE,
-            self._events,
-            cost_limit,
-            self._op,
-            self._used,
-            self._dropped,
-            self._drop_event,
-            self._drop_slot,
-            *self._inplace,
+        n, count = self.arrays.cost.size, self.arrays.size.size
+        state = State(
+            budget=budget,
+            small=budget // SMALL_SHARE,
+            alpha=settings.alpha,
+            cap=settings.cap,
+            price=settings.price,
+            weight=settings.weight,
+            counts=np.zeros(11, dtype=np.int64),
+            tensor=np.zeros((15, count + 1), dtype=np.int64),
+            value=np.zeros((2, count)),
+            op=np.zeros((3, n + 1), dtype=np.int64),
+            stack=self._scratch,
+            pool=np.empty(POOL, dtype=np.int64),
+            pool_score=np.empty(POOL),
+            event=self._event,
+            drop=self._drop,
+            write=self._write,
         )
-        self.failed_op = failed
-        if failed >= 0:
+        state.tensor[SLOT] = self.arrays.uses_ptr
+        state.tensor[[STORED, DUE]] = NEVER
+        state.tensor[DIRTY] = 1
+        state.tensor[PLACE] = -1
+        state.tensor[EVICTABLE, :count] = self.arrays.evictable
+        self.failed_op, cost = simulate(self.arrays, state, cost_limit)
+        if self.failed_op >= 0:
             return None
+        events, drops, writes = (int(state.counts[i]) for i in (EVENTS, DROPS, WRITES))
         return Run(
             cost,
-            self._op[:events].copy(),
-            self._used[:events].copy(),
-            self._dropped[:drops].copy(),
-            self._drop_event[:drops].copy(),
-            self._drop_slot[:drops].copy(),
-            self._inplace[:, :writes].T.copy(),
+            self._event[EVENT_OP, :events].copy(),
+            self._drop[DROPPED, :drops].copy(),
+            self._drop[DROP_EVENT, :drops].copy(),
+            self._write[:, :writes].T.copy(),
         )

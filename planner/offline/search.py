@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from planner.arrays import Arrays, to_arrays
 from planner.errors import DoesNotFitError, TimeLimitError
 from planner.layout import lay_out
 from planner.methods.base import Progress, Request, Solution
-from planner.methods.online import solve_coop
-from planner.offline.arrays import Arrays, to_arrays
+from planner.methods.online import run_coop
 from planner.offline.lifetimes import lifetimes
 from planner.offline.rebuild import rebuild
 from planner.offline.run import Run, Runner, Settings
@@ -134,18 +134,18 @@ def solve_coop_offline(problem: Problem, request: Request) -> Solution:
     search = Search(problem, request)
     search.portfolio()
     try:
-        online = solve_coop(problem, replace(request, progress=None, off=frozenset()))
+        online = run_coop(problem, replace(request, progress=None, off=frozenset()), search.arrays)
     except (DoesNotFitError, TimeLimitError):
         online = None
     if search.best.run is None:
         if online is None:
             raise DoesNotFitError(search.failed_op)
-        return online
+        return Solution(online.schedule(problem))
     steps = max(20, CLIMB_OPS // max(1, problem.op_count))
     search.climb(None if request.deadline is not None else steps)
     assert search.best.run is not None
-    if online is not None and online.schedule.cost_us < search.best.cost_us:
-        return online
+    if online is not None and online.cost_us < search.best.cost_us:
+        return Solution(online.schedule(problem))
     schedule = rebuild(problem, search.best.run)
     lay_out(schedule, request.arena_bytes)
     return Solution(schedule)

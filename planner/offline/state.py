@@ -1,0 +1,83 @@
+"""The state of one clairvoyant run, as arrays that compiled code can share."""
+
+from typing import NamedTuple
+
+from planner.arrays import Floats, Ints
+
+NEVER = 1 << 40
+"""A next use that does not come."""
+
+POOL = 64
+"""Victims that one look at all live tensors keeps in hand."""
+
+# Entries of `State.counts`.
+(
+    USED,
+    EVENTS,
+    DROPS,
+    WRITES,
+    STAMP,
+    LARGE_COUNT,
+    SMALL_COUNT,
+    CHANGED_COUNT,
+    POOL_COUNT,
+    POOL_UNTIL,
+    RETAINED_COUNT,
+) = range(11)
+
+# Rows of `State.tensor`. LARGE, SMALL and CHANGED are lists, MARK and LISTED are for walks.
+(
+    LIVE,
+    MADE,
+    PINS,
+    EVICTABLE,
+    SLOT,
+    STORED,
+    DIRTY,
+    DUE,
+    PLACE,
+    RETAINED,
+    LISTED,
+    MARK,
+    LARGE,
+    SMALL,
+    CHANGED,
+) = range(15)
+
+# Rows of `State.value`: closure cost × weight / bytes, and closure cost × weight in µs.
+MERIT, CLOSURE = range(2)
+
+# Rows of `State.op`.
+SEEN, ORDER, CURSOR = range(3)
+
+# Rows of the record.
+EVENT_OP, EVENT_BYTES = range(2)
+DROPPED, DROP_EVENT = range(2)
+INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(3)
+
+
+class State(NamedTuple):
+    """
+    What a run is asked, where it stands, and its record.
+
+    `budget` and `small` are bytes; `price` is a prefix sum per program position, `weight` a factor
+    per entry of `Arrays.uses` and one more for tensors without a further use. `cap` counts no more
+    bytes of a victim than are short; tensors below `small` bytes are looked at last.
+    """
+
+    budget: int
+    small: int
+    alpha: float
+    cap: bool
+    price: Floats
+    weight: Floats
+    counts: Ints
+    tensor: Ints
+    value: Floats
+    op: Ints
+    stack: Ints
+    pool: Ints
+    pool_score: Floats
+    event: Ints
+    drop: Ints
+    write: Ints

@@ -1,0 +1,121 @@
+"""One run of the simulator on a problem, and its schedule."""
+
+from dataclasses import dataclass
+
+from planner.arrays import Arrays, Ints, to_arrays
+from planner.errors import DoesNotFitError
+from planner.methods.base import Progress, Request
+from planner.online.kernel import DONE, RECORD_FULL, advance
+from planner.online.state import (
+    CLOCK,
+    DROP_EVENT,
+    DROPPED,
+    DROPS,
+    EVENT_OP,
+    EVENT_WORKSPACE,
+    EVENTS,
+    EVICTIONS,
+    FREE_RATIOS,
+    INPLACE_EVENT,
+    INPLACE_OUT,
+    INPLACE_SOURCE,
+    OFFSET,
+    OFFSETS,
+    WRITES,
+    State,
+    new_state,
+)
+from planner.problem import Problem
+from planner.schedule import Schedule
+
+MAX_RECOMPUTES_PER_OP = 30
+"""More recomputed ops than this many times the program is thrashing, and counts as no fit."""
+
+CHUNK_OPS = 256
+"""Ops between two looks at the clock."""
+
+
+@dataclass(frozen=True)
+class OnlineRun:
+    """The record of a completed run; see `planner.online.state` for its arrays."""
+
+    state: State
+
+    @property
+    def cost_us(self) -> float:
+        """Cost of all events, µs."""
+        return float(self.state.total[CLOCK])
+
+    @property
+    def eviction_free_ratio(self) -> float:
+        """Mean of free bytes / arena at forced evictions, the requested block counted as free."""
+        evictions = int(self.state.counts[EVICTIONS])
+        return float(self.state.total[FREE_RATIOS]) / evictions if evictions else 0.0
+
+    def schedule(self, problem: Problem) -> Schedule:
+        """The placed schedule."""
+        s, count = self.state, self.state.counts
+        drops = _by_event(s.record[DROP_EVENT], s.record[DROPPED], count[DROPS])
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for event, out, source in zip(
+            s.record[INPLACE_EVENT, : count[WRITES]].tolist(),
+            s.record[INPLACE_OUT, : count[WRITES]].tolist(),
+            s.record[INPLACE_SOURCE, : count[WRITES]].tolist(),
+            strict=True,
+        ):
+            pairs.setdefault(event, []).append((out, source))
+        schedule = Schedule(problem)
+        schedule.offset = s.record[OFFSET, : count[OFFSETS]].tolist()
+        schedule.workspace_offset = s.event[EVENT_WORKSPACE, : count[EVENTS]].tolist()
+        for event, op in enumerate(s.event[EVENT_OP, : count[EVENTS]].tolist()):
+            schedule.run(op, tuple(pairs.get(event, ())))
+            for t in drops.get(event, ()):
+                schedule.drop(t)
+        schedule.finish()
+        return schedule
+
+
+def _by_event(events: Ints, tensors: Ints, count: int) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for event, t in zip(events[:count].tolist(), tensors[:count].tolist(), strict=True):
+        found.setdefault(event, []).append(t)
+    return found
+
+
+def simulate(
+    problem: Problem,
+    request: Request,
+    rule: int,
+    *,
+    partition: bool,
+    inplace: bool,
+    arrays: Arrays | None = None,
+) -> OnlineRun:
+    """
+    Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.kernel`.
+
+    Raises:
+        DoesNotFitError: at the op that cannot be run.
+        TimeLimitError: the request's deadline has passed.
+    """
+    arrays = arrays or to_arrays(problem)
+    capacity = request.arena_bytes & -problem.alignment
+    n = problem.op_count
+    most = n * (MAX_RECOMPUTES_PER_OP + 1)
+    record = min(most, 4 * n + 64)
+    while True:
+        state = new_state(problem, capacity, record, partition=partition)
+        status = DONE
+        for start in range(0, n, CHUNK_OPS):
+            request.check_time()
+            if request.progress is not None:
+                request.progress(Progress("simulating", start / n))
+            stop = min(start + CHUNK_OPS, n)
+            status = advance(arrays, state, start, stop, most, rule, inplace)
+            if status != DONE:
+                break
+        if status == DONE:
+            return OnlineRun(state)
+        if status != RECORD_FULL:
+            raise DoesNotFitError(status)
+        record *= 2

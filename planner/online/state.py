@@ -1,0 +1,132 @@
+"""The state of one simulated step, as arrays that compiled code can share."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from planner.arrays import Flags, Floats, Ints
+from planner.problem import Problem
+
+FREE = -1
+"""Owner of a free block."""
+
+# Entries of `State.counts`.
+BLOCKS, HOLES, NODES, EVENTS, OFFSETS, DROPS, WRITES, EVICTIONS, RETAINED, STAMP, TRANSIENT = range(
+    11
+)
+
+# Entries of `State.total`, µs and a sum of shares.
+CLOCK, FREE_RATIOS = range(2)
+
+# Rows of `State.block`: blocks in address order, free ones again by (size, offset), scratch.
+BLOCK_AT, BLOCK_SIZE, OWNER, HOLE_AT, HOLE_SIZE, VICTIM = range(6)
+
+# Rows of `State.tensor`; the last three are lists and marks of walks.
+NODE, LIVE, KEPT, WRITTEN, RETAINED_NOW, PINS, EVICTABLE, ADDRESS, WAITING, WALK, MARK = range(11)
+
+# Rows of `State.times`, µs.
+OWN_COST, LAST_ACCESS = range(2)
+
+# Rows of `State.op`.
+RIGHT, SEEN = range(2)
+
+# Rows of `State.part`: the union-find over evicted tensors.
+PARENT, ROOT_SEEN = range(2)
+
+# Rows of `State.event` and, each with a length of its own, of `State.record`.
+EVENT_OP, EVENT_WORKSPACE = range(2)
+OFFSET, DROPPED, DROP_EVENT, INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(6)
+
+
+class State(NamedTuple):
+    """
+    Blocks, evicted components, tensors and the record of a run.
+
+    Few arrays of many rows, because compile time grows with their number. Adjacent free blocks are
+    always merged; an owner is a tensor, `FREE`, or the number of tensors for what lives during one
+    op only. Sizes and offsets are bytes, times µs.
+    """
+
+    capacity: int
+    counts: Ints
+    total: Floats
+    block: Ints
+    costs: Floats
+    near_ptr: Ints
+    near: Ints
+    tensor: Ints
+    times: Floats
+    op: Ints
+    part: Ints
+    component: Floats
+    event: Ints
+    record: Ints
+    stack: Ints
+    transient: Ints
+
+
+def new_state(problem: Problem, capacity: int, events: int, *, partition: bool) -> State:
+    """An empty arena of `capacity` bytes and a record of `events` events at most."""
+    n, count = problem.op_count, problem.tensor_count
+    most = max((len(tensors) for tensors in problem.op_outputs), default=0)
+    total = max(1, sum(len(tensors) for tensors in problem.op_outputs))
+    blocks = 2 * (count + most) + 8
+    # Between two events at most every tensor is dropped once.
+    drops = -(-events * total // max(n, 1)) + 2 * count + 64
+    near_ptr, near = _neighbours(problem)
+    state = State(
+        capacity=capacity,
+        counts=np.zeros(11, dtype=np.int64),
+        total=np.zeros(2),
+        block=np.empty((6, blocks), dtype=np.int64),
+        costs=np.empty(blocks),
+        near_ptr=near_ptr,
+        near=near,
+        tensor=np.zeros((11, count + 1), dtype=np.int64),
+        times=np.zeros((2, count)),
+        op=np.zeros((2, n), dtype=np.int64),
+        part=np.zeros((2, drops), dtype=np.int64),
+        component=np.empty(drops),
+        event=np.empty((2, events), dtype=np.int64),
+        record=np.empty((6, drops), dtype=np.int64),
+        stack=np.empty(events + count, dtype=np.int64),
+        transient=np.empty(most + 1, dtype=np.int64),
+    )
+    state.tensor[NODE] = -1
+    state.tensor[EVICTABLE, :count] = problem.evictable
+    state.times[OWN_COST] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
+    if partition:
+        state.op[RIGHT] = _expensive(problem)
+    if capacity:
+        state.block[[BLOCK_AT, HOLE_AT], 0] = 0
+        state.block[[BLOCK_SIZE, HOLE_SIZE], 0] = capacity
+        state.block[OWNER, 0] = FREE
+        state.counts[BLOCKS] = state.counts[HOLES] = 1
+    return state
+
+
+def _neighbours(problem: Problem) -> tuple[Ints, Ints]:
+    """Rows of the tensors that an op makes from a tensor, or makes it from."""
+    pairs = [
+        (made, read)
+        for makes, reads in zip(problem.makes, problem.reads, strict=True)
+        for made in makes
+        for read in reads
+    ]
+    table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    table = np.unique(np.concatenate([table, table[:, ::-1]]), axis=0)
+    pointer = np.zeros(problem.tensor_count + 1, dtype=np.int64)
+    np.cumsum(np.bincount(table[:, 0], minlength=problem.tensor_count), out=pointer[1:])
+    return pointer, np.ascontiguousarray(table[:, 1])
+
+
+def _expensive(problem: Problem) -> Flags:
+    """
+    Which ops' outputs are expensive: cost density above that of the whole program.
+
+    Cost density is cost / output bytes (Coop, section 3.3).
+    """
+    made = np.array([sum(problem.size[t] for t in tensors) for tensors in problem.op_outputs])
+    total = made.sum()
+    mean = problem.base_cost_us / total if total else 0.0
+    return (np.array(problem.cost) > mean * made).astype(np.uint8)
