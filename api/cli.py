@@ -66,6 +66,7 @@ def cli() -> None:
     "--method", default="coop-offline", show_default=True, help="See `coop-plan methods`."
 )
 @click.option("--time-limit", type=click.FloatRange(min=0), metavar="S", help="Seconds.")
+@click.option("--seed", type=int, default=0, show_default=True, help="One seed, one plan.")
 @click.option("--alignment", type=int, default=512, show_default=True, help="Of offsets, in bytes.")
 @click.option(
     "--outputs",
@@ -82,6 +83,7 @@ def plan(
     budget: str,
     method: str,
     time_limit: float | None,
+    seed: int,
     alignment: int,
     outputs: Literal["outside", "arena"],
     ablate: tuple[str, ...],
@@ -107,6 +109,7 @@ def plan(
                 outputs=outputs,
                 alignment=alignment,
                 time_limit=time_limit,
+                seed=seed,
                 switches=dict.fromkeys(ablate, False),
                 progress=progress,
             )

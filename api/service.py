@@ -48,6 +48,7 @@ class PlanRequest(Model):
     budget: str | int
     method: str = "coop-offline"
     time_limit: Annotated[float, Field(ge=0)] | None = None
+    seed: int = 0
     outputs: Literal["outside", "arena"] = "outside"
     alignment: int = 512
     switches: Mapping[str, bool] = {}
@@ -87,6 +88,7 @@ class Planner:
             request.alignment,
             request.switches,
             request.time_limit,
+            request.seed,
         )
         return key, graph, request
 
@@ -129,6 +131,7 @@ class Planner:
             outputs=request.outputs,
             alignment=request.alignment,
             time_limit=request.time_limit,
+            seed=request.seed,
             switches=request.switches,
         )
         stored = StoredPlan.of(made, graph)

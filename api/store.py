@@ -24,6 +24,7 @@ def plan_key(
     alignment: int,
     switches: Mapping[str, bool],
     time_limit: float | None,
+    seed: int,
 ) -> str:
     """The cache key of a request: its structure and what was asked, not names, ids or costs."""
     asked = [
@@ -35,6 +36,7 @@ def plan_key(
         alignment,
         sorted(switches.items()),
         time_limit,
+        seed,
     ]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 

@@ -5,11 +5,15 @@ The decorators keep the decorated function's signature for mypy. Kernels are cac
 source, so a machine compiles them once.
 """
 
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 from numba.core.caching import FunctionCache
+
+log = logging.getLogger("coop-plan")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,10 +29,18 @@ class _Cache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception:
             self.flush()  # type: ignore[no-untyped-call]
-            return None
+            found = None
+        if found is None:
+            _say_that_it_compiles()
+        return found
+
+
+@functools.cache
+def _say_that_it_compiles() -> None:
+    log.warning("compiling the planner's kernels, once on this machine: up to a minute")
 
 
 def _compile(function: Callable[P, R], **options: bool) -> Callable[P, R]:

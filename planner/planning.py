@@ -77,6 +77,7 @@ def plan(
     outputs: Literal["outside", "arena"] = "outside",
     alignment: int = 512,
     time_limit: float | None = None,
+    seed: int = 0,
     switches: Mapping[str, bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
@@ -93,6 +94,7 @@ def plan(
         outputs: whether outputs of the step lie in the arena.
         alignment: of every offset, in bytes; a power of two.
         time_limit: seconds.
+        seed: of the methods that draw random numbers; one seed, one plan (without a time limit).
         switches: ablation switches of the method, false turns one off.
         progress: called with a `Progress` now and then.
 
@@ -103,7 +105,7 @@ def plan(
     """
     info, off = _method(method, switches or {})
     with _without_collections():
-        return _plan(graph, budget, info, off, outputs, alignment, time_limit, progress)
+        return _plan(graph, budget, info, off, outputs, alignment, time_limit, seed, progress)
 
 
 def _plan(
@@ -114,13 +116,14 @@ def _plan(
     outputs: Literal["outside", "arena"],
     alignment: int,
     time_limit: float | None,
+    seed: int,
     progress: Callable[[Progress], None] | None,
 ) -> Plan:
     started = time.monotonic()
     parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
     problem = Problem.from_graph(graph, alignment, outputs)
     deadline = None if time_limit is None else started + time_limit
-    task = _Task(problem, info, Request(0, off, deadline, progress))
+    task = _Task(problem, info, Request(0, off, deadline, seed, progress))
 
     everything = keep_all_schedule(problem)
     placement = lay_out(everything)

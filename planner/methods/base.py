@@ -21,7 +21,7 @@ class Progress:
 @dataclass(frozen=True)
 class Request:
     """
-    What a method is asked: arena bytes to stay within, switches turned off, when to stop.
+    What a method is asked: arena bytes to stay within, switches turned off, when to stop, a seed.
 
     `deadline` is a `time.monotonic` value in seconds, or None.
     """
@@ -29,6 +29,7 @@ class Request:
     arena_bytes: int
     off: frozenset[str] = frozenset()
     deadline: float | None = None
+    seed: int = 0
     progress: Callable[[Progress], None] | None = None
 
     def check_time(self) -> None:
