@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
+from api.place import place
+
 if TYPE_CHECKING:
     from planner import Progress
     from schemas import Graph
@@ -263,6 +265,9 @@ def _progress() -> Iterator["Callable[[Progress], None] | None"]:
             )
 
         yield show
+
+
+cli.add_command(place)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -31,11 +31,11 @@ def check_writable(target: str | None) -> None:
         raise OutputError(f"{path.parent} cannot be written")
 
 
-def write_whole(target: str, text: str) -> None:
-    """Write `text` to the file `target` at once: an interruption leaves the old file or none."""
+def write_whole(target: str, content: str | bytes) -> None:
+    """Write the file `target` at once: an interruption leaves the old file or none."""
     path = Path(target)
     with _temporary(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         try:
             temporary.replace(path)
         except OSError as error:
@@ -85,6 +85,7 @@ def print_plan(plan: Plan, op_count: int) -> None:
         bound = max(0.0, plan.lower_bound_us / plan.base_cost_us - 1)
         rows.insert(6, ("overhead at least", f"{bound:.2%}"))
     if plan.eviction_free_ratio is not None:
+        rows.insert(-1, ("evictions", f"{plan.evictions}"))
         rows.insert(-1, ("free at evictions", f"{plan.eviction_free_ratio:.2%}"))
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, text in rows:

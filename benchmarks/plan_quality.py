@@ -1,15 +1,20 @@
 """Plan quality: graphs × budgets × methods, each plan verified, as a table and as CSV.
 
     python -m benchmarks.plan_quality [FOLDER] [--methods coop,coop-offline] [--shares 0.5,0.3] ...
+    python -m benchmarks.plan_quality --leave-one-out [--graphs a,b,c]
 
 Overheads are in percent of the step's compute time; `free` is Coop's own measure of fragmentation
 (mean share of the budget that is free at forced evictions, online methods only); CPU seconds are of
-this process, after one plan that loads the compiled kernels.
+this process, after one plan that loads the compiled kernels. The bound of a method that proves one
+stands beside the overhead in parentheses. `--leave-one-out` gives coop-offline one scoring rule
+only, the best on the other graphs, next to its whole portfolio.
 """
 
 import argparse
 import csv
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -17,6 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from planner import METHODS, InfeasibleBudgetError, plan
+from planner.errors import DoesNotFitError
+from planner.methods import Request
+from planner.offline.search import RULES, solve_coop_offline
+from planner.problem import Problem
 from schemas import Graph, load_graph
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "graphs"
@@ -38,9 +47,11 @@ class Row:
     share: str
     budget_bytes: int
     overhead: float | None
+    overhead_bound: float | None
     recomputed_ops: int | None
     fragmentation: float | None
     free_at_evictions: float | None
+    evictions: int | None
     min_feasible_share: float | None
     cpu_seconds: float
     cpu_us_per_op: float
@@ -52,7 +63,7 @@ def measure(
     """One point of the table; an infeasible budget has no overhead."""
     budget = "min" if share == "min" else int(float(share) * peak)
     began = time.process_time()
-    minimum = overhead = recomputed = fragmentation = free = None
+    minimum = overhead = bound = recomputed = fragmentation = free = evictions = None
     budget_bytes = budget if isinstance(budget, int) else 0
     try:
         made = plan(
@@ -62,8 +73,12 @@ def measure(
             outputs=args.outputs,
             alignment=args.alignment,
             switches=dict.fromkeys(off, False),
+            time_limit=args.time_limit,
         )
         overhead, recomputed = made.overhead, made.recomputed_ops
+        evictions = made.evictions
+        if made.lower_bound_us is not None:
+            bound = made.lower_bound_us / made.base_cost_us - 1
         fragmentation, free = made.fragmentation, made.eviction_free_ratio
         budget_bytes = made.budget_bytes
         if share == "min":
@@ -78,9 +93,11 @@ def measure(
         share,
         budget_bytes,
         overhead,
+        bound,
         recomputed,
         fragmentation,
         free,
+        evictions,
         minimum,
         spent,
         spent / len(graph.ops) * 1e6,
@@ -109,19 +126,21 @@ def show(rows: list[Row]) -> None:
         table.add_column("overhead %")
         for share in shares:
             table.add_column(share, justify="right")
-        for name in ("fragm. %", "free %", "CPU s", "µs/op"):
+        for name in ("fragm. %", "free %", "evicted", "CPU s", "µs/op"):
             table.add_column(name, justify="right")
         for method in dict.fromkeys(row.method for row in mine):
             line = [row for row in mine if row.method == method]
             cells = [_cell(row) for share in shares for row in line if row.share == share]
             fragments = [r.fragmentation for r in line if r.fragmentation is not None]
             free = [r.free_at_evictions for r in line if r.free_at_evictions is not None]
+            evicted = [r.evictions for r in line if r.evictions is not None]
             seconds = [row.cpu_seconds for row in line if row.share != "min"] or [0.0]
             table.add_row(
                 method,
                 *cells,
                 f"{100 * max(fragments):.2f}" if fragments else "",
                 f"{100 * sum(free) / len(free):.1f}" if free else "",
+                f"{sum(evicted) / len(evicted):.0f}" if evicted else "",
                 f"{sum(seconds) / len(seconds):.2f}",
                 f"{sum(seconds) / len(seconds) / mine[0].ops * 1e6:.0f}",
             )
@@ -132,7 +151,40 @@ def _cell(row: Row) -> str:
     if row.overhead is None:
         return "-"
     at = "" if row.min_feasible_share is None else f" @{row.min_feasible_share:.3f}"
-    return f"{100 * row.overhead:.2f}{at}"
+    bound = "" if row.overhead_bound is None else f" ({100 * row.overhead_bound:.2f})"
+    return f"{100 * row.overhead:.2f}{bound}{at}"
+
+
+def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace) -> None:
+    """Each graph with the one rule that is best on the others, and with the whole portfolio."""
+    shares = [float(share) for share in args.shares.split(",") if share != "min"]
+
+    def overheads(name: str, rules: Sequence[tuple[float, bool]]) -> list[float]:
+        graph, peak = graphs[name]
+        problem = Problem.from_graph(graph, args.alignment, args.outputs)
+        found = []
+        for share in shares:
+            request = Request(int(share * peak) - problem.fixed_bytes)
+            try:
+                cost = solve_coop_offline(problem, request, rules).schedule.cost_us
+            except DoesNotFitError:
+                cost = math.inf
+            found.append(cost / problem.base_cost_us - 1)
+        return found
+
+    single = {name: {rule: overheads(name, [rule]) for rule in RULES} for name in graphs}
+    table = Table(title="leave one out: overhead %", title_justify="left", box=None)
+    for column in ("graph", "rule (alpha, cap)", *map(str, shares)):
+        table.add_column(column)
+    for name in graphs:
+        others = [other for other in graphs if other != name]
+        rule = min(
+            RULES,
+            key=lambda rule: sum(min(x, 10.0) for other in others for x in single[other][rule]),
+        )
+        for label, found in ((str(rule), single[name][rule]), ("all", overheads(name, RULES))):
+            table.add_row(name, label, *(f"{100 * x:.2f}" for x in found))
+    Console(width=120, highlight=False).print(table)
 
 
 def main() -> None:
@@ -144,6 +196,8 @@ def main() -> None:
     parser.add_argument("--outputs", choices=["outside", "arena"], default="arena")
     parser.add_argument("--alignment", type=int, default=512)
     parser.add_argument("--ablate", action="store_true", help="each switch of a method off as well")
+    parser.add_argument("--time-limit", type=float, help="seconds a plan")
+    parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--csv", type=Path, default=Path("build/plan_quality.csv"))
     args = parser.parse_args()
     unknown = set(args.methods.split(",")) - set(METHODS)
@@ -153,18 +207,23 @@ def main() -> None:
     paths = [p for p in sorted(args.folder.glob("*.json")) if not wanted or p.stem in wanted]
     if not paths:
         parser.error(f"no graphs in {args.folder}")
-    rows = []
+    graphs = {}
     for path in paths:
         graph = load_graph(str(path)).model_copy(update={"name": path.stem})
         keep = plan(graph, "100%", outputs=args.outputs, alignment=args.alignment)
-        peak = TRACED_PEAKS.get(path.stem, keep.peak_bytes)
+        graphs[path.stem] = graph, TRACED_PEAKS.get(path.stem, keep.peak_bytes)
+    if args.leave_one_out:
+        leave_one_out(graphs, args)
+        return
+    rows = []
+    for name, (graph, peak) in graphs.items():
         for method, off in variants(args):
             if not rows:
                 plan(graph, "min", method=method, outputs=args.outputs, alignment=args.alignment)
             rows += [
                 measure(graph, peak, share, method, off, args) for share in args.shares.split(",")
             ]
-        show([row for row in rows if row.graph == path.stem])
+        show([row for row in rows if row.graph == name])
     args.csv.parent.mkdir(parents=True, exist_ok=True)
     with args.csv.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])

@@ -6,8 +6,10 @@ source, so a machine compiles them once.
 """
 
 import functools
+import hashlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -21,11 +23,16 @@ R = TypeVar("R")
 
 class _Cache(FunctionCache):
     """
-    A cache that counts an index it cannot read as empty.
+    A cache that knows what else a kernel is made of, and counts an index it cannot read as empty.
 
-    The index names the classes of the arguments; one that a newer version of this package has moved
-    would otherwise end every call with an import error.
+    numba looks at a function's own file only; constants and functions it takes from its neighbours
+    are compiled in, and an old copy of them would write out of bounds. The index names the classes
+    of the arguments; one that has moved would otherwise end every call with an import error.
     """
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
+        return (*key, _sources(Path(self._py_func.__code__.co_filename).parent))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
@@ -36,6 +43,16 @@ class _Cache(FunctionCache):
         if found is None:
             _say_that_it_compiles()
         return found
+
+
+@functools.cache
+def _sources(folder: Path) -> str:
+    """Digest of what a kernel in `folder` may be made of: its neighbours and the shared arrays."""
+    common = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted({*folder.glob("*.py"), common / "arrays.py", common / "_numba.py"}):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @functools.cache

@@ -55,6 +55,7 @@ def assemble(
     status: Literal["optimal", "feasible"],
     lower_bound_us: float | None,
     eviction_free_ratio: float | None,
+    evictions: int | None,
     solve_seconds: float,
 ) -> Plan:
     """The plan of a placed schedule; figures as DESIGN.md section 4 defines them."""
@@ -78,6 +79,7 @@ def assemble(
         lower_bound_us=lower_bound_us,
         fragmentation=1 - live / arena if arena else 0.0,
         eviction_free_ratio=eviction_free_ratio,
+        evictions=evictions,
         recomputed_ops=len(schedule.ops) - problem.op_count,
         swapped_bytes=0,
         solve_seconds=solve_seconds,

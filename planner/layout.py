@@ -2,17 +2,18 @@
 
 import numpy as np
 
+from planner.arrays import Ints
 from planner.placement import Placement, place
 from planner.schedule import Schedule
 
 
-def lay_out(schedule: Schedule, capacity: int | None = None) -> Placement:
+def lay_out(schedule: Schedule, capacity: int | None = None, *, search: bool = True) -> Placement:
     """
     Place every buffer and workspace of `schedule`; fills its offsets.
 
     Time is the event number. Buffers that share an address in place are one block over their joint
     lifetime; a workspace is a block of one event. `capacity` (bytes) lets placement stop at the
-    first layout that fits it.
+    first layout that fits it; `search` says whether to go on where the greedy layouts do not.
     """
     problem = schedule.problem
     count = len(schedule.tensor)
@@ -35,10 +36,24 @@ def lay_out(schedule: Schedule, capacity: int | None = None) -> Placement:
         np.array(size + [need for _, need in scratch], dtype=np.int64),
         capacity=capacity,
         alignment=problem.alignment,
+        search=search,
     )
-    offsets = placement.offsets.tolist()
-    schedule.offset = [offsets[block[buffer]] for buffer in range(count)]
-    schedule.workspace_offset = [0] * len(schedule.ops)
-    for (event, _), offset in zip(scratch, offsets[count:], strict=True):
-        schedule.workspace_offset[event] = offset
+    assign(schedule, placement.offsets)
     return placement
+
+
+def assign(schedule: Schedule, offsets: Ints) -> None:
+    """
+    Fill the schedule's offsets (bytes): one per buffer, then one per event with a workspace.
+
+    Of buffers that share an address in place, the first one's counts.
+    """
+    problem = schedule.problem
+    found = offsets.tolist()
+    schedule.offset = []
+    for buffer, source in enumerate(schedule.shares):
+        schedule.offset.append(found[buffer] if source < 0 else schedule.offset[source])
+    scratch = iter(found[len(schedule.shares) :])
+    schedule.workspace_offset = [
+        next(scratch) if problem.workspace[op] else 0 for op in schedule.ops
+    ]

@@ -30,12 +30,13 @@ class _Task:
     method: MethodInfo
     request: Request
 
-    def solve(self, arena: int) -> Solution:
+    def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
         """The method's placed schedule within `arena` bytes; raises `DoesNotFitError`."""
         op, need = self.problem.largest_working_set
         if need > arena:
             raise DoesNotFitError(op)
-        solution = self.method.solve(self.problem, replace(self.request, arena_bytes=arena))
+        request = replace(self.request, arena_bytes=arena, any_schedule=any_schedule)
+        solution = self.method.solve(self.problem, request)
         schedule = solution.schedule
         if schedule.offset is None:
             lay_out(schedule, arena)
@@ -43,29 +44,31 @@ class _Task:
             raise DoesNotFitError(op)
         return solution
 
-    def search_minimum(self, keep_all_arena: int) -> tuple[int, Solution | None]:
-        """The smallest arena at which bisection saw `solve` succeed, and what it returned.
+    def search_minimum(self, keep_all_arena: int) -> int:
+        """
+        The smallest arena at which bisection saw `solve` succeed, in bytes.
 
-        None stands for keep-everything, which is feasible at `keep_all_arena` and above. A method
-        need not be monotone: what is returned works, but a smaller arena may work as well.
+        Keep-everything is feasible at `keep_all_arena` and above. A method need not be monotone:
+        what is returned works, but a smaller arena may work as well.
         """
         step = self.problem.alignment
         low = self.problem.largest_working_set[1] - step
-        best: tuple[int, Solution | None] = (keep_all_arena, None)
+        best = keep_all_arena
         probes = 64 if self.problem.op_count <= SMALL_PROBLEM_OPS else COARSE_PROBES
         guess = low + step
         for probe in range(probes):
-            if guess >= best[0]:
+            if guess >= best:
                 break
             self.request.check_time()
             if self.request.progress is not None:
                 message = "searching the smallest feasible budget"
                 self.request.progress(Progress(message, probe / probes))
             try:
-                best = (guess, self.solve(guess))
+                self.solve(guess, any_schedule=True)
+                best = guess
             except DoesNotFitError:
                 low = guess
-            guess = max((low + best[0]) // 2 // step * step, low + step)
+            guess = max((low + best) // 2 // step * step, low + step)
         return best
 
 
@@ -123,10 +126,11 @@ def _plan(
     parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
     problem = Problem.from_graph(graph, alignment, outputs)
     deadline = None if time_limit is None else started + time_limit
-    task = _Task(problem, info, Request(0, off, deadline, seed, progress))
+    task = _Task(problem, info, Request(0, off, deadline, seed, progress=progress))
 
     everything = keep_all_schedule(problem)
-    placement = lay_out(everything)
+    # Only a share is of the very best placement; in bytes there is a second try below.
+    placement = lay_out(everything, search=parsed.kind == "share")
     keep_arena = arena_bytes(everything)
     budget_bytes = parsed.resolve(problem.fixed_bytes + keep_arena)
 
@@ -138,14 +142,16 @@ def _plan(
             status=solution.status,
             lower_bound_us=solution.lower_bound_us,
             eviction_free_ratio=solution.eviction_free_ratio,
+            evictions=solution.evictions,
             solve_seconds=time.monotonic() - started,
         )
         verify(graph, made)
         return made
 
     if budget_bytes is None:
-        arena, found = task.search_minimum(keep_arena)
-        return finish(found or _kept(everything), problem.fixed_bytes + arena)
+        arena = task.search_minimum(keep_arena)
+        solution = _kept(everything) if arena == keep_arena else task.solve(arena)
+        return finish(solution, problem.fixed_bytes + arena)
     limit = budget_bytes - problem.fixed_bytes
     if keep_arena > limit >= placement.lower_bound:
         placement = lay_out(everything, limit)  # try harder: this much is not ruled out
@@ -156,7 +162,7 @@ def _plan(
         return finish(task.solve(limit), budget_bytes)
     except DoesNotFitError as error:
         blocking = None if limit < 0 else error.op
-    minimum = problem.fixed_bytes + task.search_minimum(keep_arena)[0]
+    minimum = problem.fixed_bytes + task.search_minimum(keep_arena)
     if minimum <= budget_bytes:  # the method is not monotone: a smaller arena worked
         return finish(task.solve(minimum - problem.fixed_bytes), budget_bytes)
     raise InfeasibleBudgetError(

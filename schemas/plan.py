@@ -90,7 +90,8 @@ class Plan(Model):
 
     Beside the fields of the design, `alignment` and `outputs` name the options that the figures
     depend on, and `eviction_free_ratio` is Coop's own fragmentation figure (NeurIPS 2023, section
-    5.3): the mean over forced evictions of free bytes / arena, for online methods.
+    5.3): the mean over forced evictions of free bytes / arena, for online methods; `evictions`
+    counts the tensors that a full arena forced out.
     """
 
     schema_: Literal["coop-plan/plan/1"] = Field(alias="schema")
@@ -107,6 +108,7 @@ class Plan(Model):
     lower_bound_us: Micros | None = None
     fragmentation: Ratio
     eviction_free_ratio: Ratio | None = None
+    evictions: Annotated[int, Field(ge=0, strict=True)] | None = None
     recomputed_ops: Annotated[int, Field(ge=0, strict=True)]
     swapped_bytes: Bytes
     solve_seconds: Annotated[float, Field(ge=0, strict=True)]

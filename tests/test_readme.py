@@ -1,6 +1,7 @@
 """The README shows what the commands print and code that runs."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def test_the_examples_run_and_the_training_loop_prints_the_loss_shown(
     (tmp_path / "train_step.py").write_text(module)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "train_step", raising=False)
     graph = capture_target("train_step:example")
     Path("model.json").write_text(graph.to_json())
     assert load_graph("model.json") == parse_graph(graph.to_json())

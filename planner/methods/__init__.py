@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 
+from planner.exact import checkmate
+from planner.exact.auto import solve_auto
+from planner.exact.optimal import solve_optimal
 from planner.methods.base import MethodInfo, Progress, Request, Solution
 from planner.methods.keep_all import solve_keep_all
 from planner.methods.online import COOP_SWITCHES, solve_coop, solve_dte, solve_dtr
@@ -40,6 +43,28 @@ METHODS: Mapping[str, MethodInfo] = {
             "as dtr, counting the free bytes next to a tensor as its own",
             "Hu et al., MegTaiChi (MegEngine's DTE), ICS 2022",
             solve_dte,
+        ),
+        MethodInfo(
+            "checkmate",
+            "the paper's integer program with CBC; small graphs only",
+            "Jain et al., Checkmate, MLSys 2020, section 4 (relaxed: section 5)",
+            checkmate.solve_checkmate,
+            anytime=True,
+            switches=checkmate.SWITCHES,
+        ),
+        MethodInfo(
+            "optimal",
+            "mixed-integer program refined until it fits, with a proved bound; best so far in time",
+            "ours; after Checkmate, MLSys 2020, section 4; see planner.exact.timepoint",
+            solve_optimal,
+            anytime=True,
+        ),
+        MethodInfo(
+            "auto",
+            "keep-all, then coop-offline at once, then optimal until the time limit",
+            "ours",
+            solve_auto,
+            anytime=True,
         ),
     )
 }

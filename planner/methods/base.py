@@ -30,6 +30,8 @@ class Request:
     off: frozenset[str] = frozenset()
     deadline: float | None = None
     seed: int = 0
+    any_schedule: bool = False
+    """Whether the first schedule that fits will do, however dear."""
     progress: Callable[[Progress], None] | None = None
 
     def check_time(self) -> None:
@@ -51,6 +53,8 @@ class Solution:
     lower_bound_us: float | None = None
     eviction_free_ratio: float | None = None
     """Mean of free bytes / arena right after forced evictions, for online methods."""
+    evictions: int | None = None
+    """Tensors that a failed allocation evicted, for online methods."""
 
 
 class Solve(Protocol):

@@ -57,4 +57,8 @@ def solve_dte(problem: Problem, request: Request) -> Solution:
 
 
 def _solution(problem: Problem, run: OnlineRun) -> Solution:
-    return Solution(run.schedule(problem), eviction_free_ratio=run.eviction_free_ratio)
+    return Solution(
+        run.schedule(problem),
+        eviction_free_ratio=run.eviction_free_ratio,
+        evictions=run.evictions,
+    )

@@ -9,14 +9,15 @@ answered from the same candidates), then a hill climb perturbs the weights of si
 intervals around the incumbent.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from planner.arrays import Arrays, Ints, to_arrays
 from planner.errors import DoesNotFitError, TimeLimitError
-from planner.layout import lay_out
+from planner.layout import assign
 from planner.methods.base import Progress, Request, Solution
 from planner.methods.online import run_coop
 from planner.offline.lifetimes import lifetimes
@@ -35,10 +36,16 @@ SMALL_OPS = 500
 BEST_RULES = 3
 """On graphs of more ops than that, only this many rules go over the grid."""
 
+RANK_STEPS = 16
+"""Grid steps that share one ranking of the rules for their trails."""
+
 ALPHAS = (0.25, 0.5, 1.0, 2.0)
 
 RULES = tuple((alpha, cap) for alpha in ALPHAS for cap in (False, True))
 """Scoring rules of the portfolio: exponent of the distance, and whether bytes are capped."""
+
+UNPLACED = 4
+"""Runs whose layout is searched when the greedy placements have failed."""
 
 TRAIL_SPACING = 2
 """Grid steps between the starts of neighbouring trails."""
@@ -46,6 +53,7 @@ TRAIL_SPACING = 2
 SLOPE_STEPS = 3
 """Grid steps to either side over which a trail's start measures what memory is worth."""
 
+FEWEST_STEPS, MOST_STEPS = 20, 500
 CLIMB_OPS = 100_000
 """The hill climb's default length: this many simulated ops in all."""
 
@@ -55,6 +63,7 @@ class _Incumbent:
     cost_us: float = np.inf
     budget: int = 0
     run: Run | None = None
+    offsets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 class Search:
@@ -71,6 +80,8 @@ class Search:
         weight = np.ones(self.arrays.uses.size + 1)
         self.settings = [Settings(price, weight, alpha, cap) for alpha, cap in rules]
         self.best = _Incumbent()
+        self._unplaced: list[tuple[float, int, Run, tuple[Ints, Ints, Ints, int], int]] = []
+        self._counter = itertools.count()
         self.failed_op = problem.largest_working_set[0]
 
     def consider(self, budget: int, settings: Settings) -> None:
@@ -81,38 +92,66 @@ class Search:
         elif self.best.run is None:
             self.failed_op = self.runner.failed_op
 
-    def offer(self, run: Run, lives: tuple[Ints, Ints, Ints, int], budget: int) -> None:
+    def offer(
+        self, run: Run, lives: tuple[Ints, Ints, Ints, int], budget: int, *, exact: bool = False
+    ) -> None:
         """Keep a run if it is cheaper than the incumbent and its layout fits the arena."""
         lower, upper, size, peak = lives
         arena = self.request.arena_bytes
         if run.cost_us >= self.best.cost_us or peak > arena:
             return
-        placement = place(lower, upper, size, capacity=arena, alignment=self.problem.alignment)
+        placement = place(
+            lower, upper, size, capacity=arena, alignment=self.problem.alignment, search=exact
+        )
         if placement.peak <= arena:
-            self.best = _Incumbent(run.cost_us, budget, run)
+            self.best = _Incumbent(run.cost_us, budget, run, placement.offsets)
+        elif not exact:
+            self._unplaced.append((run.cost_us, next(self._counter), run, lives, budget))
+            self._unplaced = sorted(self._unplaced)[:UNPLACED]
 
-    def runs(self, budget: int) -> Iterator[tuple[int, Run]]:
-        """What each rule that completes makes of a logical budget, by the rule's number."""
-        for number, settings in enumerate(self.settings):
-            run = self.runner(budget, settings)
+    def place_the_unplaced(self) -> None:
+        """Search layouts for the cheapest runs that no greedy one would fit."""
+        for _, _, run, lives, budget in self._unplaced:
+            if self.request.out_of_time():
+                return
+            self.offer(run, lives, budget, exact=True)
+        self._unplaced.clear()
+
+    def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Run]]:
+        """What each of these rules that completes makes of a logical budget, by its number."""
+        for number in rules:
+            run = self.runner(budget, self.settings[number])
             if run is not None:
                 yield number, run
 
+    def solution(self) -> Solution:
+        """The incumbent as a placed schedule."""
+        assert self.best.run is not None
+        schedule = rebuild(self.problem, self.best.run)
+        assign(schedule, self.best.offsets)
+        return Solution(schedule)
+
     def portfolio(self) -> None:
         """Every rule at the arena's own size, then the best rules over the grid around it."""
-        n = self.problem.op_count
         here = self._step(self.request.arena_bytes)
-        cost = {number: run.cost_us for number, run in self.runs(int(GRID_RATIO**here))}
-        ranked = sorted(range(len(self.settings)), key=lambda number: cost.get(number, np.inf))
+        rules = self.best_rules(here)
         for low, high in GRID_WINDOWS:
             for step in range(here + high, here + low, -1):
-                for number in ranked if n <= SMALL_OPS else ranked[:BEST_RULES]:
+                for number in rules:
                     self.consider(int(GRID_RATIO**step), self.settings[number])
-                    if self.best.run is not None and self.request.out_of_time():
+                    enough = self.request.any_schedule or self.request.out_of_time()
+                    if self.best.run is not None and enough:
                         return
             if self.best.run is not None:
                 return
-            ranked, n = list(range(len(self.settings))), 0
+            rules = list(range(len(self.settings)))
+
+    def best_rules(self, step: int) -> list[int]:
+        """Numbers of the rules by their cost at a grid step, on large graphs the first few."""
+        every = range(len(self.settings))
+        cost = {number: run.cost_us for number, run in self.runs(int(GRID_RATIO**step), every)}
+        ranked = sorted(every, key=lambda number: cost.get(number, np.inf))
+        return ranked if self.problem.op_count <= SMALL_OPS else ranked[:BEST_RULES]
 
     def climb(self, steps: int | None) -> None:
         """Trails around the arena in turn; `steps` None means until the deadline."""
@@ -135,9 +174,11 @@ class Search:
     def _trails(self) -> list["Trail"]:
         """Trails from the grid steps whose plans need about as much as there is."""
         middle = self._step(self.best.budget) // TRAIL_SPACING * TRAIL_SPACING
+        # Ranked at a coarser step, so that neighbouring arenas agree on the rules.
+        rules = self.best_rules(middle // RANK_STEPS * RANK_STEPS)
         trails = []
         for step in range(middle - 2 * TRAIL_SPACING, middle + TRAIL_SPACING + 1, TRAIL_SPACING):
-            trail = Trail.start(self, step)
+            trail = Trail.start(self, step, rules)
             if trail is not None:
                 trails.append(trail)
         return trails
@@ -163,10 +204,10 @@ class Trail:
     slope: float
 
     @classmethod
-    def start(cls, search: Search, step: int) -> "Trail | None":
-        """The best rule at this step of the grid; None when no rule completes there."""
+    def start(cls, search: Search, step: int, rules: list[int]) -> "Trail | None":
+        """The best of these rules at this grid step; None when none of them completes there."""
         budget = int(GRID_RATIO**step)
-        found = [(run.cost_us, number, run) for number, run in search.runs(budget)]
+        found = [(run.cost_us, number, run) for number, run in search.runs(budget, rules)]
         if not found:
             return None
         cost, number, run = min(found, key=lambda entry: entry[:2])
@@ -206,23 +247,26 @@ class Trail:
             self.settings, self.budget, self.value = settings, budget, value
 
 
-def solve_coop_offline(problem: Problem, request: Request) -> Solution:
+def solve_coop_offline(
+    problem: Problem, request: Request, rules: Sequence[tuple[float, bool]] = RULES
+) -> Solution:
     """The cheapest schedule found that fits; `request.deadline` buys a longer climb."""
-    search = Search(problem, request)
+    search = Search(problem, request, rules)
     search.portfolio()
+    if search.best.run is None:
+        search.place_the_unplaced()
+    if search.best.run is not None and request.any_schedule:
+        return search.solution()
     try:
         online = run_coop(problem, replace(request, progress=None, off=frozenset()), search.arrays)
     except (DoesNotFitError, TimeLimitError):
         online = None
-    if search.best.run is None:
-        if online is None:
-            raise DoesNotFitError(search.failed_op)
-        return Solution(online.schedule(problem))
-    steps = max(20, CLIMB_OPS // max(1, problem.op_count))
-    search.climb(None if request.deadline is not None else steps)
-    assert search.best.run is not None
-    if online is not None and online.cost_us < search.best.cost_us:
-        return Solution(online.schedule(problem))
-    schedule = rebuild(problem, search.best.run)
-    lay_out(schedule, request.arena_bytes)
-    return Solution(schedule)
+    if search.best.run is not None:
+        steps = min(MOST_STEPS, max(FEWEST_STEPS, CLIMB_OPS // max(1, problem.op_count)))
+        search.climb(None if request.deadline is not None else steps)
+        search.place_the_unplaced()
+        if online is None or search.best.cost_us <= online.cost_us:
+            return search.solution()
+    if online is None:
+        raise DoesNotFitError(search.failed_op)
+    return Solution(online.schedule(problem))

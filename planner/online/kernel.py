@@ -18,7 +18,8 @@ from planner.online.state import (
     EVENT_WORKSPACE,
     EVENTS,
     EVICTABLE,
-    EVICTIONS,
+    EVICTED,
+    FAILURES,
     FREE,
     FREE_RATIOS,
     INPLACE_EVENT,
@@ -241,12 +242,13 @@ def _allocate(a: Arrays, s: State, size: int, owner: int, op: int, rule: int) ->
         victims = _cheapest_window(s, size) if rule == WINDOW else _cheapest_tensor(s, rule)
         if victims == 0:
             return NO_ROOM
+        s.counts[EVICTED] += victims
         for i in range(victims):
             _drop(a, s, s.block[VICTIM, i])
         at = allocate(s, size, owner, s.op[RIGHT, op] == 1)
     # OneFlow takes the figure with the requested block still counted as free.
     s.total[FREE_RATIOS] += (free_bytes(s) + size) / s.capacity
-    s.counts[EVICTIONS] += 1
+    s.counts[FAILURES] += 1
     return at
 
 

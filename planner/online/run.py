@@ -14,7 +14,8 @@ from planner.online.state import (
     EVENT_OP,
     EVENT_WORKSPACE,
     EVENTS,
-    EVICTIONS,
+    EVICTED,
+    FAILURES,
     FREE_RATIOS,
     INPLACE_EVENT,
     INPLACE_OUT,
@@ -49,8 +50,13 @@ class OnlineRun:
     @property
     def eviction_free_ratio(self) -> float:
         """Mean of free bytes / arena at forced evictions, the requested block counted as free."""
-        evictions = int(self.state.counts[EVICTIONS])
-        return float(self.state.total[FREE_RATIOS]) / evictions if evictions else 0.0
+        failures = int(self.state.counts[FAILURES])
+        return float(self.state.total[FREE_RATIOS]) / failures if failures else 0.0
+
+    @property
+    def evictions(self) -> int:
+        """Tensors that failed allocations evicted."""
+        return int(self.state.counts[EVICTED])
 
     def schedule(self, problem: Problem) -> Schedule:
         """The placed schedule."""

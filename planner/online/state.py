@@ -11,9 +11,20 @@ FREE = -1
 """Owner of a free block."""
 
 # Entries of `State.counts`.
-BLOCKS, HOLES, NODES, EVENTS, OFFSETS, DROPS, WRITES, EVICTIONS, RETAINED, STAMP, TRANSIENT = range(
-    11
-)
+(
+    BLOCKS,
+    HOLES,
+    NODES,
+    EVENTS,
+    OFFSETS,
+    DROPS,
+    WRITES,
+    FAILURES,
+    EVICTED,
+    RETAINED,
+    STAMP,
+    TRANSIENT,
+) = range(12)
 
 # Entries of `State.total`, µs and a sum of shares.
 CLOCK, FREE_RATIOS = range(2)
@@ -76,7 +87,7 @@ def new_state(problem: Problem, capacity: int, events: int, *, partition: bool) 
     near_ptr, near = _neighbours(problem)
     state = State(
         capacity=capacity,
-        counts=np.zeros(11, dtype=np.int64),
+        counts=np.zeros(12, dtype=np.int64),
         total=np.zeros(2),
         block=np.empty((6, blocks), dtype=np.int64),
         costs=np.empty(blocks),

@@ -1,16 +1,9 @@
-"""Lower bounds on the arena, and the live profile they come from."""
+"""Lower bound on the arena."""
 
 import numpy as np
 
 from planner.placement.instance import Instance, Ints
-
-
-def live_units(instance: Instance) -> Ints:
-    """Units live in each section."""
-    change = np.zeros(instance.sections + 1, np.int64)
-    np.add.at(change, instance.first, instance.height)
-    np.add.at(change, instance.last, -instance.height)
-    return change.cumsum()[:-1]
+from planner.placement.keys import live_profile
 
 
 def shareable_units(instance: Instance) -> Ints:
@@ -48,7 +41,8 @@ def lower_bound(instance: Instance) -> int:
     pinned = int((instance.fixed[given] * instance.alignment + instance.size[given]).max(initial=0))
     if instance.sections == 0:
         return max(single, pinned)
-    units = live_units(instance) - shareable_units(instance)
+    units = live_profile(instance.first, instance.last, instance.height, instance.sections)
+    units -= shareable_units(instance)
     slack = np.zeros(instance.sections, np.int64)
     tail = instance.height * instance.alignment - instance.size
     for i in np.flatnonzero(tail):

@@ -6,11 +6,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from planner._numba import njit
+
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Pairs = Iterable[tuple[int, int]]
 
 NO_OFFSET = -1
 """Marks a buffer whose offset is not given beforehand."""
+
+
+class FixedOverlapError(ValueError):
+    """Two buffers overlap at the offsets they were given."""
+
+    def __init__(self, a: int, b: int) -> None:
+        self.buffers = a, b
+        super().__init__(f"buffers {a} and {b} overlap at their fixed offsets")
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ def build(
         raise ValueError("a fixed offset must be a multiple of the alignment")
     first, last, total = sections(lower, upper)
     alias_pairs = _pairs(alias, count)
-    return Instance(
+    instance = Instance(
         first=first,
         last=last,
         height=-(-size // alignment),
@@ -124,6 +135,48 @@ def build(
         alias_links=Links.of(alias_pairs, count),
         conflict_links=Links.of(_pairs(conflicts, count), count),
     )
+    a, b = _fixed_clash(
+        instance.first,
+        instance.last,
+        instance.fixed,
+        instance.height,
+        instance.alias_links.start,
+        instance.alias_links.items,
+        instance.conflict_links.start,
+        instance.conflict_links.items,
+    )
+    if a >= 0:
+        raise FixedOverlapError(a, b)
+    return instance
+
+
+@njit
+def _fixed_clash(
+    first: Ints,
+    last: Ints,
+    fixed: Ints,
+    height: Ints,
+    alias_start: Ints,
+    alias_items: Ints,
+    conflict_start: Ints,
+    conflict_items: Ints,
+) -> tuple[int, int]:
+    """Two buffers that may not lie where they are told to, or (-1, -1)."""
+    solid = np.flatnonzero((fixed >= 0) & (height > 0))
+    solid = solid[np.argsort(fixed[solid], kind="mergesort")]
+    for p in range(len(solid)):
+        i = solid[p]
+        near = conflict_items[conflict_start[i] : conflict_start[i + 1]]
+        partners = alias_items[alias_start[i] : alias_start[i + 1]]
+        for q in range(p + 1, len(solid)):
+            j = solid[q]
+            if fixed[j] >= fixed[i] + height[i]:
+                break
+            if not (first[i] < last[j] and first[j] < last[i]) and not (near == j).any():
+                continue
+            if fixed[i] != fixed[j] or not (partners == j).any():
+                return min(i, j), max(i, j)
+    return -1, -1
 
 
 def _pairs(pairs: Pairs | None, count: int) -> Ints:

@@ -1,14 +1,38 @@
 """`place`: the one entry to offset placement."""
 
+import functools
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.placement.bound import live_units, lower_bound
-from planner.placement.greedy import first_fit
+from planner.placement.bound import lower_bound
+from planner.placement.descend import descend
 from planner.placement.instance import Instance, Ints, Pairs, build
+from planner.placement.kernel import FOUND, IMPOSSIBLE
+from planner.placement.portfolio import placements
+from planner.placement.search import RESTART_NODES, Effort, components, fit
+
+PASSES = 40
+"""Greedy placements tried before the search, at least; instances beyond its reach get more."""
+
+SMALL = 500
+"""Up to so many buffers the search is worth more than further greedy placements."""
+
+PASS_WORK, LONG_PASS_WORK = 200_000, 4_000_000
+"""Larger ones: passes times buffers, without and with a time limit (some 0.1 s and 2 s)."""
+
+FEWEST_PASSES, QUICK_WORK = 8, 60_000
+"""With `search` off: passes at least, and passes times buffers up to `PASSES`."""
+
+MAX_SEARCHED = 4_000
+"""Instances of more buffers get no exact search."""
+
+DEFAULT_WORK = 8_000_000
+"""Without a time limit: nodes times buffers, some 1 s, so that the answer is deterministic."""
+
+UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -28,7 +52,7 @@ class Placement:
     proved_impossible: bool
     """No placement within the capacity exists."""
     order: Ints
-    """Permutation of the buffers that produced the offsets; a good `order_hint` for a variant."""
+    """Buffers by offset; as `order_hint` it repeats this placement, also without some of them."""
     seconds: float
     """Wall clock spent."""
 
@@ -46,8 +70,27 @@ def place(
     time_limit: float | None = None,
     seed: int = 0,
     order_hint: npt.ArrayLike | None = None,
+    search: bool = True,
 ) -> Placement:
-    """Give every buffer an offset so that no two overlap in time and address at once."""
+    """
+    Give every buffer an offset so that no two overlap in time and address at once.
+
+    Lifetimes are half-open, [lower, upper), in any unit; sizes, offsets and the capacity in bytes;
+    offsets are multiples of `alignment`. Without a capacity the arena is minimised; with one, the
+    first placement within it is taken. Greedy placements come first, then a bounded exact search.
+
+    - `fixed`: offsets given beforehand, -1 for none.
+    - `alias`: pairs that may lie at one common offset although both live (in-place results).
+    - `conflicts`: pairs kept apart in address although their lifetimes do not overlap.
+    - `time_limit`: seconds of wall clock; without it the effort is small and the answer the same at
+      every call. With it, too, unless the limit was reached.
+    - `search`: False leaves it at the greedy placements, and at few of them on large instances.
+    - `order_hint`: buffers in the order of an earlier `Placement`, to start from it.
+
+    ValueError: arguments that contradict each other or themselves.
+    """
+    if time_limit is not None:
+        _warm_up()
     began = time.perf_counter()
     instance = build(
         _ints(lower),
@@ -60,15 +103,15 @@ def place(
     )
     bound = lower_bound(instance)
     goal = bound if capacity is None else max(bound, capacity)
-    orders = ([] if order_hint is None else [_ints(order_hint)]) + _orders(instance)
-    best_order, best, peak = orders[0], None, 0
-    for order in orders:
-        offsets = first_fit(instance, order)
-        if best is None or instance.peak(offsets) < peak:
-            best_order, best, peak = order, offsets, instance.peak(offsets)
-        if peak <= goal or (time_limit and time.perf_counter() - began > time_limit):
-            break
-    assert best is not None
+    deadline = None if time_limit is None else began + time_limit
+    hint = None if order_hint is None else _ints(order_hint)
+    passes = _passes(instance.count, search, deadline is not None)
+    best, peak = _greedy(instance, hint, goal, passes, deadline, seed)
+    effort = Effort(DEFAULT_WORK if deadline is None else UNLIMITED, deadline)
+    if search and peak > goal and instance.count <= min(MAX_SEARCHED, effort.work // RESTART_NODES):
+        found, bound = _search(instance, bound, capacity, peak, effort, seed)
+        if found is not None:
+            best, peak = found, instance.peak(found)
     return Placement(
         offsets=best * alignment,
         peak=peak,
@@ -76,20 +119,67 @@ def place(
         optimal=peak <= bound,
         fits=None if capacity is None else peak <= capacity,
         proved_impossible=capacity is not None and bound > capacity,
-        order=best_order,
+        # What lies below a buffer comes before it, so dropping them in this order raises none.
+        order=np.argsort(best, kind="stable"),
         seconds=time.perf_counter() - began,
     )
 
 
-def _orders(instance: Instance) -> list[Ints]:
-    live = live_units(instance)
-    tallest = np.array(
-        [live[a:b].max() for a, b in zip(instance.first, instance.last, strict=True)], np.int64
-    )
-    width = instance.last - instance.first
-    area = width * instance.height
-    keys = [(-width, -tallest), (-tallest, -width), (-area,), (-instance.height, -width)]
-    return [np.lexsort(tuple(reversed(key))) for key in keys]
+def _passes(count: int, search: bool, limited: bool) -> int:
+    """How many greedy placements to try."""
+    if not search:
+        return max(FEWEST_PASSES, min(PASSES, QUICK_WORK // max(1, count)))
+    if count <= SMALL:
+        return PASSES
+    if limited and count > MAX_SEARCHED:
+        return UNLIMITED  # nothing follows: all that the time limit allows
+    return max(PASSES, (LONG_PASS_WORK if limited else PASS_WORK) // count)
+
+
+def _greedy(
+    instance: Instance, hint: Ints | None, goal: int, passes: int, deadline: float | None, seed: int
+) -> tuple[Ints, int]:
+    """The first of so many greedy placements within `goal` bytes, or the best; and its peak."""
+    best = np.zeros(instance.count, np.int64)
+    if instance.count == 0:
+        return best, 0
+    peak = -1
+    for number, offsets in enumerate(placements(instance, hint, goal, seed), start=1):
+        if peak < 0 or instance.peak(offsets) < peak:
+            best, peak = offsets, instance.peak(offsets)
+        late = deadline is not None and time.perf_counter() >= deadline
+        if peak <= goal or late or number == passes:
+            break
+    return best, peak
+
+
+def _search(
+    instance: Instance, bound: int, capacity: int | None, peak: int, effort: Effort, seed: int
+) -> tuple[Ints | None, int]:
+    """A placement that fits the capacity, or a lower one; and the bound as far as it was raised."""
+    parts = components(instance, seed)
+    if parts is None or (capacity is not None and bound > capacity):
+        return None, bound
+    if capacity is None:
+        raised, found = descend(instance, parts, bound, peak, effort)
+    else:
+        answer, offsets = fit(instance, parts, capacity, effort)
+        found = offsets if answer == FOUND else None
+        raised = capacity + 1 if answer == IMPOSSIBLE else bound
+    # The search keeps in-place pairs apart, so with such pairs it proves nothing.
+    return found, bound if len(instance.alias) else max(bound, raised)
+
+
+@functools.cache
+def _warm_up() -> None:
+    """Have the kernels compiled (once on a machine, some 20 s): before a clock starts."""
+    one = np.ones(1, np.int64)
+    tiny = build(one - 1, one, one, 1, None, None, None)
+    for _ in zip(range(14), placements(tiny, one - 1, 1, 0), strict=False):
+        pass
+    parts = components(tiny, 0)
+    assert parts is not None
+    fit(tiny, parts, 1, Effort(RESTART_NODES))
 
 
 def _ints(values: npt.ArrayLike) -> Ints:

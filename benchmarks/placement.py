@@ -1,0 +1,181 @@
+"""Placement: instances × algorithms → peak over the lower bound, as a table and as CSV.
+
+    python -m benchmarks.placement [FOLDER] [--large] [--time-limit 10] [--csv build/placement.csv]
+
+FOLDER has MiniMalloc CSV files; a number in the name (`A.1048576.csv`) is a capacity to fit. To
+these come instances drawn here, with --large up to 62 000 buffers. CPU seconds are of this process,
+after one placement that loads the compiled kernels. An exact answer is marked =, and one that does
+not fit the capacity !.
+"""
+
+import argparse
+import csv
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from api.place import read_buffers
+from planner.placement import place
+from planner.placement.bound import lower_bound
+from planner.placement.greedy import first_fit
+from planner.placement.instance import Instance, Ints, build
+from planner.placement.keys import order_by, sort_keys
+from planner.placement.portfolio import FIRST_FIT_MAX, ORDERS
+from planner.placement.skyline import skyline
+
+DATA = Path(__file__).parents[2] / "shared" / "data" / "allocation"
+
+Lifetimes = dict[str, Ints]
+"""`lower`, `upper` and `size` of each buffer, as `place` takes them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    instance: str
+    buffers: int
+    algorithm: str
+    capacity: int | None
+    fits: bool | None
+    peak: int
+    lower_bound: int
+    ratio: float
+    optimal: bool
+    cpu_seconds: float
+
+
+def training_like(count: int, seed: int) -> Lifetimes:
+    """Activations born in the forward pass and freed in reverse, and short-lived temporaries."""
+    random = np.random.default_rng(seed)
+    layers = count // 4
+    size = 64 * 2 ** random.integers(0, 12, 4 * layers)
+    born = 2 * np.arange(layers)
+    dead = 4 * layers - born
+    lower = np.concatenate([born, born, dead - 1, dead - 1])
+    upper = np.concatenate([dead, born + random.integers(1, 4, layers), dead, dead + 2])
+    return {"lower": lower, "upper": upper, "size": size}
+
+
+def repeated(base: Lifetimes, count: int, seed: int, overlap: float) -> Lifetimes:
+    """A trace strung together, each time with other sizes and ends; one buffer in 100 stays on."""
+    random = np.random.default_rng(seed)
+    span, parts, start = int(base["upper"].max()), [], 0
+    while sum(part.shape[1] for part in parts) < count:
+        end = base["upper"] + random.integers(-3, 4, len(base["upper"]))
+        stays = random.random(len(end)) < 0.01
+        end[stays] += random.integers(0, 10 * span, int(stays.sum()))
+        size = (base["size"] * np.exp(random.normal(0, 0.2, len(end)))).astype(np.int64)
+        end = np.maximum(end, base["lower"] + 1)
+        parts.append(np.stack([base["lower"] + start, end + start, np.maximum(1, size)]))
+        start += int(span * (1 - overlap))
+    table = np.concatenate(parts, axis=1)[:, :count]
+    return dict(zip(("lower", "upper", "size"), table, strict=True))
+
+
+def read(path: Path) -> Lifetimes:
+    buffers = read_buffers(path.read_text(), str(path))
+    columns = {"lower": buffers.lower, "upper": buffers.upper, "size": buffers.size}
+    return {name: np.array(values, np.int64) for name, values in columns.items()}
+
+
+def instances(folder: Path, large: bool) -> Iterator[tuple[str, Lifetimes, int | None]]:
+    """(name, buffers, capacity)."""
+    files = sorted(folder.glob("*.csv"))
+    for path in files:
+        _, _, number = path.stem.rpartition(".")
+        yield path.stem, read(path), int(number) if number.isdigit() else None
+    for count in (1_000, 10_000):
+        yield f"training {count}", training_like(count, 1), None
+    if large:
+        yield "training 62000", training_like(62_000, 1), None
+        for path in (path for path in files if not path.stem.rpartition(".")[2].isdigit()):
+            for count, overlap in ((18_000, 0.1), (62_000, 0.5)):
+                name = f"{path.stem} to {count}, overlap {overlap}"
+                yield name, repeated(read(path), count, 1, overlap), None
+
+
+def best_of(pack: Callable[[Instance, Ints], Ints], instance: Instance) -> int:
+    """The lowest peak over the portfolio's plain orders."""
+    keys = sort_keys(instance.first, instance.last, instance.height, instance.sections)
+    return min(instance.peak(pack(instance, order_by(name, keys))) for name in ORDERS)
+
+
+def measure(name: str, buffers: Lifetimes, capacity: int | None, limit: float) -> Iterator[Row]:
+    count = len(buffers["size"])
+    began = time.process_time()
+    instance = build(buffers["lower"], buffers["upper"], buffers["size"], 1, None, None, None)
+    bound = lower_bound(instance)
+    building = time.process_time() - began
+
+    def row(algorithm: str, peak: int, bound: int, seconds: float, within: int | None) -> Row:
+        fits = None if within is None else peak <= within
+        ratio = peak / max(1, bound)
+        return Row(name, count, algorithm, within, fits, peak, bound, ratio, peak <= bound, seconds)
+
+    for algorithm, pack in (("first-fit", first_fit), ("skyline", skyline)):
+        if algorithm == "first-fit" and count > FIRST_FIT_MAX:
+            continue
+        began = time.process_time()
+        peak = best_of(pack, instance)
+        yield row(algorithm, peak, bound, building + time.process_time() - began, None)
+    ways = [
+        ("greedy", None, {"search": False}),
+        ("place", None, {}),
+        (f"place, {limit:g} s", None, {"time_limit": limit}),
+    ]
+    if capacity is not None:
+        ways.append(("fit", capacity, {"time_limit": limit}))
+    for algorithm, within, options in ways:
+        began = time.process_time()
+        made = place(**buffers, capacity=within, **options)
+        seconds = time.process_time() - began
+        yield row(algorithm, made.peak, made.lower_bound, seconds, within)
+
+
+def print_table(rows: list[Row]) -> None:
+    algorithms = list(dict.fromkeys(row.algorithm for row in rows))
+    table = Table(title="peak / lower bound, CPU seconds", title_justify="left", box=None)
+    for name in ("instance", "buffers", *algorithms):
+        table.add_column(name, justify="left" if name == "instance" else "right")
+    for name in dict.fromkeys(row.instance for row in rows):
+        mine = {row.algorithm: row for row in rows if row.instance == name}
+        cells = []
+        for algorithm in algorithms:
+            row = mine.get(algorithm)
+            mark = "" if row is None else "!" if row.fits is False else "=" if row.optimal else " "
+            cells.append(f"{row.ratio:.4f}{mark} {row.cpu_seconds:6.2f}" if row else "")
+        table.add_row(name, str(next(iter(mine.values())).buffers), *cells)
+    fitted = [row for row in rows if row.capacity is not None]
+    Console(width=150).print(table)
+    if fitted:
+        spent = sum(row.cpu_seconds for row in fitted)
+        done = sum(bool(row.fits) for row in fitted)
+        print(f"fit: {done} of {len(fitted)} instances in {spent:.2f} CPU seconds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=DATA)
+    parser.add_argument("--large", action="store_true", help="up to 62 000 buffers")
+    parser.add_argument("--time-limit", type=float, default=10.0)
+    parser.add_argument("--csv", type=Path, default=Path("build/placement.csv"))
+    args = parser.parse_args()
+    place([0, 0], [1, 1], [1, 1], time_limit=1)
+    rows = []
+    for name, buffers, capacity in instances(args.folder, args.large):
+        rows += measure(name, buffers, capacity, args.time_limit)
+    print_table(rows)
+    args.csv.parent.mkdir(parents=True, exist_ok=True)
+    with args.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    print(f"{len(rows)} rows in {args.csv}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Exact planners: mixed-integer and constraint models with proved bounds."""

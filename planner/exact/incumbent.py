@@ -1,0 +1,93 @@
+"""The best plan and the best bound so far."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from planner.errors import DoesNotFitError
+from planner.methods.base import Progress, Solution
+from planner.problem import Problem
+from planner.schedule import Schedule
+
+PROOF = 1e-6
+"""A plan is optimal when its cost is within this share of the bound."""
+
+
+class Incumbent:
+    """
+    The best placed plan for one arena (bytes) and the best lower bound, both in µs.
+
+    Tells the caller when they move.
+    """
+
+    def __init__(
+        self, problem: Problem, arena: int, tell: Callable[[Progress], None] | None = None
+    ) -> None:
+        self.problem = problem
+        self.arena = arena
+        self.bound_us = problem.base_cost_us
+        self.solution: Solution | None = None
+        self._tell = tell
+
+    @property
+    def cost_us(self) -> float:
+        """Cost of the best plan, infinite without one."""
+        return float("inf") if self.solution is None else self.solution.schedule.cost_us
+
+    @property
+    def proved(self) -> bool:
+        """Whether the plan is within the tolerance of the bound."""
+        return self.cost_us <= self.bound_us * (1 + PROOF)
+
+    @property
+    def gap(self) -> float:
+        """Cost over bound, minus one."""
+        return self.cost_us / max(self.bound_us, 1e-12) - 1
+
+    def raise_bound(self, bound_us: float) -> None:
+        """Take a proved lower bound; a worse one changes nothing."""
+        self.bound_us = max(self.bound_us, min(bound_us, self.cost_us))
+        self.report()
+
+    def distrust(self, why: str) -> None:
+        """Forget the bounds of a solver that contradicts a plan; every op once remains one."""
+        self.bound_us = self.problem.base_cost_us
+        if self._tell is not None:
+            self._tell(Progress(f"bound given up: {why}"))
+
+    def offer(self, schedule: Schedule) -> None:
+        """A schedule with addresses within the arena; the cheapest is kept."""
+        if schedule.cost_us < self.cost_us:
+            self.solution = Solution(schedule)
+            self.report()
+
+    def report(self, bound_us: float = 0.0) -> None:
+        """Incumbent, bound and gap as progress; `bound_us` is one that is still being raised."""
+        if self._tell is None:
+            return
+        base = max(self.problem.base_cost_us, 1e-12)
+        bound = min(max(self.bound_us, bound_us), self.cost_us)
+        if self.solution is None:
+            self._tell(Progress(f"no plan yet, overhead at least {bound / base - 1:.2%}"))
+            return
+        gap = self.cost_us / max(bound, 1e-12) - 1
+        self._tell(
+            Progress(
+                f"overhead {self.cost_us / base - 1:.2%},"
+                f" at least {bound / base - 1:.2%}, gap {gap:.2%}"
+            )
+        )
+
+    def answer(self) -> Solution:
+        """
+        The best plan with its bound.
+
+        Raises:
+            DoesNotFitError: there is no plan.
+        """
+        if self.solution is None:
+            raise DoesNotFitError(self.problem.largest_working_set[0])
+        return replace(
+            self.solution,
+            status="optimal" if self.proved else "feasible",
+            lower_bound_us=min(self.bound_us, self.cost_us),
+        )

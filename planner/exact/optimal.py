@@ -1,0 +1,174 @@
+"""
+optimal: the time-point MILP, refined until what is read out of it fits; a proved bound at any time.
+
+coop-offline's plan is the incumbent from the start. Each round solves one model (see
+`planner.exact.timepoint`): its bound holds for good, and its solution is read out and placed; where
+it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and the
+model looks closer. When only placement is in the way, slightly smaller logical budgets are tried.
+"""
+
+import time
+from dataclasses import replace
+
+from planner.assemble import arena_bytes
+from planner.errors import DoesNotFitError
+from planner.exact.guide import Guide
+from planner.exact.incumbent import Incumbent
+from planner.exact.intervals import schedule_intervals
+from planner.exact.packing import place_or_pack
+from planner.exact.program import Program
+from planner.exact.readout import Readout
+from planner.exact.refine import Refinement
+from planner.exact.solving import SolverProcess, require
+from planner.layout import lay_out
+from planner.methods.base import Request, Solution
+from planner.offline.search import solve_coop_offline
+from planner.problem import Problem
+
+DEFAULT_SECONDS = 60.0
+"""Time limit of a request without one."""
+
+PROBE_SECONDS = 10.0
+"""The same, where any schedule will do: one of many budgets tried in search of the smallest."""
+
+SMALL_OPS = 3000
+LONG_SECONDS = 10.0
+HEURISTIC_SHARE = 0.25
+"""coop-offline takes its own time on graphs up to SMALL_OPS when there are more than LONG_SECONDS
+left, and else this share of what is left."""
+
+BLIND_SHARE = 0.25
+"""Share of the time left for finding any plan at all where coop-offline finds none."""
+
+JOINT_OPS = 20
+"""Up to here eviction and layout are decided as one, by CP-SAT, where both in turn fail."""
+
+JOINT_SECONDS = 2.0
+
+SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
+"""Logical budgets, as shares of the arena, for plans that are easier to place."""
+
+GOOD_GAP = 1e-4
+"""Below this gap smaller logical budgets are not worth trying."""
+
+
+class _Search:
+    def __init__(self, problem: Problem, request: Request, process: SolverProcess) -> None:
+        self.request = request
+        self.process = process
+        self.program = Program.of(problem)
+        self.guide = Guide(problem, request)
+        self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
+        assert request.deadline is not None
+        self.deadline = request.deadline
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start from coop-offline's plan; without one, do not spend all the time looking for one.
+
+        The caller may ask for other budgets next, within the same deadline.
+        """
+        problem, request = self.program.problem, self.request
+        now = time.monotonic()
+        share = self.deadline - now
+        if share > LONG_SECONDS and problem.op_count <= SMALL_OPS:
+            limit = None
+        else:
+            limit = now + share * HEURISTIC_SHARE
+        try:
+            schedule = solve_coop_offline(problem, replace(request, deadline=limit)).schedule
+        except DoesNotFitError:
+            now = time.monotonic()
+            self.deadline = now + (self.deadline - now) * BLIND_SHARE
+            return
+        if schedule.offset is None:
+            lay_out(schedule, request.arena_bytes)
+        if arena_bytes(schedule) <= request.arena_bytes:
+            self.incumbent.offer(schedule)
+
+    def finished(self) -> bool:
+        """Whether there is nothing left to look for, or no time."""
+        enough = self.request.any_schedule and self.incumbent.solution is not None
+        return enough or self.incumbent.proved or time.monotonic() >= self.deadline
+
+    def run(self) -> None:
+        """Rounds at the full capacity, then at smaller ones."""
+        capacity = self.program.capacity(self.request.arena_bytes)
+        rounds = Refinement(self.program, self.process, self.incumbent, capacity, self.deadline)
+        placed = self._refine(rounds)
+        if rounds.infeasible:
+            return
+        if not placed:
+            self._shrink(rounds)
+        if rounds.cut_short and rounds.tighten():
+            self._refine(rounds)
+        if not self.finished() and self.program.n <= JOINT_OPS:
+            until = min(self.deadline, time.monotonic() + JOINT_SECONDS)
+            _, schedule = schedule_intervals(
+                self.process, self.program, capacity, until, joint=True
+            )
+            if schedule is not None:
+                self._use(Readout(schedule, []))
+
+    def _shrink(self, rounds: Refinement) -> None:
+        """Rounds at smaller capacities until a plan is placed."""
+        for share in SHRINK:
+            if self.incumbent.gap < GOOD_GAP or self.finished():
+                return
+            smaller = replace(
+                rounds,
+                capacity=self.program.capacity(int(self.request.arena_bytes * share)),
+                proves=False,
+                gap=GOOD_GAP,
+                points=list(rounds.points),
+                cuts=set(rounds.cuts),
+            )
+            if self._refine(smaller):
+                return
+
+    def _refine(self, rounds: Refinement) -> bool:
+        """Rounds until done; whether the last plan was placed."""
+        while not self.finished():
+            readout = rounds.round()
+            if readout is None:
+                return False
+            placed = self._use(readout)
+            if readout.overflows:
+                if not rounds.refine(readout.overflows):
+                    return False
+            elif not rounds.proves or rounds.cut_short or not rounds.tighten():
+                return placed
+        return True
+
+    def _use(self, readout: Readout) -> bool:
+        """Make a plan of a readout if it is worth it; whether it was placed as it is."""
+        schedule = readout.schedule
+        if schedule.cost_us >= self.incumbent.cost_us:
+            return True
+        arena = self.request.arena_bytes
+        if not readout.overflows and place_or_pack(self.process, schedule, arena, self.deadline):
+            self.incumbent.offer(schedule)
+            return True
+        followed = self.guide.follow(schedule, self.incumbent.cost_us)
+        if followed is not None:
+            lay_out(followed, arena)
+            self.incumbent.offer(followed)
+        return False
+
+
+def solve_optimal(problem: Problem, request: Request) -> Solution:
+    """
+    The cheapest schedule found until the deadline (or for `DEFAULT_SECONDS`), with its bound.
+
+    Raises:
+        DoesNotFitError: nothing was found; it is not always proved that nothing exists.
+    """
+    require("ortools")
+    if request.deadline is None:
+        seconds = PROBE_SECONDS if request.any_schedule else DEFAULT_SECONDS
+        request = replace(request, deadline=time.monotonic() + seconds)
+    with SolverProcess() as process:
+        search = _Search(problem, request, process)
+        if not search.finished():
+            search.run()
+    return search.incumbent.answer()

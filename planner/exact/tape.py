@@ -1,0 +1,65 @@
+"""What runs in order, cut into segments with what is kept after each: a schedule in the making."""
+
+from planner.exact.program import Program
+from planner.schedule import Schedule
+
+
+class Tape:
+    """
+    Ops in the order they run; tensors are dropped after their last touch in a segment unless kept.
+
+    `here` holds the tensors that can be read now.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.here: set[int] = set()
+        self.runs: list[tuple[int, int]] = []
+        """(op, position in program order whose first run it serves)."""
+        self._drops: list[list[int]] = []
+        self._begin = 0
+
+    def run(self, op: int, position: int) -> None:
+        """Append a run of `op`, whose inputs are here."""
+        self.runs.append((op, position))
+        self._drops.append([])
+        self.here.update(self.program.makes[op])
+
+    def close(self, kept: set[int]) -> None:
+        """End the segment: what is not in `kept` goes after its last touch in it."""
+        program = self.program
+        touched: set[int] = set()
+        for entry in range(len(self.runs) - 1, self._begin - 1, -1):
+            op, _ = self.runs[entry]
+            mine = {*program.reads[op], *program.makes[op]}
+            self._drops[entry] += [t for t in mine if t not in kept and t not in touched]
+            touched |= mine
+        if self._begin:
+            self._drops[self._begin - 1] += sorted(self.here - kept - touched)
+        self.here &= kept
+        self._begin = len(self.runs)
+
+    def schedule(self) -> Schedule:
+        """The schedule, without addresses; in-place pairs are used where the input ends."""
+        problem = self.program.problem
+        schedule = Schedule(problem)
+        for (op, _), drops in zip(self.runs, self._drops, strict=True):
+            ends = set(drops)
+            schedule.run(op, self._pairs(op, ends, schedule))
+            for t in problem.reads[op] + problem.makes[op]:
+                if t in ends and schedule.holds(t):
+                    schedule.drop(t)
+            for t in ends:
+                if schedule.holds(t):
+                    schedule.drop(t, at_last_touch=True)
+        schedule.finish()
+        return schedule
+
+    def _pairs(self, op: int, ends: set[int], schedule: Schedule) -> tuple[tuple[int, int], ...]:
+        pairs: list[tuple[int, int]] = []
+        taken: set[int] = set()
+        for out, source in self.program.pairs[op]:
+            if source in ends and not schedule.holds(out) and not {out, source} & taken:
+                pairs.append((out, source))
+                taken |= {out, source}
+        return tuple(pairs)

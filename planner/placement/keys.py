@@ -1,0 +1,61 @@
+"""Orders to place buffers in: sort keys, and the names of their combinations."""
+
+from typing import TypeVar
+
+import numpy as np
+
+from planner.placement.instance import Floats, Ints
+
+Keys = dict[str, Ints]
+
+Numbers = TypeVar("Numbers", Ints, Floats)
+
+
+def sort_keys(first: Ints, last: Ints, height: Ints, sections: int) -> Keys:
+    """
+    Per buffer, most urgent when largest.
+
+    T: most units live at once during its lifetime; W: lifetime in sections; A: lifetime times
+    height; Z: height; U: last section; L: birth, earliest first.
+    """
+    return {
+        "T": busiest(live_profile(first, last, height, sections), first, last),
+        "W": last - first,
+        "A": height * (last - first),
+        "Z": height,
+        "U": last,
+        "L": -first,
+    }
+
+
+def order_by(name: str, keys: Keys) -> Ints:
+    """The permutation that sorts by the keys of `name`, most urgent first; ties by number."""
+    return np.lexsort(tuple(-keys[key] for key in reversed(name)))
+
+
+def live_profile(first: Ints, last: Ints, height: Ints, sections: int) -> Ints:
+    """Units live in each section."""
+    change = np.zeros(sections + 1, np.int64)
+    np.add.at(change, first, height)
+    np.add.at(change, last, -height)
+    return change.cumsum()[:-1]
+
+
+def busiest(profile: Numbers, first: Ints, last: Ints) -> Numbers:
+    """Maximum of `profile` over [first, last) for each pair; at worst n log n (a sparse table)."""
+    result = np.zeros(len(first), profile.dtype)
+    width = last - first
+    table, span = profile, 1  # table[k] = max(profile[k:k + span])
+    while span <= width.max(initial=0):
+        now = np.flatnonzero((width >= span) & (width < 2 * span))
+        result[now] = np.maximum(table[first[now]], table[last[now] - span])
+        if len(table) > span:
+            table = np.maximum(table[:-span], table[span:])
+        span *= 2
+    return result
+
+
+def spread(weight: Floats, first: Ints, last: Ints) -> Floats:
+    """The largest weight of each buffer's sections, as a share of the largest of all."""
+    most: float = max(weight.max(initial=0.0), 1e-9)
+    return np.divide(busiest(weight, first, last), most)

@@ -1,0 +1,102 @@
+"""The greedy placements, one after the other: plain orders first, then orders that learn."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from planner.placement.greedy import first_fit
+from planner.placement.instance import Floats, Instance, Ints
+from planner.placement.keys import order_by, sort_keys, spread
+from planner.placement.skyline import drop, skyline
+
+ORDERS = ("TAW", "TW", "WT", "A", "ZW")
+
+FIRST_FIT_MAX = 20_000
+"""First-fit is quadratic: larger instances get skylines only, if they can."""
+
+MEMORY = 0.95
+"""Share of the blame kept from one pass of a chain to the next."""
+
+STRIDES = (0.1, 0.5)
+"""How far one blame moves a buffer forward at most, as shares of the order's length."""
+
+LARGE, SECTION_ROUNDS = 5_000, 4
+"""Larger instances get few passes in all; most of them go to the chains that blame sections."""
+
+
+def placements(instance: Instance, hint: Ints | None, goal: int, seed: int) -> Iterator[Ints]:
+    """
+    Offsets in units, without end; the first dozen are the plain orders.
+
+    `goal`: bytes that a placement should not go beyond; what does takes the blame. `hint`: buffers
+    in the order of an earlier placement's offsets, which is repeated or improved.
+    """
+    keys = sort_keys(instance.first, instance.last, instance.height, instance.sections)
+    orders = [order_by(name, keys) for name in ORDERS]
+    pairs = len(instance.alias_links.items) + len(instance.conflict_links.items)
+    free = pairs == 0 and bool((instance.fixed < 0).all())
+    if hint is not None:
+        hint = completed(hint, orders[0])
+        yield drop(instance, hint) if free else first_fit(instance, hint)
+    if free:
+        for order in orders:
+            yield skyline(instance, order)
+    if not free or instance.count <= FIRST_FIT_MAX:
+        for order in orders if hint is None else [hint, *orders]:
+            yield first_fit(instance, order)
+    pack = skyline if free else first_fit
+    random = np.random.default_rng(seed)
+    chains = [_Chain(order, 0.0) for order in orders]
+    others = [_Chain(order, stride) for stride in STRIDES for order in orders]
+    rounds = SECTION_ROUNDS if instance.count > LARGE else 1
+    while True:
+        for chain in chains * rounds + others:
+            offsets = pack(instance, chain.order())
+            chain.blame(instance, offsets, goal, random)
+            yield offsets
+
+
+class _Chain:
+    """
+    One order, changed after each pass ("squeaky wheel", Joslin and Clements 1999).
+
+    With a stride, the buffers that end above the goal move forward. With none, all that live in a
+    section where that happens do: by as much as it happens there.
+    """
+
+    def __init__(self, order: Ints, stride: float) -> None:
+        self.rank: Floats = np.argsort(order) / max(1, len(order))
+        self.stride = stride
+        self.forward = np.zeros(len(order))
+        self.weight: Floats = np.zeros(0)
+        self.reach = 1.0
+
+    def order(self) -> Ints:
+        return np.argsort(self.rank - self.forward, kind="stable")
+
+    def blame(
+        self, instance: Instance, offsets: Ints, goal: int, random: np.random.Generator
+    ) -> None:
+        bad = offsets * instance.alignment + instance.size > goal
+        if self.stride:
+            self.forward[bad] += self.stride * random.random(int(bad.sum()))
+            self.forward *= MEMORY
+            return
+        change = np.zeros(instance.sections + 1)
+        np.add.at(change, instance.first[bad], 1.0)
+        np.add.at(change, instance.last[bad], -1.0)
+        over = change.cumsum()[:-1]
+        kept = MEMORY * self.weight if len(self.weight) else np.zeros(instance.sections)
+        self.weight = kept + over / max(1.0, over.max(initial=0.0))
+        share = spread(self.weight, instance.first, instance.last)
+        self.forward = random.choice((0.1, 0.3, 1.0)) * share
+
+
+def completed(hint: Ints, order: Ints) -> Ints:
+    """`hint`, and the buffers it does not name as in `order`."""
+    count = len(order)
+    if hint.ndim != 1 or ((hint < 0) | (hint >= count)).any() or len(np.unique(hint)) < len(hint):
+        raise ValueError("order_hint must name buffers, each at most once")
+    missing = np.ones(count, np.bool_)
+    missing[hint] = False
+    return np.concatenate([hint, order[missing[order]]])

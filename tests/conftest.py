@@ -1,0 +1,15 @@
+import pytest
+
+from planner import plan
+from tests.support import make_graph
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_kernels():
+    """Compile (or load) the kernels before the first test, which then says nothing of it."""
+    tensors = {0: ("input", 1), 9: ("output", 1)} | dict.fromkeys(range(1, 9), ("activation", 9))
+    ops = [{"inputs": [t - 1], "outputs": [t]} for t in range(1, 5)]
+    ops += [{"inputs": [t - 1, 9 - t], "outputs": [t]} for t in range(5, 10)]
+    graph = make_graph(tensors, ops)
+    for method in ("coop", "coop-offline"):
+        plan(graph, "min", method=method)

@@ -1,0 +1,274 @@
+"""The exact planners: against exhaustive search, against each other, and at the edges."""
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+from planner import InfeasibleBudgetError, Problem, find_faults, plan
+from planner.errors import DoesNotFitError
+from planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
+from planner.exact.intervals import schedule_intervals
+from planner.exact.live import live_bytes
+from planner.exact.milp import Milp, Outcome
+from planner.exact.optimal import solve_optimal
+from planner.exact.program import Program
+from planner.exact.solving import SolverError, SolverProcess, require
+from planner.methods import Request
+from planner.methods.keep_all import keep_all_schedule
+from planner.offline import search
+from schemas import InvalidInputError
+from tests.planner.brute_force import cheapest
+from tests.strategies import graphs
+from tests.support import make_graph
+
+SETTINGS = settings(
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+OUTPUTS = st.sampled_from(["outside", "arena"])
+BUDGETS = {"outputs": OUTPUTS, "share": st.floats(0, 1), "alignment": st.sampled_from([1, 8])}
+SECONDS = 20.0
+
+
+def tight(graph, outputs, share, alignment):
+    """A problem and an arena between its largest working set and what keeping all needs."""
+    problem = Problem.from_graph(graph, alignment, outputs)
+    assume(problem.op_count > 0 and problem.tensor_count <= 14)
+    most, least = max(live_bytes(keep_all_schedule(problem))), problem.largest_working_set[1]
+    assume(least < most)
+    arena = least + int((most - 1 - least) * share)
+    return problem, -(-arena // alignment) * alignment
+
+
+def cost_of(solve, problem, arena, **switches):
+    """The cost of the method's schedule, None when it finds none."""
+    off = frozenset(switches)
+    try:
+        return solve(problem, Request(arena, off, time.monotonic() + SECONDS)).schedule.cost_us
+    except DoesNotFitError:
+        return None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_climb():
+    """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "CLIMB_OPS", 1000)
+        yield
+
+
+@pytest.fixture(scope="module")
+def process():
+    """One worker for all oracle calls of this module."""
+    with SolverProcess() as running:
+        yield running
+
+
+@settings(SETTINGS, max_examples=40)
+@given(graph=graphs(max_ops=9, mutates=False), **BUDGETS)
+def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, alignment):
+    """The bound never exceeds the true optimum, the plan never undercuts it, a proof is right."""
+    problem, arena = tight(graph, outputs, share, alignment)
+    best = cheapest(problem, arena)
+    try:
+        solution = solve_optimal(problem, Request(arena, deadline=time.monotonic() + SECONDS))
+    except DoesNotFitError:  # only fragmentation can be in the way of what fits logically
+        program, until = Program.of(problem), time.monotonic() + 2
+        assert schedule_intervals(process, program, arena, until, joint=True)[1] is None
+        return
+    assert best is not None
+    assert solution.lower_bound_us <= best * (1 + 1e-6)
+    assert solution.schedule.cost_us >= best * (1 - 1e-9)
+    if solution.status == "optimal":
+        assert solution.schedule.cost_us == pytest.approx(best, rel=1e-6)
+
+
+@settings(SETTINGS, max_examples=15)
+@given(graph=graphs(max_ops=9), **BUDGETS)
+def test_bounds_hold_where_tensors_are_overwritten(graph, outputs, share, alignment):
+    """Overwritten tensors are relaxed, so the bound holds for them too."""
+    problem, arena = tight(graph, outputs, share, alignment)
+    assume(any(op.mutates for op in graph.ops))
+    best = cheapest(problem, arena)
+    try:
+        solution = solve_optimal(problem, Request(arena, deadline=time.monotonic() + SECONDS))
+    except DoesNotFitError:
+        return
+    assert best is not None
+    assert solution.lower_bound_us <= best * (1 + 1e-6)
+    assert solution.schedule.cost_us >= best * (1 - 1e-9)
+
+
+@settings(SETTINGS, max_examples=25)
+@given(graph=graphs(max_ops=8, mutates=False), **BUDGETS)
+def test_checkmate_and_intervals_agree_with_exhaustive_search(
+    process, graph, outputs, share, alignment
+):
+    """CP-SAT finds the optimum of all schedules, Checkmate that of its class."""
+    problem, arena = tight(graph, outputs, share, alignment)
+    best = cheapest(problem, arena)
+    outcome, schedule = schedule_intervals(
+        process, Program.of(problem), arena, time.monotonic() + SECONDS
+    )
+    assert outcome is (Outcome.INFEASIBLE if best is None else Outcome.OPTIMAL)
+    if best is not None:
+        assert schedule.cost_us == pytest.approx(best, rel=1e-6)
+        assert max(live_bytes(schedule)) <= arena
+    staged = cheapest(problem, arena, staged=True)
+    found = cost_of(solve_checkmate, problem, arena)
+    if found is not None:
+        assert found == pytest.approx(staged, rel=1e-6)
+    rounded = cost_of(solve_checkmate, problem, arena, integral=False)
+    if rounded is not None:
+        assert rounded >= staged * (1 - 1e-9)
+
+
+@settings(SETTINGS, max_examples=25)
+@given(graph=graphs(max_ops=12), outputs=OUTPUTS, budget=st.sampled_from(["90%", "60%", "30%"]))
+@pytest.mark.parametrize("method", ["optimal", "auto"])
+def test_plans_are_valid_and_no_worse_than_the_heuristic(method, graph, outputs, budget):
+    """Whatever the budget: a valid plan, not above coop-offline's, with a bound below its cost."""
+    assume(sum(t.bytes for t in graph.tensors))
+    options = {"outputs": outputs, "alignment": 1}
+    try:
+        heuristic = plan(graph, budget, method="coop-offline", **options)
+    except InfeasibleBudgetError:
+        return
+    made = plan(graph, budget, method=method, time_limit=SECONDS, **options)
+    assert find_faults(graph, made) == []
+    assert made.cost_us <= heuristic.cost_us * (1 + 1e-9)
+    assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
+
+
+def chain(length, cost=1.0, size=1):
+    """`length` tensors in a row, then read in reverse."""
+    tensors = dict.fromkeys(range(2 * length), ("activation", size))
+    ops = [{"inputs": [i - 1] if i else [], "outputs": [i]} for i in range(length)]
+    for back in range(length):
+        reads = [length - 1 - back] + ([length - 1 + back] if back else [])
+        ops.append({"inputs": reads, "outputs": [length + back]})
+    return make_graph(tensors, [{**op, "cost_us": cost} for op in ops])
+
+
+@pytest.mark.parametrize("method", ["optimal", "checkmate", "auto"])
+def test_a_chain_at_half_its_peak(method):
+    """All exact methods find the same cost; those with a bound prove it."""
+    made = plan(chain(10), "50%", method=method, alignment=1, time_limit=SECONDS)
+    assert made.cost_us == pytest.approx(26.0)
+    if method != "checkmate":
+        assert (made.status, made.lower_bound_us) == ("optimal", pytest.approx(26.0))
+
+
+@pytest.mark.parametrize("method", ["optimal", "auto", "checkmate"])
+def test_a_budget_that_needs_nothing(method):
+    """At keep-everything's peak: no overhead, proved, at once."""
+    started = time.monotonic()
+    made = plan(chain(10), "100%", method=method, alignment=1)
+    assert (made.overhead, made.status, made.lower_bound_us) == (0, "optimal", 20)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("method", ["optimal", "auto"])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        make_graph({0: ("output", 5)}, [{"outputs": [0]}]),
+        chain(6, cost=0.0),
+        chain(6, cost=1e12),
+        chain(6, cost=1e-9),
+        chain(6, size=1 << 40),
+        chain(6, size=0),
+    ],
+    ids=["single op", "no cost", "huge cost", "tiny cost", "huge tensors", "no bytes"],
+)
+def test_edges(method, graph):
+    """Degenerate graphs get a proved plan at the smallest budget."""
+    budget = "min" if sum(t.bytes for t in graph.tensors) else 1
+    made = plan(graph, budget, method=method, alignment=1, time_limit=SECONDS)
+    assert find_faults(graph, made) == []
+    assert made.status == "optimal"
+
+
+def test_no_time_at_all_returns_the_heuristic():
+    """A time limit of 0 is coop-offline's plan with what is known without solving."""
+    heuristic = plan(chain(12), "50%", method="coop-offline", alignment=1, time_limit=0)
+    made = plan(chain(12), "50%", method="optimal", alignment=1, time_limit=0)
+    assert made.cost_us <= heuristic.cost_us
+    assert made.lower_bound_us >= made.base_cost_us
+
+
+def test_the_time_limit_is_kept():
+    """A model that cannot be solved in time costs no more than a second above the limit."""
+    started = time.monotonic()
+    made = plan(chain(120), "8%", method="optimal", alignment=1, time_limit=2)
+    assert time.monotonic() - started < 3
+    assert made.lower_bound_us <= made.cost_us
+
+
+def test_progress_tells_plan_bound_and_gap():
+    """While it runs: the best overhead, what it is at least, and the gap."""
+    messages = []
+    plan(
+        chain(30),
+        "20%",
+        method="optimal",
+        alignment=1,
+        time_limit=5,
+        progress=lambda progress: messages.append(progress.message),
+    )
+    assert any("at least" in message and "gap" in message for message in messages)
+
+
+def test_too_many_variables_are_refused_at_once():
+    """Checkmate names the number of its variables instead of running for an hour."""
+    started = time.monotonic()
+    with pytest.raises(InvalidInputError, match=f"variables on this graph.*{MAX_VARIABLES}"):
+        plan(chain(200), "50%", method="checkmate", alignment=1)
+    assert time.monotonic() - started < 5
+
+
+def test_rounding_the_relaxation_is_no_better_than_the_program():
+    """`--ablate integral` gives a valid plan that costs at least the optimum."""
+    options = {"method": "checkmate", "alignment": 1, "time_limit": SECONDS}
+    rounded = plan(chain(8), "60%", switches={"integral": False}, **options)
+    assert rounded.cost_us >= plan(chain(8), "60%", **options).cost_us
+
+
+def test_an_unknown_solver_is_named():
+    """A PuLP solver that is not installed is refused with those that are."""
+    with pytest.raises(InvalidInputError, match="PULP_CBC_CMD"):
+        solve_checkmate(Problem.from_graph(chain(4), 1), Request(4), solver="GUROBI_CMD")
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    """One sentence that says what to install."""
+    with pytest.raises(InvalidInputError, match=r"coop-plan\[exact\]"):
+        require("a_package_that_does_not_exist")
+
+
+def knapsack():
+    """Minimise −Σ x over Σ x ≤ 2.5: the optimum is −2."""
+    milp = Milp()
+    columns = [milp.binary(-1.0) for _ in range(4)]
+    milp.row([(column, 1.0) for column in columns], 0.0, 2.5)
+    return milp
+
+
+@pytest.mark.parametrize("solver", ["highs", "scip", "cp-sat"])
+def test_every_solver_answers(process, solver):
+    """The same model, the same optimum."""
+    answer = process.solve(knapsack(), time.monotonic() + SECONDS, solver=solver)
+    assert (answer.outcome, round(answer.objective)) == (Outcome.OPTIMAL, -2)
+    assert answer.bound == pytest.approx(-2)
+
+
+def test_a_worker_that_fails_says_so_and_one_that_is_killed_is_replaced(process):
+    """Neither an exception nor a kill is taken for an answer; the next solve works."""
+    with pytest.raises(SolverError):
+        process.solve(knapsack(), time.monotonic() + SECONDS, solver="no such solver")
+    process.kill()
+    assert process.solve(knapsack(), time.monotonic()).outcome is Outcome.UNKNOWN
+    assert process.solve(knapsack(), time.monotonic() + SECONDS).outcome is Outcome.OPTIMAL
