@@ -77,6 +77,8 @@ def cli() -> None:
     show_default=True,
     help="Where tensors that leave the step are allocated.",
 )
+@click.option("--solver", help="Of checkmate: any solver PuLP has here, such as GUROBI_CMD.")
+@click.option("--relax", is_flag=True, help="Of checkmate: the LP with two-phase rounding.")
 @click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
 @click.option("-o", "--output", metavar="PLAN", help="Write the plan here; - is stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan (with -o: its figures).")
@@ -88,6 +90,8 @@ def plan(
     seed: int,
     alignment: int,
     outputs: Literal["outside", "arena"],
+    solver: str | None,
+    relax: bool,
     ablate: tuple[str, ...],
     output: str | None,
     as_json: bool,
@@ -112,7 +116,8 @@ def plan(
                 alignment=alignment,
                 time_limit=time_limit,
                 seed=seed,
-                switches=dict.fromkeys(ablate, False),
+                solver=solver,
+                switches=dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
                 progress=progress,
             )
     except InfeasibleBudgetError as error:

@@ -49,6 +49,7 @@ class PlanRequest(Model):
     method: str = "coop-offline"
     time_limit: Annotated[float, Field(ge=0)] | None = None
     seed: int = 0
+    solver: str | None = None
     outputs: Literal["outside", "arena"] = "outside"
     alignment: int = 512
     switches: Mapping[str, bool] = {}
@@ -89,6 +90,7 @@ class Planner:
             request.switches,
             request.time_limit,
             request.seed,
+            request.solver,
         )
         return key, graph, request
 
@@ -132,6 +134,7 @@ class Planner:
             alignment=request.alignment,
             time_limit=request.time_limit,
             seed=request.seed,
+            solver=request.solver,
             switches=request.switches,
         )
         stored = StoredPlan.of(made, graph)

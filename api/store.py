@@ -25,6 +25,7 @@ def plan_key(
     switches: Mapping[str, bool],
     time_limit: float | None,
     seed: int,
+    solver: str | None,
 ) -> str:
     """The cache key of a request: its structure and what was asked, not names, ids or costs."""
     asked = [
@@ -37,6 +38,7 @@ def plan_key(
         sorted(switches.items()),
         time_limit,
         seed,
+        solver,
     ]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 

@@ -123,7 +123,7 @@ def measure(name: str, buffers: Lifetimes, capacity: int | None, limit: float) -
         peak = best_of(pack, instance)
         yield row(algorithm, peak, bound, building + time.process_time() - began, None)
     ways = [
-        ("greedy", None, {"search": False}),
+        ("greedy", None, {"work": 0}),
         ("place", None, {}),
         (f"place, {limit:g} s", None, {"time_limit": limit}),
     ]

@@ -6,14 +6,17 @@ from planner.arrays import Ints
 from planner.placement import Placement, place
 from planner.schedule import Schedule
 
+WORK = 20_000_000
+"""Effort of `planner.placement.place` for one layout, some 0.07 s."""
 
-def lay_out(schedule: Schedule, capacity: int | None = None, *, search: bool = True) -> Placement:
+
+def lay_out(schedule: Schedule, capacity: int | None = None, *, work: int = WORK) -> Placement:
     """
     Place every buffer and workspace of `schedule`; fills its offsets.
 
     Time is the event number. Buffers that share an address in place are one block over their joint
     lifetime; a workspace is a block of one event. `capacity` (bytes) lets placement stop at the
-    first layout that fits it; `search` says whether to go on where the greedy layouts do not.
+    first layout that fits it; `work` is `place`'s, 0 for the greedy layouts only.
     """
     problem = schedule.problem
     count = len(schedule.tensor)
@@ -36,7 +39,7 @@ def lay_out(schedule: Schedule, capacity: int | None = None, *, search: bool = T
         np.array(size + [need for _, need in scratch], dtype=np.int64),
         capacity=capacity,
         alignment=problem.alignment,
-        search=search,
+        work=work,
     )
     assign(schedule, placement.offsets)
     return placement

@@ -9,7 +9,7 @@ from typing import Literal
 
 from planner.assemble import arena_bytes, assemble
 from planner.errors import DoesNotFitError, InfeasibleBudgetError
-from planner.layout import lay_out
+from planner.layout import WORK, lay_out
 from planner.methods import METHODS, MethodInfo, Progress, Request, Solution
 from planner.methods.keep_all import keep_all_schedule
 from planner.problem import Problem
@@ -81,6 +81,7 @@ def plan(
     alignment: int = 512,
     time_limit: float | None = None,
     seed: int = 0,
+    solver: str | None = None,
     switches: Mapping[str, bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
@@ -98,6 +99,7 @@ def plan(
         alignment: of every offset, in bytes; a power of two.
         time_limit: seconds.
         seed: of the methods that draw random numbers; one seed, one plan (without a time limit).
+        solver: of `checkmate`, a name that PuLP knows.
         switches: ablation switches of the method, false turns one off.
         progress: called with a `Progress` now and then.
 
@@ -107,8 +109,12 @@ def plan(
         TimeLimitError: no plan before the time limit.
     """
     info, off = _method(method, switches or {})
+    if solver is not None and not info.takes_solver:
+        raise InvalidInputError(f"{method} takes no solver", "/solver")
     with _without_collections():
-        return _plan(graph, budget, info, off, outputs, alignment, time_limit, seed, progress)
+        return _plan(
+            graph, budget, info, off, outputs, alignment, time_limit, seed, solver, progress
+        )
 
 
 def _plan(
@@ -120,17 +126,18 @@ def _plan(
     alignment: int,
     time_limit: float | None,
     seed: int,
+    solver: str | None,
     progress: Callable[[Progress], None] | None,
 ) -> Plan:
     started = time.monotonic()
     parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
     problem = Problem.from_graph(graph, alignment, outputs)
     deadline = None if time_limit is None else started + time_limit
-    task = _Task(problem, info, Request(0, off, deadline, seed, progress=progress))
+    task = _Task(problem, info, Request(0, off, deadline, seed, solver, progress=progress))
 
     everything = keep_all_schedule(problem)
     # Only a share is of the very best placement; in bytes there is a second try below.
-    placement = lay_out(everything, search=parsed.kind == "share")
+    placement = lay_out(everything, work=WORK if parsed.kind == "share" else 0)
     keep_arena = arena_bytes(everything)
     budget_bytes = parsed.resolve(problem.fixed_bytes + keep_arena)
 

@@ -201,14 +201,14 @@ class CheckmateModel:
         )
 
 
-def solve_checkmate(problem: Problem, request: Request, solver: str = SOLVER) -> Solution:
+def solve_checkmate(problem: Problem, request: Request) -> Solution:
     """
-    The cheapest schedule of Checkmate's class that `solver` finds by the deadline.
+    The cheapest schedule of Checkmate's class that the solver finds by the deadline.
 
     Args:
         problem: of at most `MAX_VARIABLES` variables.
-        request: with the switch `integral` off, the relaxation is rounded.
-        solver: a name in `pulp.listSolvers()`, for instance `GUROBI_CMD`.
+        request: with the switch `integral` off, the relaxation is rounded; `solver` is a name in
+            `pulp.listSolvers()`, for instance `GUROBI_CMD`.
 
     Raises:
         InvalidInputError: too many variables, or a solver that PuLP does not have.
@@ -228,6 +228,7 @@ def solve_checkmate(problem: Problem, request: Request, solver: str = SOLVER) ->
         request = replace(request, deadline=time.monotonic() + DEFAULT_SECONDS)
     assert request.deadline is not None
     integral = "integral" not in request.off
+    solver = request.solver or SOLVER
     with SolverProcess() as process:
         for allowance in (0.0,) if integral else ALLOWANCES:
             capacity = int(program.capacity(request.arena_bytes) * (1 - allowance))
@@ -249,7 +250,7 @@ def _solve(
 
     if solver not in pulp.listSolvers(onlyAvailable=True):
         known = ", ".join(pulp.listSolvers(onlyAvailable=True))
-        raise InvalidInputError(f"PuLP has no solver '{solver}' here: it has {known}", "/method")
+        raise InvalidInputError(f"PuLP has no solver '{solver}' here: it has {known}", "/solver")
     assert request.deadline is not None
     blocked = DoesNotFitError(program.problem.largest_working_set[0])
     if capacity < program.problem.largest_working_set[1]:

@@ -50,6 +50,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "Jain et al., Checkmate, MLSys 2020, section 4 (relaxed: section 5)",
             checkmate.solve_checkmate,
             anytime=True,
+            takes_solver=True,
             switches=checkmate.SWITCHES,
         ),
         MethodInfo(

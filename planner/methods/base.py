@@ -21,7 +21,8 @@ class Progress:
 @dataclass(frozen=True)
 class Request:
     """
-    What a method is asked: arena bytes to stay within, switches turned off, when to stop, a seed.
+    What a method is asked: arena bytes to stay within, switches turned off, when to stop, a seed,
+    the name of a solver.
 
     `deadline` is a `time.monotonic` value in seconds, or None.
     """
@@ -30,6 +31,7 @@ class Request:
     off: frozenset[str] = frozenset()
     deadline: float | None = None
     seed: int = 0
+    solver: str | None = None
     any_schedule: bool = False
     """Whether the first schedule that fits will do, however dear."""
     progress: Callable[[Progress], None] | None = None
@@ -73,5 +75,7 @@ class MethodInfo:
     solve: Solve
     anytime: bool = False
     """Whether it runs until the deadline, and so needs one."""
+    takes_solver: bool = False
+    """Whether the integer-programming solver can be named."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Ablation switches, name → what is lost when it is turned off."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from planner.arrays import Arrays, Ints, to_arrays
 from planner.errors import DoesNotFitError, TimeLimitError
-from planner.layout import assign
+from planner.layout import WORK, assign
 from planner.methods.base import Progress, Request, Solution
 from planner.methods.online import run_coop
 from planner.offline.lifetimes import lifetimes
@@ -101,7 +101,12 @@ class Search:
         if run.cost_us >= self.best.cost_us or peak > arena:
             return
         placement = place(
-            lower, upper, size, capacity=arena, alignment=self.problem.alignment, search=exact
+            lower,
+            upper,
+            size,
+            capacity=arena,
+            alignment=self.problem.alignment,
+            work=WORK if exact else 0,
         )
         if placement.peak <= arena:
             self.best = _Incumbent(run.cost_us, budget, run, placement.offsets)

@@ -6,7 +6,7 @@ from planner.placement.instance import Instance, Ints
 from planner.placement.kernel import FOUND, IMPOSSIBLE
 from planner.placement.search import Component, Effort, fit
 
-FIRST_WORK = 400_000
+FIRST_WORK = 10_000_000
 """Work for one capacity in the first round; each round doubles it."""
 
 

@@ -39,7 +39,7 @@ class Effort:
     """What a search may still spend."""
 
     work: int
-    """Nodes times buffers (a node looks at every buffer once or so)."""
+    """Nodes times live buffers summed over sections: what a node may look at, some 3.5 ns each."""
     deadline: float | None = None
     """`time.perf_counter()` value."""
     pace: float = 0.0
@@ -50,13 +50,13 @@ class Effort:
         late = self.deadline is not None and time.perf_counter() >= self.deadline
         return late or self.work <= 0
 
-    def nodes(self, count: int) -> int:
-        """What may be spent at most on a restart over `count` buffers."""
+    def nodes(self, looks: int) -> int:
+        """What may be spent at most on a restart whose nodes take `looks` units of work each."""
         work = self.work
         if self.deadline is not None and self.pace > 0:
             left = max(0.0, self.deadline - time.perf_counter())
             work = min(work, int(left / self.pace))
-        return max(1, work // count)
+        return max(1, work // looks)
 
     def spend(self, work: int, seconds: float) -> None:
         self.work -= work
@@ -88,6 +88,7 @@ class Component:
         self.bridge = bridges(self.first[extra], self.last[extra], self.sections)
         self.near = neighbours(self.first, self.last, extra)
         self.member = members(self.first, self.last, self.sections)
+        self.looks = max(1, len(self.member[1]))
         keys = sort_keys(self.first, self.last, self.height, self.sections)
         self.ranks = [np.argsort(order_by(name, keys)) for name in ORDERS]
         profile = live_profile(self.first, self.last, self.height, self.sections)
@@ -128,11 +129,11 @@ class Component:
                 self._rank(),
                 self.weight,
                 (self.restarts // len(ORDERS) + self.restarts) % 2,
-                min(RESTART_NODES * luby(turn + 1), effort.nodes(len(offset))),
+                min(RESTART_NODES * luby(turn + 1), effort.nodes(self.looks)),
                 offset,
                 failures,
             )
-            effort.spend((nodes + 1) * len(offset), time.perf_counter() - began)
+            effort.spend((nodes + 1) * self.looks, time.perf_counter() - began)
             kept = MEMORY * self.weight if self.taught else np.zeros(self.sections)
             self.weight = kept + failures / max(1, failures.sum())
             self.taught = True

@@ -12,7 +12,7 @@ from planner.placement.descend import descend
 from planner.placement.instance import Instance, Ints, Pairs, build
 from planner.placement.kernel import FOUND, IMPOSSIBLE
 from planner.placement.portfolio import placements
-from planner.placement.search import RESTART_NODES, Effort, components, fit
+from planner.placement.search import Effort, components, fit
 
 PASSES = 40
 """Greedy placements tried before the search, at least; instances beyond its reach get more."""
@@ -23,14 +23,14 @@ SMALL = 500
 PASS_WORK, LONG_PASS_WORK = 200_000, 4_000_000
 """Larger ones: passes times buffers, without and with a time limit (some 0.1 s and 2 s)."""
 
-FEWEST_PASSES, QUICK_WORK = 8, 60_000
-"""With `search` off: passes at least, and passes times buffers up to `PASSES`."""
+QUICK_PASSES = 16
+"""Greedy placements where no search follows."""
 
 MAX_SEARCHED = 4_000
 """Instances of more buffers get no exact search."""
 
-DEFAULT_WORK = 8_000_000
-"""Without a time limit: nodes times buffers, some 1 s, so that the answer is deterministic."""
+DEFAULT_WORK = 300_000_000
+"""Looks at live buffers, some 1 s: the search's effort where no time limit is given."""
 
 UNLIMITED = 1 << 62
 
@@ -52,7 +52,10 @@ class Placement:
     proved_impossible: bool
     """No placement within the capacity exists."""
     order: Ints
-    """Buffers by offset; as `order_hint` it repeats this placement, also without some of them."""
+    """
+    Buffers by offset. As `order_hint` it gives a peak no higher, also to a part of the buffers; in
+    an instance with in-place pairs that is likely, not certain.
+    """
     seconds: float
     """Wall clock spent."""
 
@@ -70,7 +73,7 @@ def place(
     time_limit: float | None = None,
     seed: int = 0,
     order_hint: npt.ArrayLike | None = None,
-    search: bool = True,
+    work: int = DEFAULT_WORK,
 ) -> Placement:
     """
     Give every buffer an offset so that no two overlap in time and address at once.
@@ -84,7 +87,8 @@ def place(
     - `conflicts`: pairs kept apart in address although their lifetimes do not overlap.
     - `time_limit`: seconds of wall clock; without it the effort is small and the answer the same at
       every call. With it, too, unless the limit was reached.
-    - `search`: False leaves it at the greedy placements, and at few of them on large instances.
+    - `work`: effort of the search without a time limit, in looks at live buffers of some 3.5 ns;
+      the answer is then deterministic. 0 leaves it at a few greedy placements.
     - `order_hint`: buffers in the order of an earlier `Placement`, to start from it.
 
     ValueError: arguments that contradict each other or themselves.
@@ -105,10 +109,10 @@ def place(
     goal = bound if capacity is None else max(bound, capacity)
     deadline = None if time_limit is None else began + time_limit
     hint = None if order_hint is None else _ints(order_hint)
-    passes = _passes(instance.count, search, deadline is not None)
+    passes = _passes(instance.count, work > 0, deadline is not None)
     best, peak = _greedy(instance, hint, goal, passes, deadline, seed)
-    effort = Effort(DEFAULT_WORK if deadline is None else UNLIMITED, deadline)
-    if search and peak > goal and instance.count <= min(MAX_SEARCHED, effort.work // RESTART_NODES):
+    effort = Effort(work if deadline is None else UNLIMITED, deadline)
+    if work and peak > goal and instance.count <= MAX_SEARCHED:
         found, bound = _search(instance, bound, capacity, peak, effort, seed)
         if found is not None:
             best, peak = found, instance.peak(found)
@@ -128,7 +132,7 @@ def place(
 def _passes(count: int, search: bool, limited: bool) -> int:
     """How many greedy placements to try."""
     if not search:
-        return max(FEWEST_PASSES, min(PASSES, QUICK_WORK // max(1, count)))
+        return QUICK_PASSES
     if count <= SMALL:
         return PASSES
     if limited and count > MAX_SEARCHED:
@@ -179,7 +183,7 @@ def _warm_up() -> None:
         pass
     parts = components(tiny, 0)
     assert parts is not None
-    fit(tiny, parts, 1, Effort(RESTART_NODES))
+    fit(tiny, parts, 1, Effort(1))
 
 
 def _ints(values: npt.ArrayLike) -> Ints:

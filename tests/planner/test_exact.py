@@ -240,7 +240,7 @@ def test_rounding_the_relaxation_is_no_better_than_the_program():
 def test_an_unknown_solver_is_named():
     """A PuLP solver that is not installed is refused with those that are."""
     with pytest.raises(InvalidInputError, match="PULP_CBC_CMD"):
-        solve_checkmate(Problem.from_graph(chain(4), 1), Request(4), solver="GUROBI_CMD")
+        solve_checkmate(Problem.from_graph(chain(4), 1), Request(4, solver="GUROBI_CMD"))
 
 
 def test_a_missing_package_is_named_with_its_extra():

@@ -174,7 +174,7 @@ def test_same_answer_twice(problem, seed):
 def test_a_subset_is_never_higher(problem, data):
     """Given the order of the whole, any part of it needs no more than the whole did."""
     count = len(problem["size"])
-    whole = place(**problem, search=False)
+    whole = place(**problem, work=0)
     kept = data.draw(st.lists(st.integers(0, max(0, count - 1)), unique=True)) if count else []
     number = {old: new for new, old in enumerate(kept)}
     part = {key: [problem[key][i] for i in kept] for key in ("lower", "upper", "size", "fixed")}
