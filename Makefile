@@ -26,7 +26,7 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "coop-plan needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,exact,torch,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,exact,plot,torch,demo,dev]'
 	@touch $(READY)
 
 clean:

@@ -43,8 +43,8 @@ class DefaultGroup(click.Group):
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The group's help with the default command's options in it."""
         default = self.commands["plan"]
-        with click.Context(default, info_name=ctx.info_name) as inner:
-            inner.info_name = ctx.info_name
+        names = ctx.help_option_names
+        with click.Context(default, info_name=ctx.info_name, help_option_names=names) as inner:
             default.format_usage(inner, formatter)
             self.format_help_text(ctx, formatter)
             default.format_options(inner, formatter)

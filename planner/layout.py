@@ -10,13 +10,20 @@ WORK = 20_000_000
 """Effort of `planner.placement.place` for one layout, some 0.07 s."""
 
 
-def lay_out(schedule: Schedule, capacity: int | None = None, *, work: int = WORK) -> Placement:
+def lay_out(
+    schedule: Schedule,
+    capacity: int | None = None,
+    *,
+    work: int = WORK,
+    order_hint: Ints | None = None,
+) -> Placement:
     """
     Place every buffer and workspace of `schedule`; fills its offsets.
 
     Time is the event number. Buffers that share an address in place are one block over their joint
     lifetime; a workspace is a block of one event. `capacity` (bytes) lets placement stop at the
-    first layout that fits it; `work` is `place`'s, 0 for the greedy layouts only.
+    first layout that fits it; `work` is `place`'s, 0 for the greedy layouts only,
+    and `order_hint` that of an earlier layout of the same schedule.
     """
     problem = schedule.problem
     count = len(schedule.tensor)
@@ -40,6 +47,7 @@ def lay_out(schedule: Schedule, capacity: int | None = None, *, work: int = WORK
         capacity=capacity,
         alignment=problem.alignment,
         work=work,
+        order_hint=order_hint,
     )
     assign(schedule, placement.offsets)
     return placement

@@ -161,7 +161,8 @@ def _plan(
         return finish(solution, problem.fixed_bytes + arena)
     limit = budget_bytes - problem.fixed_bytes
     if keep_arena > limit >= placement.lower_bound:
-        placement = lay_out(everything, limit)  # try harder: this much is not ruled out
+        # Try harder, from the layout that is there: this much is not ruled out.
+        placement = lay_out(everything, limit, order_hint=placement.order)
         keep_arena = min(keep_arena, arena_bytes(everything))
     if keep_arena <= limit:
         return finish(_kept(everything), budget_bytes)

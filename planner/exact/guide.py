@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 
 from planner.methods.base import Request
-from planner.offline.rebuild import rebuild
 from planner.offline.run import Settings
 from planner.offline.search import Search
 from planner.problem import Problem
@@ -34,7 +33,7 @@ class Guide:
         self._search = Search(problem, replace(request, progress=None))
 
     def follow(self, plan: Schedule, cost_limit_us: float) -> Schedule | None:
-        """A schedule that fits the arena and costs less than the limit (µs), or None."""
+        """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
         search = self._search
         search.best.cost_us = min(search.best.cost_us, cost_limit_us)
         before = search.best.run
@@ -49,7 +48,7 @@ class Guide:
         found = search.best.run
         if found is None or found is before:
             return None
-        return rebuild(search.problem, found)
+        return search.solution().schedule
 
     def _weights(self, plan: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """A factor per row entry of `Arrays.uses`: was the tensor made anew for that use?"""

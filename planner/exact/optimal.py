@@ -151,7 +151,6 @@ class _Search:
             return True
         followed = self.guide.follow(schedule, self.incumbent.cost_us)
         if followed is not None:
-            lay_out(followed, arena)
             self.incumbent.offer(followed)
         return False
 
@@ -159,6 +158,8 @@ class _Search:
 def solve_optimal(problem: Problem, request: Request) -> Solution:
     """
     The cheapest schedule found until the deadline (or for `DEFAULT_SECONDS`), with its bound.
+
+    An interruption (SIGINT) ends the search early; without any plan it goes on as what it is.
 
     Raises:
         DoesNotFitError: nothing was found; it is not always proved that nothing exists.
@@ -169,6 +170,10 @@ def solve_optimal(problem: Problem, request: Request) -> Solution:
         request = replace(request, deadline=time.monotonic() + seconds)
     with SolverProcess() as process:
         search = _Search(problem, request, process)
-        if not search.finished():
-            search.run()
+        try:
+            if not search.finished():
+                search.run()
+        except KeyboardInterrupt:  # whoever has seen enough gets the best so far
+            if search.incumbent.solution is None:
+                raise
     return search.incumbent.answer()

@@ -57,6 +57,9 @@ FEWEST_STEPS, MOST_STEPS = 20, 500
 CLIMB_OPS = 100_000
 """The hill climb's default length: this many simulated ops in all."""
 
+Lives = tuple[Ints, Ints, Ints, int]
+"""What `planner.offline.lifetimes` returns."""
+
 
 @dataclass
 class _Incumbent:
@@ -80,7 +83,7 @@ class Search:
         weight = np.ones(self.arrays.uses.size + 1)
         self.settings = [Settings(price, weight, alpha, cap) for alpha, cap in rules]
         self.best = _Incumbent()
-        self._unplaced: list[tuple[float, int, Run, tuple[Ints, Ints, Ints, int], int]] = []
+        self._unplaced: list[tuple[float, int, Run, Lives, int, Ints]] = []
         self._counter = itertools.count()
         self.failed_op = problem.largest_working_set[0]
 
@@ -92,10 +95,12 @@ class Search:
         elif self.best.run is None:
             self.failed_op = self.runner.failed_op
 
-    def offer(
-        self, run: Run, lives: tuple[Ints, Ints, Ints, int], budget: int, *, exact: bool = False
-    ) -> None:
-        """Keep a run if it is cheaper than the incumbent and its layout fits the arena."""
+    def offer(self, run: Run, lives: Lives, budget: int, hint: Ints | None = None) -> None:
+        """
+        Keep a run if it is cheaper than the incumbent and its layout fits the arena.
+
+        With the order of its greedy layout as `hint`, a layout is searched from there.
+        """
         lower, upper, size, peak = lives
         arena = self.request.arena_bytes
         if run.cost_us >= self.best.cost_us or peak > arena:
@@ -106,20 +111,22 @@ class Search:
             size,
             capacity=arena,
             alignment=self.problem.alignment,
-            work=WORK if exact else 0,
+            work=0 if hint is None else WORK,
+            order_hint=hint,
         )
         if placement.peak <= arena:
             self.best = _Incumbent(run.cost_us, budget, run, placement.offsets)
-        elif not exact:
-            self._unplaced.append((run.cost_us, next(self._counter), run, lives, budget))
+        elif hint is None:
+            key = run.cost_us, next(self._counter)
+            self._unplaced.append((*key, run, lives, budget, placement.order))
             self._unplaced = sorted(self._unplaced)[:UNPLACED]
 
     def place_the_unplaced(self) -> None:
         """Search layouts for the cheapest runs that no greedy one would fit."""
-        for _, _, run, lives, budget in self._unplaced:
+        for _, _, run, lives, budget, order in self._unplaced:
             if self.request.out_of_time():
                 return
-            self.offer(run, lives, budget, exact=True)
+            self.offer(run, lives, budget, order)
         self._unplaced.clear()
 
     def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Run]]:
