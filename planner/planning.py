@@ -17,7 +17,7 @@ from planner.schedule import Schedule
 from planner.verifier import verify
 from schemas import Budget, Graph, InvalidInputError, Plan, parse_budget
 
-SMALL_PROBLEM_OPS = 300
+SMALL_PROBLEM_OPS = 100
 """Up to here the smallest feasible budget is searched to the last aligned byte."""
 
 COARSE_PROBES = 10
