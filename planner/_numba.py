@@ -5,6 +5,7 @@ The decorators keep the decorated function's signature for mypy. Kernels are cac
 source, so a machine compiles them once.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -64,7 +65,10 @@ def _compile(function: Callable[P, R], **options: bool) -> Callable[P, R]:
     library: Any = numba
     dispatcher = library.njit(nogil=True, **options)(function)
     if not library.config.DISABLE_JIT:
-        dispatcher._cache = _Cache(function)  # type: ignore[no-untyped-call]
+        # numba raises where neither the source's folder nor the user's cache can be written; the
+        # kernels then live as long as the process.
+        with contextlib.suppress(RuntimeError):
+            dispatcher._cache = _Cache(function)  # type: ignore[no-untyped-call]
     return cast("Callable[P, R]", dispatcher)
 
 

@@ -35,3 +35,16 @@ def test_an_index_that_names_a_class_that_moved_is_an_empty_one(tmp_path, monkey
         return 2 * x
 
     assert double(2) == 4
+
+
+def test_without_a_folder_to_write_kernels_still_compile(monkeypatch):
+    def refuse(_):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(kernels, "_Cache", refuse)
+
+    @kernels.njit
+    def triple(x):
+        return 3 * x
+
+    assert triple(2) == 6
