@@ -7,6 +7,7 @@ the command that needs them.
 
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -275,12 +276,38 @@ def _progress() -> Iterator["Callable[[Progress], None] | None"]:
 cli.add_command(place)
 
 
+@contextlib.contextmanager
+def _interrupts_get_through() -> Iterator[None]:
+    """Raise KeyboardInterrupt again when Python dropped it.
+
+    It drops what is raised in a callback of the import system or a finalizer, and the imports of
+    the planners take a second.
+    """
+    hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
+
+    def dropped(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = dropped
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        sys.unraisablehook = hook
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; every user's mistake ends in one line and an exit code."""
     from schemas.errors import InvalidInputError
 
     try:
-        cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
+        with _interrupts_get_through():
+            cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
     except InvalidInputError as error:
         # An option is named by its message; only a place inside a document needs saying.
         fail(error if error.source else error.message, EXIT_INVALID)
