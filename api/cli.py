@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -20,7 +20,7 @@ from api.place import place
 
 if TYPE_CHECKING:
     from planner import Progress
-    from schemas import Graph
+    from schemas import Graph, Outputs
 
 EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -73,10 +73,11 @@ def cli() -> None:
 @click.option("--alignment", type=int, default=512, show_default=True, help="Of offsets, in bytes.")
 @click.option(
     "--outputs",
-    type=click.Choice(["outside", "arena"]),
+    type=click.Choice(["outside", "arena", "gradients"]),
     default="outside",
     show_default=True,
-    help="Where tensors that leave the step are allocated.",
+    metavar="WHERE",
+    help="What leaves the step lies outside or in the arena; gradients: only these in it.",
 )
 @click.option("--solver", help="Of checkmate: any solver PuLP has here, such as GUROBI_CMD.")
 @click.option("--relax", is_flag=True, help="Of checkmate: the LP with two-phase rounding.")
@@ -90,7 +91,7 @@ def plan(
     time_limit: float | None,
     seed: int,
     alignment: int,
-    outputs: Literal["outside", "arena"],
+    outputs: "Outputs",
     solver: str | None,
     relax: bool,
     ablate: tuple[str, ...],

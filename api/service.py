@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -14,7 +14,15 @@ from api import problems
 from api.problems import ProblemError
 from api.store import PlanStore, StoredPlan, plan_key
 from planner import find_faults, plan
-from schemas import Graph, InvalidInputError, Plan, fingerprint, parse_budget, parse_graph
+from schemas import (
+    Graph,
+    InvalidInputError,
+    Outputs,
+    Plan,
+    fingerprint,
+    parse_budget,
+    parse_graph,
+)
 from schemas._parse import Model, parse
 
 EXAMPLE: dict[str, Any] = {
@@ -50,7 +58,7 @@ class PlanRequest(Model):
     time_limit: Annotated[float, Field(ge=0)] | None = None
     seed: int = 0
     solver: str | None = None
-    outputs: Literal["outside", "arena"] = "outside"
+    outputs: Outputs = "outside"
     alignment: int = 512
     switches: Mapping[str, bool] = {}
 

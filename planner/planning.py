@@ -5,7 +5,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from planner.assemble import arena_bytes, assemble
 from planner.errors import DoesNotFitError, InfeasibleBudgetError
@@ -15,7 +14,7 @@ from planner.methods.keep_all import keep_all_schedule
 from planner.problem import Problem
 from planner.schedule import Schedule
 from planner.verifier import verify
-from schemas import Budget, Graph, InvalidInputError, Plan, parse_budget
+from schemas import Budget, Graph, InvalidInputError, Outputs, Plan, parse_budget
 
 SMALL_PROBLEM_OPS = 100
 """Up to here the smallest feasible budget is searched to the last aligned byte."""
@@ -77,7 +76,7 @@ def plan(
     budget: Budget | str | int,
     *,
     method: str = "coop-offline",
-    outputs: Literal["outside", "arena"] = "outside",
+    outputs: Outputs = "outside",
     alignment: int = 512,
     time_limit: float | None = None,
     seed: int = 0,
@@ -95,7 +94,7 @@ def plan(
         graph: one profiled training step.
         budget: bytes, `"12GiB"`, `"50%"` or `"min"`, or a parsed `Budget`.
         method: a name in `METHODS`.
-        outputs: whether outputs of the step lie in the arena.
+        outputs: whether outputs of the step lie in the arena; see `schemas.Outputs`.
         alignment: of every offset, in bytes; a power of two.
         time_limit: seconds.
         seed: of the methods that draw random numbers; one seed, one plan (without a time limit).
@@ -122,7 +121,7 @@ def _plan(
     budget: Budget | str | int,
     info: MethodInfo,
     off: frozenset[str],
-    outputs: Literal["outside", "arena"],
+    outputs: Outputs,
     alignment: int,
     time_limit: float | None,
     seed: int,

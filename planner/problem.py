@@ -7,9 +7,8 @@ alignment; `bytes` keeps the exact ones.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
-from schemas import Graph, InvalidInputError
+from schemas import Graph, InvalidInputError, Outputs
 
 MAX_ALIGNMENT = 1 << 30
 
@@ -27,7 +26,7 @@ class Problem:
 
     graph: Graph
     alignment: int
-    outputs: Literal["outside", "arena"]
+    outputs: Outputs
     op_inputs: list[tuple[int, ...]]
     op_outputs: list[tuple[int, ...]]
     reads: list[tuple[int, ...]]
@@ -47,7 +46,7 @@ class Problem:
 
     @classmethod
     def from_graph(
-        cls, graph: Graph, alignment: int = 512, outputs: Literal["outside", "arena"] = "outside"
+        cls, graph: Graph, alignment: int = 512, outputs: Outputs = "outside"
     ) -> "Problem":
         """
         The problem of `graph`; `alignment` in bytes, a power of two.
@@ -63,7 +62,12 @@ class Problem:
         index = {tensor.id: position for position, tensor in enumerate(graph.tensors)}
         resident = [tensor.resident for tensor in graph.tensors]
         is_output = [tensor.kind == "output" for tensor in graph.tensors]
-        outside = [flag and outputs == "outside" for flag in is_output]
+        late = {t for op in graph.ops if op.phase != "forward" for t in op.outputs}
+        outside = [
+            tensor.kind == "output"
+            and (outputs == "outside" or (outputs == "gradients" and tensor.id not in late))
+            for tensor in graph.tensors
+        ]
         op_inputs = [tuple(index[t] for t in op.inputs) for op in graph.ops]
         op_outputs = [tuple(index[t] for t in op.outputs) for op in graph.ops]
         in_arena = [not (r or o) for r, o in zip(resident, outside, strict=True)]

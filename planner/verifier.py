@@ -23,8 +23,9 @@ Order. Every op runs at least once, in any order that respects data; an op that 
 runs exactly once; random ops run for the first time in program order (the generator's stream).
 
 Outputs. With `outputs` "outside", the first production of an output has offset null and any later
-one goes to an arena buffer; with "arena", null never occurs. At the end each output exists once,
-in its final version, and nothing else is live in the arena.
+one goes to an arena buffer; with "arena", null never occurs; with "gradients" the former holds for
+outputs of forward ops and the latter for those of other ops. At the end each output exists once, in
+its final version, and nothing else is live in the arena.
 
 Transfers. `offload` copies a readable buffer to the host; `wait` on it completes the copy, and
 until then it may be read but not freed, overwritten or mutated. `prefetch` copies a completed
@@ -123,9 +124,9 @@ def find_faults(graph: Graph, plan: Plan, *, limit: int = 20) -> list[Fault]:
 
 def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     resident = sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
-    outside = sum(tensor.bytes for tensor in graph.tensors if tensor.kind == "output")
+    outside = sum(tensor.bytes for tensor in graph.tensors if tensor.id in replay.leaving)
     arena = replay.arena_bytes
-    peak = resident + arena + (outside if plan.outputs == "outside" else 0)
+    peak = resident + arena + outside
     base_us = sum(op.cost_us for op in graph.ops)
     cost_us = replay.now_us
     exact = {

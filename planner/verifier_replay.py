@@ -70,6 +70,14 @@ class Replay:
             for tensor in set(op.mutates):
                 self.mutators.setdefault(tensor, []).append(index)
         self.faults: list[Fault] = []
+        made_late = {t for op in graph.ops if op.phase != "forward" for t in op.outputs}
+        in_arena = {"outside": set(), "gradients": made_late, "arena": set(self.tensors)}
+        self.leaving = {
+            tensor.id
+            for tensor in graph.tensors
+            if tensor.kind == "output" and tensor.id not in in_arena[plan.outputs]
+        }
+        """Outputs whose place is outside the arena."""
         self.outside = {tensor.id: 0 for tensor in graph.tensors if tensor.resident}
         """Version of each tensor that is readable outside the arena."""
         self.produced: set[int] = set()
@@ -200,11 +208,11 @@ class Replay:
         for op in self.ops.values():
             if op.id not in self.runs:
                 self.fault("missing-op", "/steps", f"op {op.id} ({op.name}) is never computed")
-        in_arena = self.plan.outputs == "arena"
         kept: set[int] = set()
         for number, buffer in self.live.items():
             final = buffer.version == len(self.mutators.get(buffer.tensor, ()))
-            wanted = in_arena and final and self.tensors[buffer.tensor].kind == "output"
+            stays = buffer.tensor not in self.leaving
+            wanted = stays and final and self.tensors[buffer.tensor].kind == "output"
             if wanted and buffer.tensor not in kept:
                 kept.add(buffer.tensor)
             else:
@@ -214,8 +222,8 @@ class Replay:
             if tensor.kind != "output":
                 continue
             final_version = len(self.mutators.get(tensor.id, ()))
-            there = tensor.id in kept if in_arena else self.outside.get(tensor.id) == final_version
-            if not there:
+            there = self.outside.get(tensor.id) == final_version
+            if not (there if tensor.id in self.leaving else tensor.id in kept):
                 message = f"output tensor {tensor.id} is not there at the end of the step"
                 self.fault("missing-output", "/steps", message)
 
@@ -292,7 +300,7 @@ class Replay:
             self.fault("wrong-tensor", f"{at}/tensor", message)
         if not self._check_new(write.buffer, write.tensor, write.bytes, at):
             return
-        leaves = self.plan.outputs == "outside" and self.tensors[write.tensor].kind == "output"
+        leaves = write.tensor in self.leaving
         first = write.tensor not in self.produced
         self.produced.add(write.tensor)
         if write.offset is None:

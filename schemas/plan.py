@@ -84,6 +84,11 @@ class Wait(Model):
 Step = Annotated[Compute | Free | Offload | Prefetch | Wait, Field(discriminator="do")]
 
 
+Outputs = Literal["outside", "arena", "gradients"]
+"""Where tensors that leave the step lie: "gradients" has those that backward and optimizer ops make
+in the arena, and the forward's (loss, logits) outside."""
+
+
 class Plan(Model):
     """
     A joint schedule and its figures. Sizes are bytes, costs µs.
@@ -113,7 +118,7 @@ class Plan(Model):
     swapped_bytes: Bytes
     solve_seconds: Annotated[float, Field(ge=0, strict=True)]
     alignment: Annotated[int, Field(ge=1, strict=True)] = 512
-    outputs: Literal["outside", "arena"] = "outside"
+    outputs: Outputs = "outside"
     versions: dict[str, str] = {}
     steps: list[Step]
 

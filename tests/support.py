@@ -50,6 +50,16 @@ def final_versions(graph: Graph) -> dict[int, int]:
     return {t.id: sum(t.id in op.mutates for op in graph.ops) for t in graph.tensors}
 
 
+def outside_outputs(graph: Graph, outputs: str) -> set[int]:
+    """Ids of the outputs whose first production belongs outside the arena."""
+    kinds = {t.id: t.kind for t in graph.tensors}
+    made = {t: op.phase for op in graph.ops for t in op.outputs}
+    found = {t for t, kind in kinds.items() if kind == "output"}
+    if outputs == "gradients":
+        return {t for t in found if made.get(t, "forward") == "forward"}
+    return found if outputs == "outside" else set()
+
+
 def make_plan(graph: Graph, steps: list, *, outputs="outside", alignment=1, **figures) -> Plan:
     """The plan of these steps with figures measured here; `figures` overrides any field."""
     measured = measure(graph, steps, outputs)
@@ -75,7 +85,7 @@ def measure(graph: Graph, steps: list, outputs: str) -> dict:
     size = {t.id: t.bytes for t in graph.tensors}
     ops = {op.id: op for op in graph.ops}
     resident = sum(t.bytes for t in graph.tensors if t.resident)
-    outside = sum(t.bytes for t in graph.tensors if t.kind == "output")
+    outside = sum(size[t] for t in outside_outputs(graph, outputs))
     live: dict[int, tuple[int, int]] = {}
     runs: list[int] = []
     ends: dict[int, float] = {}
@@ -119,7 +129,7 @@ def measure(graph: Graph, steps: list, outputs: str) -> dict:
     return {
         "resident_bytes": resident,
         "arena_bytes": arena,
-        "peak_bytes": resident + arena + (outside if outputs == "outside" else 0),
+        "peak_bytes": resident + arena + outside,
         "base_cost_us": base,
         "cost_us": now,
         "overhead": now / base - 1 if base else 0.0,
@@ -282,7 +292,7 @@ class PlanWriter:
         ended: list[int] = []
         for t in body.outputs:
             size = self.tensors[t].bytes
-            leaves = self.outputs == "outside" and self.tensors[t].kind == "output"
+            leaves = t in outside_outputs(self.graph, self.outputs)
             if leaves and t not in self.outside:
                 offset = None
             else:
@@ -331,7 +341,9 @@ class PlanWriter:
     def is_output(self, number: int) -> bool:
         """Whether the buffer is, or will by overwriting become, an output in the arena."""
         t = self.live[number][0]
-        return self.outputs == "arena" and self.tensors[t].kind == "output"
+        return self.tensors[t].kind == "output" and t not in outside_outputs(
+            self.graph, self.outputs
+        )
 
     def wait(self, number: int) -> None:
         self.steps.append(Wait(buffer=number))

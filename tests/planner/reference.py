@@ -7,6 +7,7 @@ kept. A plan is good if both hold.
 """
 
 from schemas import Compute, Free, Graph, Offload, Plan, Prefetch, TensorRead, Wait
+from tests.support import outside_outputs
 
 
 def straight(graph: Graph):
@@ -161,7 +162,7 @@ class Machine:
                 continue
             first = write.tensor not in self.used.values()
             self.used[write.buffer] = write.tensor
-            leaves = self.plan.outputs == "outside" and self.tensors[t].kind == "output"
+            leaves = t in outside_outputs(self.graph, self.plan.outputs)
             self.rule((write.offset is None) == (leaves and first))
             if write.offset is None:
                 self.outside[write.tensor] = value
@@ -231,9 +232,10 @@ class Machine:
     def finish(self):
         self.rule(not self.copying and not self.arriving)
         self.rule(set(self.ran) == set(self.ops))
+        outside = outside_outputs(self.graph, self.plan.outputs)
         for t in self.graph.tensors:
             held = [n for n, (tensor, _, _) in self.live.items() if tensor == t.id]
-            in_arena = t.kind == "output" and self.plan.outputs == "arena"
+            in_arena = t.kind == "output" and t.id not in outside
             self.rule(len(held) == (1 if in_arena else 0))
             if in_arena:
                 got = [self.load(n, *self.live[n][1:]) for n in held]

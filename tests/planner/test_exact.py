@@ -28,7 +28,7 @@ SETTINGS = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
-OUTPUTS = st.sampled_from(["outside", "arena"])
+OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
 BUDGETS = {"outputs": OUTPUTS, "share": st.floats(0, 1), "alignment": st.sampled_from([1, 8])}
 SECONDS = 20.0
 

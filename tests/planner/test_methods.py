@@ -13,7 +13,7 @@ from tests.support import make_graph
 
 NOSHRINK = [Phase.explicit, Phase.reuse, Phase.generate]
 HEURISTICS = [name for name, info in METHODS.items() if info.anytime is False]
-OUTPUTS = st.sampled_from(["outside", "arena"])
+OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
 SHARES = st.sampled_from(["100%", "90%", "70%", "50%", "30%", "min"])
 
 

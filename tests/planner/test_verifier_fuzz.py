@@ -13,7 +13,7 @@ from tests.planner.reference import Machine
 from tests.strategies import graphs
 from tests.support import make_graph, make_plan, naive_plan, random_plan
 
-OUTPUTS = st.sampled_from(["outside", "arena"])
+OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
 SEEDS = st.integers(0, 2**32)
 
 
@@ -186,7 +186,7 @@ TAMPERS = [_drop, _repeat, _move, _swap, _offset, _offset, _read, _read, _number
 TAMPERS += [_write, _workspace, _variant, _op, _add_free, _transfer]
 
 
-@pytest.mark.parametrize("outputs", ["outside", "arena"])
+@pytest.mark.parametrize("outputs", ["outside", "arena", "gradients"])
 def test_an_empty_step_is_a_plan(outputs):
     """No ops at all: nothing to do, nothing to hold."""
     graph = make_graph({}, [])
