@@ -231,13 +231,13 @@ def serve(host: str, port: int, store: str | None, max_body: str, max_ops: int) 
         from api.service import create_app
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
-    from api.store import SqliteStore, default_path
+    from planner.store import SqliteStore, StoreError, default_path
 
-    app = create_app(
-        SqliteStore(Path(store) if store else default_path()),
-        max_body_bytes=limit,
-        max_ops=max_ops,
-    )
+    try:
+        plans = SqliteStore(Path(store) if store else default_path())
+    except StoreError as error:
+        fail(error, EXIT_ERROR)
+    app = create_app(plans, max_body_bytes=limit, max_ops=max_ops)
     uvicorn.run(app, host=host, port=port, log_level="info")
 
 

@@ -12,8 +12,8 @@ from pydantic.json_schema import models_json_schema
 
 from api import problems
 from api.problems import ProblemError
-from api.store import PlanStore, StoredPlan, plan_key
 from planner import find_faults, plan
+from planner.store import PlanStore, StoredPlan, plan_key
 from schemas import (
     Graph,
     InvalidInputError,

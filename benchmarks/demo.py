@@ -10,6 +10,7 @@ import argparse
 import copy
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -109,6 +110,7 @@ def measure(arguments: argparse.Namespace) -> list[Trainer]:
         reset_peak()
         trainer.step(ids)
         if budget is None:
+            # What is there before a step: `before` was taken without the model.
             trainer.peak_bytes = process_bytes()[1] - before
         else:
             trainer.report = reports()[-1]
@@ -139,7 +141,7 @@ def summary(trainers: list[Trainer]) -> list[dict[str, Any]]:
             "losses": [float(loss) for loss in trainer.losses],
         }
         if trainer.report is None:
-            row["peak_bytes"] = trainer.peak_bytes
+            row["measured_peak_bytes"] = trainer.peak_bytes
         else:
             report = trainer.report
             row |= {
@@ -149,6 +151,7 @@ def summary(trainers: list[Trainer]) -> list[dict[str, Any]]:
                     "status",
                     "budget_bytes",
                     "peak_bytes",
+                    "measured_peak_bytes",
                     "planned_arena_bytes",
                     "measured_arena_bytes",
                     "outside_bytes",
@@ -167,14 +170,15 @@ def summary(trainers: list[Trainer]) -> list[dict[str, Any]]:
 def show(rows: list[dict[str, Any]]) -> None:
     """The rows as a table on stdout."""
     table = Table(title="GPT-2, one training step: forward and backward")
-    heads = ("mode", "peak", "planned arena", "measured arena", "outside", "step", "x keep-all")
+    heads = ("mode", "budget", "peak", "arena", "measured arena", "outside", "step", "x keep-all")
     for head in (*heads, "planned overhead", "in-step overhead", "bitwise"):
         table.add_column(head, justify="left" if head == "mode" else "right")
     for row in rows:
         planned = "planned_overhead" in row
         table.add_row(
             row["mode"],
-            format_bytes(row["peak_bytes"]),
+            format_bytes(row["budget_bytes"]) if planned else "",
+            format_bytes(row["measured_peak_bytes"]),
             format_bytes(row["planned_arena_bytes"]) if planned else "",
             format_bytes(row["measured_arena_bytes"]) if planned else "",
             f"{row['outside_bytes']} B" if planned else "",
@@ -224,6 +228,7 @@ def main() -> int:
         and row["parameters_equal"]
         and row.get("outside_bytes", 0) == 0
         and row.get("planned_arena_bytes") == row.get("measured_arena_bytes")
+        and row["measured_peak_bytes"] <= row.get("budget_bytes", math.inf)
         for row in rows
     )
     if not held:

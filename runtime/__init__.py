@@ -6,6 +6,7 @@ Importing this package does not import torch; its parts do.
 from runtime.errors import (
     BuildError,
     CaptureError,
+    CudaGraphError,
     GraphBreakError,
     OptionsError,
     RuntimeRefusalError,
@@ -17,6 +18,7 @@ from runtime.reports import StepReport, clear_reports, reports
 __all__ = [
     "BuildError",
     "CaptureError",
+    "CudaGraphError",
     "GraphBreakError",
     "OptionsError",
     "RuntimeRefusalError",

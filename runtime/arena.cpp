@@ -1,138 +1,68 @@
-// The CPU arena: a c10::Allocator in front of PyTorch's own, and the calls that drive it.
+// The arena: an allocator in front of PyTorch's own, and the calls that drive it.
 //
-// A step is a program of op occurrences, each with the slots its allocations take, in the order in
-// which the op makes them. While a thread is inside an occurrence, its k-th allocation is served at
-// the address of the k-th slot, if the size is the planned one. Everything else, on every thread,
-// goes to PyTorch's allocator. Addresses come from the plan alone: freeing a pointer into an arena
-// only counts.
+// On the CPU the allocator stands in front of PyTorch's, as PyTorch provides for. The data pointer
+// and the context of what `allocate` returns are the same, and one deleter serves both kinds of
+// memory, because oneDNN allocates by raw_allocate and frees by raw_deallocate.
 //
-// The data pointer and the context of what `allocate` returns are the same, and one deleter serves
-// both kinds of memory, because oneDNN allocates by raw_allocate and frees by raw_deallocate.
+// On CUDA the function `allocate` of PyTorch's own allocator is exchanged, and what the plan does not
+// place is PyTorch's as before: its cache, its errors, streams, statistics, pools of CUDA graphs.
+// (The pluggable allocators that PyTorch provides have none of these.) Memory is a tensor that the
+// caller keeps.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <malloc.h>
-#include <sys/mman.h>
 
-#include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <mutex>
-#include <vector>
+#include <algorithm>
+
+#include "arena.h"
+#include "exchange.h"
 
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-struct Slot {
-  int64_t size;
-  int64_t offset;  // from the arena's start; -1: served by PyTorch's allocator, as planned
-};
-
-struct Arena {
-  char* base = nullptr;
-  size_t mapped = 0;
-  std::vector<int64_t> first;  // occurrence k owns slots [first[k], first[k + 1])
-  std::vector<Slot> slots;
-  std::vector<uint8_t> again;  // occurrence k is a recomputation
-  int64_t high_water = 0;
-  int64_t outside = 0;
-  double elapsed_us[2] = {0, 0};  // first computations, recomputations
-  std::atomic<int64_t> live{0};
-  std::atomic<bool> retired{false};
-};
-
-constexpr int kMaxArenas = 1024;
-std::atomic<Arena*> arenas[kMaxArenas];
-std::atomic<int> arena_count{0};
-std::mutex arenas_mutex;
-
-std::atomic<int64_t> current_bytes{0};
-std::atomic<int64_t> peak_bytes{0};
-
-struct Event {
-  bool is_alloc;
-  uintptr_t pointer;
-  int64_t size;
-};
-
-thread_local Arena* active = nullptr;
-thread_local const Slot* cursor = nullptr;
-thread_local const Slot* limit = nullptr;
-thread_local bool inside_op = false;
-thread_local int timed_class = -1;
-thread_local Clock::time_point timed_since;
-thread_local bool recording = false;
-thread_local std::vector<Event>* events = nullptr;
-
 at::Allocator* original = nullptr;
-
-void unmap(Arena* arena) {
-  // The entry stays (null), so that readers never see a moved one.
-  for (int i = 0; i < arena_count.load(); ++i) {
-    if (arenas[i].load() == arena) arenas[i].store(nullptr);
-  }
-  if (arena->base != nullptr) munmap(arena->base, arena->mapped);
-  delete arena;
-}
-
-Arena* arena_of(void* pointer) {
-  char* p = static_cast<char*>(pointer);
-  const int count = arena_count.load(std::memory_order_acquire);
-  for (int i = 0; i < count; ++i) {
-    Arena* arena = arenas[i].load(std::memory_order_acquire);
-    if (arena != nullptr && p >= arena->base && p < arena->base + arena->mapped) return arena;
-  }
-  return nullptr;
-}
+coop::Allocate original_cuda = nullptr;
+auto& recorded = *new std::unordered_map<void*, at::DeleterFnPtr>();  // on CUDA; by sizes_mutex
 
 void release(void* pointer) {
   if (pointer == nullptr) return;
-  if (recording) events->push_back({false, reinterpret_cast<uintptr_t>(pointer), 0});
-  if (Arena* arena = arena_of(pointer)) {
-    if (arena->live.fetch_sub(1) == 1 && arena->retired.load()) {
-      std::lock_guard<std::mutex> lock(arenas_mutex);
-      unmap(arena);
+  log_free(pointer);
+  if (Memory* memory = memory_of(pointer)) {
+    if (memory->live.fetch_sub(1) == 1) {
+      std::lock_guard<std::mutex> lock(memories_mutex);
+      memory = memory_of(pointer);  // another thread may have unmapped it meanwhile
+      if (memory != nullptr && memory->retired && memory->live.load() == 0) unmap(memory);
     }
     return;
   }
-  current_bytes.fetch_sub(static_cast<int64_t>(malloc_usable_size(pointer)));
+  {
+    std::lock_guard<std::mutex> lock(sizes_mutex);
+    const auto found = sizes.find(pointer);
+    if (found != sizes.end()) {
+      count(-found->second);
+      sizes.erase(found);
+    }
+  }
   original->raw_deleter()(pointer);
 }
 
 class ArenaAllocator final : public at::Allocator {
  public:
   at::DataPtr allocate(size_t size) override {
-    if (size != 0 && inside_op) {
-      if (cursor != limit && cursor->size == static_cast<int64_t>(size)) {
-        const Slot slot = *cursor++;
-        if (slot.offset >= 0) {
-          char* p = active->base + slot.offset;
-          const int64_t end = slot.offset + slot.size;
-          if (end > active->high_water) active->high_water = end;
-          active->live.fetch_add(1);
-          return {p, p, &release, at::Device(at::DeviceType::CPU)};
-        }
-      } else {
-        active->outside += static_cast<int64_t>(size);
-      }
+    if (char* p = planned(size, false)) {
+      return {p, p, &release, at::Device(at::DeviceType::CPU)};
     }
     at::DataPtr data = original->allocate(size);
     void* p = data.release_context();
     if (p != nullptr) {
-      const int64_t now =
-          current_bytes.fetch_add(static_cast<int64_t>(malloc_usable_size(p))) +
-          static_cast<int64_t>(malloc_usable_size(p));
-      int64_t seen = peak_bytes.load();
-      while (now > seen && !peak_bytes.compare_exchange_weak(seen, now)) {
+      count(static_cast<int64_t>(size));
+      {
+        std::lock_guard<std::mutex> lock(sizes_mutex);
+        sizes[p] = static_cast<int64_t>(size);
       }
-      if (recording) {
-        events->push_back(
-            {true, reinterpret_cast<uintptr_t>(p), static_cast<int64_t>(size)});
-      }
+      if (recording && !recording_cuda) log_alloc(p, size);
     }
     return {p, p, &release, at::Device(at::DeviceType::CPU)};
   }
@@ -144,6 +74,45 @@ class ArenaAllocator final : public at::Allocator {
   }
 };
 
+// Of what lies in memory of an arena, and of what was recorded.
+void cuda_release(void* pointer) {
+  log_free(pointer);
+  if (Memory* memory = memory_of(pointer)) {
+    memory->live.fetch_sub(1);
+    return;
+  }
+  at::DeleterFnPtr own = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(sizes_mutex);
+    const auto found = recorded.find(pointer);
+    if (found == recorded.end()) return;
+    own = found->second;
+    recorded.erase(found);
+  }
+  own(pointer);
+}
+
+at::DataPtr cuda_allocate(void* self, size_t size) {
+  if (char* p = planned(size, true)) {
+    const auto index = static_cast<c10::DeviceIndex>(active->memory->device);
+    return {p, p, &cuda_release, at::Device(at::DeviceType::CUDA, index)};
+  }
+  at::DataPtr data = original_cuda(self, size);
+  void* p = data.get();
+  if (inside_op && active->memory->device != kCpu) active->beside += static_cast<int64_t>(size);
+  // Recorded, it needs our deleter, which PyTorch's record_stream does not know: only for a moment.
+  if (recording && recording_cuda && p != nullptr && data.get_context() == p) {
+    {
+      std::lock_guard<std::mutex> lock(sizes_mutex);
+      recorded[p] = data.get_deleter();
+    }
+    log_alloc(p, size);
+    data.release_context();
+    return {p, p, &cuda_release, data.device()};
+  }
+  return data;
+}
+
 void close_interval() {
   const Clock::time_point now = Clock::now();
   if (timed_class >= 0 && active != nullptr) {
@@ -153,7 +122,10 @@ void close_interval() {
   timed_since = now;
 }
 
-Arena* as_arena(PyObject* object) { return static_cast<Arena*>(PyLong_AsVoidPtr(object)); }
+template <typename T>
+T* as(PyObject* object) {
+  return static_cast<T*>(PyLong_AsVoidPtr(object));
+}
 
 PyObject* install(PyObject*, PyObject*) {
   if (original == nullptr) {
@@ -163,65 +135,149 @@ PyObject* install(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* create(PyObject*, PyObject* args) {
-  Py_ssize_t size;
-  const char *first, *sizes, *offsets, *again;
-  Py_ssize_t n_first, n_sizes, n_offsets, n_again;
-  if (!PyArg_ParseTuple(args, "ny#y#y#y#", &size, &first, &n_first, &sizes, &n_sizes, &offsets,
-                        &n_offsets, &again, &n_again)) {
-    return nullptr;
+PyObject* install_cuda(PyObject*, PyObject* address) {
+  if (original_cuda == nullptr) {
+    original_cuda = coop::exchange_allocate(as<at::Allocator>(address), &cuda_allocate);
   }
-  auto* arena = new Arena();
-  const auto* firsts = reinterpret_cast<const int64_t*>(first);
-  arena->first.assign(firsts, firsts + n_first / sizeof(int64_t));
-  const size_t count = n_sizes / sizeof(int64_t);
-  for (size_t i = 0; i < count; ++i) {
-    arena->slots.push_back({reinterpret_cast<const int64_t*>(sizes)[i],
-                            reinterpret_cast<const int64_t*>(offsets)[i]});
-  }
-  arena->again.assign(again, again + n_again);
-  const size_t page = 4096;
-  arena->mapped = (static_cast<size_t>(size) + page - 1) / page * page;
-  if (arena->mapped != 0) {
-    void* memory = mmap(nullptr, arena->mapped, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) {
-      delete arena;
-      return PyErr_Format(PyExc_MemoryError, "cannot map an arena of %zd bytes", size);
-    }
-    arena->base = static_cast<char*>(memory);
-  }
-  std::lock_guard<std::mutex> lock(arenas_mutex);
-  int at = 0;
-  while (at < arena_count.load() && arenas[at].load() != nullptr) ++at;
-  if (at == kMaxArenas) {
-    if (arena->base != nullptr) munmap(arena->base, arena->mapped);
-    delete arena;
-    PyErr_SetString(PyExc_MemoryError, "too many arenas at once");
-    return nullptr;
-  }
-  arenas[at].store(arena, std::memory_order_release);
-  if (at == arena_count.load()) arena_count.store(at + 1, std::memory_order_release);
-  return PyLong_FromVoidPtr(arena);
+  return PyBool_FromLong(original_cuda != nullptr);
 }
 
-PyObject* destroy(PyObject*, PyObject* handle) {
-  Arena* arena = as_arena(handle);
-  std::lock_guard<std::mutex> lock(arenas_mutex);
-  arena->retired.store(true);
-  if (arena->live.load() == 0) unmap(arena);
+// Takes its place in the table, or sets an error and returns false.
+bool enlist(Memory* memory) {
+  std::lock_guard<std::mutex> lock(memories_mutex);
+  int at = 0;
+  while (at < memory_count.load() && memories[at].load() != nullptr) ++at;
+  if (at == kMaxMemories) {
+    PyErr_SetString(PyExc_MemoryError, "too many arenas at once");
+    return false;
+  }
+  memories[at].store(memory, std::memory_order_release);
+  if (at == memory_count.load()) memory_count.store(at + 1, std::memory_order_release);
+  return true;
+}
+
+PyObject* memory_create(PyObject*, PyObject* number) {
+  const Py_ssize_t bytes = PyLong_AsSsize_t(number);
+  if (bytes == -1 && PyErr_Occurred()) return nullptr;
+  auto* memory = new Memory();
+  memory->bytes = memory->counted = static_cast<size_t>(bytes);
+  memory->mapped = (memory->bytes + kPage - 1) / kPage * kPage;
+  if (memory->mapped != 0) {
+    void* found = mmap(nullptr, memory->mapped, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) {
+      delete memory;
+      return PyErr_Format(PyExc_MemoryError, "cannot map an arena of %zd bytes", bytes);
+    }
+    memory->base = static_cast<char*>(found);
+  }
+  if (!enlist(memory)) {
+    if (memory->base != nullptr) munmap(memory->base, memory->mapped);
+    delete memory;
+    return nullptr;
+  }
+  count(bytes);
+  return PyLong_FromVoidPtr(memory);
+}
+
+// Memory on a CUDA device, which the caller keeps until it is retired with nothing live in it.
+PyObject* memory_adopt(PyObject*, PyObject* args) {
+  int device;
+  unsigned long long address;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(args, "iKn", &device, &address, &bytes)) return nullptr;
+  auto* memory = new Memory();
+  memory->device = device;
+  memory->base = reinterpret_cast<char*>(address);
+  memory->bytes = memory->mapped = static_cast<size_t>(bytes);
+  if (!enlist(memory)) {
+    delete memory;
+    return nullptr;
+  }
+  return PyLong_FromVoidPtr(memory);
+}
+
+PyObject* memory_retire(PyObject*, PyObject* handle) {
+  std::lock_guard<std::mutex> lock(memories_mutex);
+  retire(as<Memory>(handle));
+  Py_RETURN_NONE;
+}
+
+// Give back all whole pages outside the ranges (begin, end), which ascend; then as memory_retire.
+PyObject* memory_part(PyObject*, PyObject* args) {
+  PyObject* handle;
+  const char* text;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "Oy#", &handle, &text, &length)) return nullptr;
+  Memory* memory = as<Memory>(handle);
+  const auto* ranges = reinterpret_cast<const int64_t*>(text);
+  std::lock_guard<std::mutex> lock(memories_mutex);
+  size_t from = 0;
+  size_t given = 0;
+  const auto give = [&](size_t to) {  // pages in [from, to)
+    const size_t begin = (from + kPage - 1) / kPage * kPage;
+    const size_t end = to / kPage * kPage;
+    if (begin >= end) return;
+    madvise(memory->base + begin, end - begin, MADV_DONTNEED);
+    given += end - begin;
+  };
+  for (size_t i = 0; i + 1 < length / sizeof(int64_t); i += 2) {
+    give(static_cast<size_t>(ranges[i]));
+    from = static_cast<size_t>(ranges[i + 1]);
+  }
+  give(memory->mapped);
+  given = std::min(given, memory->counted);
+  memory->counted -= given;
+  count(-static_cast<int64_t>(given));
+  retire(memory);
+  Py_RETURN_NONE;
+}
+
+PyObject* memory_live(PyObject*, PyObject* handle) {
+  return PyLong_FromLongLong(as<Memory>(handle)->live.load());
+}
+
+PyObject* program_create(PyObject*, PyObject* args) {
+  const char *first, *sizes, *offsets, *again;
+  Py_ssize_t n_first, n_sizes, n_offsets, n_again;
+  if (!PyArg_ParseTuple(args, "y#y#y#y#", &first, &n_first, &sizes, &n_sizes, &offsets, &n_offsets,
+                        &again, &n_again)) {
+    return nullptr;
+  }
+  auto* program = new Program();
+  const auto* firsts = reinterpret_cast<const int64_t*>(first);
+  program->first.assign(firsts, firsts + n_first / sizeof(int64_t));
+  const size_t slots = n_sizes / sizeof(int64_t);
+  for (size_t i = 0; i < slots; ++i) {
+    program->slots.push_back({reinterpret_cast<const int64_t*>(sizes)[i],
+                              reinterpret_cast<const int64_t*>(offsets)[i]});
+  }
+  program->again.assign(again, again + n_again);
+  return PyLong_FromVoidPtr(program);
+}
+
+PyObject* program_destroy(PyObject*, PyObject* handle) {
+  delete as<Program>(handle);
   Py_RETURN_NONE;
 }
 
 PyObject* begin(PyObject*, PyObject* args) {
-  PyObject* handle;
+  PyObject *program, *memory;
   int fresh;
-  if (!PyArg_ParseTuple(args, "Op", &handle, &fresh)) return nullptr;
-  active = as_arena(handle);
+  if (!PyArg_ParseTuple(args, "OOp", &program, &memory, &fresh)) return nullptr;
+  active = as<Program>(program);
+  active->memory = as<Memory>(memory);
+  active->arena_bytes = -1;
+  if (active->memory->device != kCpu) {
+    active->arena_bytes = static_cast<int64_t>(active->memory->bytes);
+  }
   if (fresh) {
     active->high_water = 0;
-    active->outside = 0;
+    active->outside = active->beside = 0;
     active->elapsed_us[0] = active->elapsed_us[1] = 0;
+    const int64_t now = current_bytes.load();
+    step_peak_bytes.store(now);
+    active->before = now - static_cast<int64_t>(active->memory->counted);
   }
   inside_op = false;
   timed_class = -1;
@@ -255,20 +311,19 @@ PyObject* leave(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* live(PyObject*, PyObject* handle) {
-  return PyLong_FromLongLong(as_arena(handle)->live.load());
-}
-
 PyObject* counters(PyObject*, PyObject* handle) {
-  Arena* arena = as_arena(handle);
-  return Py_BuildValue("LLdd", static_cast<long long>(arena->high_water),
-                       static_cast<long long>(arena->outside), arena->elapsed_us[0],
-                       arena->elapsed_us[1]);
+  Program* program = as<Program>(handle);
+  const int64_t bytes = program->arena_bytes < 0 ? step_peak_bytes.load() - program->before
+                                                 : program->arena_bytes + program->beside;
+  return Py_BuildValue("LLLdd", static_cast<long long>(program->high_water),
+                       static_cast<long long>(program->outside), static_cast<long long>(bytes),
+                       program->elapsed_us[0], program->elapsed_us[1]);
 }
 
-PyObject* record_begin(PyObject*, PyObject*) {
+PyObject* record_begin(PyObject*, PyObject* cuda) {
   if (events == nullptr) events = new std::vector<Event>();
   events->clear();
+  recording_cuda = cuda == Py_True;
   recording = true;
   Py_RETURN_NONE;
 }
@@ -279,7 +334,7 @@ PyObject* record_end(PyObject*, PyObject*) {
   for (const Event& event : *events) {
     PyObject* item =
         Py_BuildValue("iKL", event.is_alloc ? 1 : 0,
-                      static_cast<unsigned long long>(event.pointer),
+                      static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(event.pointer)),
                       static_cast<long long>(event.size));
     PyList_Append(list, item);
     Py_DECREF(item);
@@ -300,17 +355,24 @@ PyObject* reset_peak(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"install", install, METH_NOARGS, "Put the arena allocator in front of PyTorch's."},
-    {"create", create, METH_VARARGS, "(bytes, first, sizes, offsets, again) -> handle"},
-    {"destroy", destroy, METH_O, "Unmap an arena once nothing lives in it."},
-    {"begin", begin, METH_VARARGS, "(handle, fresh): this thread runs in the arena."},
+    {"install_cuda", install_cuda, METH_O,
+     "(address of PyTorch's CUDA allocator) -> whether `allocate` could be exchanged"},
+    {"memory_create", memory_create, METH_O, "(bytes) -> handle"},
+    {"memory_adopt", memory_adopt, METH_VARARGS, "(CUDA device, address, bytes) -> handle"},
+    {"memory_retire", memory_retire, METH_O, "Unmap it once nothing lives in it."},
+    {"memory_part", memory_part, METH_VARARGS, "(handle, ranges): keep these, retire the rest."},
+    {"memory_live", memory_live, METH_O, "(handle) -> allocations in it not freed yet"},
+    {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again) -> handle"},
+    {"program_destroy", program_destroy, METH_O, "Forget a program."},
+    {"begin", begin, METH_VARARGS, "(program, memory, fresh): this thread runs in the arena."},
     {"enter", enter, METH_O, "(k): op occurrence k comes next."},
     {"pause", pause, METH_NOARGS, "No op until the next enter."},
     {"leave", leave, METH_NOARGS, "This thread is out of the arena."},
-    {"live", live, METH_O, "(handle) -> allocations in the arena not freed yet"},
-    {"counters", counters, METH_O, "(handle) -> high water, outside bytes, first us, again us"},
-    {"record_begin", record_begin, METH_NOARGS, "Log this thread's allocations and frees."},
+    {"counters", counters, METH_O,
+     "(program) -> high water, outside bytes, bytes of the step, first us, again us"},
+    {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
     {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},
-    {"process_bytes", process_bytes, METH_NOARGS, "-> current, peak bytes outside arenas"},
+    {"process_bytes", process_bytes, METH_NOARGS, "-> current, peak bytes of the process"},
     {"reset_peak", reset_peak, METH_NOARGS, "Start a new peak from the current bytes."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -1,5 +1,7 @@
 """`torch.compile(fn, backend="coop", options={"budget": ...})`."""
 
+import inspect
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,11 +11,31 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
 from planner import plan, verify
+from runtime import plan_cache
+from runtime.arena import Memory, memory_of
 from runtime.capture import Captured, capture_joint
 from runtime.executor import PlannedStep
+from runtime.lines import Lines, lines_of
 from runtime.options import Options
 from runtime.partition import split
 from runtime.reports import StepReport, add, reports
+from runtime.shapes import (
+    ByShape,
+    first_shapes,
+    function_of,
+    is_symbolic,
+    keep_recompiling,
+    shape_of,
+)
+
+log = logging.getLogger("coop-plan")
+
+# Dynamo asks for these before it asks the backend, so they are set when the backend is loaded,
+# for every function compiled in this thread. DDPOptimizer would split a model into graphs that no
+# budget can bound together; without allow_rnn a recurrent layer is a graph break.
+torch._dynamo.config.optimize_ddp = False
+torch._dynamo.config.allow_rnn = True
+log.debug("torch._dynamo.config: optimize_ddp = False, allow_rnn = True")
 
 
 def coop(
@@ -24,31 +46,76 @@ def coop(
 ) -> Callable[..., Any]:
     """Dynamo backend: plans the joint graph of `gm` within a budget and runs it in one arena.
 
+    Each input shape has a plan of its own, within the same budget (a share is of that shape's own
+    peak). With `shapes="eager"`, only the first shape of a function has one: others run as eager
+    autograd, with eager's numbers and NOT within the budget; a warning says so.
+
     Without gradients (`no_grad`, inference) the graph runs as it is: nothing is kept for a
     backward, so there is nothing to plan.
 
     Raises:
-        OptionsError, CaptureError, planner.InfeasibleBudgetError: at the first call of the
-            compiled function, inside Dynamo's own exception.
+        OptionsError, CaptureError, planner.InfeasibleBudgetError: at the first call with a shape;
+            inside Dynamo's own exception if the graph has no symbols in it.
     """
     wanted = Options.parse(options)
-    compilation = _Compilation(wanted, options)
-    backend = aot_autograd(
-        fw_compiler=compilation.forward,
-        bw_compiler=compilation.backward,
-        inference_compiler=_as_it_is,
-        partition_fn=compilation.partition,
-    )
-    compiled: Callable[..., Any] = backend(gm, example_inputs)
-    return compiled
+    memory = memory_of(_compile_call() or options)  # held: it lives as long as one of its steps
+    first, function = first_shapes(memory), function_of(gm)
+    lines = lines_of(gm)
+    keep_recompiling(lines.begin)
+
+    def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        shape = shape_of(graph, inputs)
+        another = first.get(function, shape) != shape
+        if wanted.shapes == "eager" and another and torch.is_grad_enabled():
+            log.warning(
+                "%s: input sizes %s run as eager autograd, not within the budget",
+                *(lines.begin, shape),
+            )
+            return graph
+        compilation = _Compilation(wanted, memory, lines)
+        backend = aot_autograd(
+            fw_compiler=compilation.forward,
+            bw_compiler=compilation.backward,
+            inference_compiler=_as_it_is,
+            partition_fn=compilation.partition,
+        )
+        compiled: Callable[..., Any] = backend(graph, inputs)
+        if compilation.step is not None:
+            first.setdefault(function, shape)
+            if lines.breaks:
+                log.warning(
+                    "graph break at %s: what runs outside the graph is not within the budget;"
+                    " fullgraph=True makes this an error",
+                    lines.end,
+                )
+        return compiled
+
+    if is_symbolic(gm):
+        return ByShape(gm, compile_static).run
+    return compile_static(gm, example_inputs)
+
+
+def _compile_call() -> object | None:
+    """What stands for the `torch.compile` call that asks: its graphs share the budget.
+
+    The options cannot, because calls may be given one dict.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch._TorchCompileWrapper.__call__.__code__:
+            call: object = frame.f_locals["self"]
+            return call
+        frame = frame.f_back
+    return None
 
 
 class _Compilation:
     """One joint graph on its way from capture to running code."""
 
-    def __init__(self, options: Options, owner: object) -> None:
+    def __init__(self, options: Options, memory: Memory, lines: Lines) -> None:
         self.options = options
-        self.owner = owner
+        self.memory = memory
+        self.lines = lines
         self.step: PlannedStep | None = None
 
     def partition(
@@ -61,7 +128,7 @@ class _Compilation:
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         captured = capture_joint(joint, num_fwd_outputs, static_lifetime_input_indices or ())
-        self.step, halves = plan_captured(captured, self.options, self.owner)
+        self.step, halves = plan_captured(captured, self.options, self.memory, self.lines)
         return halves
 
     def forward(self, module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
@@ -74,34 +141,44 @@ class _Compilation:
 
 
 def plan_captured(
-    captured: Captured, options: Options, owner: object
+    captured: Captured, options: Options, memory: Memory, lines: Lines
 ) -> tuple[PlannedStep, tuple[fx.GraphModule, fx.GraphModule]]:
     """Plan a captured step, verify the plan, and make it runnable."""
     began = time.perf_counter()
-    made = plan(
+    if captured.device.type == "cuda":
+        options = options.on_cuda()
+    key = plan_cache.key_of(captured.graph, options)
+    found = plan_cache.find(key, captured.graph, options)
+    made = found or plan(
         captured.graph,
         options.budget,
         method=options.method,
+        outputs=options.outputs,
         alignment=options.alignment,
         time_limit=options.time_limit,
         switches=options.switches,
     )
-    verify(captured.graph, made)
+    if found is None:
+        verify(captured.graph, made)
+        plan_cache.keep(key, captured.graph, made)
     report = StepReport(
         name=f"step {len(reports())}",
         budget_bytes=made.budget_bytes,
         peak_bytes=made.peak_bytes,
         planned_arena_bytes=made.arena_bytes,
+        resident_bytes=made.resident_bytes,
         planned_overhead=made.overhead,
         method=made.method,
         status=made.status,
         graph=captured.graph,
         plan=made,
         profile_seconds=captured.profile_seconds,
+        profiled_ops=captured.profiled_ops,
+        plan_cached=found is not None,
         plan_seconds=time.perf_counter() - began,
     )
-    halves = split(captured, made)
-    step = PlannedStep(captured, made, report, owner)
+    step = PlannedStep(captured, made, report, memory, lines)
+    halves = split(captured, made, step.ticket, step.redeem)
     add(report)
     return step, halves
 

@@ -7,19 +7,28 @@ order is the forward ops, then the backward ops, each in traced order.
 import operator
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-from torch.utils._pytree import tree_flatten
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from runtime import cuda
 from runtime.errors import CaptureError
-from runtime.profile import OpProfile, profile
+from runtime.profile import OpProfile, measured_ops, profile
+from runtime.profile_cache import kept_profiles
 from schemas import Graph, parse_graph
 
 GETITEM = operator.getitem
+
+GENERATOR_BYTES = 5056
+"""Of one state of the CPU's generator, of which each random op may need one to run again."""
+
+TICKET_BYTES = 8
+"""Of what the forward saves to know its step by (runtime.executor)."""
 
 SNAPSHOT = "coop_snapshot"
 """Key in `node.meta` of the copy of an input that the step overwrites when its forward ends."""
@@ -48,9 +57,15 @@ class Captured:
     base: dict[int, tuple[fx.Node, int]]
     forward_ops: int
     profile_seconds: float
+    device: torch.device
+    profiled_ops: int = 0
     output_args: list[Any] = field(default_factory=list)
+    resident_within: int = 0
+    """Bytes that count as resident and are allocated when the step runs: tangents, copies of inputs
+    that the step overwrites, the runtime's own."""
 
 
+@kept_profiles()
 def capture_joint(
     module: fx.GraphModule,
     num_fwd_outputs: int,
@@ -68,15 +83,20 @@ def capture_joint(
     Raises:
         CaptureError: something that cannot be planned, named.
     """
-    began = time.perf_counter()
+    began, measured = time.perf_counter(), measured_ops()
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = list(output.args[0])
+    device = _device_of_step(module)
     _snapshot_overwritten(module, output.meta.get("desc", [])[:num_fwd_outputs])
     gradients = outputs[num_fwd_outputs:]
     trained = {i for i, gradient in enumerate(gradients) if gradient is not None}
-    builder = _Builder(module, set(static_inputs), trained)
+    builder = _Builder(module, device, set(static_inputs), trained)
     for node in module.graph.nodes:
         builder.visit(node)
+    _own_layout(module, builder, outputs, num_fwd_outputs)
+    random = sum(op["rng"] for op in builder.op_fields)
+    states = GENERATOR_BYTES * (random + 1 if random else 0)
+    builder.add("runtime", TICKET_BYTES + states if device.type == "cpu" else 0, "buffer")
     leaving = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }
@@ -94,7 +114,7 @@ def capture_joint(
     document = {
         "schema": "coop-plan/graph/1",
         "name": name,
-        "device": {"kind": "cpu", "name": torch.backends.cpu.get_cpu_capability()},
+        "device": _described(device),
         "tensors": builder.tensors,
         "ops": ops,
     }
@@ -109,8 +129,97 @@ def capture_joint(
         base=builder.base,
         forward_ops=forward_ops,
         profile_seconds=time.perf_counter() - began,
+        device=device,
+        profiled_ops=measured_ops() - measured,
         output_args=outputs,
+        resident_within=_resident_within(builder),
     )
+
+
+def device_of(node: fx.Node) -> torch.device:
+    """The device of the first tensor a node stands for."""
+    tensors = (v for v in tree_flatten(node.meta["val"])[0] if isinstance(v, torch.Tensor))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _device_of_step(module: fx.GraphModule) -> torch.device:
+    """The one device that a step runs on; scalars on the CPU are no other."""
+    found: dict[torch.device, fx.Node] = {}
+    for node in module.graph.nodes:
+        for value in tree_flatten(node.meta.get("val"))[0]:
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                found.setdefault(value.device, node)
+    if not found:
+        return torch.device("cpu")
+    if len(found) > 1:
+        where = ", ".join(f"{node.name} on {device}" for device, node in found.items())
+        raise CaptureError(f"a step runs on one device, and this one has {where}")
+    (device,) = found
+    if device.type != "cuda":
+        raise CaptureError(f"steps run on the CPU or on CUDA, not on {device}")
+    if cuda.capturing():
+        raise CaptureError(
+            "a step cannot be profiled while a CUDA graph is captured: run it once before"
+        )
+    cuda.take_over()
+    return device
+
+
+def _described(device: torch.device) -> dict[str, Any]:
+    """The device of the graph document."""
+    if device.type == "cpu":
+        return {"kind": "cpu", "name": torch.backends.cpu.get_cpu_capability()}
+    found = torch.cuda.get_device_properties(device)
+    return {"kind": "cuda", "name": found.name, "memory_bytes": found.total_memory}
+
+
+def _own_layout(
+    module: fx.GraphModule, builder: "_Builder", outputs: list[Any], num_fwd_outputs: int
+) -> None:
+    """Copy the gradients that autograd would copy when it puts them into `.grad`.
+
+    It keeps a gradient as it is only with the parameter's strides and with memory of its own
+    (torch/csrc/autograd/functions/accumulate_grad.h, torch 2.13); its copy would not be planned.
+    """
+    primals = [
+        node
+        for node in module.graph.find_nodes(op="placeholder")
+        if str(node.target).startswith("primals")
+    ]
+    taken = {t for value in outputs[:num_fwd_outputs] for t in builder.stored(value)}
+    end = next(iter(reversed(module.graph.nodes)))
+    for i, gradient in enumerate(outputs[num_fwd_outputs:]):
+        if not isinstance(gradient, fx.Node) or i not in builder.static_inputs:
+            continue
+        (t,) = builder.storages[gradient]
+        parameter, value = primals[i].meta["val"], gradient.meta["val"]
+        own = t in builder.base and t not in taken
+        taken.add(t)
+        if own and value.stride() == parameter.stride():
+            continue
+        if not parameter.is_contiguous() and not (own and value.is_contiguous()):
+            continue  # of another memory format: left to autograd
+        with module.graph.inserting_before(end):
+            copy = module.graph.call_function(
+                torch.ops.aten.clone.default,
+                (gradient,),
+                {"memory_format": torch.contiguous_format},
+            )
+        copy.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
+        builder.visit(copy)
+        outputs[num_fwd_outputs + i] = copy
+
+
+def _resident_within(builder: "_Builder") -> int:
+    found = {
+        t
+        for node, storages in builder.storages.items()
+        for t in storages
+        if SNAPSHOT in node.meta
+        or (node.op == "placeholder" and str(node.target).startswith("tangents"))
+    }
+    found.add(len(builder.tensors) - 1)  # the runtime's own
+    return sum(int(builder.tensors[t]["bytes"]) for t in found if t is not None)
 
 
 def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> None:
@@ -132,8 +241,15 @@ def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> No
 
 
 class _Builder:
-    def __init__(self, module: fx.GraphModule, static_inputs: set[int], trained: set[int]) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        device: torch.device,
+        static_inputs: set[int],
+        trained: set[int],
+    ) -> None:
         self.module = module
+        self.device = device
         self.static_inputs = static_inputs
         self.trained = trained
         self.tensors: list[dict[str, Any]] = []
@@ -158,6 +274,9 @@ class _Builder:
                 parent, index = node.args
                 assert isinstance(parent, fx.Node)
                 assert isinstance(index, int)
+                node.meta["val"] = parent.meta["val"][index]
+                if isinstance(node.meta.get("val"), (int, float)) and node.users:
+                    raise CaptureError(f"{parent.target} returns a number that other ops take")
                 self.storages[node] = (self.storages[parent][index],)
                 self.views.add(node)
             else:
@@ -177,7 +296,9 @@ class _Builder:
 
     def _resident(self, node: fx.Node, value: object, kind: str) -> None:
         if isinstance(value, torch.Tensor):
-            self.storages[node] = (self._tensor(node.name, _storage_bytes(value, node), kind),)
+            there = value.device.type == self.device.type  # no bytes on the CPU count on CUDA
+            size = _storage_bytes(value, node) if there else 0
+            self.storages[node] = (self.add(node.name, size, kind),)
         elif value is None or isinstance(value, (int, float, bool, str)):
             self.storages[node] = (None,)
         else:
@@ -186,7 +307,12 @@ class _Builder:
                 " compile with dynamic=False"
             )
 
-    def _tensor(self, name: str, size: int, kind: str) -> int:
+    def stored(self, value: object) -> set[int | None]:
+        """The tensors behind an output of the graph."""
+        return set(self.storages[value]) if isinstance(value, fx.Node) else set()
+
+    def add(self, name: str, size: int, kind: str) -> int:
+        """A new tensor."""
         t = len(self.tensors)
         self.tensors.append({"id": t, "name": name, "bytes": size, "kind": kind})
         return t
@@ -198,6 +324,9 @@ class _Builder:
         if target._schema.is_mutable:
             raise CaptureError(f"{target} overwrites its input inside the graph")
         facts = profile(target, *fx.node.map_arg((node.args, node.kwargs), _fake))
+        node.meta["val"] = _as_run(node, facts)
+        if device_of(node).type != self.device.type:
+            facts = _elsewhere(node, facts, self.device)
         reads = [
             self.storages[arg][0] for arg in _tensor_args(node)
         ]  # a tensor argument is never a tuple node: those are taken apart by getitem
@@ -209,7 +338,9 @@ class _Builder:
             elif output.alias >= 0:
                 produced.append(reads[output.alias])
             else:
-                t = self._tensor(node.name, output.bytes, "activation")
+                # A CUDA op may return a scalar on the CPU.
+                there = self.device.type == "cpu" or position in facts.allocated
+                t = self.add(node.name, output.bytes if there else 0, "activation")
                 self.base[t] = (node, position)
                 produced.append(t)
                 fresh.append(t)
@@ -237,6 +368,36 @@ class _Builder:
 
 def _fake(node: fx.Node) -> Any:
     return node.meta["val"]
+
+
+def _elsewhere(node: fx.Node, facts: OpProfile, device: torch.device) -> OpProfile:
+    """The profile of an op on the CPU in a step on CUDA: it takes nothing there."""
+    for value in tree_flatten(node.meta["val"])[0]:
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            raise CaptureError(f"{node.target} computes on the CPU in a step on {device}")
+    return replace(facts, allocations=(), workspace_bytes=0)
+
+
+def _as_run(node: fx.Node, facts: OpProfile) -> Any:
+    """The fake result of an op, with the memory layout that the op chose when it ran.
+
+    A few kernels choose another one than FakeTensorMode says, and so the ops behind them make other
+    allocations than they would on the fake result.
+    """
+    values, spec = tree_flatten(node.meta["val"])
+    for i, output in enumerate(facts.outputs):
+        value = values[i]
+        if output is None or not isinstance(value, FakeTensor):
+            continue
+        size = output.bytes
+        if output.alias >= 0:
+            size = _tensor_args(node)[output.alias].meta["val"].untyped_storage().nbytes()
+        fake = value.untyped_storage().nbytes(), value.stride(), value.storage_offset()
+        if fake != (size, output.stride, output.offset):
+            with value.fake_mode:
+                whole = value.new_empty(size // value.element_size())
+                values[i] = whole.as_strided(value.shape, output.stride, output.offset)
+    return tree_unflatten(values, spec)
 
 
 def _tensor_args(node: fx.Node) -> list[fx.Node]:

@@ -25,5 +25,9 @@ class StepSpentError(RuntimeRefusalError):
     """A backward ran a second time through a step whose memory is already reused."""
 
 
+class CudaGraphError(RuntimeRefusalError):
+    """What a CUDA graph would have to capture, or has captured, cannot be run so."""
+
+
 class GraphBreakError(RuntimeRefusalError):
     """One compiled function runs as several graphs, and the budget cannot bound their sum."""

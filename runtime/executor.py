@@ -1,34 +1,34 @@
 """Runs the two halves of a planned step inside its arena."""
 
-import weakref
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from runtime.arena import SERVED_OUTSIDE, Arena
-from runtime.capture import Captured
+from runtime import cuda
+from runtime.arena import SERVED_OUTSIDE, Arena, Memory
+from runtime.capture import Captured, device_of
 from runtime.errors import GraphBreakError, StepInFlightError, StepSpentError
+from runtime.generators import default_generator
+from runtime.lines import Lines
 from runtime.partition import OCCURRENCE
 from runtime.reports import StepReport
-from schemas import Compute, Plan
-
-_in_flight: "weakref.WeakSet[PlannedStep]" = weakref.WeakSet()
-"""Steps whose forward has run and whose backward has not."""
+from schemas import Compute, Free, Plan
 
 
 class PlannedStep:
-    """One compiled step: its arena, and where a run of it stands.
+    """One compiled step in the memory that it shares with the others of its `torch.compile` call.
 
-    `owner` is the same object for all graphs of one `torch.compile` call, which share one budget.
+    `lines` are the user's lines of the step's graph.
     """
 
     def __init__(
-        self, captured: Captured, plan: Plan, report: StepReport, owner: object = None
+        self, captured: Captured, plan: Plan, report: StepReport, memory: Memory, lines: Lines
     ) -> None:
         self.report = report
-        self.owner = owner
+        self.lines = lines
         steps = [step for step in plan.steps if isinstance(step, Compute)]
         seen: set[int] = set()
         again = []
@@ -38,34 +38,29 @@ class PlannedStep:
         repeated = {step.op for step, flag in zip(steps, again, strict=True) if flag}
         self._ops = [step.op for step in steps]
         self._again = again
-        self._replayed = {op for op in repeated if captured.graph.ops[op].rng}
-        self._states: dict[int, torch.Tensor] = {}
-        self._present: torch.Tensor | None = None
-        self._pending = False
+        devices = {op: device_of(captured.ops[op]) for op in repeated if captured.graph.ops[op].rng}
+        self._replayed = {op: default_generator(device) for op, device in devices.items()}
+        self._states: dict[int, Any] = {}
+        self._present: Any = None
+        self._kept = _kept(plan)
+        self._resident_before = plan.resident_bytes - captured.resident_within
+        self._clock: cuda.Clock | None = None
+        if captured.device.type == "cuda":
+            self._clock = cuda.Clock()
+            self._resident_before = plan.resident_bytes  # what is within is not counted there
+            self._uncapturable = [
+                captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
+            ]
         program = [_slots(captured, step) for step in steps]
-        self._arena = Arena(plan.arena_bytes, program, again)
+        self._memory = memory
+        self._arena = Arena(plan.arena_bytes, program, again, memory, captured.device.index)
 
     def forward(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """The forward as a boxed callable."""
         run = self._code(module)
 
         def forward(args: list[Any]) -> Any:
-            live = self._arena.live
-            if live:
-                raise StepInFlightError(
-                    f"a forward of '{self.report.name}' began while {live} tensors of an earlier"
-                    " step still lie in its arena: run the earlier step's backward, or drop its"
-                    " loss, before the next forward"
-                )
-            for other in _in_flight:
-                if other is not self and other.owner is self.owner and other._arena.live:
-                    raise GraphBreakError(
-                        "one compiled function runs as several graphs with gradients, and the"
-                        " budget cannot bound them together: compile with fullgraph=True to see"
-                        " the line that breaks the graph, and compile the parts apart or mend it"
-                    )
-            self._pending = True
-            _in_flight.add(self)
+            self._claim()
             return self._run(run, args, fresh=True)
 
         forward._boxed_call = True  # type: ignore[attr-defined]
@@ -76,75 +71,163 @@ class PlannedStep:
         run = self._code(module)
 
         def backward(args: list[Any]) -> Any:
-            if not self._pending:
-                raise StepSpentError(
-                    f"a second backward through the same step of '{self.report.name}': its memory"
-                    " was reused by the first (retain_graph=True is not supported)"
-                )
-            self._pending = False
-            _in_flight.discard(self)
             result = self._run(run, args, fresh=False)
+            self._memory.pending = False
             self._states.clear()
+            if self._clock is not None:
+                self._clock.end()
             self._measure()
             return result
 
         backward._boxed_call = True  # type: ignore[attr-defined]
         return backward
 
+    def ticket(self) -> torch.Tensor:
+        """What the forward saves so that its backward can tell whether its memory is still its."""
+        return torch.tensor(self._memory.serial)
+
+    def redeem(self, ticket: torch.Tensor) -> None:
+        """Refuse a backward whose step's memory was reused.
+
+        Raises:
+            StepSpentError: a second backward, or one after another step's forward.
+        """
+        memory = self._memory
+        if ticket.item() != memory.serial:
+            raise StepSpentError(
+                f"the backward of '{self.report.name}' comes after the forward of '{memory.holder}'"
+                " reused its memory: run each step's backward before the next forward"
+            )
+        if not memory.pending:
+            raise StepSpentError(
+                f"a second backward through the same step of '{self.report.name}': its memory"
+                " was reused by the first (retain_graph=True is not supported)"
+            )
+
+    def _claim(self) -> None:
+        """Make the memory this step's, or refuse while another step needs it.
+
+        What the user still holds of an earlier step, gradients for example, keeps its pages.
+        """
+        memory = self._memory
+        if self._clock is not None:
+            cuda.refuse_capture_of(self._uncapturable)
+            if (times := self._clock.read()) is not None:
+                self._take_times(*times)
+        if memory.live and (memory.pending or not memory.can_part):
+            gc.collect()  # a dropped step may hang in a reference cycle
+        if memory.live and (memory.pending or not memory.can_part):
+            self._refuse()
+        if memory.live:
+            memory.part()
+        memory.serial += 1
+        memory.holder, memory.holder_lines = self.report.name, self.lines
+        memory.pending, memory.kept = True, self._kept
+
+    def _refuse(self) -> None:
+        memory = self._memory
+        earlier = memory.holder_lines
+        again = memory.holder == self.report.name
+        if again or (earlier.begin == self.lines.begin and not earlier.breaks):  # another shape
+            raise StepInFlightError(
+                f"a forward of '{self.report.name}' began while {memory.live} tensors of an earlier"
+                " step still lie in its arena: run the earlier step's backward, or drop its"
+                " loss, before the next forward (if you did, a graph break makes one call run"
+                " several graphs: fullgraph=True shows it)"
+            )
+        raise GraphBreakError(
+            "one compiled function runs as several graphs with gradients, and the budget cannot"
+            f" bound them together: the one that begins at {earlier.begin} ends at {earlier.end},"
+            f" the next begins at {self.lines.begin}; remove the break (fullgraph=True shows it in"
+            " full), or give each part a torch.compile and a budget of its own"
+        )
+
     def _run(self, run: Callable[..., Any], args: list[Any], *, fresh: bool) -> Any:
         inputs = list(args)
         args.clear()
         self._arena.begin(fresh=fresh)
+        if self._clock is not None and fresh:
+            self._clock.begin()
         try:
             return run(*inputs)
         finally:
+            if self._clock is not None:
+                self._clock.mark(cuda.NEITHER)
             self._arena.leave()
 
     def _measure(self) -> None:
         counters = self._arena.counters()
         report = self.report
         report.measured_arena_bytes = counters.high_water_bytes
+        report.measured_peak_bytes = self._resident_before + counters.process_bytes
         report.outside_bytes = counters.outside_bytes
-        report.last_step_us = counters.first_us + counters.again_us
-        if counters.first_us:
-            report.measured_overhead = counters.again_us / counters.first_us
         report.steps_run += 1
+        if self._clock is None:
+            self._take_times(counters.first_us, counters.again_us)
+
+    def _take_times(self, first_us: float, again_us: float) -> None:
+        self.report.last_step_us = first_us + again_us
+        if first_us:
+            self.report.measured_overhead = again_us / first_us
 
     def _code(self, module: fx.GraphModule) -> Callable[..., Any]:
         """Straight-line code of a half: each op announced, random ops saved or replayed."""
         graph = module.graph
+        kind: bool | None = None
         for node in list(graph.nodes):
             number = node.meta.get(OCCURRENCE)
             if number is None:
                 continue
             op, again = self._ops[number], self._again[number]
             with graph.inserting_before(node):
+                if self._clock is not None and again != kind:
+                    graph.call_function(self._clock.mark, (int(again),))
+                    kind = again
                 if op in self._replayed:
                     graph.call_function(self._rng_recall if again else self._rng_save, (op,))
                 graph.call_function(self._arena.enter, (number,))
             if op in self._replayed and again:
                 with graph.inserting_after(node):
-                    graph.call_function(self._rng_return, ())
+                    graph.call_function(self._rng_return, (op,))
         module.recompile()
         code: Callable[..., Any] = module.forward
         return code
 
-    # Random ops of the CPU's default generator: the state before the first run is set again.
+    # Random ops of a default generator: the state before the first run is set again.
 
     def _rng_save(self, op: int) -> None:
         self._arena.pause()
-        self._states[op] = torch.get_rng_state()
+        self._states[op] = self._replayed[op].state()
 
     def _rng_recall(self, op: int) -> None:
         self._arena.pause()
-        self._present = torch.get_rng_state()
-        torch.set_rng_state(self._states[op])
+        self._present = self._replayed[op].state()
+        self._replayed[op].set(self._states[op])
 
-    def _rng_return(self) -> None:
+    def _rng_return(self, op: int) -> None:
         self._arena.pause()
-        assert self._present is not None
-        torch.set_rng_state(self._present)
+        self._replayed[op].set(self._present)
         self._present = None
+
+
+def _kept(plan: Plan) -> list[tuple[int, int]]:
+    """Where outputs lie in the arena when the step ends: (begin, end), ascending, bytes."""
+    there: dict[int, tuple[int, int]] = {}
+    for step in plan.steps:
+        if isinstance(step, Compute):
+            for write in step.writes:
+                if write.offset is not None:
+                    there[write.buffer] = (write.offset, write.offset + write.bytes)
+        elif isinstance(step, Free):
+            for buffer in step.buffers:
+                del there[buffer]
+    ranges: list[tuple[int, int]] = []
+    for begin, end in sorted(there.values()):  # in-place pairs have left two at one address
+        if ranges and begin < ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
+        else:
+            ranges.append((begin, end))
+    return ranges
 
 
 def _slots(captured: Captured, step: Compute) -> list[tuple[int, int]]:

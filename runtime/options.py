@@ -1,7 +1,7 @@
 """The options of `torch.compile(..., backend="coop", options={...})`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from runtime.errors import OptionsError
@@ -10,17 +10,37 @@ from schemas import Budget, InvalidInputError, parse_budget
 MIN_ALIGNMENT = 64
 """PyTorch's CPU kernels expect this alignment, in bytes."""
 
+CUDA_ALIGNMENT = 512
+"""Of what PyTorch's CUDA allocator returns, in bytes; kernels are chosen by it."""
+
 
 @dataclass(frozen=True)
 class Options:
-    """Budget (required), and how to plan within it; the names are those of `planner.plan`."""
+    """Budget (required), and how to plan within it; most names are those of `planner.plan`.
+
+    `shapes` says what happens at another input shape than the first of a function: "plan" plans it
+    within the budget too, "eager" runs it as eager autograd, which the budget does NOT bound.
+    """
 
     budget: Budget
     method: str = "coop-offline"
     alignment: int = 512
     time_limit: float | None = None
-    outputs: Literal["outside"] = "outside"
+    outputs: Literal["gradients", "outside"] = "gradients"
     switches: Mapping[str, bool] = field(default_factory=dict)
+    shapes: Literal["plan", "eager"] = "plan"
+
+    def on_cuda(self) -> "Options":
+        """These options for a step on CUDA, where all outputs lie outside the arena.
+
+        What the user still holds of an arena there could not keep its pages without the rest.
+
+        Raises:
+            OptionsError: an alignment by which PyTorch's kernels would not be eager's.
+        """
+        if self.alignment % CUDA_ALIGNMENT:
+            raise OptionsError(f"on CUDA, alignment must be a multiple of {CUDA_ALIGNMENT} bytes")
+        return replace(self, outputs="outside")
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> "Options":
@@ -39,10 +59,15 @@ class Options:
                 'the coop backend needs a budget: options={"budget": "12GiB"} (or bytes, "50%",'
                 ' "min")'
             )
-        if values.get("outputs", "outside") != "outside":
+        if values.get("outputs", cls.outputs) not in ("gradients", "outside"):
             raise OptionsError(
-                'the runtime allocates outputs outside the arena: leave out "outputs" or set it to'
-                ' "outside"'
+                'outputs must be "gradients" (these in the arena, the outputs of the forward'
+                ' outside it) or "outside" (all outputs outside it)'
+            )
+        if values.get("shapes", cls.shapes) not in ("plan", "eager"):
+            raise OptionsError(
+                'shapes must be "plan" (another input shape is planned too) or "eager" (it runs'
+                " eagerly, outside the budget)"
             )
         alignment = values.get("alignment", cls.alignment)
         if not isinstance(alignment, int) or alignment % MIN_ALIGNMENT:

@@ -6,7 +6,7 @@ that later steps read, the backward starts from them: that is the contract betwe
 partitioner and its autograd function (torch._functorch.partitioners, torch 2.13).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,8 +23,16 @@ OCCURRENCE = "coop_occurrence"
 """Key in `node.meta`: the number of the op occurrence among the plan's compute steps."""
 
 
-def split(captured: Captured, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward module of `plan`."""
+def split(
+    captured: Captured,
+    plan: Plan,
+    ticket: Callable[[], torch.Tensor],
+    redeem: Callable[[torch.Tensor], None],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward module of `plan`.
+
+    The forward saves a `ticket`, a CPU scalar of type int64, which the backward redeems first.
+    """
     steps = [step for step in plan.steps if isinstance(step, Compute)]
     firsts = {step.op: i for i, step in reversed(list(enumerate(steps)))}
     last_forward = max((firsts[op] for op in range(captured.forward_ops)), default=-1)
@@ -50,6 +58,7 @@ def split(captured: Captured, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModul
     gradients = [backward.value(arg) for arg in captured.output_args[cut:]]
     results = [forward.value(arg) for arg in captured.output_args[:cut]]
     saved = [forward.tensor(source) for source in backward.saved]
+    saved.append(_ticket(forward.graph, backward.graph, ticket, redeem))
     _finish(
         forward.graph,
         [*results, *saved],
@@ -60,6 +69,30 @@ def split(captured: Captured, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModul
         fx.GraphModule(captured.module, forward.graph),
         fx.GraphModule(captured.module, backward.graph),
     )
+
+
+def _ticket(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    ticket: Callable[[], torch.Tensor],
+    redeem: Callable[[torch.Tensor], None],
+) -> fx.Node:
+    """Let the forward return a ticket as the last thing saved, and the backward redeem it."""
+    first = next(node for node in forward.nodes if node.op == "placeholder" and "val" in node.meta)
+    with forward.inserting_before(next(n for n in forward.nodes if n.op != "placeholder")):
+        issued = forward.call_function(ticket)  # before the first op: no slot is meant for it
+    with first.meta["val"].fake_mode:
+        issued.meta["val"] = torch.empty((), dtype=torch.int64)
+    tangent = next(
+        (n for n in backward.nodes if n.op == "placeholder" and "tangent" in str(n.target)), None
+    )
+    body = next((n for n in backward.nodes if n.op != "placeholder"), None)
+    with backward.inserting_before(tangent or body):
+        received = backward.placeholder("saved_ticket")
+    received.meta["val"] = issued.meta["val"]
+    with backward.inserting_before(body):
+        backward.call_function(redeem, (received,))
+    return issued
 
 
 def _finish(graph: fx.Graph, values: list[Any], descs: list[Any]) -> None:

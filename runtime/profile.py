@@ -2,7 +2,7 @@
 
 Each op runs once to warm up, once with its allocations recorded, and then several times with the
 same allocations served from memory that was touched before, as they will be in the arena: the time
-then has no page faults in it. Ops of equal signature are measured once per process.
+then has no page faults in it. Ops of equal signature are measured once on a machine.
 """
 
 import statistics
@@ -14,14 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch._dynamo.utils import preserve_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map
 
 from planner.placement import place
-from runtime.arena import SERVED_OUTSIDE, Arena
+from runtime import cuda
+from runtime.arena import SERVED_OUTSIDE, Arena, Memory
 from runtime.build import arena as extension
 from runtime.errors import CaptureError
+from runtime.options import CUDA_ALIGNMENT
+from runtime.profile_cache import session
 
 MIN_REPEATS = 5
 MAX_REPEATS = 25
@@ -29,6 +33,15 @@ REPEAT_US = 4_000.0
 """An op is repeated until this much time is spent on it, within the two counts above."""
 
 SCRATCH_ALIGNMENT = 64
+
+LASTING_OPS = ("aten", "prims")
+"""Namespaces whose ops change with PyTorch's version only; others are measured by every process."""
+
+LASTING_VALUES = (
+    *(bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types whose `repr` says the same in every process."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,8 @@ class Output:
 
     bytes: int
     alias: int
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -58,15 +73,30 @@ class Allocation:
 
 @dataclass(frozen=True)
 class OpProfile:
-    """Facts about one op. `outputs` follows the flattened result; None stands for no tensor."""
+    """Facts about one op. `outputs` follows the flattened result; None stands for no tensor.
+
+    `cost_us` is the time of the device; what is started on CUDA is not waited for.
+    """
 
     cost_us: float
     outputs: tuple[Output | None, ...]
     allocations: tuple[Allocation, ...]
     workspace_bytes: int
 
+    @property
+    def allocated(self) -> set[int]:
+        """Positions of the outputs whose memory the op took on its device."""
+        return {allocation.output for allocation in self.allocations}
+
 
 _profiles: dict[object, OpProfile] = {}
+_measured = 0
+_record = TypeAdapter(OpProfile)
+
+
+def measured_ops() -> int:
+    """How many ops this process has measured."""
+    return _measured
 
 
 def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
@@ -78,10 +108,45 @@ def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     key = _signature(target, args, kwargs)
     found = _profiles.get(key)
     if found is None:
-        with _real_world():
-            found = _measure(target, *_stand_in((args, kwargs)))
+        cache, name = session(), _lasting(key)
+        if cache is None or name is None:
+            found = _measure_anew(target, args, kwargs)
+        else:
+            found = _parse(cache.get(name))
+            if found is None:
+                found = _measure_anew(target, args, kwargs)
+                cache.put(name, _record.dump_json(found).decode())
         _profiles[key] = found
     return found
+
+
+def _measure_anew(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
+    global _measured
+    with _real_world():
+        made = _measure(target, *_stand_in((args, kwargs)))
+    _measured += 1
+    return made
+
+
+def _parse(record: str | None) -> OpProfile | None:
+    if record is None:
+        return None
+    try:
+        return _record.validate_json(record, strict=True)
+    except ValidationError:
+        return None  # damaged: what is measured now replaces it
+
+
+def _lasting(signature: tuple[object, ...]) -> str | None:
+    """The signature as text, or None if the text might stand for something else elsewhere."""
+    target, *rest = signature
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in LASTING_OPS:
+        return None
+    types = [p[0] for p in rest if isinstance(p, tuple) and isinstance(p[0], type)]
+    if any(value_type not in LASTING_VALUES for value_type in types):
+        return None
+    text = f"{target} {rest!r}"
+    return None if " at 0x" in text else text
 
 
 def _real_world() -> AbstractContextManager[None]:
@@ -92,7 +157,7 @@ def _real_world() -> AbstractContextManager[None]:
     return stack  # type: ignore[return-value]
 
 
-def _signature(target: object, args: Any, kwargs: Any) -> object:
+def _signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
     flat, spec = tree_flatten((args, kwargs))
     parts: list[object] = [target, str(spec), torch.get_num_threads()]
     for value in flat:
@@ -136,30 +201,49 @@ def _measure(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     except (RuntimeError, IndexError, ValueError, TypeError) as error:
         first = str(error).splitlines()[0]
         raise CaptureError(f"{target} cannot be profiled on its own: {first}") from error
-    inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
-    ext.record_begin()
+    flat = tree_flatten((args, kwargs))[0]
+    inputs = [v for v in flat if isinstance(v, torch.Tensor)]
+    device = _cuda_device(flat)
+    alignment = SCRATCH_ALIGNMENT if device is None else CUDA_ALIGNMENT
+    ext.record_begin(device is not None)
     result = target(*args, **kwargs)
     events = ext.record_end()
-    outputs, allocations, workspace = _digest(events, inputs, tree_flatten(result)[0], target)
-    del result
-    slots = _scratch_slots(allocations)
+    results = tree_flatten(result)[0]
+    outputs, allocations, workspace = _digest(events, inputs, results, target, alignment)
+    del result, results
+    slots = _scratch_slots(allocations, alignment)
     size = max((offset + need for need, offset in slots), default=0)
-    arena = Arena(size, [slots], [False])
+    arena = Arena(size, [slots], [False], Memory(), device)
+    timed = _cpu_us if device is None else cuda.device_us
     times: list[float] = []
     while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
         arena.begin(fresh=False)
         try:
             arena.enter(0)
-            began = time.perf_counter_ns()
-            result = target(*args, **kwargs)
-            times.append((time.perf_counter_ns() - began) / 1e3)
+            times.append(timed(lambda: target(*args, **kwargs)))
         finally:
             arena.leave()
-        del result
     return OpProfile(statistics.median(times[1:]), outputs, allocations, workspace)
 
 
-def _scratch_slots(allocations: tuple[Allocation, ...]) -> list[tuple[int, int]]:
+def _cuda_device(values: list[Any]) -> int | None:
+    """The number of the CUDA device that an op with these arguments runs on, if it does."""
+    devices = (v.device if isinstance(v, torch.Tensor) else v for v in values)
+    for device in devices:
+        if isinstance(device, torch.device) and device.type == "cuda":
+            return torch.cuda.current_device() if device.index is None else device.index
+    return None
+
+
+def _cpu_us(run: Callable[[], object]) -> float:
+    began = time.perf_counter_ns()
+    result = run()
+    elapsed = time.perf_counter_ns() - began
+    del result  # freeing is not the op's time
+    return elapsed / 1e3
+
+
+def _scratch_slots(allocations: tuple[Allocation, ...], alignment: int) -> list[tuple[int, int]]:
     """Every allocation at an address of its own: for timing only."""
     slots, end = [], 0
     for allocation in allocations:
@@ -167,7 +251,7 @@ def _scratch_slots(allocations: tuple[Allocation, ...]) -> list[tuple[int, int]]
             slots.append((allocation.bytes, SERVED_OUTSIDE))
             continue
         slots.append((allocation.bytes, end))
-        end += -(-allocation.bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        end += -(-allocation.bytes // alignment) * alignment
     return slots
 
 
@@ -176,13 +260,14 @@ def _digest(
     inputs: list[torch.Tensor],
     results: list[Any],
     target: object,
+    alignment: int,
 ) -> tuple[tuple[Output | None, ...], tuple[Allocation, ...], int]:
     """Turn recorded events into outputs, ordered allocations and a laid-out workspace."""
     sources = {t.untyped_storage().data_ptr(): i for i, t in reversed(list(enumerate(inputs)))}
     owner: dict[int, int] = {}
     outputs: list[Output | None] = []
     for position, value in enumerate(results):
-        if value is None:
+        if value is None or isinstance(value, (int, float)):  # numbers are known when traced
             outputs.append(None)
             continue
         if not isinstance(value, torch.Tensor):
@@ -190,10 +275,11 @@ def _digest(
                 f"{target} returns a {type(value).__name__}, which a planned step cannot hold"
             )
         pointer = value.untyped_storage().data_ptr()
+        layout = value.stride(), value.storage_offset()
         if pointer and pointer in sources:
-            outputs.append(Output(0, sources[pointer]))
+            outputs.append(Output(0, sources[pointer], *layout))
         else:
-            outputs.append(Output(value.untyped_storage().nbytes(), -1))
+            outputs.append(Output(value.untyped_storage().nbytes(), -1, *layout))
             if pointer:
                 owner[pointer] = position
     alive: dict[int, int] = {}
@@ -216,7 +302,7 @@ def _digest(
             np.array([spans[i][0] for i in scratch]),
             np.array([spans[i][1] for i in scratch]),
             np.array([sizes[i] for i in scratch]),
-            alignment=SCRATCH_ALIGNMENT,
+            alignment=alignment,
         )
         workspace = placed.peak
         offsets.update(zip(scratch, placed.offsets.tolist(), strict=True))

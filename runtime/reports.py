@@ -17,16 +17,24 @@ class StepReport:
     budget_bytes: int
     peak_bytes: int
     planned_arena_bytes: int
+    resident_bytes: int
     planned_overhead: float
     method: str
     status: str
     graph: Graph = field(repr=False)
     plan: Plan = field(repr=False)
     measured_arena_bytes: int = 0
+    measured_peak_bytes: int = 0
+    """Resident bytes and all that the process allocated from the last step's forward to the end of
+    its backward, at the highest."""
     outside_bytes: int = 0
     measured_overhead: float | None = None
     steps_run: int = 0
     profile_seconds: float = 0.0
+    profiled_ops: int = 0
+    """Ops that had to be measured: neither this process nor one before it had met them."""
+    plan_cached: bool = False
+    """Whether the plan was read from the cache, and verified, and not made."""
     plan_seconds: float = 0.0
     last_step_us: float | None = None
     """Time inside the ops of the last step, forward and backward, µs."""

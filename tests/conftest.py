@@ -13,3 +13,13 @@ def compiled_kernels():
     graph = make_graph(tensors, ops)
     for method in ("coop", "coop-offline"):
         plan(graph, "min", method=method)
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory, monkeypatch):
+    """Profiles and plans of this test only; the extension stays in the user's cache."""
+    pytest.importorskip("torch")
+    from runtime import build
+
+    build.arena()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -22,7 +22,7 @@ def test_the_help_text_is_the_commands_own():
 
 
 def test_the_examples_run_and_the_training_loop_prints_the_loss_shown(
-    tmp_path, monkeypatch, capsys
+    tmp_path, monkeypatch, capsys, own_cache
 ):
     pytest.importorskip("torch")
     import runtime

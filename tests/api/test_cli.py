@@ -184,7 +184,9 @@ def test_an_interruption_ends_with_130_and_leaves_nothing(folder):
     assert sorted(p.name for p in folder.iterdir()) == ["big.json", "graph.json"]
 
 
-def test_capture_profiles_a_function_and_the_graph_can_be_planned(run, folder, monkeypatch):
+def test_capture_profiles_a_function_and_the_graph_can_be_planned(
+    run, folder, monkeypatch, own_cache
+):
     pytest.importorskip("torch")
     monkeypatch.syspath_prepend(folder)
     (folder / "train_step.py").write_text(
@@ -215,3 +217,10 @@ def test_a_bad_capture_target_ends_in_one_line(target, says, run, folder):
     assert (out, err.count("\n")) == ("", 1)
     assert says in err
     assert not (folder / "model.json").exists()
+
+
+def test_a_store_that_cannot_be_opened_ends_in_one_line(run, folder):
+    pytest.importorskip("uvicorn")
+    code, out, err = run("serve", "--store", "graph.json/plans")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "graph.json/plans cannot be opened" in err

@@ -10,8 +10,8 @@ import pytest
 
 from api import service
 from api.service import EXAMPLE, create_app
-from api.store import SqliteStore
 from planner import TimeLimitError, find_faults
+from planner.store import SqliteStore
 from schemas import parse_graph, parse_plan
 
 PROBLEM = "application/problem+json"

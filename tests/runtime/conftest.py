@@ -4,12 +4,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import runtime  # noqa: E402
+from runtime import build  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def clean_slate(tmp_path_factory):
+def clean_slate(own_cache):
     torch.set_num_threads(1)
     torch._dynamo.reset()
     runtime.clear_reports()
     torch.manual_seed(0)
-    return
+
+
+@pytest.fixture
+def cache(clean_slate):
+    """The test's cache folder, for child processes too: they find the extension in it."""
+    folder = build.cache_dir()
+    folder.mkdir(exist_ok=True)
+    built = build.Path(build.arena().__file__).parent
+    (folder / built.name).symlink_to(built)
+    return folder

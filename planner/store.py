@@ -1,5 +1,6 @@
 """Where plans are kept: one small interface, SQLite behind it."""
 
+import functools
 import hashlib
 import json
 import os
@@ -10,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from api.output import OutputError
-from api.renumber import carry_over
+from planner.renumber import carry_over
 from schemas import Budget, Graph, InvalidInputError, Plan, parse_plan
 from schemas.fingerprint import tensor_order
 
@@ -26,9 +26,15 @@ def plan_key(
     time_limit: float | None,
     seed: int,
     solver: str | None,
+    costs: str | None = None,
 ) -> str:
-    """The cache key of a request: its structure and what was asked, not names, ids or costs."""
+    """The cache key of a request: its structure and what was asked, not names or ids.
+
+    A plan made for other costs is valid, but may not be the best: whoever wants none gives the
+    graph's cost signature as `costs`. Another planner makes another plan.
+    """
     asked = [
+        planner_version(),
         fingerprint,
         budget.kind,
         str(budget.value.normalize()),
@@ -39,8 +45,20 @@ def plan_key(
         time_limit,
         seed,
         solver,
+        costs,
     ]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+@functools.cache
+def planner_version() -> str:
+    """Digest of the sources that plans are made by."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for package in ("planner", "schemas"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,10 @@ class PlanStore(Protocol):
         """Keep a plan, replacing what was there."""
 
 
+class StoreError(Exception):
+    """A plan store cannot be opened."""
+
+
 def default_path() -> Path:
     """`$XDG_CACHE_HOME` or `~/.cache`, /coop-plan/plans.sqlite3."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -94,23 +116,34 @@ def default_path() -> Path:
 class SqliteStore:
     """Plans in one SQLite file, shared by threads and processes.
 
+    With `wal` readers and a writer do not wait for each other; without, the file can be read where
+    nothing can be written.
+
     Raises:
-        OutputError: the file cannot be opened or is no database of ours.
+        StoreError: the file cannot be opened or is no database of ours.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, wal: bool = True) -> None:
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(path, timeout=10, check_same_thread=False)
-            with self._connection:
-                self._connection.execute("pragma journal_mode=wal")
-                self._connection.execute(
-                    "create table if not exists plan (key text primary key, record text not null,"
-                    " made text not null default current_timestamp) without rowid"
-                )
+            try:
+                self._create(wal)
+            except sqlite3.Error:
+                self._connection.close()
+                raise
         except (OSError, sqlite3.Error) as error:
-            raise OutputError(f"plan store {path} cannot be opened: {error}") from None
+            raise StoreError(f"plan store {path} cannot be opened: {error}") from error
+
+    def _create(self, wal: bool) -> None:
+        with self._connection:
+            if wal:
+                self._connection.execute("pragma journal_mode=wal")
+            self._connection.execute(
+                "create table if not exists plan (key text primary key, record text not null,"
+                " made text not null default current_timestamp) without rowid"
+            )
 
     def get(self, key: str) -> StoredPlan | None:
         """The plan of a key, or None; a damaged record counts as none."""
@@ -131,6 +164,11 @@ class SqliteStore:
             self._connection.execute(
                 "insert or replace into plan (key, record) values (?, ?)", (key, stored.to_json())
             )
+
+    def delete(self, key: str) -> None:
+        """Forget a plan."""
+        with self._lock, self._connection:
+            self._connection.execute("delete from plan where key = ?", (key,))
 
     def close(self) -> None:
         """Close the file."""

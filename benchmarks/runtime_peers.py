@@ -1,0 +1,302 @@
+"""Peak and time of a training step: eager, checkpoints, PyTorch's memory budget, and coop.
+
+    python -m benchmarks.runtime_peers [--model llama] [--rounds 5] [--budgets 10] [--csv FILE]
+
+All modes train the same model in lockstep, so that a noisy machine slows them alike; a time is the
+median over the rounds of the ratio to eager's step of the same round. The peak of a step is what
+the process allocates between the start of its forward and the end of its backward, gradients
+included, parameters not, counted by the arena's allocator; an arena counts whole.
+
+Modes: `eager`; `joint`: AOTAutograd's joint graph op by op (backend aot_eager); `checkpoint`:
+torch.utils.checkpoint on every layer; `memory budget`: backend aot_eager_decomp_partition with
+torch._functorch.config.activation_memory_budget; `coop`: at 100 %, at the peaks the others reach,
+and at even steps down to the smallest feasible budget. Exits 1 when a coop step exceeds its budget,
+differs from eager in a bit, or misses the slots of its plan.
+"""
+
+import argparse
+import contextlib
+import copy
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from runtime import clear_reports, reports
+from runtime.arena import process_bytes, reset_peak
+from runtime.reports import StepReport
+
+Step = Callable[[], torch.Tensor]
+
+
+def llama(layers: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
+    """The configuration of the issue: hidden 256, 8 heads, batch 4 x 256."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=8,
+        intermediate_size=688,
+        num_hidden_layers=layers,
+        vocab_size=2000,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
+    ids = torch.randint(0, 2000, (4, 256))
+    return LlamaForCausalLM(config).train(), _language_loss, ids
+
+
+def gpt2(layers: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
+    """GPT-2 of the demo: width 256, batch 4 x 256, dropout 0.1."""
+    from benchmarks.demo import build_model
+
+    return build_model(layers, 256, 256), _language_loss, torch.randint(0, 2000, (4, 256))
+
+
+def resnet50(_: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
+    """ResNet-50, batch 4 of 128 x 128 pixels, 100 classes."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    model = ResNetForImageClassification(ResNetConfig(num_labels=100)).train()
+    return model, _image_loss, torch.randn(4, 3, 128, 128)
+
+
+def _language_loss(model: torch.nn.Module) -> Any:
+    def loss(ids: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=ids, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    return loss
+
+
+def _image_loss(model: torch.nn.Module) -> Any:
+    def loss(images: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(len(images))
+        return torch.nn.functional.cross_entropy(model(pixel_values=images).logits, labels)
+
+    return loss
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "resnet50": resnet50}
+
+
+@dataclass
+class Trainer:
+    """One mode: a model of its own, and what was seen of its steps."""
+
+    mode: str
+    model: torch.nn.Module
+    run: Callable[[Any], torch.Tensor]
+    random_state: torch.Tensor
+    limit: int | None = None
+    """Bytes that the peak may reach."""
+    report: StepReport | None = None
+    compile_seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+    peak: int = 0
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
+
+    def step(self, batch: Any) -> None:
+        """One step with this mode's own stream of random numbers."""
+        torch.set_rng_state(self.random_state)
+        arena = self.report.planned_arena_bytes if self.report is not None else 0
+        before = process_bytes()[0] - arena
+        reset_peak()
+        began = time.perf_counter()
+        loss = self.run(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.seconds.append(time.perf_counter() - began)
+        self.peak = process_bytes()[1] - before
+        self.losses.append(loss.detach().clone())
+        del loss
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.random_state = torch.get_rng_state()
+
+
+@contextlib.contextmanager
+def _memory_budget(share: float | None) -> Iterator[None]:
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(activation_memory_budget=1.0 if share is None else share):
+        yield
+
+
+class Comparison:
+    """All modes of one model, made one after the other and then trained in lockstep."""
+
+    def __init__(self, model: str, layers: int, rounds: int) -> None:
+        torch.manual_seed(0)
+        self.origin, self.loss_of, self.batch = MODELS[model](layers)
+        self.random_state = torch.get_rng_state()
+        self.rounds = rounds
+        self.trainers: list[Trainer] = []
+
+    def add(self, mode: str, *, share: float | None = None, **compiled: Any) -> Trainer:
+        """A mode, its first step (which compiles) taken."""
+        model = copy.deepcopy(self.origin)
+        if mode == "checkpoint":
+            model.gradient_checkpointing_enable(  # type: ignore[operator]
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        run = self.loss_of(model)
+        if compiled:
+            # A code object of its own: Dynamo would take what another mode compiled.
+            run.__code__ = run.__code__.replace(co_name=f"loss_{len(self.trainers)}")
+            run = torch.compile(run, dynamic=False, **compiled)
+        trainer = Trainer(mode, model, run, self.random_state)
+        clear_reports()
+        began = time.perf_counter()
+        with _memory_budget(share):
+            trainer.step(self.batch)
+        trainer.compile_seconds = time.perf_counter() - began
+        trainer.seconds.clear()
+        if reports():
+            (trainer.report,) = reports()
+        trainer.step(self.batch)  # its peak is that of a warm step
+        trainer.seconds.clear()
+        self.trainers.append(trainer)
+        return trainer
+
+    def coop(self, mode: str, budget: int | str) -> Trainer:
+        """Ours; a budget in bytes is that of the peak, without what lies there before the step."""
+        if isinstance(budget, int):
+            before = self.before
+            trainer = self.add(mode, backend="coop", options={"budget": budget + before})
+            trainer.limit = budget
+        else:
+            trainer = self.add(mode, backend="coop", options={"budget": budget})
+            assert trainer.report is not None
+            trainer.limit = trainer.report.budget_bytes - trainer.report.resident_bytes
+        return trainer
+
+    @property
+    def before(self) -> int:
+        """Bytes that are there before a step of ours: parameters, buffers, the batch."""
+        report = next(t.report for t in self.trainers if t.report is not None)
+        return report.resident_bytes
+
+    def lockstep(self) -> None:
+        """Train."""
+        for _ in range(self.rounds):
+            for trainer in self.trainers:
+                trainer.step(self.batch)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A record per mode: bytes, seconds, ratios."""
+        eager = self.trainers[0]
+        rows = []
+        for trainer in self.trainers:
+            ratios = [own / base for own, base in zip(trainer.seconds, eager.seconds, strict=True)]
+            states = zip(
+                trainer.model.state_dict().values(), eager.model.state_dict().values(), strict=True
+            )
+            same = all(map(torch.equal, trainer.losses, eager.losses))
+            row: dict[str, Any] = {
+                "mode": trainer.mode,
+                "peak_bytes": trainer.peak,
+                "limit_bytes": trainer.limit,
+                "step_seconds": statistics.median(trainer.seconds),
+                "step_ratio_to_eager": statistics.median(ratios),
+                "compile_seconds": trainer.compile_seconds,
+                "bitwise": same and all(torch.equal(a, b) for a, b in states),
+            }
+            if trainer.report is not None:
+                names = ("planned_overhead", "measured_overhead", "outside_bytes")
+                row |= {name: getattr(trainer.report, name) for name in names}
+            rows.append(row)
+        return rows
+
+
+def compare(arguments: argparse.Namespace) -> Comparison:
+    """Make the modes, train them."""
+    found = Comparison(arguments.model, arguments.layers, arguments.rounds)
+    process_bytes()  # from here on every allocation is counted
+    found.add("eager")
+    found.add("joint", backend="aot_eager")
+    peers = []
+    if getattr(found.origin, "supports_gradient_checkpointing", False):
+        peers.append(found.add("checkpoint"))
+    for share in arguments.shares:
+        mode = f"memory budget {share:.1f}"
+        peers.append(found.add(mode, share=share, backend="aot_eager_decomp_partition"))
+    full = found.coop("coop 100%", "100%")
+    least = found.coop("coop min", "min")
+    for peer in peers:
+        if least.peak < peer.peak < full.peak:
+            found.coop(f"coop at {peer.mode}", peer.peak)
+    assert full.limit is not None
+    assert least.limit is not None
+    for k in range(1, arguments.budgets - 1):
+        share = k / (arguments.budgets - 1)
+        found.coop(f"coop {k}", round(full.limit + share * (least.limit - full.limit)))
+    found.lockstep()
+    return found
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """The rows as a table on stdout, by peak."""
+    table = Table(title=title)
+    heads = ("mode", "peak MB", "at most", "step", "x eager", "planned", "in step", "compile")
+    for head in (*heads, "bitwise"):
+        table.add_column(head, justify="left" if head == "mode" else "right")
+    for row in sorted(rows, key=lambda row: -row["peak_bytes"]):
+        planned = row.get("planned_overhead")
+        limit = row["limit_bytes"]
+        table.add_row(
+            row["mode"],
+            f"{row['peak_bytes'] / 1e6:.2f}",
+            "" if limit is None else f"{limit / 1e6:.2f}",
+            f"{row['step_seconds']:.3f} s",
+            f"{row['step_ratio_to_eager']:.3f}",
+            "" if planned is None else f"{planned:.1%}",
+            "" if planned is None else f"{row['measured_overhead']:.1%}",
+            f"{row['compile_seconds']:.1f} s",
+            "equal" if row["bitwise"] else "different",
+        )
+    Console(width=130).print(table)
+
+
+def main() -> int:
+    """Run the comparison; the exit code says whether coop's promises held."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="llama")
+    parser.add_argument("--layers", type=int, default=8, help="of llama and gpt2")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budgets", type=int, default=10, help="of coop, 100%% to min")
+    parser.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    parser.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    rows = compare(arguments).rows()
+    show(f"{arguments.model}: one training step, gradients included", rows)
+    if arguments.csv is not None:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with arguments.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(rows)
+    ours = [row for row in rows if row["limit_bytes"] is not None]
+    held = all(
+        row["bitwise"] and row["peak_bytes"] <= row["limit_bytes"] and not row["outside_bytes"]
+        for row in ours
+    )
+    if not held:
+        print("NOT HELD: see the table", file=sys.stderr)
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""What one start measured the next one knows, and no state of the cache stops a run."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime import profile, profile_cache
+from runtime.profile_cache import ProfileCache
+from tests.runtime.starts import figures, in_a_new_process, start
+
+ROOT = Path(__file__).parents[2]
+
+
+def profiled():
+    return start()[0].profiled_ops
+
+
+def rows(cache):
+    with contextlib.closing(sqlite3.connect(cache / "profiles.sqlite3")) as connection:
+        assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
+        return dict(connection.execute("select key, record from profile"))
+
+
+def test_a_second_process_measures_nothing_and_plans_nothing(cache):
+    [[count, cached, loss]], said = figures(in_a_new_process("80%"))
+    assert count == len(rows(cache)) > 0
+    assert not cached
+    assert "cache" not in said
+    assert figures(in_a_new_process("80%"))[0] == [[0, True, loss]]
+
+
+def test_two_processes_at_once_share_the_cache(cache):
+    both = [in_a_new_process("80%"), in_a_new_process("min")]
+    for process in both:
+        _, said = figures(process)
+        assert "cache" not in said
+    assert rows(cache)
+    for budget in ("80%", "min"):
+        report, _ = start(budget)
+        assert report.profiled_ops == 0
+
+
+@pytest.mark.parametrize("change", ["threads", "settings", "machine", "sources"])
+def test_figures_of_other_conditions_are_not_used(change, monkeypatch):
+    whole = profiled()
+    if change == "threads":
+        torch.set_num_threads(2)
+    else:
+        name = {"settings": "_settings", "machine": "_processor", "sources": "_measured_by"}[change]
+        monkeypatch.setattr(profile_cache, name, lambda: ["another"])
+    assert profiled() == whole
+
+
+@pytest.mark.parametrize(
+    "damage", ["not json", "{}", '{"cost_us":"1","outputs":[],"allocations":[]}', "\0"]
+)
+def test_a_damaged_record_is_measured_again(cache, damage):
+    profiled()
+    path = cache / "profiles.sqlite3"
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        key = min(rows(cache))
+        connection.execute("update profile set record = ? where key = ?", (damage, key))
+    assert profiled() == 1
+    assert profiled() == 0
+
+
+@pytest.mark.parametrize("damage", ["text", "beginning", "middle"])
+def test_a_damaged_file_costs_a_line_and_is_replaced(cache, damage, caplog):
+    whole = profiled()
+    path = cache / "profiles.sqlite3"
+    content = bytearray(path.read_bytes())
+    if damage == "text":
+        content = bytearray(b"this is no database\n" * 300)
+    else:
+        begin = {"beginning": 0, "middle": len(content) // 2}[damage]
+        content[begin : begin + 5000] = os.urandom(5000)
+    path.write_bytes(content)
+    assert profiled() > 0
+    said = [r.getMessage() for r in caplog.records if "without the cache" in r.getMessage()]
+    assert len(said) == 1
+    assert str(path) in said[0]
+    assert path.with_name("profiles.sqlite3.damaged").exists()
+    assert profiled() == whole
+    assert profiled() == 0
+
+
+def test_a_cache_that_cannot_be_made_costs_a_line_each(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    report, _ = start()
+    assert report.profiled_ops > 0
+    assert report.steps_run == 1
+    start()
+    said = [r.getMessage() for r in caplog.records if "without the cache" in r.getMessage()]
+    assert len(said) == 2  # profiles, plans; once a process
+
+
+def test_a_cache_that_cannot_be_written_is_read(cache):
+    """As in an image."""
+    obey = ()
+    if os.getuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root writes everywhere, and there is no setpriv")
+        obey = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+    start()
+    for path in cache.glob("*.sqlite3"):
+        path.chmod(0o444)
+    cache.chmod(0o555)
+    try:
+        (again, other), said = figures(in_a_new_process("80%", "min", prefix=obey))
+    finally:
+        cache.chmod(0o755)
+    assert again[:2] == [0, True]
+    assert other[:2] == [0, False]
+    assert said.count("without the cache") == 1  # the plan for another budget cannot be kept
+
+
+HAMMER = """
+import sys
+from runtime import profile_cache
+print("ready", flush=True)
+for turn in range(10**9):
+    with profile_cache.kept_profiles():
+        for row in range(300):
+            profile_cache.session().put(f"{turn} {row}", "x" * 1000)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.21, 0.43])
+def test_a_kill_while_it_writes_harms_nothing(cache, seconds):
+    whole = profiled()
+    writer = subprocess.Popen([sys.executable, "-c", HAMMER], cwd=ROOT, stdout=subprocess.PIPE)
+    assert writer.stdout.readline() == b"ready\n"
+    time.sleep(seconds)
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    assert profiled() == 0
+    assert (len(rows(cache)) - whole) % 300 == 0  # whole sessions or none
+
+
+def test_a_kill_while_it_profiles_harms_nothing(cache, caplog):
+    process = in_a_new_process("80%")
+    path = cache / "profiles.sqlite3"
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert path.exists()
+    assert profiled() > 0
+    assert profiled() == 0
+    assert "cache" not in caplog.text
+
+
+def test_a_session_that_fails_keeps_what_it_measured(cache):
+    with pytest.raises(RuntimeError), profile_cache.kept_profiles():
+        profile_cache.session().put("signature", "record")
+        raise RuntimeError
+    store = ProfileCache(cache / "profiles.sqlite3")
+    assert store.get("signature") == "record"
+    store.close()
+
+
+@torch.library.custom_op("coop_test::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [
+        (torch.ops.coop_test.double.default, (torch.ones(2),)),  # its code may change
+        (torch.add, (torch.ones(2), 1)),
+        (torch.ops.aten.bernoulli.default, (torch.ones(2), torch.Generator())),
+    ],
+)
+def test_what_another_process_may_mean_by_other_things_is_not_kept(target, arguments):
+    assert profile._lasting(profile._signature(target, arguments, {})) is None
+
+
+def test_signatures_name_all_that_matters():
+    def name(target, *arguments, **keywords):
+        return profile._lasting(profile._signature(target, arguments, keywords))
+
+    add, x = torch.ops.aten.add.Tensor, torch.ones(4, 4)
+    names = {
+        name(add, x, x),
+        name(add, x, 1),
+        name(add, x, 1.0),
+        name(add, x, True),
+        name(add, x, x, alpha=2),
+        name(add, x.t(), x),
+        name(add, x[:2], x),
+        name(add, x.double(), x),
+        name(add, x, x[1:, :1]),
+        name(torch.ops.aten.sub.Tensor, x, x),
+        name(torch.ops.aten.sum.dim_IntList, x, [0, 1]),
+        name(torch.ops.aten.sum.dim_IntList, x, [0], True),
+    }
+    assert len(names) == 12
+    assert None not in names

@@ -1,0 +1,255 @@
+"""Every input shape of a compiled function gives eager's numbers, and none escapes its budget."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import runtime
+from planner import InfeasibleBudgetError
+
+SIZES = [24, 24, 16, 24, 16, 7]
+"""Batches of a run, with a short last one."""
+
+
+class Net(nn.Module):
+    """Normalizes over the batch, and computes with its size."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(32)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x):
+        n = x.shape[0]
+        for layer in self.layers:
+            x = self.dropout(torch.relu(layer(x)))
+        return self.norm(x).view(2 * n, -1).square().sum() / (n + 1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.recurrent = kind(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.recurrent(x)[0]).square().mean()
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [
+                nn.Sequential(nn.Conv2d(3 if i == 0 else 8, 8, 3, padding=1), nn.BatchNorm2d(8))
+                for i in range(2)
+            ]
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = F.relu(block(x))
+        return F.max_pool2d(x, 2).flatten(2).mean(2).square().sum()
+
+
+def batches(sizes, *rest):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(size, *rest, generator=generator) for size in sizes]
+
+
+def train(model, step, inputs):
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for args in inputs:
+        loss = step(*args) if isinstance(args, tuple) else step(args)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def compiled(function, dynamic, budget="min", **options):
+    options = {"budget": budget, **options}
+    return torch.compile(function, backend="coop", fullgraph=True, dynamic=dynamic, options=options)
+
+
+def assert_trains_like_eager(eager, inputs, dynamic, step_of=lambda model: model, **options):
+    planned = copy.deepcopy(eager)
+    losses = train(eager, step_of(eager), inputs)
+    step = compiled(step_of(planned), dynamic, **options)
+    planned_losses = train(planned, step, inputs)
+    assert all(map(torch.equal, losses, planned_losses))
+    state, planned_state = eager.state_dict(), planned.state_dict()
+    assert all(torch.equal(state[name], planned_state[name]) for name in state)
+    for report in runtime.reports():
+        assert report.measured_arena_bytes == report.planned_arena_bytes
+        assert report.peak_bytes <= report.budget_bytes
+
+
+def planned_sizes():
+    """The batch sizes that were planned, in order."""
+    inputs = [
+        [tensor.bytes for tensor in report.graph.tensors if tensor.kind == "input"]
+        for report in runtime.reports()
+    ]
+    return [found[0] // (32 * 4) for found in inputs]
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_shapes_in_a_loop_are_each_planned(dynamic):
+    assert_trains_like_eager(Net(), batches(SIZES, 32), dynamic)
+    # What is met before Dynamo makes the size a symbol is planned a second time after that.
+    assert planned_sizes() == ([24, 16, 24, 7] if dynamic is None else [24, 16, 7])
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_other_shapes_run_eagerly_as_the_option_says(dynamic, caplog):
+    assert_trains_like_eager(Net(), batches(SIZES, 32), dynamic, shapes="eager")
+    assert set(planned_sizes()) == {24}
+    said = [r.getMessage() for r in caplog.records if r.name == "coop-plan"]
+    assert [text.split("sizes ")[1].split(" run")[0] for text in said] == [
+        "((16, 32),)",
+        "((7, 32),)",
+    ]
+    assert all("test_shapes.py:" in text and "not within the budget" in text for text in said)
+
+
+def test_another_function_is_not_another_shape():
+    model = Net()
+    step = compiled(model, None, shapes="eager")
+    large, small = batches([24, 16], 32)
+    with torch.no_grad():
+        step(small)  # plans nothing, so it is not the first shape
+    step(large).backward()
+    model.eval()
+    step(small).backward()
+    assert planned_sizes() == [24, 16]
+
+
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_a_shape_that_does_not_fit_is_refused_and_leaves_the_others_be(dynamic):
+    step = compiled(Net(), dynamic, budget=90_000)
+    step(torch.randn(16, 32)).backward()
+    step(torch.randn(24, 32)).backward()
+    error = torch._dynamo.exc.BackendCompilerFailed if dynamic is False else InfeasibleBudgetError
+    with pytest.raises(error, match="the smallest it can meet is"):
+        step(torch.randn(2000, 32))
+    for size in (16, 24, 20):
+        step(torch.randn(size, 32)).backward()
+
+
+def test_sizes_can_steer_and_leave_the_function():
+    def step_of(model):
+        def step(x):
+            if x.shape[0] > 10:
+                x = x * x.shape[0]
+            return model(x), x.shape[0] + 1, x.size(1)
+
+        return step
+
+    step = compiled(step_of(Net()), None)
+    for x in batches([24, 16, 7], 32):
+        loss, more, width = step(x)
+        loss.backward()
+        assert (more, width) == (len(x) + 1, 32)
+    inputs = batches([24, 16, 7], 32)
+    assert_trains_like_eager(Net(), inputs, None, lambda model: lambda x: step_of(model)(x)[0])
+
+
+@pytest.mark.parametrize("numbers", [(1.0, 0.5, 0.3), (1, 5, 3)])
+def test_numbers_that_change_are_constants_of_their_plans(numbers):
+    inputs = [(x, number) for x, number in zip(batches([16] * 3, 32), numbers, strict=True)]
+    assert_trains_like_eager(Net(), inputs, None, lambda model: lambda x, s: model(x) * s)
+
+
+def test_many_plans_for_one_shape_are_pointed_out(caplog):
+    step = compiled(lambda x, s: (x * s).sin().sum(), True)
+    x = torch.randn(8, 4, requires_grad=True)
+    for i in range(9):
+        step(x, i / 7).backward()
+    said = [r.getMessage() for r in caplog.records if "Python numbers" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_layouts_and_shared_memory_are_told_apart():
+    data = torch.randn(40, 32, generator=torch.Generator().manual_seed(4))
+    square = data[:32]
+    pairs = [
+        (square, data[:8]),
+        (square.t(), data[32:]),
+        (data[4:36], data[8:]),
+        (square.clone(), data[:8].clone()),
+    ]
+
+    def step_of(model):
+        return lambda x, y: model(x) + (x[:5] * y[:5]).mean()
+
+    assert_trains_like_eager(Net(), pairs, True, step_of)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_gradients_reach_inputs():
+    eager, (left, right) = Net(), batches([16, 7], 32)
+    planned = copy.deepcopy(eager)
+    step = compiled(planned, True)
+    for x in (left, right):
+        gradients = []
+        for function in (eager, step):
+            torch.manual_seed(2)
+            leaf = x.clone().requires_grad_()
+            function(2 * leaf).backward()
+            gradients.append(leaf.grad)
+        assert torch.equal(*gradients)
+
+
+def test_pictures_of_changing_sizes():
+    generator = torch.Generator().manual_seed(6)
+    shapes = [(4, 3, 16, 16), (4, 3, 20, 16), (3, 3, 16, 24)]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    assert_trains_like_eager(Convolutional(), inputs, True)
+
+
+def test_no_input_is_kept_alive():
+    step = compiled(Net(), None)
+    alive = []
+    for size in (24, 16, 7):
+        x = torch.randn(size, 32)
+        alive.append(weakref.ref(x))
+        step(x).backward()
+        del x
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * 3
+
+
+def test_dynamos_recompile_limit_is_no_way_out_of_the_budget(caplog):
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert_trains_like_eager(Net(), batches([16, 8, 7, 6], 32), False)
+    assert planned_sizes() == [16, 8, 7, 6]
+    assert "recompile_limit is now 4" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "budget"), [(nn.GRU, "min"), (nn.LSTM, "90%"), (nn.LSTM, "min")])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
+def test_recurrent_layers_need_no_graph_break(kind, budget):
+    # Eager's LSTM is one kernel of oneDNN, AOTAutograd's the ops that eager has without oneDNN.
+    with torch.backends.mkldnn.flags(enabled=False):
+        inputs = batches([8, 8, 5], 4, 16)
+        assert_trains_like_eager(Recurrent(kind), inputs, None, budget=budget)
+
+
+def test_a_wrong_option_is_named():
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match='shapes must be "plan"'):
+        compiled(Net(), None, shapes="none")(torch.randn(8, 32))
+
+
+def test_ddp_is_not_split_into_graphs():
+    torch._dynamo.lookup_backend("coop")
+    assert torch._dynamo.config.optimize_ddp is False
