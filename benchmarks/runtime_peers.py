@@ -171,21 +171,13 @@ class Comparison:
 
     def coop(self, mode: str, budget: int | str) -> Trainer:
         """Ours; a budget in bytes is that of the peak, without what lies there before the step."""
-        if isinstance(budget, int):
-            before = self.before
-            trainer = self.add(mode, backend="coop", options={"budget": budget + before})
-            trainer.limit = budget
-        else:
-            trainer = self.add(mode, backend="coop", options={"budget": budget})
-            assert trainer.report is not None
-            trainer.limit = trainer.report.budget_bytes - trainer.report.resident_bytes
+        before = sum(t.nbytes for t in self.origin.parameters()) + self.batch.nbytes
+        before += sum(t.nbytes for t in self.origin.buffers())
+        asked = budget + before if isinstance(budget, int) else budget
+        trainer = self.add(mode, backend="coop", options={"budget": asked})
+        assert trainer.report is not None
+        trainer.limit = trainer.report.budget_bytes - before
         return trainer
-
-    @property
-    def before(self) -> int:
-        """Bytes that are there before a step of ours: parameters, buffers, the batch."""
-        report = next(t.report for t in self.trainers if t.report is not None)
-        return report.resident_bytes
 
     def lockstep(self) -> None:
         """Train."""

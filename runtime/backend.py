@@ -117,6 +117,7 @@ class _Compilation:
         self.memory = memory
         self.lines = lines
         self.step: PlannedStep | None = None
+        self.began = time.perf_counter()
 
     def partition(
         self,
@@ -137,7 +138,9 @@ class _Compilation:
 
     def backward(self, module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
         assert self.step is not None
-        return self.step.backward(module, args)
+        code = self.step.backward(module, args)
+        self.step.report.compile_seconds = time.perf_counter() - self.began
+        return code
 
 
 def plan_captured(

@@ -94,6 +94,8 @@ def capture_joint(
     for node in module.graph.nodes:
         builder.visit(node)
     _own_layout(module, builder, outputs, num_fwd_outputs)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what profiling took
     random = sum(op["rng"] for op in builder.op_fields)
     states = GENERATOR_BYTES * (random + 1 if random else 0)
     builder.add("runtime", TICKET_BYTES + states if device.type == "cpu" else 0, "buffer")
@@ -361,9 +363,21 @@ class _Builder:
                 "cost_us": facts.cost_us,
                 "workspace_bytes": facts.workspace_bytes,
                 "recomputable": target.namespace not in COLLECTIVES,
-                "rng": torch.Tag.nondeterministic_seeded in target.tags,
+                "rng": _is_random(node),
             }
         )
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether an op draws random numbers; attention without dropout does not."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
 
 
 def _fake(node: fx.Node) -> Any:
@@ -431,14 +445,7 @@ def _forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx
         if is_tangent or any(arg in from_tangent for arg in node.all_input_nodes):
             from_tangent.add(node)
     stack = [value for value in fwd_outputs if isinstance(value, fx.Node)]
-    for node in module.graph.nodes:
-        target = node.target
-        if (
-            isinstance(target, torch._ops.OpOverload)
-            and torch.Tag.nondeterministic_seeded in target.tags
-            and node not in from_tangent
-        ):
-            stack.append(node)
+    stack += [n for n in module.graph.nodes if _is_random(n) and n not in from_tangent]
     found: set[fx.Node] = set()
     while stack:
         node = stack.pop()

@@ -14,7 +14,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
 from runtime.capture import GETITEM, SNAPSHOT, Captured
-from schemas import Compute, Plan, TensorRead
+from schemas import Compute, Free, Plan, TensorRead
 
 Source = tuple[str, Any]
 """("buffer", id), ("outside", tensor id) or ("primal", placeholder node)."""
@@ -36,6 +36,7 @@ def split(
     steps = [step for step in plan.steps if isinstance(step, Compute)]
     firsts = {step.op: i for i, step in reversed(list(enumerate(steps)))}
     last_forward = max((firsts[op] for op in range(captured.forward_ops)), default=-1)
+    final = _final(plan)
     forward = _Half(captured, None)
     for node in captured.module.graph.find_nodes(op="placeholder"):
         if str(node.target).startswith("primals"):
@@ -55,8 +56,8 @@ def split(
     output = next(iter(reversed(captured.module.graph.nodes)))
     descs = output.meta.get("desc", [None] * len(captured.output_args))
     cut = captured.num_fwd_outputs
-    gradients = [backward.value(arg) for arg in captured.output_args[cut:]]
-    results = [forward.value(arg) for arg in captured.output_args[:cut]]
+    gradients = [backward.value(arg, final) for arg in captured.output_args[cut:]]
+    results = [forward.value(arg, final) for arg in captured.output_args[:cut]]
     saved = [forward.tensor(source) for source in backward.saved]
     saved.append(_ticket(forward.graph, backward.graph, ticket, redeem))
     _finish(
@@ -95,6 +96,24 @@ def _ticket(
     return issued
 
 
+def _final(plan: Plan) -> dict[int, Source]:
+    """Where each output is when the step is over.
+
+    It may have been made again after that, as a by-product of another output of its op: such a
+    buffer is freed, and its place taken.
+    """
+    freed = {b for step in plan.steps if isinstance(step, Free) for b in step.buffers}
+    found: dict[int, Source] = {}
+    for step in plan.steps:
+        if isinstance(step, Compute):
+            for write in step.writes:
+                if write.offset is None:
+                    found[write.tensor] = ("outside", write.tensor)
+                elif write.buffer not in freed:
+                    found.setdefault(write.tensor, ("buffer", write.buffer))
+    return found
+
+
 def _finish(graph: fx.Graph, values: list[Any], descs: list[Any]) -> None:
     graph.output(tuple(values)).meta["desc"] = descs
     graph.lint()
@@ -113,7 +132,6 @@ class _Half:
         self._made: dict[Source, tuple[fx.Node, int]] = {}
         self._tensors: dict[Source, fx.Node] = {}
         self._views: dict[tuple[fx.Node, tuple[Source, ...]], fx.Node] = {}
-        self._latest: dict[int, Source] = {} if before is None else dict(before._latest)
 
     def place(self, node: fx.Node) -> None:
         """Copy an input of the step, or the snapshot of one."""
@@ -140,15 +158,12 @@ class _Half:
                 ("outside", write.tensor) if write.offset is None else ("buffer", write.buffer)
             )
             self._made[source] = (copy, captured.base[write.tensor][1])
-            # What left the step stays the tensor's value; a later buffer of it is a by-product.
-            if self._latest.get(write.tensor) != ("outside", write.tensor):
-                self._latest[write.tensor] = source
 
-    def value(self, arg: Any) -> Any:
-        """An output of the step in terms of this graph, from the last materializations."""
+    def value(self, arg: Any, final: Mapping[int, Source]) -> Any:
+        """An output of the step in terms of this graph."""
         if not isinstance(arg, fx.Node):
             return arg
-        return self._resolve(arg, self._latest)
+        return self._resolve(arg, final)
 
     def tensor(self, source: Source) -> fx.Node:
         """The node that holds a whole buffer, outside tensor or primal."""

@@ -36,6 +36,8 @@ class StepReport:
     plan_cached: bool = False
     """Whether the plan was read from the cache, and verified, and not made."""
     plan_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    """From Dynamo's graph to running code: AOTAutograd's tracing, profiling and planning in it."""
     last_step_us: float | None = None
     """Time inside the ops of the last step, forward and backward, µs."""
 
