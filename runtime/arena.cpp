@@ -28,7 +28,7 @@ auto& recorded = *new std::unordered_map<void*, at::DeleterFnPtr>();  // on CUDA
 
 void release(void* pointer) {
   if (pointer == nullptr) return;
-  log_free(pointer);
+  if (is_recorded(false)) log_free(pointer);
   if (Memory* memory = memory_of(pointer)) {
     if (memory->live.fetch_sub(1) == 1) {
       std::lock_guard<std::mutex> lock(memories_mutex);
@@ -62,7 +62,7 @@ class ArenaAllocator final : public at::Allocator {
         std::lock_guard<std::mutex> lock(sizes_mutex);
         sizes[p] = static_cast<int64_t>(size);
       }
-      if (recording && !recording_cuda) log_alloc(p, size);
+      if (is_recorded(false)) log_alloc(p, size);
     }
     return {p, p, &release, at::Device(at::DeviceType::CPU)};
   }
@@ -76,7 +76,7 @@ class ArenaAllocator final : public at::Allocator {
 
 // Of what lies in memory of an arena, and of what was recorded.
 void cuda_release(void* pointer) {
-  log_free(pointer);
+  if (is_recorded(true)) log_free(pointer);
   if (Memory* memory = memory_of(pointer)) {
     memory->live.fetch_sub(1);
     return;
@@ -101,7 +101,7 @@ at::DataPtr cuda_allocate(void* self, size_t size) {
   void* p = data.get();
   if (inside_op && active->memory->device != kCpu) active->beside += static_cast<int64_t>(size);
   // Recorded, it needs our deleter, which PyTorch's record_stream does not know: only for a moment.
-  if (recording && recording_cuda && p != nullptr && data.get_context() == p) {
+  if (is_recorded(true) && p != nullptr && data.get_context() == p) {
     {
       std::lock_guard<std::mutex> lock(sizes_mutex);
       recorded[p] = data.get_deleter();

@@ -120,13 +120,13 @@ Memory* memory_of(void* pointer) {
   return nullptr;
 }
 
+bool is_recorded(bool cuda) { return recording && recording_cuda == cuda; }
+
 void log_alloc(void* pointer, size_t size) {
   events->push_back({true, pointer, static_cast<int64_t>(size)});
 }
 
-void log_free(void* pointer) {
-  if (recording) events->push_back({false, pointer, 0});
-}
+void log_free(void* pointer) { events->push_back({false, pointer, 0}); }
 
 // Where the plan puts the allocation that comes next on this thread; null: PyTorch serves it.
 char* planned(size_t size, bool cuda) {

@@ -14,6 +14,7 @@ from planner import plan, verify
 from runtime import plan_cache
 from runtime.arena import Memory, memory_of
 from runtime.capture import Captured, capture_joint
+from runtime.composites import as_eager
 from runtime.executor import PlannedStep
 from runtime.lines import Lines, lines_of
 from runtime.options import Options
@@ -79,7 +80,8 @@ def coop(
             inference_compiler=_as_it_is,
             partition_fn=compilation.partition,
         )
-        compiled: Callable[..., Any] = backend(graph, inputs)
+        with as_eager():
+            compiled: Callable[..., Any] = backend(graph, inputs)
         if compilation.step is not None:
             first.setdefault(function, shape)
             if lines.breaks:

@@ -20,6 +20,7 @@ from runtime import cuda
 from runtime.errors import CaptureError
 from runtime.profile import OpProfile, measured_ops, profile
 from runtime.profile_cache import kept_profiles
+from runtime.recurrent import TRAINED
 from schemas import Graph, parse_graph
 
 GETITEM = operator.getitem
@@ -319,12 +320,30 @@ class _Builder:
         self.tensors.append({"id": t, "name": name, "bytes": size, "kind": kind})
         return t
 
+    def _make_viewable(self, node: fx.Node) -> None:
+        """Let a view that the layout does not allow, though traced, be one of a copy."""
+        source, shape = node.args
+        assert isinstance(source, fx.Node)
+        if _is_viewable(source.meta["val"], shape):
+            return
+        with self.module.graph.inserting_before(node):
+            copy = self.module.graph.call_function(
+                torch.ops.aten.clone.default,
+                (source,),
+                {"memory_format": torch.contiguous_format},
+            )
+        copy.meta["val"] = source.meta["val"].clone(memory_format=torch.contiguous_format)
+        self.visit(copy)
+        node.replace_input_with(source, copy)
+
     def _call(self, node: fx.Node) -> None:
-        target = node.target
+        target = node.target = TRAINED.get(node.target, node.target)
         if not isinstance(target, torch._ops.OpOverload):
             raise CaptureError(f"{target} is not an ATen op and cannot be planned")
         if target._schema.is_mutable:
             raise CaptureError(f"{target} overwrites its input inside the graph")
+        if target is torch.ops.aten.view.default:
+            self._make_viewable(node)
         facts = profile(target, *fx.node.map_arg((node.args, node.kwargs), _fake))
         node.meta["val"] = _as_run(node, facts)
         if device_of(node).type != self.device.type:
@@ -339,6 +358,8 @@ class _Builder:
                 produced.append(None)
             elif output.alias >= 0:
                 produced.append(reads[output.alias])
+            elif output.twin >= 0:
+                produced.append(produced[output.twin])
             else:
                 # A CUDA op may return a scalar on the CPU.
                 there = self.device.type == "cpu" or position in facts.allocated
@@ -368,6 +389,14 @@ class _Builder:
         )
 
 
+def _is_viewable(value: Any, shape: Any) -> bool:
+    try:
+        value.view(shape)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def _is_random(node: fx.Node) -> bool:
     """Whether an op draws random numbers; attention without dropout does not."""
     target = node.target
@@ -377,7 +406,7 @@ def _is_random(node: fx.Node) -> bool:
         return False
     names = [argument.name for argument in target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+    return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
 def _fake(node: fx.Node) -> Any:
@@ -393,10 +422,13 @@ def _elsewhere(node: fx.Node, facts: OpProfile, device: torch.device) -> OpProfi
 
 
 def _as_run(node: fx.Node, facts: OpProfile) -> Any:
-    """The fake result of an op, with the memory layout that the op chose when it ran.
+    """The fake result of an op, with the type and the memory layout that the op chose when it ran.
 
-    A few kernels choose another one than FakeTensorMode says, and so the ops behind them make other
-    allocations than they would on the fake result.
+    A few kernels choose others than FakeTensorMode says, and the ops behind them would fail on the
+    fake result, or make other allocations.
+
+    Raises:
+        CaptureError: the shape of the result depends on data.
     """
     values, spec = tree_flatten(node.meta["val"])
     for i, output in enumerate(facts.outputs):
@@ -406,11 +438,15 @@ def _as_run(node: fx.Node, facts: OpProfile) -> Any:
         size = output.bytes
         if output.alias >= 0:
             size = _tensor_args(node)[output.alias].meta["val"].untyped_storage().nbytes()
-        fake = value.untyped_storage().nbytes(), value.stride(), value.storage_offset()
-        if fake != (size, output.stride, output.offset):
+        if not all(isinstance(length, int) for length in value.shape):
+            raise CaptureError(f"{node.target} makes a shape out of data, which cannot be planned")
+        fake = str(value.dtype), tuple(value.shape), value.stride(), value.storage_offset()
+        layout = output.dtype, output.shape, output.stride, output.offset
+        if fake != layout or value.untyped_storage().nbytes() != size:
+            dtype = getattr(torch, output.dtype.removeprefix("torch."))
             with value.fake_mode:
-                whole = value.new_empty(size // value.element_size())
-                values[i] = whole.as_strided(value.shape, output.stride, output.offset)
+                whole = value.new_empty(size // dtype.itemsize, dtype=dtype)
+                values[i] = whole.as_strided(output.shape, output.stride, output.offset)
     return tree_unflatten(values, spec)
 
 

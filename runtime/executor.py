@@ -46,7 +46,7 @@ class PlannedStep:
         self._resident_before = plan.resident_bytes - captured.resident_within
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
-            self._clock = cuda.Clock()
+            self._clock = cuda.Clock(captured.device.index)
             self._resident_before = plan.resident_bytes  # what is within is not counted there
             self._uncapturable = [
                 captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"

@@ -9,7 +9,8 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,16 @@ class Output:
     """One tensor an op returns: the storage it made, or the input it is a view of.
 
     `bytes` is the size of the allocation made for it, 0 for a view; `alias` is the position, among
-    the op's tensor arguments in flattened order, of the input whose storage it shares, or -1.
+    the op's tensor arguments in flattened order, of the input whose storage it shares, or -1;
+    `twin` is the position of an earlier output that it is once more, or -1.
+    The rest is how the tensor lies in its storage.
     """
 
     bytes: int
     alias: int
+    twin: int
+    dtype: str
+    shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
@@ -123,7 +129,7 @@ def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
 def _measure_anew(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     global _measured
     with _real_world():
-        made = _measure(target, *_stand_in((args, kwargs)))
+        made = _measure(target, *_inputs(target, args, kwargs))
     _measured += 1
     return made
 
@@ -153,6 +159,7 @@ def _real_world() -> AbstractContextManager[None]:
     stack = ExitStack()
     stack.enter_context(unset_fake_temporarily())
     stack.enter_context(torch.no_grad())
+    stack.enter_context(torch._C._DisableAutocast())
     stack.enter_context(preserve_rng_state())
     return stack  # type: ignore[return-value]
 
@@ -170,13 +177,44 @@ def _signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
             storage = value.untyped_storage().nbytes()
             offset = value.storage_offset()
             parts.append((tuple(value.shape), value.stride(), offset, storage, value.dtype))
-            parts.append(str(value.device))
+            parts.append((str(value.device), value.is_conj(), value.is_neg()))
         else:
             parts.append((type(value), repr(value)))
     return tuple(parts)
 
 
-def _stand_in(tree: Any) -> Any:
+def _inputs(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Stand-in arguments that the op runs on.
+
+    Raises:
+        CaptureError: there are none.
+    """
+    for truth in (None, False, True):
+        given, named = _stand_in((args, kwargs), truth)
+        if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            given = (*given[:22], _rnn_workspace(given))
+        try:
+            target(*given, **named)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            failed = error
+        else:
+            return given, named
+    first = str(failed).splitlines()[0]
+    raise CaptureError(f"{target} cannot be profiled on its own: {first}") from failed
+
+
+def _rnn_workspace(args: Any) -> torch.Tensor:
+    """What oneDNN's forward leaves to its backward, which crashes on anything else."""
+    reverse, mode, hidden, layers, biases, train, both_ways, sizes, batch_first = args[13:22]
+    workspace: torch.Tensor = torch.ops.coop_plan.lstm_layer.default(
+        *args[:7], reverse, sizes, mode, hidden, layers, biases, both_ways, batch_first, train
+    )[3]
+    return workspace
+
+
+def _stand_in(tree: Any, truth: bool | None) -> Any:
+    """Tensors for fake ones; `truth` is what all booleans are, or None for both."""
+
     def make(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -186,21 +224,18 @@ def _stand_in(tree: Any) -> Any:
             # Positive and away from zero: no NaN and no denormals to slow a kernel down.
             flat.uniform_(0.05, 1.0) if value.dtype.is_floating_point else flat.fill_(0.5)
         elif value.dtype == torch.bool:
-            flat.bernoulli_(0.5)
+            flat.bernoulli_(0.5) if truth is None else flat.fill_(truth)
         else:
             flat.zero_()  # an index that is in range whatever it indexes
-        return flat.as_strided(value.shape, value.stride(), value.storage_offset())
+        made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
+        made = made.conj() if value.is_conj() else made
+        return torch._neg_view(made) if value.is_neg() else made
 
     return tree_map(make, tree)
 
 
 def _measure(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     ext = extension()
-    try:
-        target(*args, **kwargs)
-    except (RuntimeError, IndexError, ValueError, TypeError) as error:
-        first = str(error).splitlines()[0]
-        raise CaptureError(f"{target} cannot be profiled on its own: {first}") from error
     flat = tree_flatten((args, kwargs))[0]
     inputs = [v for v in flat if isinstance(v, torch.Tensor)]
     device = _cuda_device(flat)
@@ -214,7 +249,7 @@ def _measure(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     slots = _scratch_slots(allocations, alignment)
     size = max((offset + need for need, offset in slots), default=0)
     arena = Arena(size, [slots], [False], Memory(), device)
-    timed = _cpu_us if device is None else cuda.device_us
+    timed = _cpu_us if device is None else partial(cuda.device_us, device)
     times: list[float] = []
     while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
         arena.begin(fresh=False)
@@ -275,11 +310,18 @@ def _digest(
                 f"{target} returns a {type(value).__name__}, which a planned step cannot hold"
             )
         pointer = value.untyped_storage().data_ptr()
-        layout = value.stride(), value.storage_offset()
+        start = int(value.storage_offset())
+        layout = str(value.dtype), tuple(value.shape), value.stride(), start
+        size = value.untyped_storage().nbytes()
         if pointer and pointer in sources:
-            outputs.append(Output(0, sources[pointer], *layout))
+            outputs.append(Output(0, sources[pointer], -1, *layout))
+        elif pointer and pointer in owner:
+            made = Output(size, -1, owner[pointer], *layout)
+            if replace(made, twin=-1) != outputs[made.twin]:
+                raise CaptureError(f"{target} returns two views of one new tensor")
+            outputs.append(made)
         else:
-            outputs.append(Output(value.untyped_storage().nbytes(), -1, *layout))
+            outputs.append(Output(size, -1, -1, *layout))
             if pointer:
                 owner[pointer] = position
     alive: dict[int, int] = {}

@@ -144,6 +144,7 @@ def _gpus() -> list[object]:
         torch.version.cuda,
         backend.version(),
         backend.enabled and backend.benchmark,
+        backend.deterministic,
         backend.conv.fp32_precision,
         torch.backends.cuda.matmul.fp32_precision,
     ]

@@ -26,7 +26,7 @@ class StepReport:
     measured_arena_bytes: int = 0
     measured_peak_bytes: int = 0
     """Resident bytes and all that the process allocated from the last step's forward to the end of
-    its backward, at the highest."""
+    its backward, at the highest; on CUDA all that the step's ops took."""
     outside_bytes: int = 0
     measured_overhead: float | None = None
     steps_run: int = 0
@@ -39,7 +39,8 @@ class StepReport:
     compile_seconds: float = 0.0
     """From Dynamo's graph to running code: AOTAutograd's tracing, profiling and planning in it."""
     last_step_us: float | None = None
-    """Time inside the ops of the last step, forward and backward, µs."""
+    """Time inside the ops of the last step, forward and backward, µs. On CUDA this and
+    `measured_overhead` are times on the device, of the last step that was over when one began."""
 
 
 _reports: list[StepReport] = []

@@ -10,6 +10,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
 from runtime.capture import capture_joint
+from runtime.composites import as_eager
 from runtime.errors import CaptureError
 from schemas import Graph, InvalidInputError
 
@@ -83,8 +84,13 @@ def capture(
         fw_compiler=refuse, bw_compiler=refuse, inference_compiler=refuse, partition_fn=partition
     )
     torch._dynamo.reset()
+
+    def traced(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        with as_eager():
+            return backend(module, inputs)
+
     try:
-        compiled: Any = torch.compile(step, backend=backend, fullgraph=True, dynamic=False)
+        compiled: Any = torch.compile(step, backend=traced, fullgraph=True, dynamic=False)
         compiled(*args, **(kwargs or {}))
     except (torch._dynamo.exc.TorchDynamoException, TypeError) as error:  # or a wrong call
         if not found:

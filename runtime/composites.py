@@ -1,0 +1,76 @@
+"""Composite ops traced as the C++ code that eager autograd runs.
+
+For tracing, PyTorch 2.13 replaces a few of them with Python versions of its own, and these compute
+other numbers: interpolation reads by index, matrix products are folded by other rules, recurrent
+layers lose the dropout between their layers and do without oneDNN's kernel, or fail with it.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+PACKETS = (
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"),
+)
+"""The ops that are traced as C++; the Python version of batch norm has to stay, for example: it
+says that the running statistics change."""
+
+KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+_patched = threading.RLock()
+
+
+@contextmanager
+def as_eager() -> Iterator[None]:
+    """Trace composite ops as eager runs them, on this and every other thread."""
+    aten = torch.ops.aten
+    packets = [getattr(aten, name) for name in PACKETS if hasattr(aten, name)]
+    ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    with _patched:
+        kept = {op: {key: op.py_kernels.get(key) for key in KEYS} for op in (*ops, _DROPOUT)}
+        for op in ops:
+            _set(op, dict.fromkeys(KEYS))
+        _set(_DROPOUT, dict.fromkeys(KEYS, _dropout))
+        try:
+            yield
+        finally:
+            for op, kernels in kept.items():
+                _set(op, kernels)
+
+
+def _set(op: Any, kernels: dict[Any, Any]) -> None:
+    for key, kernel in kernels.items():
+        if kernel is None:
+            op.py_kernels.pop(key, None)
+        else:
+            op.py_kernels[key] = kernel
+    op._dispatch_cache.clear()
+
+
+_DROPOUT: Any = torch.ops.aten.dropout.default
+
+
+def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Dropout that keeps a mask of one byte an element, where that gives eager's numbers.
+
+    Eager multiplies by noise / (1 - p), computed in the type of the input; the mask's kernel by
+    1 / (1 - p), rounded once.
+    """
+    if train and 0 < p < 1 and _rounds_alike(values.dtype, p):
+        return torch.native_dropout(values, p, train)[0]
+    kept: torch.Tensor = _DROPOUT._op_dk(KEYS[1], values, p, train)
+    return kept
+
+
+def _rounds_alike(dtype: torch.dtype, p: float) -> bool:
+    if dtype == torch.float32:
+        return bool(np.float32(1) / np.float32(1 - p) == np.float32(1 / (1 - p)))
+    return dtype == torch.float64

@@ -1,0 +1,167 @@
+// A pretended CUDA device for PyTorch's CPU build: tensors on "cuda:0" lie in memory from malloc and
+// are computed by the CPU's kernels, the backward runs on a thread of autograd's, and memory comes
+// from an object where PyTorch keeps its CUDA allocator.
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+
+namespace {
+
+const at::Device kDevice(at::DeviceType::CUDA, 0);
+
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<at::DeviceType::CUDA> {
+  at::Device exchangeDevice(at::Device) const override { return kDevice; }
+  at::Device getDevice() const override { return kDevice; }
+  c10::Stream getStream(at::Device) const noexcept override {
+    return c10::Stream(c10::Stream::DEFAULT, kDevice);
+  }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return getStream(kDevice); }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+
+struct CUDAHooks final : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool hasCUDA() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(at::DeviceIndex) const override { return true; }
+  at::DeviceIndex deviceCount() const override { return 1; }
+  at::DeviceIndex getCurrentDevice() const override { return 0; }
+  at::DeviceIndex current_device() const override { return 0; }
+};
+
+std::atomic<int64_t> current{0};
+std::atomic<int64_t> peak{0};
+
+void give_back(void* pointer) {
+  auto* start = static_cast<int64_t*>(pointer) - 64;
+  current -= *start;
+  std::free(start);
+}
+
+// Stands where c10::cuda::CUDACachingAllocator::NativeCachingAllocator does, and like it has other
+// virtual functions after those of at::Allocator.
+class Pretended : public at::Allocator {
+ public:
+  at::DataPtr allocate(size_t size) override {
+    if (size == 0) return {nullptr, nullptr, &give_back, kDevice};
+    auto* start = static_cast<int64_t*>(std::aligned_alloc(512, (size + 1023) / 512 * 512));
+    *start = static_cast<int64_t>(size);
+    current += *start;
+    if (current > peak) peak = current.load();
+    return {start + 64, start + 64, &give_back, kDevice};
+  }
+  at::DeleterFnPtr raw_deleter() const override { return &give_back; }
+  void copy_data(void* dest, const void* src, size_t count) const override {
+    default_copy_data(dest, src, count);
+  }
+  virtual int64_t statistic(int which) { return which == 0 ? current : peak; }
+  virtual void reset() { peak = current.load(); }
+};
+
+Pretended pretended;
+
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return tensor;
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(),
+                       tensor.options().device(at::kCPU));
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
+  on_cpu(self).copy_(on_cpu(source));
+  return self;
+}
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& to, bool) {
+  on_cpu(to).copy_(on_cpu(source));
+  return to;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& to) {
+  if (to.sizes() != source.sizes()) to.resize_(source.sizes());
+  return copy_from(source, to, false);
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& self) { return on_cpu(self).item(); }
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+}  // namespace
+
+namespace c10::cuda::CUDACachingAllocator {
+std::atomic<at::Allocator*> allocator{&pretended};
+}
+
+namespace {
+
+at::Allocator* allocator() { return c10::cuda::CUDACachingAllocator::allocator; }
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(size, allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                   c10::dtype_or_default(dtype), format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(size, stride, allocator(),
+                                           c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                           c10::dtype_or_default(dtype));
+}
+
+const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size,
+                          std::optional<at::MemoryFormat>) {
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  const size_t bytes = self.numel() * self.element_size();
+  if (self.storage().nbytes() < bytes) {
+    self.storage().set_data_ptr_noswap(allocator()->allocate(bytes));
+    self.storage().set_nbytes(bytes);
+  }
+  return self;
+}
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+
+}  // namespace
+
+namespace at {
+REGISTER_CUDA_HOOKS(CUDAHooks);
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", at::native::view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("resize_", resize_);
+  m.impl("copy_", copy_);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", local_scalar_dense);
+}
+
+extern "C" int64_t pretended_statistic(int which) {
+  return static_cast<Pretended*>(allocator())->statistic(which);
+}
+extern "C" void pretended_reset() { static_cast<Pretended*>(allocator())->reset(); }

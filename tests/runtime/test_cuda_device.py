@@ -1,0 +1,265 @@
+"""Steps on a CUDA device. Without one, test_cuda.py runs these on a pretended one."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import runtime
+from runtime import cuda
+from runtime.arena import SERVED_OUTSIDE, Arena, Memory
+from runtime.build import arena as extension
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+SIZE = 4000
+"""Bytes of a tensor of a thousand floats."""
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.dropout(torch.relu(layer(x)))
+        return x.square().mean()
+
+
+class Convolutional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = [(nn.Conv2d(3 if i == 0 else 8, 8, 3), nn.BatchNorm2d(8)) for i in range(3)]
+        self.blocks = nn.Sequential(*[layer for block in blocks for layer in block])
+
+    def forward(self, x):
+        return self.blocks(x).relu().square().mean()
+
+
+@pytest.fixture
+def x():
+    cuda.take_over()
+    return torch.ones(1000, device="cuda")
+
+
+def run_in(arena, function):
+    arena.begin(fresh=True)
+    try:
+        arena.enter(0)
+        return function()
+    finally:
+        arena.leave()
+
+
+def test_a_slot_is_served_at_its_address(x):
+    arena = Arena(8192, [[(SIZE, 4096)]], [False], Memory(), 0)
+    y = run_in(arena, lambda: x + x)
+    begin = arena.memory._block.address
+    assert (y.data_ptr() - begin, y.device) == (4096, x.device)
+    assert torch.equal(y, 2 * x)
+    counters = arena.counters()
+    assert (counters.high_water_bytes, counters.outside_bytes) == (4096 + SIZE, 0)
+    assert counters.process_bytes == 8192
+    view = y[10:]
+    del y
+    assert arena.memory.live == 1
+    del view
+    assert arena.memory.live == 0
+
+
+def test_what_is_not_as_planned_lies_outside_and_is_counted(x):
+    arena = Arena(4096, [[(SIZE, SERVED_OUTSIDE), (SIZE - 4, 0)]], [False], Memory(), 0)
+    y, z = run_in(arena, lambda: (x + x, x * 3))
+    assert arena.memory.live == 0
+    assert arena.counters().outside_bytes == SIZE  # of z
+    assert arena.counters().process_bytes == 4096 + 2 * SIZE
+    assert torch.equal(y + x, z)
+
+
+def test_the_cpu_is_not_served_in_an_op_on_cuda(x):
+    arena = Arena(4096, [[(SIZE, 0)]], [False], Memory(), 0)
+    on_cpu, y = run_in(arena, lambda: (torch.ones(1000), x + x))
+    assert arena.memory.live == 1
+    assert arena.counters().outside_bytes == 0
+    assert torch.equal(y.cpu(), 2 * on_cpu)
+
+
+def test_allocations_of_the_device_are_recorded_and_given_back(x):
+    ext = extension()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    ext.record_begin(True)
+    y = x + x
+    torch.ones(10)
+    pointer = y.data_ptr()
+    del y
+    assert ext.record_end() == [(1, pointer, SIZE), (0, pointer, 0)]
+    ext.record_begin(True)
+    y = x + x
+    assert ext.record_end() == [(1, y.data_ptr(), SIZE)]
+    del y
+    assert torch.cuda.memory_stats()["requested_bytes.all.current"] == before
+
+
+def train(model, step, batch, steps=4):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = step(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+        torch.cuda.synchronize()
+    return losses
+
+
+def compiled(model, budget, **options):
+    return torch.compile(
+        model, backend="coop", fullgraph=True, options={"budget": budget, **options}
+    )
+
+
+@pytest.mark.parametrize("budget", ["100%", "60%", "min"])
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(lambda: Mlp(0.3), (256, 64)), (Convolutional, (4, 3, 24, 24))],
+    ids=["dropout", "convolution"],
+)
+def test_training_gives_the_joint_graphs_numbers_in_the_planned_arena(model, shape, budget):
+    if model is Convolutional and budget == "60%":
+        budget = "80%"  # one op takes more than 60 %
+    joint, batch = model(), torch.randn(shape, device="cuda")
+    planned = copy.deepcopy(joint).cuda()
+    joint.cuda()
+    losses = train(joint, torch.compile(joint, backend="aot_eager"), batch)
+    torch._dynamo.reset()
+    planned_losses = train(planned, compiled(planned, budget), batch)
+    exact = {} if model is Convolutional else {"rtol": 0, "atol": 0}  # cuDNN adds in any order
+    torch.testing.assert_close(planned_losses, losses, **exact)
+    torch.testing.assert_close(planned.state_dict(), joint.state_dict(), **exact)
+    (report,) = runtime.reports()
+    assert report.graph.device.kind == "cuda"
+    assert report.plan.outputs == "outside"
+    assert report.measured_arena_bytes == report.planned_arena_bytes
+    assert report.outside_bytes == 0
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert report.last_step_us > 0
+    assert (report.measured_overhead > 0) == (report.plan.recomputed_ops > 0)
+
+
+def test_gradients_held_across_steps_are_never_overwritten():
+    model = Mlp().cuda()
+    step = compiled(model, "min")
+    held = []
+    for k in range(3):
+        step(torch.randn(256, 64, device="cuda") + k).backward()
+        held += [(p.grad, p.grad.clone()) for p in model.parameters()]
+        model.zero_grad()
+    assert all(torch.equal(gradient, copied) for gradient, copied in held)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_step_that_is_kept_is_not_written_over():
+    step = compiled(Mlp().cuda(), "60%")
+    batch = torch.randn(256, 64, device="cuda")
+    loss = step(batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(runtime.StepInFlightError, match="still lie in its arena"):
+        step(batch)
+    del loss
+    gc.collect()
+    step(batch).backward()
+
+
+def test_steps_on_other_streams_wait_for_each_other():
+    step, losses = compiled(Mlp().cuda(), "60%"), []
+    batch = torch.randn(256, 64, device="cuda")
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            loss = step(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        torch.cuda.current_stream().wait_stream(stream)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+
+
+def test_a_scalar_on_the_cpu_may_be_an_input():
+    model, scale = Mlp().cuda(), torch.tensor(3.0)
+    batch = torch.randn(256, 64, device="cuda")
+    loss = compiled(lambda x: model(x) * scale, "60%")(batch)
+    loss.backward()
+    (report,) = runtime.reports()
+    assert report.outside_bytes == 0
+    assert torch.equal(loss, model(batch) * scale)
+
+
+def test_an_op_on_the_cpu_is_refused():
+    def step(x, y):
+        return (x.sum() + (y * y).to("cuda").sum()).square()
+
+    x = torch.randn(8, device="cuda", requires_grad=True)
+    with pytest.raises(Exception, match="computes on the CPU in a step on cuda:0"):
+        compiled(step, "100%")(x, torch.randn(8))
+
+
+def test_an_alignment_below_that_of_the_device_is_refused():
+    with pytest.raises(Exception, match="multiple of 512"):
+        compiled(Mlp().cuda(), "100%", alignment=64)(torch.randn(8, 64, device="cuda"))
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """Lets the runtime believe that a CUDA graph is being captured, or not."""
+    return lambda flag: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: flag)
+
+
+def test_recomputed_dropout_cannot_be_captured(capturing):
+    step, batch = compiled(Mlp(0.2).cuda(), "min"), torch.randn(256, 64, device="cuda")
+    step(batch).backward()
+    capturing(True)
+    with pytest.raises(runtime.CudaGraphError, match="native_dropout"):
+        step(batch)
+
+
+def test_an_arena_does_not_move_once_it_was_captured(capturing):
+    model = Mlp()
+    model.cuda()
+    step, batch = compiled(model, "60%"), torch.randn(256, 64, device="cuda")
+    step(batch).backward()
+    capturing(True)
+    step(batch).backward()
+    with pytest.raises(Exception, match="run it once before"):
+        step(torch.randn(512, 64, device="cuda"))
+    capturing(False)
+    with pytest.raises(runtime.CudaGraphError, match="largest step before the capture"):
+        step(torch.randn(512, 64, device="cuda"))
+    step(batch).backward()
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_cuda_getDeviceCount"), reason="a pretended device")
+def test_a_cuda_graph_of_a_step_gives_its_numbers():
+    model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+    step, side = compiled(model, "60%"), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model.zero_grad()
+            loss = step(batch)
+            loss.backward()
+    torch.cuda.current_stream().wait_stream(side)
+    expected = [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    del loss
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(batch)
+        loss.backward()
+    graph.replay()
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    assert all(map(torch.equal, found, expected))
