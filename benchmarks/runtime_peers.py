@@ -171,12 +171,11 @@ class Comparison:
 
     def coop(self, mode: str, budget: int | str) -> Trainer:
         """Ours; a budget in bytes is that of the peak, without what lies there before the step."""
-        before = sum(t.nbytes for t in self.origin.parameters()) + self.batch.nbytes
-        before += sum(t.nbytes for t in self.origin.buffers())
+        before = next((t.report.resident_bytes for t in self.trainers if t.report is not None), 0)
         asked = budget + before if isinstance(budget, int) else budget
         trainer = self.add(mode, backend="coop", options={"budget": asked})
         assert trainer.report is not None
-        trainer.limit = trainer.report.budget_bytes - before
+        trainer.limit = trainer.report.budget_bytes - trainer.report.resident_bytes
         return trainer
 
     def lockstep(self) -> None:

@@ -171,7 +171,7 @@ def plan_captured(
         budget_bytes=made.budget_bytes,
         peak_bytes=made.peak_bytes,
         planned_arena_bytes=made.arena_bytes,
-        resident_bytes=made.resident_bytes,
+        resident_bytes=made.resident_bytes - captured.resident_within,
         planned_overhead=made.overhead,
         method=made.method,
         status=made.status,

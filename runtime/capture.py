@@ -135,7 +135,8 @@ def capture_joint(
         device=device,
         profiled_ops=measured_ops() - measured,
         output_args=outputs,
-        resident_within=_resident_within(builder),
+        # On CUDA only what the arena's hook sees is counted, and this is not.
+        resident_within=_resident_within(builder) if device.type == "cpu" else 0,
     )
 
 
@@ -339,7 +340,9 @@ class _Builder:
     def _call(self, node: fx.Node) -> None:
         target = node.target = TRAINED.get(node.target, node.target)
         if not isinstance(target, torch._ops.OpOverload):
-            raise CaptureError(f"{target} is not an ATen op and cannot be planned")
+            within = [arg for arg in node.args if isinstance(arg, torch._ops.OpOverload)]
+            ops = "".join(f" of {op}" for op in within)
+            raise CaptureError(f"{target}{ops} is not an ATen op and cannot be planned")
         if target._schema.is_mutable:
             raise CaptureError(f"{target} overwrites its input inside the graph")
         if target is torch.ops.aten.view.default:

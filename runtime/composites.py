@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 PACKETS = (
-    *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul", "softshrink", "hardshrink"),
+    *("multi_margin_loss", "multilabel_margin_loss_forward"),
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
     *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
     *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),

@@ -43,11 +43,9 @@ class PlannedStep:
         self._states: dict[int, Any] = {}
         self._present: Any = None
         self._kept = _kept(plan)
-        self._resident_before = plan.resident_bytes - captured.resident_within
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
             self._clock = cuda.Clock(captured.device.index)
-            self._resident_before = plan.resident_bytes  # what is within is not counted there
             self._uncapturable = [
                 captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
             ]
@@ -159,7 +157,7 @@ class PlannedStep:
         counters = self._arena.counters()
         report = self.report
         report.measured_arena_bytes = counters.high_water_bytes
-        report.measured_peak_bytes = self._resident_before + counters.process_bytes
+        report.measured_peak_bytes = report.resident_bytes + counters.process_bytes
         report.outside_bytes = counters.outside_bytes
         report.steps_run += 1
         if self._clock is None:

@@ -9,8 +9,9 @@ from schemas import Graph, Plan
 class StepReport:
     """Sizes in bytes, times as named.
 
-    `measured_overhead` is time in recomputed ops / time in first computations, taken inside the
-    last step; `outside_bytes` are planned allocations that were not served at their address in it.
+    `resident_bytes` are there before the step: parameters, buffers, inputs. `measured_overhead` is
+    time in recomputed ops / time in first computations, taken inside the last step; `outside_bytes`
+    are planned allocations that were not served at their address in it.
     """
 
     name: str
