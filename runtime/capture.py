@@ -34,6 +34,8 @@ TICKET_BYTES = 8
 SNAPSHOT = "coop_snapshot"
 """Key in `node.meta` of the copy of an input that the step overwrites when its forward ends."""
 
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
 COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor")
 """Namespaces of ops that every rank must run equally often."""
 
@@ -345,6 +347,8 @@ class _Builder:
             raise CaptureError(f"{target}{ops} is not an ATen op and cannot be planned")
         if target._schema.is_mutable:
             raise CaptureError(f"{target} overwrites its input inside the graph")
+        if node.users and isinstance(node.meta["val"], NUMBERS):
+            raise CaptureError(f"{target} makes a number out of data, which cannot be planned")
         if target is torch.ops.aten.view.default:
             self._make_viewable(node)
         facts = profile(target, *fx.node.map_arg((node.args, node.kwargs), _fake))
@@ -449,7 +453,9 @@ def _as_run(node: fx.Node, facts: OpProfile) -> Any:
             dtype = getattr(torch, output.dtype.removeprefix("torch."))
             with value.fake_mode:
                 whole = value.new_empty(size // dtype.itemsize, dtype=dtype)
-                values[i] = whole.as_strided(output.shape, output.stride, output.offset)
+                made = whole.as_strided(output.shape, output.stride, output.offset)
+                made = made.conj() if value.is_conj() else made
+                values[i] = torch._neg_view(made) if value.is_neg() else made
     return tree_unflatten(values, spec)
 
 

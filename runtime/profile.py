@@ -189,8 +189,8 @@ def _inputs(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
     Raises:
         CaptureError: there are none.
     """
-    for truth in (None, False, True):
-        given, named = _stand_in((args, kwargs), truth)
+    for truth, number in ((None, 0), (False, 0), (True, 0), (None, 1)):
+        given, named = _stand_in((args, kwargs), truth, number)
         if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
             given = (*given[:22], _rnn_workspace(given))
         try:
@@ -212,8 +212,11 @@ def _rnn_workspace(args: Any) -> torch.Tensor:
     return workspace
 
 
-def _stand_in(tree: Any, truth: bool | None) -> Any:
-    """Tensors for fake ones; `truth` is what all booleans are, or None for both."""
+def _stand_in(tree: Any, truth: bool | None, number: int) -> Any:
+    """Tensors for fake ones; `truth` is what all booleans are (None: both), `number` all integers.
+
+    0 is an index that is in range whatever it indexes, 1 is one where they are counted from 1.
+    """
 
     def make(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -226,7 +229,7 @@ def _stand_in(tree: Any, truth: bool | None) -> Any:
         elif value.dtype == torch.bool:
             flat.bernoulli_(0.5) if truth is None else flat.fill_(truth)
         else:
-            flat.zero_()  # an index that is in range whatever it indexes
+            flat.fill_(number)
         made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
         made = made.conj() if value.is_conj() else made
         return torch._neg_view(made) if value.is_neg() else made
