@@ -312,7 +312,8 @@ def _digest(
             raise CaptureError(
                 f"{target} returns a {type(value).__name__}, which a planned step cannot hold"
             )
-        pointer = value.untyped_storage().data_ptr()
+        # Zeros that autograd makes have no memory.
+        pointer = 0 if value._is_zerotensor() else value.untyped_storage().data_ptr()
         start = int(value.storage_offset())
         layout = str(value.dtype), tuple(value.shape), value.stride(), start
         size = value.untyped_storage().nbytes()
