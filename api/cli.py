@@ -304,11 +304,18 @@ def _interrupts_get_through() -> Iterator[None]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; every user's mistake ends in one line and an exit code."""
+    with _interrupts_get_through():
+        try:
+            _run(arguments)
+        except (click.Abort, KeyboardInterrupt):
+            fail("interrupted", EXIT_INTERRUPTED)
+
+
+def _run(arguments: list[str] | None) -> None:
     from schemas.errors import InvalidInputError
 
     try:
-        with _interrupts_get_through():
-            cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
+        cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
     except InvalidInputError as error:
         # An option is named by its message; only a place inside a document needs saying.
         fail(error if error.source else error.message, EXIT_INVALID)
@@ -316,8 +323,6 @@ def main(arguments: list[str] | None = None) -> None:
         fail(f"{error.format_message()} (see coop-plan --help)", EXIT_INVALID)
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(EXIT_ERROR)

@@ -102,8 +102,8 @@ def whisper() -> Built:
     sizes = {f"{half}_{k}": v for half in ("encoder", "decoder") for k, v in halves.items()}
     lengths = {"max_source_positions": 32, "max_target_positions": 32, "num_mel_bins": 8}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    labels = torch.randint(3, VOCABULARY, (2, 16))
-    batch = {"input_features": torch.randn(2, 8, 64), "labels": labels}
+    labels = torch.randint(3, VOCABULARY, (8, 16))
+    batch = {"input_features": torch.randn(8, 8, 64), "labels": labels}
     config = {"vocab_size": VOCABULARY, "d_model": 32, "dropout": 0.1, "use_cache": False}
     return of("Whisper", "ForConditionalGeneration", batch, **config, **sizes, **lengths, **special)
 

@@ -169,16 +169,19 @@ def test_an_interruption_ends_with_130_and_leaves_nothing(folder):
     script = "import api.cli; print(flush=True); api.cli.main()"
     command = [sys.executable, "-c", script, "big.json", "--budget", "min", "-o", "plan.json"]
     environment_root = str(Path(__file__).parents[2])
-    child = subprocess.Popen(
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={"PYTHONPATH": environment_root},
-    )
-    assert child.stdout.readline() == b"\n"
-    time.sleep(0.5)
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=60)
+    ) as child:
+        try:
+            assert child.stdout.readline() == b"\n"
+            time.sleep(0.5)
+            child.send_signal(signal.SIGINT)
+            _, err = child.communicate(timeout=60)
+        finally:
+            child.kill()
     assert child.returncode == 130
     assert err.decode().strip() == "coop-plan: error: interrupted"
     assert sorted(p.name for p in folder.iterdir()) == ["big.json", "graph.json"]

@@ -57,7 +57,10 @@ def main(rank, folder):
         model = make()
         if order == "compiled in DDP":
             model.compile(backend="coop", options=OPTIONS)
-        ddp = called = DistributedDataParallel(model, bucket_cap_mb=0.02)
+        view = order == "DDP compiled"
+        ddp = called = DistributedDataParallel(
+            model, bucket_cap_mb=0.02, gradient_as_bucket_view=view
+        )
         if order == "DDP compiled":
             called = torch.compile(ddp, backend="coop", options=OPTIONS)
         found = train(ddp, called, rank)

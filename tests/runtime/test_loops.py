@@ -123,6 +123,23 @@ def test_optimizers(name):
     assert any(ran.count(i) > 1 for i in random)
 
 
+def test_an_optimizer_that_calls_the_step_itself():
+    def loop(model, step):
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        for x, y in data(2):
+
+            def closure(x=x, y=y):
+                optimizer.zero_grad()
+                loss = step(x, y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return state_of(model)
+
+    both(loop)
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradient_accumulation(to_none):
     def loop(model, step):
