@@ -166,7 +166,10 @@ def test_an_interruption_ends_with_130_and_leaves_nothing(folder):
     ops = [{"inputs": [t - 1], "outputs": [t]} for t in range(1, 2001)]
     ops += [{"inputs": [t - 1, 4001 - t], "outputs": [t]} for t in range(2001, 4001)]
     (folder / "big.json").write_text(make_graph(tensors, ops).to_json())
-    script = "import api.cli; print(flush=True); api.cli.main()"
+    script = (  # a shell starts what it puts into the background with SIGINT ignored
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "import api.cli; print(flush=True); api.cli.main()"
+    )
     command = [sys.executable, "-c", script, "big.json", "--budget", "min", "-o", "plan.json"]
     environment_root = str(Path(__file__).parents[2])
     with subprocess.Popen(
