@@ -40,13 +40,20 @@ class Arrays(NamedTuple):
     outside: Ints
 
 
+def _alike(problem: Problem, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The in-place pairs of equal size in the arena: a kernel's block passes on as it is."""
+    size, outside, kept = problem.size, problem.outside, problem.is_output
+    return [(a, b) for a, b in pairs if size[a] == size[b] and not (outside[a] or kept[b])]
+
+
 def to_arrays(problem: Problem) -> Arrays:
     """The arrays of `problem`."""
     reads_ptr, reads = _rows(problem.reads)
     makes_ptr, makes = _rows(problem.op_outputs)
     uses_ptr, uses = _rows(problem.consumers)
-    pairs_ptr, pairs_out = _rows([[out for out, _ in pairs] for pairs in problem.inplace])
-    _, pairs_in = _rows([[source for _, source in pairs] for pairs in problem.inplace])
+    alike = [_alike(problem, pairs) for pairs in problem.inplace]
+    pairs_ptr, pairs_out = _rows([[out for out, _ in pairs] for pairs in alike])
+    _, pairs_in = _rows([[source for _, source in pairs] for pairs in alike])
     return Arrays(
         reads_ptr=reads_ptr,
         reads=reads,

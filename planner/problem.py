@@ -5,6 +5,7 @@ Ops and tensors are positions in the graph's lists, not ids. Sizes are bytes rou
 alignment; `bytes` keeps the exact ones.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +23,8 @@ class Problem:
     the distinct tensors of them that live in the arena. `last_use[t]` is the last op that reads t
     in program order: the producer itself for a dead tensor, `len(ops)` for an output of the step.
     `evictable[t]` says whether t may be dropped and recomputed at any time before its last use.
+    `inplace[o]` lists the (output, input) pairs that may share one address: inputs in the arena,
+    and outputs that are not larger; an output that leaves the arena can share when made again.
     """
 
     graph: Graph
@@ -87,7 +90,8 @@ class Problem:
             for t in range(count)
         ]
         mask = alignment - 1
-        size = [(tensor.bytes + mask) & ~mask for tensor in graph.tensors]
+        tensor_bytes = [tensor.bytes for tensor in graph.tensors]
+        size = [(count + mask) & ~mask for count in tensor_bytes]
         return cls(
             graph=graph,
             alignment=alignment,
@@ -102,15 +106,13 @@ class Problem:
                 tuple(
                     (index[out], index[source])
                     for out, source in op.inplace
-                    if in_arena[index[out]]
-                    and in_arena[index[source]]
-                    and not is_output[index[source]]
+                    if in_arena[index[source]]
                     and source not in op.mutates
-                    and size[index[out]] == size[index[source]] > 0
+                    and 0 < tensor_bytes[index[out]] <= tensor_bytes[index[source]]
                 )
                 for op in graph.ops
             ],
-            bytes=[tensor.bytes for tensor in graph.tensors],
+            bytes=tensor_bytes,
             size=size,
             producer=producer,
             consumers=[tuple(ops) for ops in consumers],
@@ -152,14 +154,35 @@ class Problem:
         return self.resident_bytes + self.outside_bytes
 
     def working_set(self, op: int) -> int:
-        """Arena bytes that op `op` needs at once: inputs, outputs, workspace, in-place shared."""
+        """Arena bytes that op `op` needs at least: inputs, outputs, workspace, in-place shared."""
         need = self.workspace[op] + sum(self.size[t] for t in self.reads[op] + self.makes[op])
-        taken: set[int] = set()
-        for out, source in self.inplace[op]:
-            if out not in taken and source not in taken:
-                need -= self.size[out]
-                taken.update((out, source))
-        return need
+        pairs = self.in_place(pair for pair in self.inplace[op] if not self.outside[pair[0]])
+        return need - sum(self.size[out] for out, _ in pairs)
+
+    def in_place(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """
+        Of the in-place `pairs` of an op, those to use, each tensor once: they save the most bytes.
+
+        Larger outputs first, moving earlier ones to other inputs where they can (outputs that can
+        be matched at once form a transversal matroid, so that greedy is best).
+        """
+        sources: dict[int, list[int]] = {}
+        for out, source in pairs:
+            sources.setdefault(out, []).append(source)
+        user: dict[int, int] = {}  # input → output that takes it over
+
+        def match(out: int, tried: set[int]) -> bool:
+            for source in sources[out]:
+                if source not in tried:
+                    tried.add(source)
+                    if source not in user or match(user[source], tried):
+                        user[source] = out
+                        return True
+            return False
+
+        for out in sorted(sources, key=lambda out: -self.size[out]):
+            match(out, set())
+        return tuple((out, source) for source, out in user.items())
 
     @cached_property
     def largest_working_set(self) -> tuple[int, int]:

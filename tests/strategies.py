@@ -31,14 +31,10 @@ class _Draft:
     def op(self, inputs, outputs, phase, mutates=(), workspace=None):
         pairs = []
         if self.flags["inplace"] and self.chance(35):
-            for out in outputs:
-                fitting = [
-                    t
-                    for t in inputs
-                    if t not in mutates and self.tensors[t][1] >= self.tensors[out][1]
-                ]
-                if fitting:
-                    pairs.append((out, self.draw(st.sampled_from(fitting))))
+            every = [(out, t) for out in outputs for t in inputs if t not in mutates]
+            if every:
+                some = st.lists(st.sampled_from(every), min_size=1, max_size=4, unique=True)
+                pairs = self.draw(some)
         self.ops.append(
             {
                 "name": self.draw(st.sampled_from(["aten.mm", "aten.relu", "aten.add"])),

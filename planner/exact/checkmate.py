@@ -187,7 +187,8 @@ class CheckmateModel:
 
     def _shared(self, t: int, i: int, free: dict[int, Any]) -> Any:
         """In-place pairs: the output may take the address of an input that is freed after op i."""
-        pairs = [(out, source) for out, source in self.program.pairs[i] if source in free]
+        allowed = self.program.problem.inplace[i] if i < t else self.program.pairs[i]
+        pairs = [(out, source) for out, source in allowed if source in free]
         share = {pair: self._binary(f"P_{t}_{i}_{pair[0]}_{pair[1]}") for pair in pairs}
         for (out, source), z in share.items():
             self._add(z <= free[source])

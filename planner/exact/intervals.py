@@ -45,14 +45,14 @@ def schedule_intervals(
         "copies": [1 if program.once(op) else copies for op in range(program.n)],
         "reads": program.reads[: program.n],
         "makes": program.makes[: program.n],
-        "pairs": program.pairs[: program.n],
+        "pairs": problem.inplace,
         "kept": program.reads[program.n],
         "until": program.until,
         "cost": problem.cost,
         "workspace": [need // unit for need in problem.workspace],
         "size": [size // unit for size in problem.size],
         "again": [
-            [problem.size[t] // unit for t in outputs if problem.outside[t]]
+            [t for t in outputs if problem.outside[t]]
             for outputs in problem.op_outputs
         ],
     }

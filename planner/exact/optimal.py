@@ -44,6 +44,7 @@ JOINT_OPS = 20
 """Up to here eviction and layout are decided as one, by CP-SAT, where both in turn fail."""
 
 JOINT_SECONDS = 2.0
+"""How long it may look for a better plan; for any plan at all, as long as there is time."""
 
 SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
 """Logical budgets, as shares of the arena, for plans that are easier to place."""
@@ -103,7 +104,9 @@ class _Search:
         if rounds.cut_short and rounds.tighten():
             self._refine(rounds)
         if not self.finished() and self.program.n <= JOINT_OPS:
-            until = min(self.deadline, time.monotonic() + JOINT_SECONDS)
+            until = self.deadline
+            if self.incumbent.solution is not None:
+                until = min(until, time.monotonic() + JOINT_SECONDS)
             _, schedule = schedule_intervals(
                 self.process, self.program, capacity, until, joint=True
             )

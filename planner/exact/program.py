@@ -23,10 +23,10 @@ class Program:
     `until[o]` is the last position before which op o can be computed again: beyond it something
     that o reads outside the arena has been overwritten; it is at most o for an op that runs once.
     `overwritten[t]` says so of a tensor in the arena: methods keep those to their last use and do
-    not run again what touches them. `useful[t]` is the
-    last position at which having tensor t can still matter. `pairs[o]` lists the (output, input)
-    pairs that may share one address. `rerun_bytes[o]` is what a recompute of o writes in the arena
-    although its first run wrote it outside. All sizes are bytes, rounded up to the alignment.
+    not run again what touches them. `useful[t]` is the last position at which having tensor t can
+    still matter. `pairs[o]` lists the (output, input) pairs that may share one address in the first
+    run of o. `rerun_bytes[o]` is what a recompute of o writes in the arena although its first run
+    wrote it outside. All sizes are bytes, rounded up to the alignment.
     """
 
     problem: Problem
@@ -69,23 +69,18 @@ class Program:
             last = max(position, min(last, until[position]))
             for t in reads[position]:
                 useful[t] = max(useful[t], last)
-        in_arena = [not (r or o) for r, o in zip(problem.resident, problem.outside, strict=True)]
         pairs = [
-            tuple(
-                (index[out], index[source])
-                for out, source in op.inplace
-                if in_arena[index[out]]
-                and in_arena[index[source]]
-                and source not in op.mutates
-                and 0 < problem.bytes[index[out]] <= problem.bytes[index[source]]
-            )
-            for op in graph.ops
+            tuple(pair for pair in pairs if not problem.outside[pair[0]])
+            for pairs in problem.inplace
         ]
         again = [
             sum(problem.size[t] for t in outputs if problem.outside[t])
             for outputs in problem.op_outputs
         ]
-        changed = [a and t in overwritten for t, a in enumerate(in_arena)]
+        changed = [
+            t in overwritten and not (problem.resident[t] or problem.outside[t])
+            for t in range(problem.tensor_count)
+        ]
         return cls(
             problem, n, reads, makes, always, changed, until, useful, [*pairs, ()], [*again, 0]
         )
@@ -106,9 +101,9 @@ class Program:
         return self.workspace(op) + sum(size[t] for t in {*self.reads[op], *self.makes[op]})
 
     def rerun_need(self, op: int) -> int:
-        """Arena bytes that a recompute of the op needs at least, all its pairs shared in place."""
-        size = self.problem.size
-        shared = sum(size[out] for out in {out for out, _ in self.pairs[op]})
+        """Arena bytes that a recompute of the op needs at least, in-place pairs shared."""
+        pairs = self.problem.in_place(self.problem.inplace[op])
+        shared = sum(self.problem.size[out] for out, _ in pairs)
         return self.touched(op) + self.rerun_bytes[op] - shared
 
     def capacity(self, arena_bytes: int) -> int:

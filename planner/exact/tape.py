@@ -45,7 +45,12 @@ class Tape:
         schedule = Schedule(problem)
         for (op, _), drops in zip(self.runs, self._drops, strict=True):
             ends = set(drops)
-            schedule.run(op, self._pairs(op, ends, schedule))
+            pairs = [
+                (out, source)
+                for out, source in problem.inplace[op]
+                if source in ends and not (schedule.holds(out) or schedule.leaves(out))
+            ]
+            schedule.run(op, problem.in_place(pairs))
             for t in problem.reads[op] + problem.makes[op]:
                 if t in ends and schedule.holds(t):
                     schedule.drop(t)
@@ -54,12 +59,3 @@ class Tape:
                     schedule.drop(t, at_last_touch=True)
         schedule.finish()
         return schedule
-
-    def _pairs(self, op: int, ends: set[int], schedule: Schedule) -> tuple[tuple[int, int], ...]:
-        pairs: list[tuple[int, int]] = []
-        taken: set[int] = set()
-        for out, source in self.program.pairs[op]:
-            if source in ends and not schedule.holds(out) and not {out, source} & taken:
-                pairs.append((out, source))
-                taken |= {out, source}
-        return tuple(pairs)

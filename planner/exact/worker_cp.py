@@ -93,9 +93,10 @@ class Intervals:
             interval = model.new_optional_interval_var(start, length, end, self.active[v, c], "")
             self.offset[d, c] = self._box(interval, size)
         # What lives only while the op runs: scratch, and copies of outputs that left the arena.
-        for size in [job["workspace"][v], *(job["again"][v] if c else ())]:
-            moment = model.new_optional_fixed_size_interval_var(start, 1, self.active[v, c], "")
-            self._box(moment, size)
+        moment = model.new_optional_fixed_size_interval_var(start, 1, self.active[v, c], "")
+        self._box(moment, job["workspace"][v])
+        for d in job["again"][v] if c else ():
+            self.offset[d, c] = self._box(moment, job["size"][d])
 
     def _box(self, interval: Any, size: int) -> Any:
         offset = self.model.new_int_var(0, max(0, self.job["capacity"] - size), "")
@@ -128,8 +129,9 @@ class Intervals:
         start, active = self.start[v, c], self.active[v, c]
         shares: dict[tuple[int, int], Any] = {}
         for out, source in job["pairs"][v]:
-            shares[out, source] = model.new_bool_var("")
-            model.add_implication(shares[out, source], active)
+            if (out, c) in self.offset:
+                shares[out, source] = model.new_bool_var("")
+                model.add_implication(shares[out, source], active)
         for side in (0, 1):
             for d in {pair[side] for pair in shares}:
                 model.add_at_most_one(z for pair, z in shares.items() if pair[side] == d)

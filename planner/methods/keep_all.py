@@ -11,12 +11,11 @@ def keep_all_schedule(problem: Problem) -> Schedule:
     """
     Program order, each buffer live from production to last use, in-place pairs used.
 
-    A pair shares its address when the input is read for the last time by the op, and when neither
-    side is in another pair that was taken already.
+    An input may be taken over by the op that reads it last.
     """
     schedule = Schedule(problem)
     for op in range(problem.op_count):
-        schedule.run(op, dying_pairs(problem, op))
+        schedule.run(op, problem.in_place(_dying_pairs(problem, op)))
         for t in dict.fromkeys(problem.reads[op] + problem.makes[op]):
             if problem.last_use[t] <= op and schedule.holds(t):
                 schedule.drop(t)
@@ -24,15 +23,12 @@ def keep_all_schedule(problem: Problem) -> Schedule:
     return schedule
 
 
-def dying_pairs(problem: Problem, op: int) -> tuple[tuple[int, int], ...]:
-    """The (output, input) pairs of `op` whose input has its last use there, each used once."""
-    pairs: list[tuple[int, int]] = []
-    taken: set[int] = set()
-    for out, source in problem.inplace[op]:
-        if problem.last_use[source] == op and out not in taken and source not in taken:
-            pairs.append((out, source))
-            taken.update((out, source))
-    return tuple(pairs)
+def _dying_pairs(problem: Problem, op: int) -> list[tuple[int, int]]:
+    return [
+        (out, source)
+        for out, source in problem.inplace[op]
+        if problem.last_use[source] == op and not problem.outside[out]
+    ]
 
 
 def solve_keep_all(problem: Problem, request: Request) -> Solution:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from planner import InfeasibleBudgetError, Problem, find_faults, plan
 from planner.errors import DoesNotFitError
 from planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
-from planner.exact.intervals import schedule_intervals
+from planner.exact.intervals import COPIES, schedule_intervals
 from planner.exact.live import live_bytes
 from planner.exact.milp import Milp, Outcome
 from planner.exact.optimal import solve_optimal
@@ -103,25 +103,25 @@ def test_bounds_hold_where_tensors_are_overwritten(graph, outputs, share, alignm
 
 
 @settings(SETTINGS, max_examples=25)
-@given(
-    graph=graphs(max_ops=8, mutates=False),
-    # Not "gradients": an order that CP-SAT finds was once seen to need more than it counted there
-    # (cause not known yet; plans are laid out and verified, so it is refused and not returned).
-    **(BUDGETS | {"outputs": st.sampled_from(["outside", "arena"])}),
-)
+@given(graph=graphs(max_ops=8, mutates=False), **BUDGETS)
 def test_checkmate_and_intervals_agree_with_exhaustive_search(
     process, graph, outputs, share, alignment
 ):
     """CP-SAT finds the optimum of all schedules, Checkmate that of its class."""
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
-    outcome, schedule = schedule_intervals(
-        process, Program.of(problem), arena, time.monotonic() + SECONDS
-    )
+    for copies in (COPIES, COPIES + 2):
+        outcome, schedule = schedule_intervals(
+            process, Program.of(problem), arena, time.monotonic() + SECONDS, copies=copies
+        )
+        if schedule is not None:
+            assert schedule.cost_us >= best * (1 - 1e-6)
+            assert max(live_bytes(schedule)) <= arena
+        if best is None or (schedule and schedule.cost_us <= best * (1 + 1e-6)):
+            break  # some optima need an op more often than others
     assert outcome is (Outcome.INFEASIBLE if best is None else Outcome.OPTIMAL)
     if best is not None:
         assert schedule.cost_us == pytest.approx(best, rel=1e-6)
-        assert max(live_bytes(schedule)) <= arena
     staged = cheapest(problem, arena, staged=True)
     found = cost_of(solve_checkmate, problem, arena)
     if found is not None:
@@ -146,6 +146,32 @@ def test_plans_are_valid_and_no_worse_than_the_heuristic(method, graph, outputs,
     assert find_faults(graph, made) == []
     assert made.cost_us <= heuristic.cost_us * (1 + 1e-9)
     assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
+
+
+def test_in_place_pairs_save_the_most_bytes():
+    """The larger output takes the input that both could; and moves on where it has another."""
+    tensors = {t: ("activation", size) for t, size in enumerate([16, 16, 4, 16, 8])}
+    reads = [{"outputs": [0, 1]}]
+    writes = {"inputs": [0, 1], "outputs": [2, 3, 4]}
+    wide = Problem.from_graph(
+        make_graph(tensors, [*reads, {**writes, "inplace": [[2, 0], [3, 0], [3, 1], [4, 0]]}]), 1
+    )
+    assert sorted(wide.in_place(wide.inplace[1])) == [(3, 1), (4, 0)]
+    assert wide.largest_working_set == (1, 36)
+    narrow = make_graph(tensors, [*reads, {**writes, "inplace": [[2, 0], [3, 0]]}])
+    for method in ("keep-all", "optimal", "checkmate"):
+        made = plan(narrow, 44, method=method, alignment=1, time_limit=SECONDS)
+        assert find_faults(narrow, made) == []
+
+
+def test_an_output_larger_than_its_input_takes_no_address():
+    """Although both are as large when rounded up to the alignment."""
+    graph = make_graph(
+        {0: ("activation", 9), 1: ("activation", 10)},
+        [{"outputs": [0]}, {"inputs": [0], "outputs": [1], "inplace": [[1, 0]]}],
+    )
+    for method in ("keep-all", "coop", "coop-offline", "optimal"):
+        assert find_faults(graph, plan(graph, 64, method=method, alignment=8)) == []
 
 
 def chain(length, cost=1.0, size=1):
