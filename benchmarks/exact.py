@@ -3,6 +3,7 @@ The exact planners measured: overhead, proved bound, gap and CPU seconds per gra
 
     python -m benchmarks.exact table DIR         the known optima, by optimal and checkmate
     python -m benchmarks.exact traces DIR        real traces at 0.8 … 0.3 of their peaks
+    python -m benchmarks.exact tight GRAPH...    any graphs, just above the smallest budget
     python -m benchmarks.exact solvers DIR       the same models solved by CBC, HiGHS, SCIP, CP-SAT
     python -m benchmarks.exact files GRAPH...    any graphs, at --budget
     python -m benchmarks.exact deep LAYERS...    synthetic GPTs of so many layers, at --budget
@@ -55,6 +56,9 @@ TRACES = {
 """Real traces and their traced peaks in bytes, of which budgets are shares."""
 
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+TIGHT = (1.0, 1.02, 1.05, 1.1, 1.2)
+"""Budgets near the smallest, as multiples of it beside resident bytes."""
+
 CHECKMATE_OPS = 40
 
 
@@ -111,6 +115,17 @@ def traces(folder: Path, limit: float) -> None:
                     graph, int(share * peak), method, seconds, alignment=1, outputs="arena"
                 )
                 print(f"| {name} | {share} | {method} | {figures} |", flush=True)
+
+
+def tight(graphs: Iterable[tuple[str, Graph]], limit: float) -> None:
+    """Any graphs at coop-offline's smallest budget and a little above, outputs in the arena."""
+    header("graph", "ops", "times the smallest", "method")
+    for name, graph in graphs:
+        least = plan(graph, "min", alignment=1, outputs="arena")
+        for factor in TIGHT:
+            budget = least.resident_bytes + int(factor * (least.peak_bytes - least.resident_bytes))
+            figures = measure(graph, budget, "auto", limit, alignment=1, outputs="arena")
+            print(f"| {name} | {len(graph.ops)} | {factor} | auto | {figures} |", flush=True)
 
 
 def files(graphs: Iterable[tuple[str, Graph]], budgets: list[str], limit: float) -> None:
@@ -213,19 +228,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["table", "traces", "solvers", "files", "deep"])
-    parser.add_argument("paths", nargs="+", help="DIR, graphs, or numbers of layers")
+    parser.add_argument("what", choices=["table", "traces", "solvers", "tight", "files", "deep"])
+    parser.add_argument("paths", nargs="+", help="DIR, graphs, or numbers of layers of a GPT")
     parser.add_argument("--budget", nargs="+", default=["50%"])
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S")
     arguments = parser.parse_args()
-    if arguments.what in ("files", "deep"):
+    if arguments.what in ("files", "deep", "tight"):
         graphs = (
-            (Path(path).stem, load_graph(path))
-            if arguments.what == "files"
-            else (f"GPT, {path} layers", gpt(int(path)))
+            (f"GPT, {path} layers", gpt(int(path)))
+            if path.isdigit()
+            else (Path(path).stem, load_graph(path))
             for path in arguments.paths
         )
-        files(graphs, arguments.budget, arguments.time_limit)
+        if arguments.what == "tight":
+            tight(graphs, arguments.time_limit)
+        else:
+            files(graphs, arguments.budget, arguments.time_limit)
         return
     measures = {"table": table, "traces": traces, "solvers": solvers}
     measures[arguments.what](Path(arguments.paths[0]), arguments.time_limit)

@@ -51,10 +51,7 @@ def schedule_intervals(
         "cost": problem.cost,
         "workspace": [need // unit for need in problem.workspace],
         "size": [size // unit for size in problem.size],
-        "again": [
-            [t for t in outputs if problem.outside[t]]
-            for outputs in problem.op_outputs
-        ],
+        "again": [[t for t in outputs if problem.outside[t]] for outputs in problem.op_outputs],
     }
     outcome, ops = process.schedule(job, deadline)
     return outcome, None if ops is None else in_order(program, ops)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from planner.assemble import arena_bytes
 from planner.errors import DoesNotFitError
+from planner.exact.dive import Dive
 from planner.exact.guide import Guide
 from planner.exact.incumbent import Incumbent
 from planner.exact.intervals import schedule_intervals
@@ -24,6 +25,7 @@ from planner.layout import lay_out
 from planner.methods.base import Request, Solution
 from planner.offline.search import solve_coop_offline
 from planner.problem import Problem
+from planner.schedule import Schedule
 
 DEFAULT_SECONDS = 60.0
 """Time limit of a request without one."""
@@ -49,6 +51,12 @@ JOINT_SECONDS = 2.0
 SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
 """Logical budgets, as shares of the arena, for plans that are easier to place."""
 
+CLIMB_SHARE = 0.1
+"""Share of the time left for more of coop-offline once a model proves hard."""
+
+DIVE_SHARE = 0.5
+"""Share of the time left that a dive may take."""
+
 GOOD_GAP = 1e-4
 """Below this gap smaller logical budgets are not worth trying."""
 
@@ -62,6 +70,7 @@ class _Search:
         self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
         assert request.deadline is not None
         self.deadline = request.deadline
+        self.climbed = False
         self._begin()
 
     def _begin(self) -> None:
@@ -111,7 +120,7 @@ class _Search:
                 self.process, self.program, capacity, until, joint=True
             )
             if schedule is not None:
-                self._use(Readout(schedule, []))
+                self._use(Readout(schedule, [], []))
 
     def _shrink(self, rounds: Refinement) -> None:
         """Rounds at smaller capacities until a plan is placed."""
@@ -137,11 +146,42 @@ class _Search:
                 return False
             placed = self._use(readout)
             if readout.overflows:
+                if rounds.hard:
+                    self._climb()
+                    self._dive(rounds)
                 if not rounds.refine(readout.overflows):
                     return False
             elif not rounds.proves or rounds.cut_short or not rounds.tighten():
                 return placed
         return True
+
+    def _climb(self) -> None:
+        """Let coop-offline look longer, once, where the models are hard."""
+        now = time.monotonic()
+        if self.climbed or self.incumbent.solution is None:
+            return
+        self.climbed = True
+        until = now + (self.deadline - now) * CLIMB_SHARE
+        request = replace(self.request, deadline=until)
+        schedule = solve_coop_offline(self.program.problem, request).schedule
+        if schedule.offset is None:
+            lay_out(schedule, request.arena_bytes)
+        if arena_bytes(schedule) <= request.arena_bytes:
+            self.incumbent.offer(schedule)
+
+    def _dive(self, rounds: Refinement) -> None:
+        """Look for a plan near the last round's solution."""
+        assert rounds.outline is not None
+        now = time.monotonic()
+        until = now + (self.deadline - now) * DIVE_SHARE
+        dive = Dive(self.program, self.process, rounds.capacity, until, self._place)
+        schedule = dive.run(rounds.outline, self.incumbent.cost_us)
+        if schedule is not None:
+            self.incumbent.offer(schedule)
+
+    def _place(self, schedule: Schedule) -> bool:
+        """Give a schedule its offsets, if it finds any."""
+        return place_or_pack(self.process, schedule, self.request.arena_bytes, self.deadline)
 
     def _use(self, readout: Readout) -> bool:
         """Make a plan of a readout if it is worth it; whether it was placed as it is."""

@@ -1,11 +1,37 @@
-"""From a solution of the time-point model to a schedule, and where that overflows."""
+"""From what is resident at the time points to a schedule, and where that overflows."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from planner.exact.live import live_bytes
+from planner.exact.program import Program
 from planner.exact.tape import Tape
 from planner.exact.timepoint import TimePointModel
 from planner.schedule import Schedule
+
+
+@dataclass
+class Outline:
+    """
+    What a schedule is made of: time points in order, the last one the end of the step.
+
+    By point the tensors resident while it runs, and the inputs that its outputs take over in place.
+    """
+
+    points: list[int]
+    resident: dict[int, set[int]]
+    taken: dict[int, set[int]]
+
+    @classmethod
+    def of(cls, model: TimePointModel, values: list[float]) -> "Outline":
+        """The outline that a solution stands for."""
+        resident, taken = {}, {}
+        for k, point in enumerate(model.points):
+            chosen = model.x[k].items()
+            resident[point] = {t for t, c in chosen if c is None or values[c] > 0.5}
+            pairs = model.program.pairs[point]
+            taken[point] = {pairs[i][1] for i, c in model.z[k].items() if values[c] > 0.5}
+        return cls(list(model.points), resident, taken)
 
 
 @dataclass(frozen=True)
@@ -18,15 +44,21 @@ class Overflow:
 
     position: int
     op: int
+    event: int
     excess: int
 
 
 @dataclass(frozen=True)
 class Readout:
-    """A schedule without addresses, and its overflows in order (none: it fits logically)."""
+    """
+    A schedule without addresses, and its overflows in order (none: it fits logically).
+
+    `runs` lists per event its op and the position whose first run it serves.
+    """
 
     schedule: Schedule
     overflows: list[Overflow]
+    runs: list[tuple[int, int]]
 
 
 class UnreadableError(Exception):
@@ -42,9 +74,9 @@ class UnreadableError(Exception):
         self.position = position
 
 
-def read_out(model: TimePointModel, values: list[float]) -> Readout:
+def read_out(program: Program, outline: Outline, capacity: int) -> Readout:
     """
-    The schedule that a solution stands for.
+    The schedule of an outline, and where it needs more than `capacity` bytes.
 
     Within a segment everything is computed again as late as possible, right before its first need,
     and dropped after its last touch unless it is resident at the next time point.
@@ -52,32 +84,43 @@ def read_out(model: TimePointModel, values: list[float]) -> Readout:
     Raises:
         UnreadableError: only on graphs with tensors that are overwritten.
     """
-    return _Reader(model, values).read()
+    tape = _Reader(program, outline).read()
+    schedule = tape.schedule()
+    return Readout(schedule, overflows_of(schedule, tape.runs, capacity), tape.runs)
+
+
+def overflows_of(schedule: Schedule, runs: list[tuple[int, int]], capacity: int) -> list[Overflow]:
+    """The events of a schedule that need more than the capacity (bytes); see `Readout.runs`."""
+    return [
+        Overflow(position, op, event, used - capacity)
+        for event, ((op, position), used) in enumerate(zip(runs, live_bytes(schedule), strict=True))
+        if used > capacity
+    ]
+
+
+def worst_of_groups(overflows: list[Overflow], count: int) -> list[Overflow]:
+    """The worst of each of at most `count` groups of equal size of overflows in order."""
+    groups = min(count, len(overflows))
+    edges = [len(overflows) * group // groups for group in range(groups + 1)] if groups else []
+    return [max(overflows[low:high], key=lambda o: o.excess) for low, high in pairwise(edges)]
 
 
 class _Reader:
-    def __init__(self, model: TimePointModel, values: list[float]) -> None:
-        self.model = model
-        self.program = model.program
-        self.values = values
-        self.tape = Tape(model.program)
+    def __init__(self, program: Program, outline: Outline) -> None:
+        self.program = program
+        self.outline = outline
+        self.tape = Tape(program)
 
-    def read(self) -> Readout:
-        for k in range(len(self.model.points)):
-            self._segment(k)
-        schedule = self.tape.schedule()
-        capacity = self.model.capacity
-        overflows = [
-            Overflow(position, op, used - capacity)
-            for (op, position), used in zip(self.tape.runs, live_bytes(schedule), strict=True)
-            if used > capacity
-        ]
-        return Readout(schedule, overflows)
+    def read(self) -> Tape:
+        start = -1
+        for point in self.outline.points:
+            self._segment(start, point)
+            start = point
+        return self.tape
 
-    def _segment(self, k: int) -> None:
-        program, point = self.program, self.model.points[k]
-        resident = {t for t, c in self.model.x[k].items() if c is None or self.values[c] > 0.5}
-        for op in range(self.model.start(k) + 1, point + 1):
+    def _segment(self, start: int, point: int) -> None:
+        program, resident = self.program, self.outline.resident[point]
+        for op in range(start + 1, point + 1):
             for t in sorted(resident) if op == point else ():
                 self._fetch(t, op)
             for t in program.reads[op]:
@@ -87,15 +130,8 @@ class _Reader:
         if point == program.n:
             self.tape.close(set(program.reads[point]))
             return
-        taken = {
-            program.pairs[point][number][1]
-            for number, z in self.model.z[k].items()
-            if self.values[z] > 0.5
-        }
-        made = set(program.makes[point])
-        self.tape.close(
-            (resident - taken) | made | {t for t in self.tape.here if self._held(t, point)}
-        )
+        held = {t for t in self.tape.here if self._held(t, point)}
+        self.tape.close((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
 
     def _held(self, t: int, point: int) -> bool:
         """Whether t stays anyway: it has no bytes, or it is overwritten and has a use to come."""

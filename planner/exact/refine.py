@@ -5,10 +5,18 @@ from dataclasses import dataclass, field
 
 from planner.exact.incumbent import PROOF, Incumbent
 from planner.exact.milp import Answer, Outcome
+from planner.exact.paths import PathCuts
 from planner.exact.points import initial_points
 from planner.exact.polish import polish
 from planner.exact.program import Program
-from planner.exact.readout import Overflow, Readout, UnreadableError, read_out
+from planner.exact.readout import (
+    Outline,
+    Overflow,
+    Readout,
+    UnreadableError,
+    read_out,
+    worst_of_groups,
+)
 from planner.exact.solving import News, SolverProcess
 from planner.exact.timepoint import TimePointModel
 
@@ -24,8 +32,18 @@ FIRST_GAP = 5e-4
 FIRST_POINTS = 3
 """Time points to begin with. More make the linear relaxation weaker, and the model larger."""
 
-ROUND_SHARE = 0.5
-"""Share of the time left that one round may take."""
+FEW_POINTS, MOST_POINTS = 4, 12
+OVERFLOWS_PER_POINT = 16
+"""A round adds a time point for so many overflows, and a number of them between these two."""
+
+EASY_SHARE, EASY_SECONDS = 0.05, 1.0
+"""Share of the time left, and s, within which a model may be solved as it is."""
+
+CUTS_SHARE = 0.25
+"""Share of the time left for path cuts where it was not."""
+
+ROUND_SHARE = 0.4
+"""Share of the time left that the solve after that may take."""
 
 POLISH_SHARE = 0.2
 """Share of the time left for improving the solution of a round that took all of its own."""
@@ -53,6 +71,11 @@ class Refinement:
     """Whether it was proved that no schedule exists."""
     cut_short: bool = False
     """Whether the last round ran out of its time."""
+    hard: bool = False
+    """Whether it took path cuts."""
+    outline: Outline | None = None
+    """What the last readout was made of."""
+    paths: PathCuts = field(default_factory=PathCuts)
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -67,28 +90,30 @@ class Refinement:
             if answer.values is None:
                 return None
             try:
-                return read_out(model, answer.values)
+                self.outline = Outline.of(model, answer.values)
+                return read_out(self.program, self.outline, self.capacity)
             except UnreadableError as error:
                 if error.position is None or error.position in self.points:
                     return None
                 self.points = sorted([*self.points, error.position])
 
     def _solve(self, model: TimePointModel, unit: float) -> Answer:
-        base = self.incumbent.problem.base_cost_us
-
-        def tell(news: News) -> None:
-            if self.proves:
-                self.incumbent.report(base + news.bound * unit)
-
         now = time.monotonic()
-        until = now + max((self.deadline - now) * ROUND_SHARE, min(5.0, self.deadline - now))
-        answer = self.process.solve(model.milp, until, gap=self.gap * COST_SCALE, progress=tell)
+        left = self.deadline - now
+        easy = min(self.deadline, now + max(left * EASY_SHARE, EASY_SECONDS))
+        answer = self._attempt(model, unit, easy)
+        self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
+        if self.hard and easy < self.deadline:
+            relaxed = self.paths.strengthen(self.process, model, now + left * CUTS_SHARE)
+            if relaxed is not None:
+                self._prove(relaxed.bound, unit)
+            now = time.monotonic()
+            until = now + max((self.deadline - now) * ROUND_SHARE, min(5.0, self.deadline - now))
+            answer = self._attempt(model, unit, until)
         if answer.outcome is Outcome.INFEASIBLE:
             self.infeasible = self.proves
             if self.proves and self.incumbent.solution is not None:
                 self.incumbent.distrust("the solver calls a model infeasible that has a solution")
-        elif self.proves:
-            self.incumbent.raise_bound(base * (1 - SOLVER_TOLERANCE) + answer.bound * unit)
         self.cut_short = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.cut_short and answer.values is not None:
             now = time.monotonic()
@@ -96,19 +121,32 @@ class Refinement:
             answer = polish(self.process, model, answer, until)
         return answer
 
+    def _attempt(self, model: TimePointModel, unit: float, until: float) -> Answer:
+        def tell(news: News) -> None:
+            if self.proves:
+                self.incumbent.report(self.incumbent.problem.base_cost_us + news.bound * unit)
+
+        answer = self.process.solve(model.milp, until, gap=self.gap * COST_SCALE, progress=tell)
+        if answer.outcome is not Outcome.INFEASIBLE:
+            self._prove(answer.bound, unit)
+        return answer
+
+    def _prove(self, bound: float, unit: float) -> None:
+        base = self.incumbent.problem.base_cost_us
+        if self.proves:
+            self.incumbent.raise_bound(base * (1 - SOLVER_TOLERANCE) + bound * unit)
+
     def refine(self, overflows: list[Overflow]) -> bool:
-        """Look closer at the worst overflow of each segment; false when nothing is left to add."""
+        """Look closer where the last readout overflowed; false when nothing is left to add."""
         points, cuts = set(self.points), set(self.cuts)
-        worst: dict[int, Overflow] = {}
-        for overflow in overflows:
-            segment = next(point for point in self.points if point >= overflow.position)
-            if segment not in worst or overflow.excess > worst[segment].excess:
-                worst[segment] = overflow
-        for overflow in worst.values():
+        first = [overflow for overflow in overflows if overflow.position == overflow.op]
+        looked_at = first or overflows
+        count = min(MOST_POINTS, max(FEW_POINTS, len(looked_at) // OVERFLOWS_PER_POINT))
+        for overflow in worst_of_groups(looked_at, count):
             position, op = overflow.position, overflow.op
             if position == op or (position, op) in cuts:
                 points.add(position)
-            if position != op:
+            else:
                 cuts.add((position, op))
         grown = len(points) + len(cuts) > len(self.points) + len(self.cuts)
         self.points, self.cuts = sorted(points), cuts

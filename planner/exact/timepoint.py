@@ -95,7 +95,12 @@ class TimePointModel:
         problem = self.program.problem
         return not (problem.resident[t] or problem.outside[t])
 
-    def _kept(self, k: int, t: int) -> tuple[int, list[tuple[int, float]]]:
+    def read_in(self, k: int) -> list[int]:
+        """The tensors that first runs of segment k read, the end of the step included."""
+        ops = range(self.start(k) + 1, self.points[k] + 1)
+        return sorted({t for op in ops for t in self.program.reads[op]})
+
+    def kept(self, k: int, t: int) -> tuple[int, list[tuple[int, float]]]:
         """Whether t is there when segment k begins or is first made in it: constant and terms."""
         if self.program.problem.producer[t] >= self.start(k) or self.program.always[t]:
             return 1, []
@@ -112,7 +117,7 @@ class TimePointModel:
 
     def _available(self, k: int, t: int) -> tuple[int, list[tuple[int, float]]]:
         """Whether t can be had in segment k at all: kept, or computed again."""
-        constant, terms = self._kept(k, t)
+        constant, terms = self.kept(k, t)
         again = self.y[k].get(self.program.problem.producer[t])
         return constant, terms if again is None else [*terms, (again, 1.0)]
 
@@ -129,9 +134,7 @@ class TimePointModel:
                 milp.row(terms, demand - constant, INFINITY)
 
         # [Constraint] inputs of what is first run in segment k, the end of the step included.
-        for t in sorted(
-            {t for op in range(self.start(k) + 1, self.points[k] + 1) for t in program.reads[op]}
-        ):
+        for t in self.read_in(k):
             require(t, 1, None)
         # [Constraint] inputs of what is run again.
         for v, column in self.y[k].items():
@@ -175,7 +178,7 @@ class TimePointModel:
         size, producer = program.problem.size, program.problem.producer
         held: list[tuple[int, int]] = []
         for t, column in self.x[k].items():
-            constant, terms = self._kept(k, t)
+            constant, terms = self.kept(k, t)
             # What was just made may be made again in the segment, of which Y does not tell.
             if producer[t] >= self.start(k) or not size[t] or (not constant and not terms):
                 continue

@@ -165,11 +165,15 @@ class Search:
         ranked = sorted(every, key=lambda number: cost.get(number, np.inf))
         return ranked if self.problem.op_count <= SMALL_OPS else ranked[:BEST_RULES]
 
-    def climb(self, steps: int | None) -> None:
-        """Trails around the arena in turn; `steps` None means until the deadline."""
+    def climb(self, steps: int) -> None:
+        """Trails around the arena in turn: so many steps, and on until the deadline if any."""
         trails = self._trails()
         done = 0
-        while trails and (steps is None or done < steps):
+        while trails:
+            if done >= steps:
+                if self.request.deadline is None:
+                    return
+                self.place_the_unplaced()
             for trail in trails:
                 if self.request.out_of_time():
                     return
@@ -177,7 +181,8 @@ class Search:
                     overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
                     self.request.progress(
                         Progress(
-                            f"improving: overhead {overhead:.2%}", done / steps if steps else None
+                            f"improving: overhead {overhead:.2%}",
+                            done / steps if self.request.deadline is None else None,
                         )
                     )
                 done += 1
@@ -275,7 +280,7 @@ def solve_coop_offline(
         online = None
     if search.best.run is not None:
         steps = min(MOST_STEPS, max(FEWEST_STEPS, CLIMB_OPS // max(1, problem.op_count)))
-        search.climb(None if request.deadline is not None else steps)
+        search.climb(steps)
         search.place_the_unplaced()
         if online is None or search.best.cost_us <= online.cost_us:
             return search.solution()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from planner import InfeasibleBudgetError, Problem, find_faults, plan
 from planner.errors import DoesNotFitError
+from planner.exact import paths, refine
 from planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
 from planner.exact.intervals import COPIES, schedule_intervals
 from planner.exact.live import live_bytes
@@ -84,6 +85,30 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
     assert solution.schedule.cost_us >= best * (1 - 1e-9)
     if solution.status == "optimal":
         assert solution.schedule.cost_us == pytest.approx(best, rel=1e-6)
+
+
+@settings(SETTINGS, max_examples=40)
+@given(graph=graphs(max_ops=9), **BUDGETS)
+def test_path_cuts_and_dives_agree_with_exhaustive_search(graph, outputs, share, alignment):
+    """As if every model were hard: no cut cuts off a schedule, and dives find none too cheap."""
+    problem, arena = tight(graph, outputs, share, alignment)
+    best = cheapest(problem, arena)
+    told = []
+    request = Request(arena, deadline=time.monotonic() + SECONDS, progress=told.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refine, "EASY_SHARE", 0.0)
+        patch.setattr(refine, "EASY_SECONDS", 0.0)
+        patch.setattr(refine, "FIRST_POINTS", 6)
+        patch.setattr(paths, "VIOLATION", -1.0)  # every cut there is, tight or not
+        patch.setattr(paths, "_slack", lambda *_: -2.0)
+        try:
+            solution = solve_optimal(problem, request)
+        except DoesNotFitError:
+            return
+    assert not any("given up" in progress.message for progress in told)
+    assert best is not None
+    assert solution.lower_bound_us <= best * (1 + 1e-6)
+    assert solution.schedule.cost_us >= best * (1 - 1e-9)
 
 
 @settings(SETTINGS, max_examples=15)

@@ -1,0 +1,226 @@
+"""
+Diving: from a solution of a coarse time-point model to a schedule that fits at full resolution.
+
+What is resident at the time points stays as it is; where the schedule overflows, time points are
+added, and a small model of the window between two fixed ones is solved. Where recomputes between
+two neighbouring first runs overflow, the tensors that lay beside the op in question may not all be
+there again: Checkmate's U, for one op, in the order of the last solution. So better schedules may
+be cut off: a dive proves nothing.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from planner.exact.milp import INFINITY, Outcome
+from planner.exact.program import Program
+from planner.exact.readout import (
+    Outline,
+    Overflow,
+    Readout,
+    UnreadableError,
+    read_out,
+    worst_of_groups,
+)
+from planner.exact.refine import COST_SCALE
+from planner.exact.solving import SolverProcess
+from planner.exact.timepoint import ROUNDING, TimePointModel
+from planner.schedule import Schedule
+
+GAP = 2e-3
+"""Share of the base cost to which windows are solved."""
+
+WINDOW_SHARE = 0.25
+"""Share of the time left that one window may take."""
+
+POINTS_AT_ONCE = 4
+"""Time points that a window gets at once."""
+
+SHRINK = 0.985
+"""Factor on the capacity when a schedule that fits logically finds no layout."""
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """
+    A tensor that lay beside an op, which ran between two neighbouring first runs.
+
+    `again`: the op that made it again in between, None if it was there before. `until`: the op that
+    read it last in between, None if it stayed.
+    """
+
+    tensor: int
+    again: int | None
+    until: int | None
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """`op`, run just before the first run of `position` or in it, did not fit beside these."""
+
+    position: int
+    op: int
+    beside: tuple[Neighbour, ...]
+
+
+@dataclass
+class Dive:
+    """
+    One dive within `capacity` bytes, until `deadline` (a `time.monotonic` value, s).
+
+    `place` gives a schedule its offsets and says whether it has found any.
+    """
+
+    program: Program
+    process: SolverProcess
+    capacity: int
+    deadline: float
+    place: Callable[[Schedule], bool]
+    crowds: list[Crowd] = field(default_factory=list)
+    large: set[int] = field(default_factory=set)
+    """Ops that overflowed as recomputes: every window has cuts for them."""
+
+    def run(self, outline: Outline, cost_limit_us: float) -> Schedule | None:
+        """A placed schedule that costs less than the limit (µs), found from the outline."""
+        while time.monotonic() < self.deadline:
+            try:
+                readout = read_out(self.program, outline, self.capacity)
+            except UnreadableError:
+                return None
+            schedule, overflows = readout.schedule, readout.overflows
+            if schedule.cost_us >= cost_limit_us:
+                return None
+            if not overflows:
+                if self.place(schedule):
+                    return schedule
+                unit = self.program.problem.alignment
+                self.capacity = int(self.capacity * SHRINK) // unit * unit
+                continue
+            closer = self._look_closer(outline, readout, overflows)
+            if closer is None:
+                return None
+            outline = closer
+        return None
+
+    def _look_closer(
+        self, outline: Outline, readout: Readout, overflows: list[Overflow]
+    ) -> Outline | None:
+        """More time points in the worst segment or, where every first run has one, a crowd."""
+        points = set(outline.points)
+        first = [o for o in overflows if o.position == o.op and o.position not in points]
+        if first:
+            segment = bisect_left(outline.points, max(first, key=lambda o: o.excess).position)
+            inside = [o for o in first if bisect_left(outline.points, o.position) == segment]
+            worst = worst_of_groups(inside, POINTS_AT_ONCE)
+            return self._window(outline, [overflow.position for overflow in worst])
+        position = max(overflows, key=lambda o: o.excess).position
+        ends = sorted({max(0, position - 1), position})
+        if points.issuperset(ends):
+            here = [o for o in overflows if o.position == position]
+            self.large |= {o.op for o in here if o.op != position}
+            self.crowds += [_crowd(readout, overflow) for overflow in here]
+        return self._window(outline, ends)
+
+    def _window(self, outline: Outline, free: list[int]) -> Outline | None:
+        """Solve anew with these points free, and more beside them where that is infeasible."""
+        points = sorted({*outline.points, *free})
+        begin, end = bisect_left(points, free[0]) - 1, bisect_left(points, free[-1]) + 1
+        unit = self.program.problem.base_cost_us / COST_SCALE or 1.0
+        while (now := time.monotonic()) < self.deadline:
+            inside = points[max(0, begin) : end + 1]
+            cuts = [(point, op) for point in inside for op in self.large]
+            model = TimePointModel(self.program, self.capacity, inside, cuts, unit)
+            if begin >= 0:
+                _fix(model, 0, outline)
+            if end < len(points) - 1:
+                _fix(model, -1, outline)
+            for crowd in self.crowds:
+                if crowd.position in inside[1:] and crowd.position - 1 in inside:
+                    _part(model, crowd)
+            until = min(self.deadline, now + max(1.0, (self.deadline - now) * WINDOW_SHARE))
+            answer = self.process.solve(model.milp, until, gap=GAP * COST_SCALE)
+            if answer.values is not None:
+                solved = Outline.of(model, answer.values)
+                if end < len(points) - 1:
+                    del solved.taken[inside[-1]]  # that is up to what follows it
+                return Outline(
+                    points, outline.resident | solved.resident, outline.taken | solved.taken
+                )
+            if answer.outcome is not Outcome.INFEASIBLE or len(inside) == len(points):
+                return None
+            begin, end = 2 * begin - end, 2 * end - begin
+        return None
+
+
+def _fix(model: TimePointModel, k: int, outline: Outline) -> None:
+    """Keep what is resident at time point number k."""
+    resident = outline.resident[model.points[k]]
+    for t, column in model.x[k].items():
+        if column is not None:
+            model.milp.lower[column] = model.milp.upper[column] = float(t in resident)
+
+
+def _crowd(readout: Readout, overflow: Overflow) -> Crowd:
+    """What lay beside the op of an overflow between two neighbouring first runs."""
+    schedule, runs, event = readout.schedule, readout.runs, overflow.event
+    problem = schedule.problem
+    touched = {*problem.reads[overflow.op], *problem.makes[overflow.op]}
+
+    def between(other: int) -> int | None:
+        op, position = runs[other]
+        return op if position == overflow.position else None
+
+    beside = tuple(
+        Neighbour(t, between(schedule.first[buffer]), between(schedule.last[buffer]))
+        for buffer, t in enumerate(schedule.tensor)
+        if schedule.first[buffer] <= event <= schedule.last[buffer]
+        and t not in touched
+        and problem.size[t]
+    )
+    return Crowd(overflow.position, overflow.op, beside)
+
+
+def _part(model: TimePointModel, crowd: Crowd) -> None:
+    """Σ bytes of those of the crowd that are there for the same reasons + the op ≤ capacity."""
+    program, milp = model.program, model.milp
+    k = model.points.index(crowd.position)
+    first = crowd.op == crowd.position
+    if not first and crowd.op not in model.y[k]:
+        return
+    runs = [] if first else [model.y[k][crowd.op]]
+    need = program.problem.working_set(crowd.op) if first else program.rerun_need(crowd.op)
+    terms: list[tuple[int, float]] = []
+    for neighbour in crowd.beside:
+        certain, reasons = _reasons(model, k, neighbour)
+        # [Constraint] P ≥ 1 − Σ (1 − reason), the op's own run among the reasons.
+        total = dict.fromkeys(runs, 1.0)
+        for column, value in reasons:
+            total[column] = total.get(column, 0.0) + value
+        present = milp.column(0.0, 1.0, 0.0, integer=False)
+        row = [(present, 1.0), *((column, -value) for column, value in total.items())]
+        milp.row(row, certain - len(runs) - 1, INFINITY)
+        terms.append((present, program.problem.size[neighbour.tensor] / model.capacity))
+    load = need / model.capacity
+    terms += [(column, load) for column in runs]
+    milp.row(terms, -INFINITY, 1.0 + ROUNDING - (0.0 if runs else load))
+
+
+def _reasons(
+    model: TimePointModel, k: int, neighbour: Neighbour
+) -> tuple[int, list[tuple[int, float]]]:
+    """Why the tensor is there in segment k and stays: how much of 2 is certain, and the rest."""
+    t = neighbour.tensor
+    certain, reasons = (0, []) if neighbour.again is not None else model.kept(k, t)
+    reasons = list(reasons)
+    if neighbour.again in model.y[k]:
+        reasons.append((model.y[k][neighbour.again], 1.0))
+    if neighbour.until is None:
+        column = model.x[k].get(t)
+        certain += column is None
+        reasons += [] if column is None else [(column, 1.0)]
+    elif neighbour.until == model.points[k]:
+        certain += 1
+    elif neighbour.until in model.y[k]:
+        reasons.append((model.y[k][neighbour.until], 1.0))
+    return certain, reasons

@@ -1,0 +1,205 @@
+"""
+Path cuts: what keeps the relaxation of the time-point model from computing fractions of ops.
+
+Let tensor t be needed after τ_j and not after τ_k, and let t, t₁, …, t_m be a path of the graph
+against its edges: each is an input of the op that makes the one before it. Then one of them was
+still there at τ_j, or the op v that makes the last one is computed again in between:
+
+    Σ_i X[j, t_i] + Σ_{j<i≤k} Y[i, v] ≥ 1        (≥ X[l, t], j < l ≤ k, where t is only resident)
+
+Within one segment that follows from the model. Over several it does not, when variables may be
+fractions: a tenth of an input that stays resident pays for a tenth of its op in each of ten
+segments. The cuts are separated one shortest path at a time.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from planner.exact.milp import INFINITY, Answer
+from planner.exact.solving import SolverProcess
+from planner.exact.timepoint import TimePointModel
+
+VIOLATION = 0.02
+"""Cuts that are violated by less are not worth a row."""
+
+CUTS_PER_INTERVAL = 40
+CUTS_PER_OP = 2
+"""How many cuts between the same two time points end at the same op, in one go."""
+
+PROGRESS = 5e-4
+"""Share of the bound by which a round must raise it for another one to follow."""
+
+PATIENCE = 2
+"""Rounds without such progress before it ends."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """
+    A cut between the time points at positions `low` and `high`.
+
+    `tensors` begins with the one that is needed: by a first run, or resident at position `at`.
+    """
+
+    low: int
+    high: int
+    at: int | None
+    tensors: tuple[int, ...]
+
+
+@dataclass
+class PathCuts:
+    """The cuts found so far; they hold for every model with their time points."""
+
+    paths: list[Path] = field(default_factory=list)
+
+    def strengthen(
+        self, process: SolverProcess, model: TimePointModel, deadline: float
+    ) -> Answer | None:
+        """
+        Add cuts to the model until its relaxation gains no more; the relaxation's last answer.
+
+        Cuts that are not tight in it are forgotten. None where the relaxation was not solved by
+        `deadline` (a `time.monotonic` value, s).
+        """
+        milp = model.milp
+        rows, entries = len(milp.row_lower), len(milp.entry_row)
+        for path in self.paths:
+            _add(model, path)
+        best: Answer | None = None
+        stalled = 0
+        while stalled < PATIENCE and time.monotonic() < deadline:
+            relaxed = replace(milp, integer=[False] * len(milp.integer))
+            answer = process.solve(relaxed, deadline)
+            if answer.values is None:
+                break
+            if best is not None and answer.bound < best.bound + PROGRESS * abs(best.bound):
+                stalled += 1
+            best = answer
+            found = list(_violated(model, answer.values, deadline))
+            if not found:
+                break
+            for path in found:
+                _add(model, path)
+            self.paths += found
+        if best is not None and best.values is not None:
+            values = best.values
+            self.paths = [path for path in self.paths if _slack(model, path, values) < VIOLATION]
+            for kept in (milp.row_lower, milp.row_upper):
+                del kept[rows:]
+            del milp.entry_row[entries:], milp.entry_column[entries:], milp.entry_value[entries:]
+            for path in self.paths:
+                _add(model, path)
+        return best
+
+
+def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
+    """The left side of a cut without its constants, and its right side."""
+    low, high = model.points.index(path.low), model.points.index(path.high)
+    terms: dict[int, float] = {}
+    demand = 1.0
+    if path.at is not None:
+        column = model.x[model.points.index(path.at)][path.tensors[0]]
+        if column is not None:
+            terms[column], demand = -1.0, 0.0
+    for t in path.tensors:
+        constant, kept = model.kept(low + 1, t)
+        demand -= constant
+        for column, value in kept:
+            terms[column] = terms.get(column, 0.0) + value
+    maker = model.program.problem.producer[path.tensors[-1]]
+    for k in range(low + 1, high + 1):
+        if maker in model.y[k]:
+            terms[model.y[k][maker]] = 1.0
+    return terms, demand
+
+
+def _add(model: TimePointModel, path: Path) -> None:
+    terms, demand = _terms(model, path)
+    model.milp.row([(column, value) for column, value in terms.items() if value], demand, INFINITY)
+
+
+def _slack(model: TimePointModel, path: Path, values: list[float]) -> float:
+    terms, demand = _terms(model, path)
+    return sum(value * values[column] for column, value in terms.items()) - demand
+
+
+def _violated(model: TimePointModel, values: list[float], deadline: float) -> Iterator[Path]:
+    """For every two time points, the worst cuts between them."""
+    for low in range(len(model.points) - 2):
+        interval = _Interval(model, low, values)
+        for high in range(low + 1, len(model.points)):
+            interval.extend(high)
+            if high > low + 1:
+                yield from interval.cuts()
+        if time.monotonic() > deadline:
+            return
+
+
+class _Interval:
+    """
+    What follows τ_low, up to a time point that moves on.
+
+    `again` is Σ Y so far by op, `kept` X at τ_low by tensor, `needed` the tensors that first runs
+    have read since then, `resident` by tensor the largest X since then, with its position.
+    """
+
+    def __init__(self, model: TimePointModel, low: int, values: list[float]) -> None:
+        self.model = model
+        self.values = values
+        self.low = low
+        self.start = model.points[low]
+        self.high = low
+        self.again: dict[int, float] = {}
+        self.kept: dict[int, float] = {}
+        self.needed: set[int] = set()
+        self.resident: dict[int, tuple[float, int]] = {}
+
+    def extend(self, high: int) -> None:
+        """Add the segment that ends at time point number `high`."""
+        model, producer = self.model, self.model.program.problem.producer
+        self.high = high
+        for op, column in model.y[high].items():
+            if op < self.start:
+                self.again[op] = self.again.get(op, 0.0) + self.values[column]
+        self.needed |= {t for t in model.read_in(high) if producer[t] < self.start}
+        for t, resident in model.x[high].items():
+            if resident is not None and producer[t] < self.start:
+                here = self.values[resident], model.points[high]
+                self.resident[t] = max(self.resident.get(t, here), here)
+
+    def _kept(self, t: int) -> float:
+        if t not in self.kept:
+            constant, terms = self.model.kept(self.low + 1, t)
+            self.kept[t] = constant + sum(v * self.values[column] for column, v in terms)
+        return self.kept[t]
+
+    def cuts(self) -> Iterator[Path]:
+        """The most violated cuts, few of them ending at one op."""
+        program = self.model.program
+        producer = program.problem.producer
+        most: dict[int, float] = {}  # op → how much of it can be had again
+        through: dict[int, int | None] = {}  # op → the input that limits it, or the op itself
+        for op in sorted(self.again):
+            most[op], through[op] = self.again[op], None
+            for t in program.reads[op]:
+                there = self._kept(t) + most.get(producer[t], 0.0)
+                if there < most[op] - 1e-9:
+                    most[op], through[op] = there, t
+        demands: list[tuple[float, int, int | None]] = [(1.0, t, None) for t in self.needed]
+        demands += [(x, t, at) for t, (x, at) in self.resident.items() if t not in self.needed]
+        violated = sorted(
+            (-short, t, at)
+            for x, t, at in demands
+            if (short := x - self._kept(t) - most.get(producer[t], 0.0)) > VIOLATION
+        )
+        ending: dict[tuple[int, bool], int] = {}
+        for _, t, at in violated[: 4 * CUTS_PER_INTERVAL]:
+            tensors = [t]
+            while (step := through.get(producer[tensors[-1]])) is not None:
+                tensors.append(step)
+            end = producer[tensors[-1]], at is None
+            ending[end] = ending.get(end, 0) + 1
+            if ending[end] <= CUTS_PER_OP:
+                yield Path(self.start, self.model.points[self.high], at, tuple(tensors))
