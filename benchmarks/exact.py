@@ -123,7 +123,9 @@ def tight(graphs: Iterable[tuple[str, Graph]], limit: float) -> None:
     for name, graph in graphs:
         least = plan(graph, "min", alignment=1, outputs="arena")
         for factor in TIGHT:
-            budget = least.resident_bytes + int(factor * (least.peak_bytes - least.resident_bytes))
+            budget = least.resident_bytes + int(
+                factor * (least.budget_bytes - least.resident_bytes)
+            )
             figures = measure(graph, budget, "auto", limit, alignment=1, outputs="arena")
             print(f"| {name} | {len(graph.ops)} | {factor} | auto | {figures} |", flush=True)
 

@@ -4,7 +4,9 @@ optimal: the time-point MILP, refined until what is read out of it fits; a prove
 coop-offline's plan is the incumbent from the start. Each round solves one model (see
 `planner.exact.timepoint`): its bound holds for good, and its solution is read out and placed; where
 it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and the
-model looks closer. When only placement is in the way, slightly smaller logical budgets are tried.
+model looks closer. Models that are hard get path cuts (`planner.exact.paths`), and a dive from
+their solution to a plan (`planner.exact.dive`). When only placement is in the way, slightly smaller
+logical budgets are tried.
 """
 
 import time
@@ -17,6 +19,7 @@ from planner.exact.guide import Guide
 from planner.exact.incumbent import Incumbent
 from planner.exact.intervals import schedule_intervals
 from planner.exact.packing import place_or_pack
+from planner.exact.paths import PathCuts
 from planner.exact.program import Program
 from planner.exact.readout import Readout
 from planner.exact.refine import Refinement
@@ -78,22 +81,28 @@ class _Search:
 
         The caller may ask for other budgets next, within the same deadline.
         """
-        problem, request = self.program.problem, self.request
         now = time.monotonic()
         share = self.deadline - now
-        if share > LONG_SECONDS and problem.op_count <= SMALL_OPS:
+        if share > LONG_SECONDS and self.program.n <= SMALL_OPS:
             limit = None
         else:
             limit = now + share * HEURISTIC_SHARE
-        try:
-            schedule = solve_coop_offline(problem, replace(request, deadline=limit)).schedule
-        except DoesNotFitError:
+        self._heuristic(limit)
+        if self.incumbent.solution is None:
             now = time.monotonic()
             self.deadline = now + (self.deadline - now) * BLIND_SHARE
+
+    def _heuristic(self, until: float | None) -> None:
+        """Offer coop-offline's plan, if it finds one by then (a `time.monotonic` value, s)."""
+        arena = self.request.arena_bytes
+        request = replace(self.request, deadline=until)
+        try:
+            schedule = solve_coop_offline(self.program.problem, request).schedule
+        except DoesNotFitError:
             return
         if schedule.offset is None:
-            lay_out(schedule, request.arena_bytes)
-        if arena_bytes(schedule) <= request.arena_bytes:
+            lay_out(schedule, arena)
+        if arena_bytes(schedule) <= arena:
             self.incumbent.offer(schedule)
 
     def finished(self) -> bool:
@@ -134,6 +143,7 @@ class _Search:
                 gap=GOOD_GAP,
                 points=list(rounds.points),
                 cuts=set(rounds.cuts),
+                paths=PathCuts(list(rounds.paths.paths)),
             )
             if self._refine(smaller):
                 return
@@ -157,17 +167,10 @@ class _Search:
 
     def _climb(self) -> None:
         """Let coop-offline look longer, once, where the models are hard."""
-        now = time.monotonic()
-        if self.climbed or self.incumbent.solution is None:
-            return
-        self.climbed = True
-        until = now + (self.deadline - now) * CLIMB_SHARE
-        request = replace(self.request, deadline=until)
-        schedule = solve_coop_offline(self.program.problem, request).schedule
-        if schedule.offset is None:
-            lay_out(schedule, request.arena_bytes)
-        if arena_bytes(schedule) <= request.arena_bytes:
-            self.incumbent.offer(schedule)
+        if not self.climbed and self.incumbent.solution is not None:
+            self.climbed = True
+            now = time.monotonic()
+            self._heuristic(now + (self.deadline - now) * CLIMB_SHARE)
 
     def _dive(self, rounds: Refinement) -> None:
         """Look for a plan near the last round's solution."""

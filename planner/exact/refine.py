@@ -30,7 +30,7 @@ FIRST_GAP = 5e-4
 """Share of the base cost to which models are solved until a solution fits."""
 
 FIRST_POINTS = 3
-"""Time points to begin with. More make the linear relaxation weaker, and the model larger."""
+"""Time points to begin with: often these are enough."""
 
 FEW_POINTS, MOST_POINTS = 4, 12
 OVERFLOWS_PER_POINT = 16
