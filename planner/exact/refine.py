@@ -33,8 +33,8 @@ FIRST_POINTS = 3
 """Time points to begin with: often these are enough."""
 
 FEW_POINTS, MOST_POINTS = 4, 12
-OVERFLOWS_PER_POINT = 16
-"""A round adds a time point for so many overflows, and a number of them between these two."""
+POINTS_PER_EXCESS = 4
+"""A round adds so many time points per worst excess in capacities, between these two."""
 
 EASY_SHARE, EASY_SECONDS = 0.05, 1.0
 """Share of the time left, and s, within which a model may be solved as it is."""
@@ -141,7 +141,8 @@ class Refinement:
         points, cuts = set(self.points), set(self.cuts)
         first = [overflow for overflow in overflows if overflow.position == overflow.op]
         looked_at = first or overflows
-        count = min(MOST_POINTS, max(FEW_POINTS, len(looked_at) // OVERFLOWS_PER_POINT))
+        worst = max(overflow.excess for overflow in looked_at) / self.capacity
+        count = min(MOST_POINTS, max(FEW_POINTS, int(worst * POINTS_PER_EXCESS)))
         for overflow in worst_of_groups(looked_at, count):
             position, op = overflow.position, overflow.op
             if position == op or (position, op) in cuts:
