@@ -25,9 +25,9 @@ from planner.errors import TimeLimitError
 from planner.exact.incumbent import Incumbent
 from planner.exact.milp import Milp
 from planner.exact.program import Program
-from planner.exact.refine import COST_SCALE, Refinement
+from planner.exact.refine import Refinement
 from planner.exact.solving import SolverProcess
-from planner.exact.timepoint import TimePointModel
+from planner.exact.timepoint import COST_SCALE, TimePointModel
 from planner.layout import lay_out
 from planner.methods.keep_all import keep_all_schedule
 from schemas import Graph, InvalidInputError, load_graph
@@ -156,8 +156,7 @@ def models(graph: Graph, share: float, limit: float) -> Iterator[tuple[int, Milp
             program, process, Incumbent(problem, arena), capacity, time.monotonic() + limit
         )
         while True:
-            unit = problem.base_cost_us / COST_SCALE
-            model = TimePointModel(program, capacity, rounds.points, rounds.cuts, unit)
+            model = TimePointModel(program, capacity, rounds.points, rounds.cuts)
             yield len(rounds.points), model.milp, COST_SCALE
             readout = rounds.round()
             if readout is None or not readout.overflows or not rounds.refine(readout.overflows):

@@ -40,10 +40,10 @@ class Arrays(NamedTuple):
     outside: Ints
 
 
-def _alike(problem: Problem, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The in-place pairs of equal size in the arena: a kernel's block passes on as it is."""
-    size, outside, kept = problem.size, problem.outside, problem.is_output
-    return [(a, b) for a, b in pairs if size[a] == size[b] and not (outside[a] or kept[b])]
+def _alike(problem: Problem, op: int) -> list[tuple[int, int]]:
+    """The op's in-place pairs of equal size in the arena: a kernel's block passes on as it is."""
+    size, kept = problem.size, problem.is_output
+    return [(a, b) for a, b in problem.first_inplace(op) if size[a] == size[b] and not kept[b]]
 
 
 def to_arrays(problem: Problem) -> Arrays:
@@ -51,7 +51,7 @@ def to_arrays(problem: Problem) -> Arrays:
     reads_ptr, reads = _rows(problem.reads)
     makes_ptr, makes = _rows(problem.op_outputs)
     uses_ptr, uses = _rows(problem.consumers)
-    alike = [_alike(problem, pairs) for pairs in problem.inplace]
+    alike = [_alike(problem, op) for op in range(problem.op_count)]
     pairs_ptr, pairs_out = _rows([[out for out, _ in pairs] for pairs in alike])
     _, pairs_in = _rows([[source for _, source in pairs] for pairs in alike])
     return Arrays(

@@ -156,8 +156,12 @@ class Problem:
     def working_set(self, op: int) -> int:
         """Arena bytes that op `op` needs at least: inputs, outputs, workspace, in-place shared."""
         need = self.workspace[op] + sum(self.size[t] for t in self.reads[op] + self.makes[op])
-        pairs = self.in_place(pair for pair in self.inplace[op] if not self.outside[pair[0]])
+        pairs = self.in_place(self.first_inplace(op))
         return need - sum(self.size[out] for out, _ in pairs)
+
+    def first_inplace(self, op: int) -> list[tuple[int, int]]:
+        """The in-place pairs that the first run of the op may use: outputs in the arena."""
+        return [pair for pair in self.inplace[op] if not self.outside[pair[0]]]
 
     def in_place(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from planner.exact.milp import INFINITY, Outcome
+from planner.exact.points import worst_of_groups
 from planner.exact.program import Program
 from planner.exact.readout import (
     Outline,
@@ -21,11 +22,9 @@ from planner.exact.readout import (
     Readout,
     UnreadableError,
     read_out,
-    worst_of_groups,
 )
-from planner.exact.refine import COST_SCALE
 from planner.exact.solving import SolverProcess
-from planner.exact.timepoint import ROUNDING, TimePointModel
+from planner.exact.timepoint import COST_SCALE, ROUNDING, TimePointModel
 from planner.schedule import Schedule
 
 GAP = 2e-3
@@ -88,31 +87,29 @@ class Dive:
                 readout = read_out(self.program, outline, self.capacity)
             except UnreadableError:
                 return None
-            schedule, overflows = readout.schedule, readout.overflows
+            schedule = readout.schedule
             if schedule.cost_us >= cost_limit_us:
                 return None
-            if not overflows:
+            if not readout.overflows:
                 if self.place(schedule):
                     return schedule
                 unit = self.program.problem.alignment
                 self.capacity = int(self.capacity * SHRINK) // unit * unit
                 continue
-            closer = self._look_closer(outline, readout, overflows)
+            closer = self._look_closer(outline, readout)
             if closer is None:
                 return None
             outline = closer
         return None
 
-    def _look_closer(
-        self, outline: Outline, readout: Readout, overflows: list[Overflow]
-    ) -> Outline | None:
+    def _look_closer(self, outline: Outline, readout: Readout) -> Outline | None:
         """More time points in the worst segment or, where every first run has one, a crowd."""
-        points = set(outline.points)
+        overflows, points = readout.overflows, set(outline.points)
         first = [o for o in overflows if o.position == o.op and o.position not in points]
         if first:
             segment = bisect_left(outline.points, max(first, key=lambda o: o.excess).position)
             inside = [o for o in first if bisect_left(outline.points, o.position) == segment]
-            worst = worst_of_groups(inside, POINTS_AT_ONCE)
+            worst = worst_of_groups(inside, POINTS_AT_ONCE, key=lambda o: o.excess)
             return self._window(outline, [overflow.position for overflow in worst])
         position = max(overflows, key=lambda o: o.excess).position
         ends = sorted({max(0, position - 1), position})
@@ -126,11 +123,10 @@ class Dive:
         """Solve anew with these points free, and more beside them where that is infeasible."""
         points = sorted({*outline.points, *free})
         begin, end = bisect_left(points, free[0]) - 1, bisect_left(points, free[-1]) + 1
-        unit = self.program.problem.base_cost_us / COST_SCALE or 1.0
         while (now := time.monotonic()) < self.deadline:
             inside = points[max(0, begin) : end + 1]
             cuts = [(point, op) for point in inside for op in self.large]
-            model = TimePointModel(self.program, self.capacity, inside, cuts, unit)
+            model = TimePointModel(self.program, self.capacity, inside, cuts)
             if begin >= 0:
                 _fix(model, 0, outline)
             if end < len(points) - 1:

@@ -25,6 +25,12 @@ class Milp:
     entry_column: list[int] = field(default_factory=list)
     entry_value: list[float] = field(default_factory=list)
 
+    def relaxed(self) -> "Milp":
+        """A copy of its own in which no column has to be an integer."""
+        copy = Milp(**{name: list(values) for name, values in vars(self).items()})
+        copy.integer = [False] * len(self.integer)
+        return copy
+
     def binary(self, cost: float = 0.0) -> int:
         """A new 0-1 column; returns its number."""
         return self.column(0.0, 1.0, cost, integer=True)

@@ -14,9 +14,9 @@ segments. The cuts are separated one shortest path at a time.
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from planner.exact.milp import INFINITY, Answer
+from planner.exact.milp import INFINITY, Answer, Milp
 from planner.exact.solving import SolverProcess
 from planner.exact.timepoint import TimePointModel
 
@@ -63,14 +63,12 @@ class PathCuts:
         Cuts that are not tight in it are forgotten. None where the relaxation was not solved by
         `deadline` (a `time.monotonic` value, s).
         """
-        milp = model.milp
-        rows, entries = len(milp.row_lower), len(milp.entry_row)
+        relaxed = model.milp.relaxed()
         for path in self.paths:
-            _add(model, path)
+            _add(relaxed, model, path)
         best: Answer | None = None
         stalled = 0
         while stalled < PATIENCE and time.monotonic() < deadline:
-            relaxed = replace(milp, integer=[False] * len(milp.integer))
             answer = process.solve(relaxed, deadline)
             if answer.values is None:
                 break
@@ -81,16 +79,13 @@ class PathCuts:
             if not found:
                 break
             for path in found:
-                _add(model, path)
+                _add(relaxed, model, path)
             self.paths += found
         if best is not None and best.values is not None:
             values = best.values
             self.paths = [path for path in self.paths if _slack(model, path, values) < VIOLATION]
-            for kept in (milp.row_lower, milp.row_upper):
-                del kept[rows:]
-            del milp.entry_row[entries:], milp.entry_column[entries:], milp.entry_value[entries:]
-            for path in self.paths:
-                _add(model, path)
+        for path in self.paths:
+            _add(model.milp, model, path)
         return best
 
 
@@ -115,9 +110,9 @@ def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
     return terms, demand
 
 
-def _add(model: TimePointModel, path: Path) -> None:
+def _add(milp: Milp, model: TimePointModel, path: Path) -> None:
     terms, demand = _terms(model, path)
-    model.milp.row([(column, value) for column, value in terms.items() if value], demand, INFINITY)
+    milp.row([(column, value) for column, value in terms.items() if value], demand, INFINITY)
 
 
 def _slack(model: TimePointModel, path: Path, values: list[float]) -> float:

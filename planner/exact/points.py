@@ -1,10 +1,14 @@
-"""Where the time-point model begins to look: the first choice of time points."""
+"""Where the time-point model looks: the first choice of time points, and how more are chosen."""
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from planner.exact.live import live_bytes
 from planner.exact.program import Program
 from planner.methods.keep_all import keep_all_schedule
+
+T = TypeVar("T")
 
 
 def initial_points(program: Program, capacity: int, count: int) -> list[int]:
@@ -16,7 +20,11 @@ def initial_points(program: Program, capacity: int, count: int) -> list[int]:
     """
     live = live_bytes(keep_all_schedule(program.problem))
     over = [op for op, used in enumerate(live) if used > capacity]
-    groups = min(count, len(over))
-    edges = [len(over) * group // groups for group in range(groups + 1)] if groups else []
-    chosen = [max(over[low:high], key=program.touched) for low, high in pairwise(edges)]
-    return [*chosen, program.n]
+    return [*worst_of_groups(over, count, key=program.touched), program.n]
+
+
+def worst_of_groups(items: Sequence[T], count: int, key: Callable[[T], int]) -> list[T]:
+    """Of each of at most `count` groups of equal length, in order, the item of the largest key."""
+    groups = min(count, len(items))
+    edges = [len(items) * group // groups for group in range(groups + 1)] if groups else []
+    return [max(items[low:high], key=key) for low, high in pairwise(edges)]

@@ -69,10 +69,7 @@ class Program:
             last = max(position, min(last, until[position]))
             for t in reads[position]:
                 useful[t] = max(useful[t], last)
-        pairs = [
-            tuple(pair for pair in pairs if not problem.outside[pair[0]])
-            for pairs in problem.inplace
-        ]
+        pairs = [tuple(problem.first_inplace(op)) for op in range(n)]
         again = [
             sum(problem.size[t] for t in outputs if problem.outside[t])
             for outputs in problem.op_outputs

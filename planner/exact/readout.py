@@ -1,7 +1,6 @@
 """From what is resident at the time points to a schedule, and where that overflows."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 from planner.exact.live import live_bytes
 from planner.exact.program import Program
@@ -86,23 +85,13 @@ def read_out(program: Program, outline: Outline, capacity: int) -> Readout:
     """
     tape = _Reader(program, outline).read()
     schedule = tape.schedule()
-    return Readout(schedule, overflows_of(schedule, tape.runs, capacity), tape.runs)
-
-
-def overflows_of(schedule: Schedule, runs: list[tuple[int, int]], capacity: int) -> list[Overflow]:
-    """The events of a schedule that need more than the capacity (bytes); see `Readout.runs`."""
-    return [
+    live = live_bytes(schedule)
+    overflows = [
         Overflow(position, op, event, used - capacity)
-        for event, ((op, position), used) in enumerate(zip(runs, live_bytes(schedule), strict=True))
+        for event, ((op, position), used) in enumerate(zip(tape.runs, live, strict=True))
         if used > capacity
     ]
-
-
-def worst_of_groups(overflows: list[Overflow], count: int) -> list[Overflow]:
-    """The worst of each of at most `count` groups of equal size of overflows in order."""
-    groups = min(count, len(overflows))
-    edges = [len(overflows) * group // groups for group in range(groups + 1)] if groups else []
-    return [max(overflows[low:high], key=lambda o: o.excess) for low, high in pairwise(edges)]
+    return Readout(schedule, overflows, tape.runs)
 
 
 class _Reader:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from planner.exact.incumbent import PROOF, Incumbent
 from planner.exact.milp import Answer, Outcome
 from planner.exact.paths import PathCuts
-from planner.exact.points import initial_points
+from planner.exact.points import initial_points, worst_of_groups
 from planner.exact.polish import polish
 from planner.exact.program import Program
 from planner.exact.readout import (
@@ -15,13 +15,9 @@ from planner.exact.readout import (
     Readout,
     UnreadableError,
     read_out,
-    worst_of_groups,
 )
 from planner.exact.solving import News, SolverProcess
-from planner.exact.timepoint import TimePointModel
-
-COST_SCALE = 1e4
-"""Costs are scaled so that the base cost is this much: far from a solver's tolerances."""
+from planner.exact.timepoint import COST_SCALE, TimePointModel
 
 SOLVER_TOLERANCE = 1e-7
 """Share of the base cost that a bound gives away, as solvers compute in floating point."""
@@ -83,10 +79,9 @@ class Refinement:
 
     def round(self) -> Readout | None:
         """Solve once; None when there is no solution to read, for want of time or because of it."""
-        unit = self.incumbent.problem.base_cost_us / COST_SCALE or 1.0
         while True:
-            model = TimePointModel(self.program, self.capacity, self.points, self.cuts, unit)
-            answer = self._solve(model, unit)
+            model = TimePointModel(self.program, self.capacity, self.points, self.cuts)
+            answer = self._solve(model)
             if answer.values is None:
                 return None
             try:
@@ -97,19 +92,19 @@ class Refinement:
                     return None
                 self.points = sorted([*self.points, error.position])
 
-    def _solve(self, model: TimePointModel, unit: float) -> Answer:
+    def _solve(self, model: TimePointModel) -> Answer:
         now = time.monotonic()
         left = self.deadline - now
         easy = min(self.deadline, now + max(left * EASY_SHARE, EASY_SECONDS))
-        answer = self._attempt(model, unit, easy)
+        answer = self._attempt(model, easy)
         self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.hard and easy < self.deadline:
             relaxed = self.paths.strengthen(self.process, model, now + left * CUTS_SHARE)
             if relaxed is not None:
-                self._prove(relaxed.bound, unit)
+                self._prove(relaxed.bound, model.cost_unit)
             now = time.monotonic()
             until = now + max((self.deadline - now) * ROUND_SHARE, min(5.0, self.deadline - now))
-            answer = self._attempt(model, unit, until)
+            answer = self._attempt(model, until)
         if answer.outcome is Outcome.INFEASIBLE:
             self.infeasible = self.proves
             if self.proves and self.incumbent.solution is not None:
@@ -121,14 +116,16 @@ class Refinement:
             answer = polish(self.process, model, answer, until)
         return answer
 
-    def _attempt(self, model: TimePointModel, unit: float, until: float) -> Answer:
+    def _attempt(self, model: TimePointModel, until: float) -> Answer:
         def tell(news: News) -> None:
             if self.proves:
-                self.incumbent.report(self.incumbent.problem.base_cost_us + news.bound * unit)
+                self.incumbent.report(
+                    self.incumbent.problem.base_cost_us + news.bound * model.cost_unit
+                )
 
         answer = self.process.solve(model.milp, until, gap=self.gap * COST_SCALE, progress=tell)
         if answer.outcome is not Outcome.INFEASIBLE:
-            self._prove(answer.bound, unit)
+            self._prove(answer.bound, model.cost_unit)
         return answer
 
     def _prove(self, bound: float, unit: float) -> None:
@@ -143,7 +140,7 @@ class Refinement:
         looked_at = first or overflows
         worst = max(overflow.excess for overflow in looked_at) / self.capacity
         count = min(MOST_POINTS, max(FEW_POINTS, int(worst * POINTS_PER_EXCESS)))
-        for overflow in worst_of_groups(looked_at, count):
+        for overflow in worst_of_groups(looked_at, count, key=lambda o: o.excess):
             position, op = overflow.position, overflow.op
             if position == op or (position, op) in cuts:
                 points.add(position)

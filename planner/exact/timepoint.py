@@ -23,6 +23,9 @@ from dataclasses import dataclass, field
 from planner.exact.milp import INFINITY, Milp
 from planner.exact.program import Program
 
+COST_SCALE = 1e4
+"""What the base cost is in a model: far from a solver's tolerances."""
+
 ROUNDING = 1e-9
 """Relative slack of memory rows, so that scaling by the capacity never cuts off a solution."""
 
@@ -35,14 +38,14 @@ class TimePointModel:
     `capacity` is bytes (see `Program.capacity`); `points` are positions in rising order, the last
     one `program.n`. `cuts` are pairs (position, op): the op may be recomputed in the segment of
     that position only if its working set fits beside what is held through the segment. Costs are
-    divided by `cost_unit` µs.
+    divided by `cost_unit` µs, so that the base cost is `COST_SCALE`.
     """
 
     program: Program
     capacity: int
     points: list[int]
     cuts: Iterable[tuple[int, int]]
-    cost_unit: float
+    cost_unit: float = field(init=False)
     milp: Milp = field(default_factory=Milp)
     x: list[dict[int, int | None]] = field(default_factory=list)
     """Per segment: tensor → column, or None where X is 1."""
@@ -52,6 +55,7 @@ class TimePointModel:
     """Per segment: number of a pair of τ_k → column."""
 
     def __post_init__(self) -> None:
+        self.cost_unit = self.program.problem.base_cost_us / COST_SCALE or 1.0
         for k in range(len(self.points)):
             self._variables(k)
             self._dependencies(k)

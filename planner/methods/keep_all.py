@@ -25,9 +25,7 @@ def keep_all_schedule(problem: Problem) -> Schedule:
 
 def _dying_pairs(problem: Problem, op: int) -> list[tuple[int, int]]:
     return [
-        (out, source)
-        for out, source in problem.inplace[op]
-        if problem.last_use[source] == op and not problem.outside[out]
+        (out, source) for out, source in problem.first_inplace(op) if problem.last_use[source] == op
     ]
 
 

@@ -11,23 +11,12 @@ import runtime
 from runtime import cuda
 from runtime.arena import SERVED_OUTSIDE, Arena, Memory
 from runtime.build import arena as extension
+from tests.runtime.networks import Mlp
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 SIZE = 4000
 """Bytes of a tensor of a thousand floats."""
-
-
-class Mlp(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = self.dropout(torch.relu(layer(x)))
-        return x.square().mean()
 
 
 class Convolutional(nn.Module):

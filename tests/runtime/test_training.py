@@ -10,19 +10,8 @@ from torch.nn import functional as F
 import runtime
 from planner import plan
 from schemas import Compute, Free
+from tests.runtime.networks import Mlp
 from tests.support import make_plan
-
-
-class Mlp(nn.Module):
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(6)])
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = self.dropout(torch.relu(layer(x)))
-        return x.square().mean()
 
 
 class Convolutional(nn.Module):
