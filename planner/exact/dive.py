@@ -1,11 +1,11 @@
 """
 Diving: from a solution of a coarse time-point model to a schedule that fits at full resolution.
 
-What is resident at the time points stays as it is; where the schedule overflows, time points are
-added, and a small model of the window between two fixed ones is solved. Where recomputes between
-two neighbouring first runs overflow, the tensors that lay beside the op in question may not all be
-there again: Checkmate's U, for one op, in the order of the last solution. So better schedules may
-be cut off: a dive proves nothing.
+What is resident at the time points stays as it is; segments that overflow are repaired if that can
+be (`planner.exact.repair`). Where it cannot, time points are added, and a small model of the window
+between two fixed ones is solved. Where recomputes between two neighbouring first runs overflow, the
+tensors that lay beside the op in question may not all be there again: Checkmate's U, for one op, in
+the order of the last solution. So better schedules may be cut off: a dive proves nothing.
 """
 
 import time
@@ -21,13 +21,13 @@ from planner.exact.readout import (
     Overflow,
     Readout,
     UnreadableError,
-    read_out,
 )
+from planner.exact.repair import Repair
 from planner.exact.solving import SolverProcess
 from planner.exact.timepoint import COST_SCALE, ROUNDING, TimePointModel
 from planner.schedule import Schedule
 
-GAP = 2e-3
+GAP = 5e-3
 """Share of the base cost to which windows are solved."""
 
 WINDOW_SHARE = 0.25
@@ -35,9 +35,6 @@ WINDOW_SHARE = 0.25
 
 POINTS_AT_ONCE = 4
 """Time points that a window gets at once."""
-
-SHRINK = 0.985
-"""Factor on the capacity when a schedule that fits logically finds no layout."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +76,18 @@ class Dive:
     crowds: list[Crowd] = field(default_factory=list)
     large: set[int] = field(default_factory=set)
     """Ops that overflowed as recomputes: every window has cuts for them."""
+    unplaced: bool = False
+    """Whether a schedule was found that fits logically, but no layout for it."""
+    repair: Repair = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.repair = Repair(self.program, self.capacity)
 
     def run(self, outline: Outline, cost_limit_us: float) -> Schedule | None:
         """A placed schedule that costs less than the limit (µs), found from the outline."""
         while time.monotonic() < self.deadline:
             try:
-                readout = read_out(self.program, outline, self.capacity)
+                readout = self.repair.read_out(outline, self.deadline)
             except UnreadableError:
                 return None
             schedule = readout.schedule
@@ -93,9 +96,8 @@ class Dive:
             if not readout.overflows:
                 if self.place(schedule):
                     return schedule
-                unit = self.program.problem.alignment
-                self.capacity = int(self.capacity * SHRINK) // unit * unit
-                continue
+                self.unplaced = True
+                return None
             closer = self._look_closer(outline, readout)
             if closer is None:
                 return None
@@ -137,6 +139,7 @@ class Dive:
             until = min(self.deadline, now + max(1.0, (self.deadline - now) * WINDOW_SHARE))
             answer = self.process.solve(model.milp, until, gap=GAP * COST_SCALE)
             if answer.values is not None:
+                self.repair.forget(inside[0] if begin >= 0 else -1, inside[-1])
                 solved = Outline.of(model, answer.values)
                 if end < len(points) - 1:
                     del solved.taken[inside[-1]]  # that is up to what follows it
@@ -150,7 +153,8 @@ class Dive:
 
 
 def _fix(model: TimePointModel, k: int, outline: Outline) -> None:
-    """Keep what is resident at time point number k."""
+    """Keep what is resident at time point number k, even where that is too much by now."""
+    model.milp.row_upper[model.memory[k]] = INFINITY
     resident = outline.resident[model.points[k]]
     for t, column in model.x[k].items():
         if column is not None:

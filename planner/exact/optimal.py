@@ -4,9 +4,9 @@ optimal: the time-point MILP, refined until what is read out of it fits; a prove
 coop-offline's plan is the incumbent from the start. Each round solves one model (see
 `planner.exact.timepoint`): its bound holds for good, and its solution is read out and placed; where
 it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and the
-model looks closer. Models that are hard get path cuts (`planner.exact.paths`), and a dive from
-their solution to a plan (`planner.exact.dive`). When only placement is in the way, slightly smaller
-logical budgets are tried.
+model looks closer. Models that are hard get path cuts (`planner.exact.paths`); where time does not
+suffice for one, a dive leads from its solution to a plan (`planner.exact.dive`). When only
+placement is in the way, slightly smaller logical budgets are tried.
 """
 
 import time
@@ -55,10 +55,16 @@ SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
 """Logical budgets, as shares of the arena, for plans that are easier to place."""
 
 CLIMB_SHARE = 0.1
-"""Share of the time left for more of coop-offline once a model proves hard."""
+"""Share of the time left for more of coop-offline once a model took all of its own."""
 
-DIVE_SHARE = 0.5
+DIVE_SHARE = 0.9
 """Share of the time left that a dive may take."""
+
+DIVE_SHRINK = (1.0, 0.99, 0.975)
+"""Shares of the arena to dive within, in turn as long as only a layout is missing."""
+
+PLACE_WORK, WORK_PER_SECOND = 4_000_000_000, 280_000_000
+"""Effort of `planner.placement.place` for the layout of what it finds, as far as time allows."""
 
 GOOD_GAP = 1e-4
 """Below this gap smaller logical budgets are not worth trying."""
@@ -136,15 +142,7 @@ class _Search:
         for share in SHRINK:
             if self.incumbent.gap < GOOD_GAP or self.finished():
                 return
-            smaller = replace(
-                rounds,
-                capacity=self.program.capacity(int(self.request.arena_bytes * share)),
-                proves=False,
-                gap=GOOD_GAP,
-                points=list(rounds.points),
-                cuts=set(rounds.cuts),
-                paths=PathCuts(list(rounds.paths.paths)),
-            )
+            smaller = self._smaller(rounds, int(self.request.arena_bytes * share))
             if self._refine(smaller):
                 return
 
@@ -156,9 +154,9 @@ class _Search:
                 return False
             placed = self._use(readout)
             if readout.overflows:
-                if rounds.hard:
-                    self._climb()
+                if rounds.cut_short:
                     self._dive(rounds)
+                    self._climb()
                 if not rounds.refine(readout.overflows):
                     return False
             elif not rounds.proves or rounds.cut_short or not rounds.tighten():
@@ -166,25 +164,53 @@ class _Search:
         return True
 
     def _climb(self) -> None:
-        """Let coop-offline look longer, once, where the models are hard."""
+        """Let coop-offline look longer, once."""
         if not self.climbed and self.incumbent.solution is not None:
             self.climbed = True
             now = time.monotonic()
             self._heuristic(now + (self.deadline - now) * CLIMB_SHARE)
 
     def _dive(self, rounds: Refinement) -> None:
-        """Look for a plan near the last round's solution."""
-        assert rounds.outline is not None
-        now = time.monotonic()
-        until = now + (self.deadline - now) * DIVE_SHARE
-        dive = Dive(self.program, self.process, rounds.capacity, until, self._place)
-        schedule = dive.run(rounds.outline, self.incumbent.cost_us)
-        if schedule is not None:
-            self.incumbent.offer(schedule)
+        """Look for a plan near the last round's solution, and at smaller capacities if need be."""
+        arena = self.request.arena_bytes
+        unit = self.program.problem.alignment
+        for share in DIVE_SHRINK:
+            if share < 1:
+                rounds = self._smaller(rounds, int(arena * share))
+                if rounds.round() is None:
+                    return
+            assert rounds.outline is not None
+            now = time.monotonic()
+            until = now + (self.deadline - now) * DIVE_SHARE
+            capacity = min(rounds.capacity, arena // unit * unit)
+            dive = Dive(self.program, self.process, capacity, until, self._place)
+            schedule = dive.run(rounds.outline, self.incumbent.cost_us)
+            if schedule is not None:
+                self.incumbent.offer(schedule)
+            if not dive.unplaced:
+                return
+
+    def _smaller(self, rounds: Refinement, arena: int) -> Refinement:
+        """The rounds' state within a smaller arena (bytes), where it proves nothing."""
+        return replace(
+            rounds,
+            capacity=self.program.capacity(arena),
+            proves=False,
+            gap=GOOD_GAP,
+            points=list(rounds.points),
+            cuts=set(rounds.cuts),
+            paths=PathCuts(list(rounds.paths.paths)),
+        )
 
     def _place(self, schedule: Schedule) -> bool:
-        """Give a schedule its offsets, if it finds any."""
-        return place_or_pack(self.process, schedule, self.request.arena_bytes, self.deadline)
+        """Give a schedule its offsets, if a long search finds any."""
+        left = max(0.0, self.deadline - time.monotonic())
+        work = min(PLACE_WORK, int(left * WORK_PER_SECOND))
+        lay_out(schedule, self.request.arena_bytes, work=work)
+        if arena_bytes(schedule) <= self.request.arena_bytes:
+            return True
+        schedule.offset = schedule.workspace_offset = None
+        return False
 
     def _use(self, readout: Readout) -> bool:
         """Make a plan of a readout if it is worth it; whether it was placed as it is."""

@@ -1,5 +1,7 @@
 """From what is resident at the time points to a schedule, and where that overflows."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from planner.exact.live import live_bytes
@@ -60,6 +62,21 @@ class Readout:
     runs: list[tuple[int, int]]
 
 
+Drops = dict[tuple[int, int], set[int]]
+"""By (position, op): what goes just before the op runs for that position, to come again later."""
+
+MOST_RUNS = 3
+"""How often an op may run for the same position."""
+
+
+class StuckError(Exception):
+    """Drops that take from each other, at this position."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.position = position
+
+
 class UnreadableError(Exception):
     """
     The solution needs something that cannot be computed again when it is needed.
@@ -73,7 +90,9 @@ class UnreadableError(Exception):
         self.position = position
 
 
-def read_out(program: Program, outline: Outline, capacity: int) -> Readout:
+def read_out(
+    program: Program, outline: Outline, capacity: int, drops: Drops | None = None
+) -> Readout:
     """
     The schedule of an outline, and where it needs more than `capacity` bytes.
 
@@ -82,8 +101,9 @@ def read_out(program: Program, outline: Outline, capacity: int) -> Readout:
 
     Raises:
         UnreadableError: only on graphs with tensors that are overwritten.
+        StuckError: only with drops.
     """
-    tape = _Reader(program, outline).read()
+    tape = _Reader(program, outline, drops or {}).read()
     schedule = tape.schedule()
     live = live_bytes(schedule)
     overflows = [
@@ -95,10 +115,12 @@ def read_out(program: Program, outline: Outline, capacity: int) -> Readout:
 
 
 class _Reader:
-    def __init__(self, program: Program, outline: Outline) -> None:
+    def __init__(self, program: Program, outline: Outline, drops: Drops) -> None:
         self.program = program
         self.outline = outline
+        self.drops = drops
         self.tape = Tape(program)
+        self._runs: Counter[tuple[int, int]] = Counter()
 
     def read(self) -> Tape:
         start = -1
@@ -110,12 +132,9 @@ class _Reader:
     def _segment(self, start: int, point: int) -> None:
         program, resident = self.program, self.outline.resident[point]
         for op in range(start + 1, point + 1):
-            for t in sorted(resident) if op == point else ():
-                self._fetch(t, op)
-            for t in program.reads[op]:
-                self._fetch(t, op)
+            self._fetch({*program.reads[op], *(resident if op == point else ())}, op)
             if op < program.n:
-                self.tape.run(op, op)
+                self._run(op, op)
         if point == program.n:
             self.tape.close(set(program.reads[point]))
             return
@@ -128,21 +147,66 @@ class _Reader:
             return self.program.problem.last_use[t] > point
         return self.program.always[t] and self.program.useful[t] > point
 
-    def _fetch(self, t: int, position: int) -> None:
-        """Compute t again for `position` unless it is there, and first what that needs."""
-        stack = [t]
+    def _fetch(self, wanted: Iterable[int], position: int) -> None:
+        """Compute for `position` what is wanted and not here, each after what it needs itself."""
+        program, needs = self.program, dict[int, int]()
+        while stack := self._missing(wanted, needs):
+            while stack:
+                top = stack[-1]
+                if top in self.tape.here:
+                    stack.pop()
+                    continue
+                op = program.problem.producer[top]
+                if op < 0 or (program.until[op] > op and program.once(op)):
+                    raise UnreadableError(None)
+                if program.until[op] < position:
+                    raise UnreadableError(program.until[op])
+                missing = self._missing(program.reads[op], needs)
+                if missing:
+                    stack += missing
+                else:
+                    self._run(op, position)
+
+    def _run(self, op: int, position: int) -> None:
+        told = self.drops.get((position, op))
+        if told:
+            self.tape.drop(told.difference(self.program.reads[op]))
+        self.tape.run(op, position)
+        self._runs[position, op] += 1
+        if self._runs[position, op] > MOST_RUNS:
+            raise StuckError(position)
+
+    def _missing(self, tensors: Iterable[int], needs: dict[int, int]) -> list[int]:
+        """
+        Those that are not here; the last ones need most memory beside themselves and come first.
+
+        For trees that order is the best: Liu, On the storage requirement in the out-of-core
+        multifrontal method for sparse factorization, ACM TOMS 12(3), 1986. `needs` remembers bytes
+        by op.
+        """
+        missing = sorted((t for t in tensors if t not in self.tape.here), reverse=True)
+        if len(missing) > 1:
+            size = self.program.problem.size
+            missing.sort(key=lambda t: self._need(t, needs) - size[t])
+        return missing
+
+    def _need(self, tensor: int, needs: dict[int, int]) -> int:
+        """Bytes that computing the tensor takes, if whatever is used twice is computed twice."""
+        program, here = self.program, self.tape.here
+        size, producer = program.problem.size, program.problem.producer
+        stack = [tensor]
         while stack:
-            top = stack[-1]
-            if top in self.tape.here:
+            op = producer[stack[-1]]
+            if op < 0 or op in needs or stack[-1] in here:
                 stack.pop()
                 continue
-            op = self.program.problem.producer[top]
-            if op < 0 or (self.program.until[op] > op and self.program.once(op)):
-                raise UnreadableError(None)
-            if self.program.until[op] < position:
-                raise UnreadableError(self.program.until[op])
-            missing = [d for d in self.program.reads[op] if d not in self.tape.here]
-            if missing:
-                stack.extend(reversed(missing))
-            else:
-                self.tape.run(op, position)
+            inputs = [t for t in program.reads[op] if producer[t] >= 0 and t not in here]
+            deeper = [t for t in inputs if producer[t] not in needs]
+            stack += deeper
+            if not deeper:
+                held, most = 0, program.touched(op)
+                for t in sorted(inputs, key=lambda t: size[t] - needs[producer[t]]):
+                    most = max(most, held + needs[producer[t]])
+                    held += size[t]
+                needs[op] = most
+        return needs.get(producer[tensor], 0)

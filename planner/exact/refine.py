@@ -1,6 +1,7 @@
 """Rounds of the time-point model: solve, read out, look closer where that overflows."""
 
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from planner.exact.incumbent import PROOF, Incumbent
@@ -28,20 +29,23 @@ FIRST_GAP = 5e-4
 FIRST_POINTS = 3
 """Time points to begin with: often these are enough."""
 
-FEW_POINTS, MOST_POINTS = 4, 12
-POINTS_PER_EXCESS = 4
-"""A round adds so many time points per worst excess in capacities, between these two."""
+POINTS_AT_ONCE = 4
+"""Time points, or else cuts, that a round adds where a solution overflows a little."""
+
+LARGE_EXCESS = 1.0
+MOST_POINTS = 12
+"""From so large an excess on, in capacities, there is one in each segment, up to so many."""
 
 EASY_SHARE, EASY_SECONDS = 0.05, 1.0
 """Share of the time left, and s, within which a model may be solved as it is."""
 
-CUTS_SHARE = 0.25
+CUTS_SHARE = 0.12
 """Share of the time left for path cuts where it was not."""
 
-ROUND_SHARE = 0.4
+ROUND_SHARE = 0.2
 """Share of the time left that the solve after that may take."""
 
-POLISH_SHARE = 0.2
+POLISH_SHARE = 0.05
 """Share of the time left for improving the solution of a round that took all of its own."""
 
 
@@ -96,9 +100,10 @@ class Refinement:
         now = time.monotonic()
         left = self.deadline - now
         easy = min(self.deadline, now + max(left * EASY_SHARE, EASY_SECONDS))
-        answer = self._attempt(model, easy)
-        self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-        if self.hard and easy < self.deadline:
+        if not self.hard:
+            answer = self._attempt(model, easy)
+            self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
+        if self.hard:
             relaxed = self.paths.strengthen(self.process, model, now + left * CUTS_SHARE)
             if relaxed is not None:
                 self._prove(relaxed.bound, model.cost_unit)
@@ -137,10 +142,11 @@ class Refinement:
         """Look closer where the last readout overflowed; false when nothing is left to add."""
         points, cuts = set(self.points), set(self.cuts)
         first = [overflow for overflow in overflows if overflow.position == overflow.op]
-        looked_at = first or overflows
-        worst = max(overflow.excess for overflow in looked_at) / self.capacity
-        count = min(MOST_POINTS, max(FEW_POINTS, int(worst * POINTS_PER_EXCESS)))
-        for overflow in worst_of_groups(looked_at, count, key=lambda o: o.excess):
+        if first and max(o.excess for o in first) > LARGE_EXCESS * self.capacity:
+            looked_at = self._one_per_segment(first)
+        else:
+            looked_at = worst_of_groups(first or overflows, POINTS_AT_ONCE, key=lambda o: o.excess)
+        for overflow in looked_at:
             position, op = overflow.position, overflow.op
             if position == op or (position, op) in cuts:
                 points.add(position)
@@ -149,6 +155,19 @@ class Refinement:
         grown = len(points) + len(cuts) > len(self.points) + len(self.cuts)
         self.points, self.cuts = sorted(points), cuts
         return grown
+
+    def _one_per_segment(self, first: list[Overflow]) -> list[Overflow]:
+        """In each segment where least fits beside the op, of equals the one in the middle."""
+        best: dict[int, tuple[float, int, Overflow]] = {}
+        for overflow in first:
+            number = bisect_left(self.points, overflow.position)
+            low, high = self.points[number - 1] if number else -1, self.points[number]
+            share = round(self.program.touched(overflow.position) / self.capacity, 2)
+            rank = share, -abs(2 * overflow.position - low - high), overflow
+            if overflow.position != high and (number not in best or rank[:2] > best[number][:2]):
+                best[number] = rank
+        chosen = [overflow for *_, overflow in best.values()]
+        return sorted(chosen, key=lambda o: -o.excess)[:MOST_POINTS]
 
     def tighten(self) -> bool:
         """Ask for a proof from the next round on; false when it was asked for already."""

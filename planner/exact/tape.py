@@ -16,14 +16,26 @@ class Tape:
         self.here: set[int] = set()
         self.runs: list[tuple[int, int]] = []
         """(op, position in program order whose first run it serves)."""
-        self._drops: list[list[int]] = []
+        self._drops: list[set[int]] = []
         self._begin = 0
 
     def run(self, op: int, position: int) -> None:
         """Append a run of `op`, whose inputs are here."""
         self.runs.append((op, position))
-        self._drops.append([])
+        self._drops.append(set())
         self.here.update(self.program.makes[op])
+
+    def drop(self, tensors: set[int]) -> None:
+        """Drop those that are here, as early as their last touch in this segment allows."""
+        left = tensors & self.here
+        self.here -= left
+        for entry in range(len(self.runs) - 1, self._begin - 1, -1):
+            op, _ = self.runs[entry]
+            mine = left.intersection(self.program.reads[op] + self.program.makes[op])
+            self._drops[entry] |= mine
+            left -= mine
+        if self._begin:
+            self._drops[self._begin - 1] |= left
 
     def close(self, kept: set[int]) -> None:
         """End the segment: what is not in `kept` goes after its last touch in it."""
@@ -32,10 +44,10 @@ class Tape:
         for entry in range(len(self.runs) - 1, self._begin - 1, -1):
             op, _ = self.runs[entry]
             mine = {*program.reads[op], *program.makes[op]}
-            self._drops[entry] += [t for t in mine if t not in kept and t not in touched]
+            self._drops[entry] |= mine - kept - touched
             touched |= mine
         if self._begin:
-            self._drops[self._begin - 1] += sorted(self.here - kept - touched)
+            self._drops[self._begin - 1] |= self.here - kept - touched
         self.here &= kept
         self._begin = len(self.runs)
 
@@ -43,8 +55,7 @@ class Tape:
         """The schedule, without addresses; in-place pairs are used where the input ends."""
         problem = self.program.problem
         schedule = Schedule(problem)
-        for (op, _), drops in zip(self.runs, self._drops, strict=True):
-            ends = set(drops)
+        for (op, _), ends in zip(self.runs, self._drops, strict=True):
             pairs = [
                 (out, source)
                 for out, source in problem.inplace[op]
@@ -54,7 +65,7 @@ class Tape:
             for t in problem.reads[op] + problem.makes[op]:
                 if t in ends and schedule.holds(t):
                     schedule.drop(t)
-            for t in ends:
+            for t in sorted(ends):
                 if schedule.holds(t):
                     schedule.drop(t, at_last_touch=True)
         schedule.finish()

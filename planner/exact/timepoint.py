@@ -53,6 +53,8 @@ class TimePointModel:
     """Per segment: op → column."""
     z: list[dict[int, int]] = field(default_factory=list)
     """Per segment: number of a pair of τ_k → column."""
+    memory: list[int] = field(default_factory=list)
+    """Per segment: the row of what fits while τ_k runs."""
 
     def __post_init__(self) -> None:
         self.cost_unit = self.program.problem.base_cost_us / COST_SCALE or 1.0
@@ -174,7 +176,7 @@ class TimePointModel:
                 if len(same) > 1:
                     milp.row([(c, 1.0) for c in same], -INFINITY, 1.0)
         self.z.append(z)
-        milp.row(terms, -INFINITY, 1.0 - fixed / self.capacity + ROUNDING)
+        self.memory.append(milp.row(terms, -INFINITY, 1.0 - fixed / self.capacity + ROUNDING))
 
     def _working_sets(self, k: int, ops: list[int]) -> None:
         """Cuts of segment k: Σ bytes of H[k, d], d no input of v, + working set of v ≤ capacity."""

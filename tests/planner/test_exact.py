@@ -1,5 +1,6 @@
 """The exact planners: against exhaustive search, against each other, and at the edges."""
 
+import math
 import time
 
 import pytest
@@ -7,15 +8,20 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from planner import InfeasibleBudgetError, Problem, find_faults, plan
+from planner.assemble import arena_bytes, assemble
 from planner.errors import DoesNotFitError
 from planner.exact import paths, refine
 from planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
+from planner.exact.dive import Dive
 from planner.exact.intervals import COPIES, schedule_intervals
 from planner.exact.live import live_bytes
 from planner.exact.milp import Milp, Outcome
 from planner.exact.optimal import solve_optimal
 from planner.exact.program import Program
+from planner.exact.readout import Outline
 from planner.exact.solving import SolverError, SolverProcess, require
+from planner.exact.timepoint import TimePointModel
+from planner.layout import lay_out
 from planner.methods import Request
 from planner.methods.keep_all import keep_all_schedule
 from planner.offline import search
@@ -89,8 +95,8 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
 
 @settings(SETTINGS, max_examples=40)
 @given(graph=graphs(max_ops=9), **BUDGETS)
-def test_path_cuts_and_dives_agree_with_exhaustive_search(graph, outputs, share, alignment):
-    """As if every model were hard: no cut cuts off a schedule, and dives find none too cheap."""
+def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment):
+    """As if every model were hard: no cut cuts off a schedule."""
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
     told = []
@@ -109,6 +115,36 @@ def test_path_cuts_and_dives_agree_with_exhaustive_search(graph, outputs, share,
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
     assert solution.schedule.cost_us >= best * (1 - 1e-9)
+
+
+@settings(SETTINGS, max_examples=60)
+@given(graph=graphs(max_ops=9), point=st.integers(0, 8), **BUDGETS)
+def test_what_dives_find_is_a_plan(process, graph, point, outputs, share, alignment):
+    """From next to no time points: repairs and windows give valid schedules that fit."""
+    problem, arena = tight(graph, outputs, share, alignment)
+    program, best = Program.of(problem), cheapest(problem, arena)
+    points = sorted({min(point, program.n), program.n})
+    model = TimePointModel(program, arena, points, set())
+    answer = process.solve(model.milp, time.monotonic() + SECONDS)
+    assume(answer.values is not None)
+    dive = Dive(program, process, arena, time.monotonic() + 2, lambda _: True)
+    schedule = dive.run(Outline.of(model, answer.values), math.inf)
+    assume(schedule is not None)
+    assert best is not None
+    assert max(live_bytes(schedule)) <= arena
+    assert schedule.cost_us >= best * (1 - 1e-9)
+    lay_out(schedule)
+    made = assemble(
+        schedule,
+        method="optimal",
+        budget_bytes=problem.fixed_bytes + arena_bytes(schedule),
+        status="feasible",
+        lower_bound_us=None,
+        eviction_free_ratio=None,
+        evictions=None,
+        solve_seconds=0.0,
+    )
+    assert find_faults(graph, made) == []
 
 
 @settings(SETTINGS, max_examples=15)
