@@ -125,7 +125,9 @@ class _Search:
             return
         if not placed:
             self._shrink(rounds)
-        if rounds.cut_short and rounds.tighten():
+        if rounds.cut_short:
+            rounds.tighten()
+            rounds.last = True
             self._refine(rounds)
         if not self.finished() and self.program.n <= JOINT_OPS:
             until = self.deadline

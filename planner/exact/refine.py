@@ -39,14 +39,12 @@ MOST_POINTS = 12
 EASY_SHARE, EASY_SECONDS = 0.05, 1.0
 """Share of the time left, and s, within which a model may be solved as it is."""
 
-CUTS_SHARE = 0.12
-"""Share of the time left for path cuts where it was not."""
+SHARES = 0.12, 0.2, 0.05
+"""Shares of the time left where it was not: for path cuts, for the solve after that, and for
+improving the solution if that ran out of time. The rest is for dives and closer looks."""
 
-ROUND_SHARE = 0.2
-"""Share of the time left that the solve after that may take."""
-
-POLISH_SHARE = 0.05
-"""Share of the time left for improving the solution of a round that took all of its own."""
+LAST_SHARES = 0.25, 0.9, 0.5
+"""The same once nothing else is left to do."""
 
 
 @dataclass
@@ -73,6 +71,10 @@ class Refinement:
     """Whether the last round ran out of its time."""
     hard: bool = False
     """Whether it took path cuts."""
+    far: bool = False
+    """Whether the last readout overflowed by a large excess."""
+    last: bool = False
+    """Whether rounds may take all the time."""
     outline: Outline | None = None
     """What the last readout was made of."""
     paths: PathCuts = field(default_factory=PathCuts)
@@ -100,15 +102,16 @@ class Refinement:
         now = time.monotonic()
         left = self.deadline - now
         easy = min(self.deadline, now + max(left * EASY_SHARE, EASY_SECONDS))
-        if not self.hard:
+        cuts_share, round_share, polish_share = LAST_SHARES if self.last else SHARES
+        if not (self.hard and self.far):
             answer = self._attempt(model, easy)
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.hard:
-            relaxed = self.paths.strengthen(self.process, model, now + left * CUTS_SHARE)
+            relaxed = self.paths.strengthen(self.process, model, now + left * cuts_share)
             if relaxed is not None:
                 self._prove(relaxed.bound, model.cost_unit)
             now = time.monotonic()
-            until = now + max((self.deadline - now) * ROUND_SHARE, min(5.0, self.deadline - now))
+            until = now + max((self.deadline - now) * round_share, min(5.0, self.deadline - now))
             answer = self._attempt(model, until)
         if answer.outcome is Outcome.INFEASIBLE:
             self.infeasible = self.proves
@@ -117,7 +120,7 @@ class Refinement:
         self.cut_short = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.cut_short and answer.values is not None:
             now = time.monotonic()
-            until = now + (self.deadline - now) * POLISH_SHARE
+            until = now + (self.deadline - now) * polish_share
             answer = polish(self.process, model, answer, until)
         return answer
 
@@ -142,7 +145,8 @@ class Refinement:
         """Look closer where the last readout overflowed; false when nothing is left to add."""
         points, cuts = set(self.points), set(self.cuts)
         first = [overflow for overflow in overflows if overflow.position == overflow.op]
-        if first and max(o.excess for o in first) > LARGE_EXCESS * self.capacity:
+        self.far = any(o.excess > LARGE_EXCESS * self.capacity for o in first)
+        if self.far:
             looked_at = self._one_per_segment(first)
         else:
             looked_at = worst_of_groups(first or overflows, POINTS_AT_ONCE, key=lambda o: o.excess)
