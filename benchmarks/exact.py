@@ -6,7 +6,8 @@ The exact planners measured: overhead, proved bound, gap and CPU seconds per gra
     python -m benchmarks.exact tight GRAPH...    any graphs, just above the smallest budget
     python -m benchmarks.exact solvers DIR       the same models solved by CBC, HiGHS, SCIP, CP-SAT
     python -m benchmarks.exact files GRAPH...    any graphs, at --budget
-    python -m benchmarks.exact deep LAYERS...    synthetic GPTs of so many layers, at --budget
+
+Where GRAPH is a number, it is a synthetic GPT of so many layers.
 
 DIR holds the graphs as `coop-plan/graph/1`. One process and one solver thread at a time; CPU
 seconds include the solver's process.
@@ -229,12 +230,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=["table", "traces", "solvers", "tight", "files", "deep"])
+    parser.add_argument("what", choices=["table", "traces", "solvers", "tight", "files"])
     parser.add_argument("paths", nargs="+", help="DIR, graphs, or numbers of layers of a GPT")
     parser.add_argument("--budget", nargs="+", default=["50%"])
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S")
     arguments = parser.parse_args()
-    if arguments.what in ("files", "deep", "tight"):
+    if arguments.what in ("files", "tight"):
         graphs = (
             (f"GPT, {path} layers", gpt(int(path)))
             if path.isdigit()

@@ -13,15 +13,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from planner.exact.live import live_buffers
 from planner.exact.milp import INFINITY, Outcome
-from planner.exact.points import worst_of_groups
+from planner.exact.points import segment, worst_of_groups
 from planner.exact.program import Program
-from planner.exact.readout import (
-    Outline,
-    Overflow,
-    Readout,
-    UnreadableError,
-)
+from planner.exact.readout import Outline, Overflow, Readout, UnreadableError
 from planner.exact.repair import Repair
 from planner.exact.solving import SolverProcess
 from planner.exact.timepoint import COST_SCALE, ROUNDING, TimePointModel
@@ -109,8 +105,8 @@ class Dive:
         overflows, points = readout.overflows, set(outline.points)
         first = [o for o in overflows if o.position == o.op and o.position not in points]
         if first:
-            segment = bisect_left(outline.points, max(first, key=lambda o: o.excess).position)
-            inside = [o for o in first if bisect_left(outline.points, o.position) == segment]
+            low, high = segment(outline.points, max(first, key=lambda o: o.excess).position)
+            inside = [o for o in first if low < o.position <= high]
             worst = worst_of_groups(inside, POINTS_AT_ONCE, key=lambda o: o.excess)
             return self._window(outline, [overflow.position for overflow in worst])
         position = max(overflows, key=lambda o: o.excess).position
@@ -153,7 +149,7 @@ class Dive:
 
 
 def _fix(model: TimePointModel, k: int, outline: Outline) -> None:
-    """Keep what is resident at time point number k, even where that is too much by now."""
+    """Keep what is resident at time point number k, though capacities may be rounded otherwise."""
     model.milp.row_upper[model.memory[k]] = INFINITY
     resident = outline.resident[model.points[k]]
     for t, column in model.x[k].items():
@@ -173,10 +169,8 @@ def _crowd(readout: Readout, overflow: Overflow) -> Crowd:
 
     beside = tuple(
         Neighbour(t, between(schedule.first[buffer]), between(schedule.last[buffer]))
-        for buffer, t in enumerate(schedule.tensor)
-        if schedule.first[buffer] <= event <= schedule.last[buffer]
-        and t not in touched
-        and problem.size[t]
+        for buffer in live_buffers(schedule, event)
+        if (t := schedule.tensor[buffer]) not in touched and problem.size[t]
     )
     return Crowd(overflow.position, overflow.op, beside)
 

@@ -47,6 +47,12 @@ class Blocks:
         return live
 
 
+def live_buffers(schedule: Schedule, event: int) -> list[int]:
+    """The buffers that live at an event, whether or not they share an address."""
+    lifetimes = enumerate(zip(schedule.first, schedule.last, strict=True))
+    return [buffer for buffer, (first, last) in lifetimes if first <= event <= last]
+
+
 def live_bytes(schedule: Schedule) -> list[int]:
     """Arena bytes at each event of a finished schedule, workspace included, sizes rounded up."""
     live: list[int] = Blocks.of(schedule).live(len(schedule.ops)).tolist()

@@ -18,7 +18,7 @@ from planner.exact.dive import Dive
 from planner.exact.guide import Guide
 from planner.exact.incumbent import Incumbent
 from planner.exact.intervals import schedule_intervals
-from planner.exact.packing import place_or_pack
+from planner.exact.packing import place_or_pack, place_within
 from planner.exact.paths import PathCuts
 from planner.exact.program import Program
 from planner.exact.readout import Readout
@@ -208,11 +208,7 @@ class _Search:
         """Give a schedule its offsets, if a long search finds any."""
         left = max(0.0, self.deadline - time.monotonic())
         work = min(PLACE_WORK, int(left * WORK_PER_SECOND))
-        lay_out(schedule, self.request.arena_bytes, work=work)
-        if arena_bytes(schedule) <= self.request.arena_bytes:
-            return True
-        schedule.offset = schedule.workspace_offset = None
-        return False
+        return place_within(schedule, self.request.arena_bytes, work)
 
     def _use(self, readout: Readout) -> bool:
         """Make a plan of a readout if it is worth it; whether it was placed as it is."""

@@ -5,7 +5,7 @@ import time
 from planner.assemble import arena_bytes
 from planner.exact.live import Blocks, live_bytes
 from planner.exact.solving import SolverProcess
-from planner.layout import lay_out
+from planner.layout import WORK, lay_out
 from planner.schedule import Schedule
 
 PACK_SECONDS = 5.0
@@ -44,12 +44,19 @@ def pack(process: SolverProcess, schedule: Schedule, arena: int, deadline: float
     return True
 
 
-def place_or_pack(process: SolverProcess, schedule: Schedule, arena: int, deadline: float) -> bool:
-    """Lay the schedule out within the arena (bytes) by placement, or else by `pack`."""
-    lay_out(schedule, arena)
+def place_within(schedule: Schedule, arena: int, work: int = WORK) -> bool:
+    """Lay the schedule out within the arena (bytes) by `lay_out` with that work; whether it did."""
+    lay_out(schedule, arena, work=work)
     if arena_bytes(schedule) <= arena:
         return True
     schedule.offset = schedule.workspace_offset = None
+    return False
+
+
+def place_or_pack(process: SolverProcess, schedule: Schedule, arena: int, deadline: float) -> bool:
+    """Lay the schedule out within the arena (bytes) by placement, or else by `pack`."""
+    if place_within(schedule, arena):
+        return True
     if max(live_bytes(schedule), default=0) > -(-arena // schedule.problem.alignment) * (
         schedule.problem.alignment
     ):

@@ -1,5 +1,6 @@
 """Where the time-point model looks: the first choice of time points, and how more are chosen."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeVar
@@ -21,6 +22,12 @@ def initial_points(program: Program, capacity: int, count: int) -> list[int]:
     live = live_bytes(keep_all_schedule(program.problem))
     over = [op for op, used in enumerate(live) if used > capacity]
     return [*worst_of_groups(over, count, key=program.touched), program.n]
+
+
+def segment(points: Sequence[int], position: int) -> tuple[int, int]:
+    """The segment of a position: it begins after the first and ends with the second one."""
+    number = bisect_left(points, position)
+    return points[number - 1] if number else -1, points[number]
 
 
 def worst_of_groups(items: Sequence[T], count: int, key: Callable[[T], int]) -> list[T]:

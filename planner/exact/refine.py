@@ -1,22 +1,16 @@
 """Rounds of the time-point model: solve, read out, look closer where that overflows."""
 
 import time
-from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from planner.exact.incumbent import PROOF, Incumbent
 from planner.exact.milp import Answer, Outcome
 from planner.exact.paths import PathCuts
-from planner.exact.points import initial_points, worst_of_groups
+from planner.exact.points import initial_points, segment, worst_of_groups
 from planner.exact.polish import polish
 from planner.exact.program import Program
-from planner.exact.readout import (
-    Outline,
-    Overflow,
-    Readout,
-    UnreadableError,
-    read_out,
-)
+from planner.exact.readout import Outline, Overflow, Readout, UnreadableError, read_out
 from planner.exact.solving import News, SolverProcess
 from planner.exact.timepoint import COST_SCALE, TimePointModel
 
@@ -101,10 +95,10 @@ class Refinement:
     def _solve(self, model: TimePointModel) -> Answer:
         now = time.monotonic()
         left = self.deadline - now
-        easy = min(self.deadline, now + max(left * EASY_SHARE, EASY_SECONDS))
         cuts_share, round_share, polish_share = LAST_SHARES if self.last else SHARES
         if not (self.hard and self.far):
-            answer = self._attempt(model, easy)
+            easy = now + max(left * EASY_SHARE, EASY_SECONDS)
+            answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.hard:
             relaxed = self.paths.strengthen(self.process, model, now + left * cuts_share)
@@ -162,15 +156,15 @@ class Refinement:
 
     def _one_per_segment(self, first: list[Overflow]) -> list[Overflow]:
         """In each segment where least fits beside the op, of equals the one in the middle."""
-        best: dict[int, tuple[float, int, Overflow]] = {}
-        for overflow in first:
-            number = bisect_left(self.points, overflow.position)
-            low, high = self.points[number - 1] if number else -1, self.points[number]
+
+        def fullness(overflow: Overflow) -> tuple[float, int]:
             share = round(self.program.touched(overflow.position) / self.capacity, 2)
-            rank = share, -abs(2 * overflow.position - low - high), overflow
-            if overflow.position != high and (number not in best or rank[:2] > best[number][:2]):
-                best[number] = rank
-        chosen = [overflow for *_, overflow in best.values()]
+            low, high = segment(self.points, overflow.position)
+            return share, -abs(2 * overflow.position - low - high)
+
+        new = [overflow for overflow in first if overflow.position not in self.points]
+        segments = groupby(new, key=lambda o: segment(self.points, o.position))
+        chosen = [max(group, key=fullness) for _, group in segments]
         return sorted(chosen, key=lambda o: -o.excess)[:MOST_POINTS]
 
     def tighten(self) -> bool:

@@ -6,9 +6,10 @@ two drops take from each other, or nothing can go, a segment is given up.
 """
 
 import time
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
+from planner.exact.live import live_buffers
+from planner.exact.points import segment
 from planner.exact.program import Program
 from planner.exact.readout import Drops, Outline, Overflow, Readout, StuckError, read_out
 
@@ -49,16 +50,16 @@ class Repair:
         self.given_up = {point for point in self.given_up if not low < point <= high}
 
     def _give_up(self, outline: Outline, position: int) -> None:
-        number = bisect_left(outline.points, position)
-        self.forget(outline.points[number - 1] if number else -1, outline.points[number])
-        self.given_up.add(outline.points[number])
+        low, point = segment(outline.points, position)
+        self.forget(low, point)
+        self.given_up.add(point)
 
     def _add(self, outline: Outline, readout: Readout) -> bool:
         """Drops for the first overflow of every segment; whether anything has changed."""
         seen = set(self.given_up)
         changed = False
         for overflow in readout.overflows:
-            point = outline.points[bisect_left(outline.points, overflow.position)]
+            _, point = segment(outline.points, overflow.position)
             if point in seen:
                 continue
             seen.add(point)
@@ -76,11 +77,7 @@ class Repair:
         """Cheap tensors that make up for the excess, if there are enough of them."""
         program, schedule, event = self.program, readout.schedule, overflow.event
         size = program.problem.size
-        live = {
-            t
-            for buffer, t in enumerate(schedule.tensor)
-            if schedule.first[buffer] <= event <= schedule.last[buffer]
-        }
+        live = {schedule.tensor[buffer] for buffer in live_buffers(schedule, event)}
         beside = live.difference(program.reads[overflow.op], program.makes[overflow.op], stay)
         costs = {t: self._again(t, live) for t in beside if not program.always[t]}
         left = overflow.excess
