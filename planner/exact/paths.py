@@ -136,8 +136,10 @@ class _Interval:
     """
     What follows τ_low, up to a time point that moves on.
 
-    `again` is Σ Y so far by op, `kept` X at τ_low by tensor, `needed` the tensors that first runs
-    have read since then, `resident` by tensor the largest X since then, with its position.
+    `again` is Σ Y so far by op, `kept` X at τ_low by tensor, `needed` how much of a tensor was
+    asked for since then. Where that was before the last segment, tighter cuts end there; so only
+    `fresh` demands make cuts: how much, of which tensor, and where it is resident if that is not
+    for a first run.
     """
 
     def __init__(self, model: TimePointModel, low: int, values: list[float]) -> None:
@@ -148,8 +150,8 @@ class _Interval:
         self.high = low
         self.again: dict[int, float] = {}
         self.kept: dict[int, float] = {}
-        self.needed: set[int] = set()
-        self.resident: dict[int, tuple[float, int]] = {}
+        self.needed: dict[int, float] = {}
+        self.fresh: list[tuple[float, int, int | None]] = []
 
     def extend(self, high: int) -> None:
         """Add the segment that ends at time point number `high`."""
@@ -158,11 +160,15 @@ class _Interval:
         for op, column in model.y[high].items():
             if op < self.start:
                 self.again[op] = self.again.get(op, 0.0) + self.values[column]
-        self.needed |= {t for t in model.read_in(high) if producer[t] < self.start}
-        for t, resident in model.x[high].items():
-            if resident is not None and producer[t] < self.start:
-                here = self.values[resident], model.points[high]
-                self.resident[t] = max(self.resident.get(t, here), here)
+        demands = {t: self.values[c] for t, c in model.x[high].items() if c is not None}
+        first = set(model.read_in(high))
+        demands |= dict.fromkeys(first, 1.0)
+        self.fresh = [
+            (amount, t, None if t in first else model.points[high])
+            for t, amount in demands.items()
+            if producer[t] < self.start and amount > self.needed.get(t, 0.0)
+        ]
+        self.needed |= {t: amount for amount, t, _ in self.fresh}
 
     def _kept(self, t: int) -> float:
         if t not in self.kept:
@@ -182,12 +188,10 @@ class _Interval:
                 there = self._kept(t) + most.get(producer[t], 0.0)
                 if there < most[op] - 1e-9:
                     most[op], through[op] = there, t
-        demands: list[tuple[float, int, int | None]] = [(1.0, t, None) for t in self.needed]
-        demands += [(x, t, at) for t, (x, at) in self.resident.items() if t not in self.needed]
         violated = sorted(
             (-short, t, at)
-            for x, t, at in demands
-            if (short := x - self._kept(t) - most.get(producer[t], 0.0)) > VIOLATION
+            for amount, t, at in self.fresh
+            if (short := amount - self._kept(t) - most.get(producer[t], 0.0)) > VIOLATION
         )
         ending: dict[tuple[int, bool], int] = {}
         for _, t, at in violated[: 4 * CUTS_PER_INTERVAL]:
