@@ -10,6 +10,7 @@ the order of the last solution. So better schedules may be cut off: a dive prove
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -31,6 +32,9 @@ WINDOW_SHARE = 0.25
 
 POINTS_AT_ONCE = 4
 """Time points that a window gets at once."""
+
+MOST_CROWDS = 3
+"""Crowds of the same op at the same position before it may not run there again."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +133,13 @@ class Dive:
                 _fix(model, 0, outline)
             if end < len(points) - 1:
                 _fix(model, -1, outline)
-            for crowd in self.crowds:
-                if crowd.position in inside[1:] and crowd.position - 1 in inside:
-                    _part(model, crowd)
+            here = [c for c in self.crowds if {c.position - 1, c.position} <= {*inside}]
+            for crowd in here:
+                _part(model, crowd)
+            for (position, op), count in Counter((c.position, c.op) for c in here).items():
+                again = model.y[inside.index(position)]
+                if count >= MOST_CROWDS and op in again:
+                    model.milp.upper[again[op]] = 0.0
             until = min(self.deadline, now + max(1.0, (self.deadline - now) * WINDOW_SHARE))
             answer = self.process.solve(model.milp, until, gap=GAP * COST_SCALE)
             if answer.values is not None:

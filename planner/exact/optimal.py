@@ -54,7 +54,7 @@ JOINT_SECONDS = 2.0
 SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
 """Logical budgets, as shares of the arena, for plans that are easier to place."""
 
-CLIMB_SHARE = 0.1
+CLIMB_SHARE = 0.25
 """Share of the time left for more of coop-offline once a model took all of its own."""
 
 DIVE_SHARE = 0.9
@@ -63,7 +63,7 @@ DIVE_SHARE = 0.9
 DIVE_SHRINK = (1.0, 0.99, 0.975)
 """Shares of the arena to dive within, in turn as long as only a layout is missing."""
 
-PLACE_WORK, WORK_PER_SECOND = 4_000_000_000, 280_000_000
+PLACE_WORK, WORK_PER_SECOND = 1_000_000_000, 280_000_000
 """Effort of `planner.placement.place` for the layout of what it finds, as far as time allows."""
 
 GOOD_GAP = 1e-4
@@ -157,8 +157,8 @@ class _Search:
             placed = self._use(readout)
             if readout.overflows:
                 if rounds.cut_short:
-                    self._dive(rounds)
                     self._climb()
+                    self._dive(rounds)
                 if not rounds.refine(readout.overflows):
                     return False
             elif not rounds.proves or rounds.cut_short or not rounds.tighten():

@@ -13,6 +13,9 @@ from planner.exact.points import segment
 from planner.exact.program import Program
 from planner.exact.readout import Drops, Outline, Overflow, Readout, StuckError, read_out
 
+DEAREST = 0.02
+"""Share of the base cost that what goes for one overflow may cost at most."""
+
 
 @dataclass
 class Repair:
@@ -92,6 +95,8 @@ class Repair:
             if left + size[t] <= 0:
                 chosen.remove(t)
                 left += size[t]
+        if sum(costs[t] for t in chosen) > DEAREST * program.problem.base_cost_us:
+            return set()
         return set(chosen)
 
     def _again(self, tensor: int, live: set[int]) -> float:
