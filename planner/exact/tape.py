@@ -39,16 +39,7 @@ class Tape:
 
     def close(self, kept: set[int]) -> None:
         """End the segment: what is not in `kept` goes after its last touch in it."""
-        program = self.program
-        touched: set[int] = set()
-        for entry in range(len(self.runs) - 1, self._begin - 1, -1):
-            op, _ = self.runs[entry]
-            mine = {*program.reads[op], *program.makes[op]}
-            self._drops[entry] |= mine - kept - touched
-            touched |= mine
-        if self._begin:
-            self._drops[self._begin - 1] |= self.here - kept - touched
-        self.here &= kept
+        self.drop(self.here - kept)
         self._begin = len(self.runs)
 
     def schedule(self) -> Schedule:
