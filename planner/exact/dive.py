@@ -158,7 +158,8 @@ class Dive:
 
 def _fix(model: TimePointModel, k: int, outline: Outline) -> None:
     """Keep what is resident at time point number k, though capacities may be rounded otherwise."""
-    model.milp.row_upper[model.memory[k]] = INFINITY
+    for row in model.memory[k]:
+        model.milp.row_upper[row] = INFINITY
     resident = outline.resident[model.points[k]]
     for t, column in model.x[k].items():
         if column is not None:

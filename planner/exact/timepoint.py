@@ -17,7 +17,7 @@ it. A schedule is read out of a solution (`planner.exact.readout`); where that o
 is refined by more time points and by cuts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from planner.exact.milp import INFINITY, Milp
@@ -28,6 +28,9 @@ COST_SCALE = 1e4
 
 ROUNDING = 1e-9
 """Relative slack of memory rows, so that scaling by the capacity never cuts off a solution."""
+
+FINEST = 40
+"""Memory rows are also rounded to multiples of sizes down to this fraction of the room."""
 
 
 @dataclass
@@ -53,8 +56,8 @@ class TimePointModel:
     """Per segment: op → column."""
     z: list[dict[int, int]] = field(default_factory=list)
     """Per segment: number of a pair of τ_k → column."""
-    memory: list[int] = field(default_factory=list)
-    """Per segment: the row of what fits while τ_k runs."""
+    memory: list[list[int]] = field(default_factory=list)
+    """Per segment: the rows of what fits while τ_k runs."""
 
     def __post_init__(self) -> None:
         self.cost_unit = self.program.problem.base_cost_us / COST_SCALE or 1.0
@@ -156,11 +159,9 @@ class TimePointModel:
         program, milp = self.program, self.milp
         point, size = self.points[k], self.program.problem.size
         fixed = program.touched(point)
-        terms = [
-            (column, size[t] / self.capacity)
-            for t, column in self.x[k].items()
-            if column is not None and size[t]
-        ]
+        weights = {
+            column: size[t] for t, column in self.x[k].items() if column is not None and size[t]
+        }
         z: dict[int, int] = {}
         for number, (out, source) in enumerate(program.pairs[point]):
             if program.useful[source] <= point:
@@ -169,14 +170,26 @@ class TimePointModel:
                     fixed -= size[out]
                     continue
             z[number] = milp.binary()
-            terms.append((z[number], -size[out] / self.capacity))
+            weights[z[number]] = -size[out]
         for side in (0, 1):
             for t in {program.pairs[point][number][side] for number in z}:
                 same = [c for number, c in z.items() if program.pairs[point][number][side] == t]
                 if len(same) > 1:
                     milp.row([(c, 1.0) for c in same], -INFINITY, 1.0)
         self.z.append(z)
-        self.memory.append(milp.row(terms, -INFINITY, 1.0 - fixed / self.capacity + ROUNDING))
+        terms = [(column, weight / self.capacity) for column, weight in weights.items()]
+        room = self.capacity - fixed
+        exact = milp.row(terms, -INFINITY, room / self.capacity + ROUNDING)
+        self.memory.append([exact, *self._rounded(weights, room)])
+
+    def _rounded(self, weights: dict[int, int], room: int) -> Iterator[int]:
+        """Rows Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for the sizes s in the sum.
+
+        In bytes, half of a tensor fits where only half of it has room.
+        """
+        for s in sorted({w for w in weights.values() if w * FINEST >= max(room, 1)}):
+            terms = [(c, float(w // s)) for c, w in weights.items() if w // s]
+            yield self.milp.row(terms, -INFINITY, room // s)
 
     def _working_sets(self, k: int, ops: list[int]) -> None:
         """Cuts of segment k: Σ bytes of H[k, d], d no input of v, + working set of v ≤ capacity."""
