@@ -4,9 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.errors import DoesNotFitError
+from planner.exact.milp import INFINITY
 from planner.methods.base import Progress, Solution
 from planner.problem import Problem
 from planner.schedule import Schedule
+
+SOLVER_TOLERANCE = 1e-7
+"""Share of the base cost that a bound gives away, as solvers compute in floating point."""
 
 PROOF = 1e-6
 """A plan is optimal when its cost is within this share of the bound."""
@@ -47,6 +51,11 @@ class Incumbent:
         """Take a proved lower bound; a worse one changes nothing."""
         self.bound_us = max(self.bound_us, min(bound_us, self.cost_us))
         self.report()
+
+    def prove(self, recomputes_us: float) -> None:
+        """Take what recomputes cost at least, as a solver has it; −∞ changes nothing."""
+        if recomputes_us > -INFINITY:
+            self.raise_bound(self.problem.base_cost_us * (1 - SOLVER_TOLERANCE) + recomputes_us)
 
     def distrust(self, why: str) -> None:
         """Forget the bounds of a solver that contradicts a plan; every op once remains one."""

@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 INFINITY = math.inf
 
 
@@ -25,11 +28,9 @@ class Milp:
     entry_column: list[int] = field(default_factory=list)
     entry_value: list[float] = field(default_factory=list)
 
-    def relaxed(self) -> "Milp":
-        """A copy of its own in which no column has to be an integer."""
-        copy = Milp(**{name: list(values) for name, values in vars(self).items()})
-        copy.integer = [False] * len(self.integer)
-        return copy
+    def copy(self) -> "Milp":
+        """A copy of its own."""
+        return Milp(**{name: list(values) for name, values in vars(self).items()})
 
     def binary(self, cost: float = 0.0) -> int:
         """A new 0-1 column; returns its number."""
@@ -76,3 +77,17 @@ class Answer:
     bound: float
     objective: float
     values: list[float] | None
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """
+    What is known of a program whose columns need not be integers.
+
+    The bound is proved; `values` per column and `multipliers` per row are about right, and None
+    where there are none.
+    """
+
+    bound: float
+    values: NDArray[np.float64] | None
+    multipliers: NDArray[np.float64] | None

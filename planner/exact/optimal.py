@@ -5,8 +5,9 @@ coop-offline's plan is the incumbent from the start. Each round solves one model
 `planner.exact.timepoint`): its bound holds for good, and its solution is read out and placed; where
 it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and the
 model looks closer. Models that are hard get path cuts (`planner.exact.paths`); where time does not
-suffice for one, a dive leads from its solution to a plan (`planner.exact.dive`). When only
-placement is in the way, slightly smaller logical budgets are tried.
+suffice for one, relaxations give a better bound (`planner.exact.bounding`), and a dive leads from
+its solution to a plan (`planner.exact.dive`). When only placement is in the way, slightly smaller
+logical budgets are tried.
 """
 
 import time
@@ -14,6 +15,7 @@ from dataclasses import replace
 
 from planner.assemble import arena_bytes
 from planner.errors import DoesNotFitError
+from planner.exact.bounding import BoundingProcess
 from planner.exact.dive import Dive
 from planner.exact.guide import Guide
 from planner.exact.incumbent import Incumbent
@@ -71,7 +73,13 @@ GOOD_GAP = 1e-4
 
 
 class _Search:
-    def __init__(self, problem: Problem, request: Request, process: SolverProcess) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        request: Request,
+        process: SolverProcess,
+        bounding: BoundingProcess,
+    ) -> None:
         self.request = request
         self.process = process
         self.program = Program.of(problem)
@@ -80,6 +88,7 @@ class _Search:
         assert request.deadline is not None
         self.deadline = request.deadline
         self.climbed = False
+        self.bounding = bounding
         self._begin()
 
     def _begin(self) -> None:
@@ -113,13 +122,22 @@ class _Search:
 
     def finished(self) -> bool:
         """Whether there is nothing left to look for, or no time."""
+        self.incumbent.prove(self.bounding.proved())
         enough = self.request.any_schedule and self.incumbent.solution is not None
         return enough or self.incumbent.proved or time.monotonic() >= self.deadline
+
+    def listen(self) -> None:
+        """Wait for better bounds while there is time."""
+        while self.bounding.running and not self.finished():
+            self.incumbent.prove(self.bounding.proved(self.deadline))
 
     def run(self) -> None:
         """Rounds at the full capacity, then at smaller ones."""
         capacity = self.program.capacity(self.request.arena_bytes)
-        rounds = Refinement(self.program, self.process, self.incumbent, capacity, self.deadline)
+        bounding = None if self.request.any_schedule else self.bounding
+        rounds = Refinement(
+            self.program, self.process, bounding, self.incumbent, capacity, self.deadline
+        )
         placed = self._refine(rounds)
         if rounds.infeasible:
             return
@@ -238,11 +256,12 @@ def solve_optimal(problem: Problem, request: Request) -> Solution:
     if request.deadline is None:
         seconds = PROBE_SECONDS if request.any_schedule else DEFAULT_SECONDS
         request = replace(request, deadline=time.monotonic() + seconds)
-    with SolverProcess() as process:
-        search = _Search(problem, request, process)
+    with SolverProcess() as process, BoundingProcess() as bounding:
+        search = _Search(problem, request, process, bounding)
         try:
             if not search.finished():
                 search.run()
+                search.listen()
         except KeyboardInterrupt:  # whoever has seen enough gets the best so far
             if search.incumbent.solution is None:
                 raise

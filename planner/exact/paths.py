@@ -13,12 +13,27 @@ segments. The cuts are separated one shortest path at a time.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from planner.exact.milp import INFINITY, Answer, Milp
-from planner.exact.solving import SolverProcess
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.exact.milp import INFINITY, Milp, Relaxation
 from planner.exact.timepoint import TimePointModel
+
+Vector = NDArray[np.float64]
+
+
+class Relaxer(Protocol):
+    """Whoever solves relaxations, here or in another process."""
+
+    def relax(
+        self, milp: Milp, deadline: float, accuracy: float, start: Relaxation | None
+    ) -> Relaxation:
+        """See `planner.exact.solving.SolverProcess.relax`."""
+
 
 VIOLATION = 0.02
 """Cuts that are violated by less are not worth a row."""
@@ -27,8 +42,14 @@ CUTS_PER_INTERVAL = 40
 CUTS_PER_OP = 2
 """How many cuts between the same two time points end at the same op, in one go."""
 
+ACCURACY = 1e-3
+"""Relative accuracy of relaxations; what they prove does not depend on it."""
+
 PROGRESS = 5e-4
 """Share of the bound by which a round must raise it for another one to follow."""
+
+QUICK_ACCURACY, QUICK_PROGRESS = 1e-2, 2e-2
+"""The same where it has to be quick."""
 
 PATIENCE = 2
 """Rounds without such progress before it ends."""
@@ -50,43 +71,66 @@ class Path:
 
 @dataclass
 class PathCuts:
-    """The cuts found so far; they hold for every model with their time points."""
+    """
+    The cuts found so far; they hold for every model with their time points.
+
+    `quick` ones are for comparing models, not for a good bound; `rounds` may limit how often the
+    relaxation is solved.
+    """
 
     paths: list[Path] = field(default_factory=list)
+    quick: bool = False
+    rounds: int | None = None
 
     def strengthen(
-        self, process: SolverProcess, model: TimePointModel, deadline: float
-    ) -> Answer | None:
+        self,
+        relaxer: Relaxer,
+        model: TimePointModel,
+        deadline: float,
+        tell: Callable[[float], None] | None = None,
+    ) -> float:
         """
-        Add cuts to the model until its relaxation gains no more; the relaxation's last answer.
+        Add cuts to the model until its relaxation gains no more; the best bound of a relaxation.
 
-        Cuts that are not tight in it are forgotten. None where the relaxation was not solved by
-        `deadline` (a `time.monotonic` value, s).
+        Cuts that are not tight in the last one are forgotten. The bound is −∞ where none was
+        proved by `deadline` (a `time.monotonic` value, s). `tell` hears of every bound.
         """
-        relaxed = model.milp.relaxed()
+        relaxed = model.milp.copy()
         for path in self.paths:
             _add(relaxed, model, path)
-        best: Answer | None = None
+        bound = -INFINITY
+        last: Relaxation | None = None
+        accuracy, progress = (
+            (QUICK_ACCURACY, QUICK_PROGRESS) if self.quick else (ACCURACY, PROGRESS)
+        )
         stalled = 0
+        solved = 0
         while stalled < PATIENCE and time.monotonic() < deadline:
-            answer = process.solve(relaxed, deadline)
+            solved += 1
+            answer = relaxer.relax(relaxed, deadline, accuracy, last)
+            if answer.bound < bound + progress * abs(bound):
+                stalled += 1
+            bound = max(bound, answer.bound)
+            if tell is not None:
+                tell(answer.bound)
             if answer.values is None:
                 break
-            if best is not None and answer.bound < best.bound + PROGRESS * abs(best.bound):
-                stalled += 1
-            best = answer
-            found = list(_violated(model, answer.values, deadline))
+            last = answer
+            known = set(self.paths)
+            if solved == self.rounds:
+                break
+            found = [p for p in _violated(model, answer.values, deadline) if p not in known]
             if not found:
                 break
             for path in found:
                 _add(relaxed, model, path)
             self.paths += found
-        if best is not None and best.values is not None:
-            values = best.values
+        if last is not None and last.values is not None:
+            values = last.values
             self.paths = [path for path in self.paths if _slack(model, path, values) < VIOLATION]
         for path in self.paths:
             _add(model.milp, model, path)
-        return best
+        return bound
 
 
 def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
@@ -115,12 +159,12 @@ def _add(milp: Milp, model: TimePointModel, path: Path) -> None:
     milp.row([(column, value) for column, value in terms.items() if value], demand, INFINITY)
 
 
-def _slack(model: TimePointModel, path: Path, values: list[float]) -> float:
+def _slack(model: TimePointModel, path: Path, values: Vector) -> float:
     terms, demand = _terms(model, path)
-    return sum(value * values[column] for column, value in terms.items()) - demand
+    return float(sum(value * values[column] for column, value in terms.items()) - demand)
 
 
-def _violated(model: TimePointModel, values: list[float], deadline: float) -> Iterator[Path]:
+def _violated(model: TimePointModel, values: Vector, deadline: float) -> Iterator[Path]:
     """For every two time points, the worst cuts between them."""
     for low in range(len(model.points) - 2):
         interval = _Interval(model, low, values)
@@ -142,7 +186,7 @@ class _Interval:
     for a first run.
     """
 
-    def __init__(self, model: TimePointModel, low: int, values: list[float]) -> None:
+    def __init__(self, model: TimePointModel, low: int, values: Vector) -> None:
         self.model = model
         self.values = values
         self.low = low

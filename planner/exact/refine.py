@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from planner.exact.bounding import BoundingProcess, processors
 from planner.exact.incumbent import PROOF, Incumbent
 from planner.exact.milp import Answer, Outcome
 from planner.exact.paths import PathCuts
@@ -13,9 +14,6 @@ from planner.exact.program import Program
 from planner.exact.readout import Outline, Overflow, Readout, UnreadableError, read_out
 from planner.exact.solving import News, SolverProcess
 from planner.exact.timepoint import COST_SCALE, TimePointModel
-
-SOLVER_TOLERANCE = 1e-7
-"""Share of the base cost that a bound gives away, as solvers compute in floating point."""
 
 FIRST_GAP = 5e-4
 """Share of the base cost to which models are solved until a solution fits."""
@@ -33,6 +31,9 @@ MOST_POINTS = 12
 EASY_SHARE, EASY_SECONDS = 0.05, 1.0
 """Share of the time left, and s, within which a model may be solved as it is."""
 
+ALONE_SHARE = 0.3
+"""Share of the time left for bounds in the background where there is one processor only."""
+
 SHARES = 0.12, 0.2, 0.05
 """Shares of the time left where it was not: for path cuts, for the solve after that, and for
 improving the solution if that ran out of time. The rest is for dives and closer looks."""
@@ -47,11 +48,12 @@ class Refinement:
     The rounds at one capacity (bytes, see `Program.capacity`).
 
     Only at the incumbent's own capacity do bounds count (`proves`); a smaller one is a way to
-    plans that are easier to place.
+    plans that are easier to place. `bounding`, if given, begins with the first hard model.
     """
 
     program: Program
     process: SolverProcess
+    bounding: BoundingProcess | None
     incumbent: Incumbent
     capacity: int
     deadline: float
@@ -100,10 +102,11 @@ class Refinement:
             easy = now + max(left * EASY_SHARE, EASY_SECONDS)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
+            if self.hard and self.proves and self.bounding is not None:
+                self._bound(self.bounding)
         if self.hard:
-            relaxed = self.paths.strengthen(self.process, model, now + left * cuts_share)
-            if relaxed is not None:
-                self._prove(relaxed.bound, model.cost_unit)
+            bound = self.paths.strengthen(self.process, model, now + left * cuts_share)
+            self._prove(bound * model.cost_unit)
             now = time.monotonic()
             until = now + max((self.deadline - now) * round_share, min(5.0, self.deadline - now))
             answer = self._attempt(model, until)
@@ -118,6 +121,16 @@ class Refinement:
             answer = polish(self.process, model, answer, until)
         return answer
 
+    def _bound(self, bounding: BoundingProcess) -> None:
+        """Begin to look for better bounds in the background; in turn, with one processor only."""
+        bounding.begin(self.program, self.capacity, set(self.points[:-1]))
+        if processors() == 1:
+            now = time.monotonic()
+            until = now + (self.deadline - now) * ALONE_SHARE
+            while bounding.running and time.monotonic() < until:
+                self._prove(bounding.proved(until))
+            bounding.kill()
+
     def _attempt(self, model: TimePointModel, until: float) -> Answer:
         def tell(news: News) -> None:
             if self.proves:
@@ -127,13 +140,12 @@ class Refinement:
 
         answer = self.process.solve(model.milp, until, gap=self.gap * COST_SCALE, progress=tell)
         if answer.outcome is not Outcome.INFEASIBLE:
-            self._prove(answer.bound, model.cost_unit)
+            self._prove(answer.bound * model.cost_unit)
         return answer
 
-    def _prove(self, bound: float, unit: float) -> None:
-        base = self.incumbent.problem.base_cost_us
+    def _prove(self, recomputes_us: float) -> None:
         if self.proves:
-            self.incumbent.raise_bound(base * (1 - SOLVER_TOLERANCE) + bound * unit)
+            self.incumbent.prove(recomputes_us)
 
     def refine(self, overflows: list[Overflow]) -> bool:
         """Look closer where the last readout overflowed; false when nothing is left to add."""

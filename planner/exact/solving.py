@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
-from planner.exact.milp import INFINITY, Answer, Milp, Outcome
+from planner.exact.milp import INFINITY, Answer, Milp, Outcome, Relaxation
 from schemas import InvalidInputError
 
 MEMORY_BYTES = 8 << 30
@@ -58,12 +58,17 @@ class SolverError(RuntimeError):
     """The worker says that it could not even begin: a bug, or a broken solver package."""
 
 
-class SolverProcess:
-    """A context manager around the worker; started on the first solve, again after a kill."""
+class Child:
+    """
+    A process of ours that is sent pickles and answers with pickles; started when first needed.
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+    As a context manager it ends the process, whatever that is doing.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
         require("ortools")
-        self._memory = memory_bytes
+        self._command = command
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -79,7 +84,7 @@ class SolverProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the worker, whatever it is doing."""
+        """End the process; it starts again when it is sent something."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -90,6 +95,51 @@ class SolverProcess:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+
+    def send(self, message: object) -> bool:
+        """Whether the process was there to take it."""
+        if self._process is None:
+            self._process = subprocess.Popen(  # noqa: S603  (our own module, no shell)
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a solver may be a process of its own: kill both
+                env=self._environment,
+            )
+            assert self._process.stdout is not None
+            self._inbox = queue.SimpleQueue()
+            threading.Thread(
+                target=_read, args=(self._process.stdout, self._inbox), daemon=True
+            ).start()
+        assert self._process.stdin is not None
+        try:
+            pickle.dump(message, self._process.stdin)
+            self._process.stdin.flush()
+        except OSError:
+            return False
+        return True
+
+    def receive(self, deadline: float) -> Any:
+        """
+        The next message; None once the process is gone.
+
+        Raises:
+            queue.Empty: there was none by `deadline` (a `time.monotonic` value, s).
+            SolverError: the process raised an exception.
+        """
+        message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        match message:
+            case ("failure", text):
+                raise SolverError(text)
+        return message
+
+
+class SolverProcess(Child):
+    """The worker: every job has a deadline, at which it is killed if need be."""
+
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        super().__init__([sys.executable, str(WORKER), str(memory_bytes)])
 
     def solve(
         self,
@@ -121,6 +171,26 @@ class SolverProcess:
                     if progress is not None:
                         progress(last)
         return Answer(Outcome.UNKNOWN, last.bound, last.objective, None)
+
+    def relax(
+        self, milp: Milp, deadline: float, accuracy: float, start: Relaxation | None = None
+    ) -> Relaxation:
+        """
+        Solve the relaxation to a relative accuracy, or until `deadline` (monotonic, s).
+
+        Every column must have finite bounds. `start` is the answer to the same program, or to one
+        with fewer rows.
+
+        Raises:
+            SolverError: the worker raised an exception.
+        """
+        known = None if start is None else (start.values, start.multipliers)
+        job = dict(vars(milp)) | {"accuracy": accuracy, "start": known}
+        for message in self._messages(job, deadline):
+            match message:
+                case ("relaxed", bound, values, multipliers):
+                    return Relaxation(bound, values, multipliers)
+        return Relaxation(-INFINITY, None, None)
 
     def solve_pulp(
         self, problem: dict[str, Any], deadline: float, solver: str
@@ -180,41 +250,11 @@ class SolverProcess:
         seconds = deadline - time.monotonic() - GRACE_SECONDS
         if seconds <= 0:
             return
-        if self._send(job | {"seconds": seconds}):
-            while True:
-                try:
-                    message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-                except queue.Empty:
-                    break
-                match message:
-                    case ("failure", text):
-                        raise SolverError(text)
-                    case None:
-                        break
-                yield message
+        if self.send(job | {"seconds": seconds}):
+            with contextlib.suppress(queue.Empty):
+                while (message := self.receive(deadline)) is not None:
+                    yield message
         self.kill()
-
-    def _send(self, job: dict[str, Any]) -> bool:
-        if self._process is None:
-            self._process = subprocess.Popen(  # noqa: S603  (our own module, no shell)
-                [sys.executable, str(WORKER), str(self._memory)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a solver may be a process of its own: kill both
-            )
-            assert self._process.stdout is not None
-            self._inbox = queue.SimpleQueue()
-            threading.Thread(
-                target=_read, args=(self._process.stdout, self._inbox), daemon=True
-            ).start()
-        assert self._process.stdin is not None
-        try:
-            pickle.dump(job, self._process.stdin)
-            self._process.stdin.flush()
-        except OSError:
-            return False
-        return True
 
 
 def _read(stream: BinaryIO, messages: "queue.SimpleQueue[object]") -> None:

@@ -11,7 +11,10 @@ often as there is some, then `("answer", outcome, bound, objective, values)`. To
 `seconds`, `capacity`, `same`, and per block `first`, `last`, `height`; answered by `("packed",
 offsets)`. To solve with PuLP: `seconds`, `solver` and `pulp`, the problem as a dict; answered by
 `("solved", outcome, values by name)`. To schedule with CP-SAT: what `planner.exact.intervals`
-sends; answered by `("scheduled", outcome, ops in order)`. An exception is `("failure", text)`.
+sends; answered by `("scheduled", outcome, ops in order)`. To relax: the fields of
+`planner.exact.milp.Milp`, `seconds`, `accuracy` and `start`, what an earlier answer gave of values
+and multipliers, or None; answered by `("relaxed", bound, values, multipliers)`. An exception is
+`("failure", text)`.
 """
 
 import contextlib
@@ -110,6 +113,11 @@ def intervals(job: dict[str, Any], _: object) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", importlib.import_module("worker_cp").intervals(job))
 
 
+def relax(job: dict[str, Any], _: object) -> tuple[Any, ...]:
+    """See `planner.exact.worker_lp`."""
+    return cast("tuple[Any, ...]", importlib.import_module("worker_lp").relax(job))
+
+
 def _proto(job: dict[str, Any]) -> Any:
     """The job as MathOpt's protocol buffer, filled column-wise: its Python API is too slow."""
     from ortools.math_opt import model_pb2
@@ -138,6 +146,7 @@ KINDS: dict[str, Callable[[dict[str, Any], Any], tuple[Any, ...]]] = {
     "pulp": solve_pulp,
     "height": pack,
     "copies": intervals,
+    "accuracy": relax,
     "row_lower": solve,
 }
 """Which function answers a job that has this key."""

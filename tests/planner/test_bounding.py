@@ -1,0 +1,149 @@
+"""Bounds from relaxations in the background, and the repeated blocks that they learn from."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.synthetic import gpt
+from planner import Problem, plan
+from planner.exact import blocks, bounding, refine
+from planner.exact.blocks import Repetition, repetitions
+from planner.exact.bounding import Bounding, BoundingProcess
+from planner.exact.milp import INFINITY, Milp
+from planner.exact.program import Program
+from planner.exact.solving import SolverError, SolverProcess
+from planner.exact.worker_lp import lagrangian_bound
+from tests.planner.brute_force import cheapest
+from tests.planner.test_exact import BUDGETS, SETTINGS, tight
+from tests.strategies import graphs
+
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def program():
+    """A GPT of a few layers."""
+    return Program.of(Problem.from_graph(gpt(LAYERS)))
+
+
+@pytest.fixture
+def capacity(program):
+    """Bytes just above its largest working set."""
+    return program.capacity(int(1.3 * program.problem.largest_working_set[1]))
+
+
+def test_layers_are_recognised(program):
+    found = {run.period: run for run in repetitions(program)}
+    assert found[20].length == 20 * LAYERS  # backward
+    assert found[16].length == 16 * LAYERS  # forward
+    for run in found.values():
+        for offset in range(run.period):
+            names = {program.problem.graph.ops[op].name for op in run.copies(offset)}
+            assert len(names) == 1
+            assert len(run.copies(offset)) >= blocks.FEWEST
+
+
+def test_a_block_that_is_cut_short_counts_as_far_as_it_goes():
+    run = Repetition(start=3, period=4, length=10)
+    assert run.copies(0) == [3, 7, 11]
+    assert run.copies(2) == [5, 9]
+
+
+@settings(SETTINGS, max_examples=60)
+@given(graph=graphs(max_ops=9), **BUDGETS)
+def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
+    """With every op a time point at last, blocks of two copies and all the steps before."""
+    problem, arena = tight(graph, outputs, share, alignment)
+    best = cheapest(problem, arena)
+    assume(best is not None)
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "FEWEST", 2)
+        patch.setattr(bounding, "MOSTLY", 0.1)
+        patch.setattr(bounding, "SPREAD", 1)
+        Bounding(Program.of(problem), Program.of(problem).capacity(arena), set(), told.append).run()
+    assert told
+    assert max(told) <= (best - problem.base_cost_us) + 1e-6 * best
+
+
+@st.composite
+def programs(draw):
+    """A small program with a solution that is known to be feasible, and multipliers."""
+    columns, rows = draw(st.integers(1, 4)), draw(st.integers(0, 4))
+    number = st.integers(-5, 5).map(float)
+    milp, solution = Milp(), []
+    for _ in range(columns):
+        low = draw(number)
+        milp.column(low, low + draw(st.integers(0, 3)), draw(number), integer=False)
+        solution.append(draw(st.floats(low, milp.upper[-1])))
+    for _ in range(rows):
+        terms = [(column, draw(number)) for column in range(columns)]
+        activity = sum(value * solution[column] for column, value in terms)
+        low = draw(st.sampled_from([-INFINITY, activity - 1.0, activity]))
+        milp.row(terms, low, draw(st.sampled_from([activity, activity + 1.0, INFINITY])))
+    multipliers = draw(st.lists(number, min_size=rows, max_size=rows))
+    return milp, solution, np.array(multipliers)
+
+
+@given(programs())
+def test_any_multipliers_give_a_bound(drawn):
+    milp, solution, multipliers = drawn
+    cost = sum(price * value for price, value in zip(milp.cost, solution, strict=True))
+    assert lagrangian_bound(vars(milp), multipliers) <= cost + 1e-9
+
+
+def test_a_relaxation_is_solved_and_goes_on_from_an_answer():
+    milp = Milp()
+    x, y = (milp.column(0.0, 1.0, cost, integer=True) for cost in (1.0, 3.0))
+    milp.row([(x, 1.0), (y, 1.0)], 1.5, INFINITY)
+    with SolverProcess() as process:
+        first = process.relax(milp, time.monotonic() + 10, 1e-6)
+        assert first.bound == pytest.approx(2.5, abs=1e-3)
+        assert first.values == pytest.approx([1.0, 0.5], abs=1e-3)
+        milp.row([(y, 1.0)], 1.0, INFINITY)
+        second = process.relax(milp, time.monotonic() + 10, 1e-6, first)
+        assert second.bound == pytest.approx(3.5, abs=1e-3)
+        milp.row([(y, 1.0)], -INFINITY, 0.5)
+        assert process.relax(milp, time.monotonic() + 10, 1e-6).values is None  # infeasible
+        assert process.relax(milp, time.monotonic(), 1e-6).bound == -INFINITY  # no time
+
+
+def test_bounds_come_while_the_process_runs_and_end_with_it(program, capacity):
+    with BoundingProcess() as process:
+        assert process.proved() == -INFINITY
+        process.begin(program, capacity, set())
+        bound = process.proved(time.monotonic() + 60)
+        assert 0 < bound < program.problem.base_cost_us
+        process.kill()
+        assert process.proved(time.monotonic() + 60) == -INFINITY
+
+
+def test_a_process_that_fails_says_so(capacity):
+    with BoundingProcess() as process:
+        process.begin(None, capacity, set())
+        with pytest.raises(SolverError, match="AttributeError"):
+            process.proved(time.monotonic() + 60)
+
+
+@pytest.mark.parametrize("processors", [1, 2])
+def test_hard_models_are_bounded_beside_or_before_the_search(monkeypatch, processors, capacity):
+    """Either way the plan's bound is at least what the background proves at once."""
+    monkeypatch.setattr(refine, "processors", lambda: processors)
+    monkeypatch.setattr(refine, "EASY_SHARE", 0.0)
+    monkeypatch.setattr(refine, "EASY_SECONDS", 0.0)
+    begun = []
+    begin = BoundingProcess.begin
+
+    def spy(self, *arguments):
+        begun.append(arguments)
+        begin(self, *arguments)
+
+    monkeypatch.setattr(BoundingProcess, "begin", spy)
+    graph = gpt(LAYERS)
+    budget = Problem.from_graph(graph).fixed_bytes + capacity
+    found = plan(graph, budget, method="optimal", time_limit=6)
+    assert begun
+    assert found.base_cost_us < found.lower_bound_us <= found.cost_us
