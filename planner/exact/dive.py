@@ -6,6 +6,9 @@ be (`planner.exact.repair`). Where it cannot, time points are added, and a small
 between two fixed ones is solved. Where recomputes between two neighbouring first runs overflow, the
 tensors that lay beside the op in question may not all be there again: Checkmate's U, for one op, in
 the order of the last solution. So better schedules may be cut off: a dive proves nothing.
+
+A schedule that fits logically may find no layout. Then some room is asked for beside the op that
+runs where the layout is fullest, and the dive goes on from there.
 """
 
 import time
@@ -14,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planner.exact.live import live_buffers
+from planner.exact.live import live_buffers, live_bytes
 from planner.exact.milp import INFINITY, Outcome
+from planner.exact.packing import Crowded
 from planner.exact.points import segment, worst_of_groups
 from planner.exact.program import Program
-from planner.exact.readout import Outline, Overflow, Readout, UnreadableError
+from planner.exact.readout import Margins, Outline, Overflow, Readout, UnreadableError
 from planner.exact.repair import Repair
 from planner.exact.solving import SolverProcess
 from planner.exact.timepoint import COST_SCALE, ROUNDING, TimePointModel
@@ -32,6 +36,9 @@ WINDOW_SHARE = 0.25
 
 POINTS_AT_ONCE = 4
 """Time points that a window gets at once."""
+
+MARGIN, MARGIN_SHARE = 0.01, 0.33
+"""Share of the capacity, or else of the excess, to free where a layout did not fit."""
 
 MOST_CROWDS = 3
 """Crowds of the same op at the same position before it may not run there again."""
@@ -65,23 +72,23 @@ class Dive:
     """
     One dive within `capacity` bytes, until `deadline` (a `time.monotonic` value, s).
 
-    `place` gives a schedule its offsets and says whether it has found any.
+    `place` gives a schedule its offsets, or tells the events at which it does not fit the arena.
     """
 
     program: Program
     process: SolverProcess
     capacity: int
     deadline: float
-    place: Callable[[Schedule], bool]
+    place: Callable[[Schedule], Crowded | None]
     crowds: list[Crowd] = field(default_factory=list)
     large: set[int] = field(default_factory=set)
     """Ops that overflowed as recomputes: every window has cuts for them."""
-    unplaced: bool = False
-    """Whether a schedule was found that fits logically, but no layout for it."""
+    margins: Margins = field(default_factory=dict)
+    """Where a layout needed more than what is live."""
     repair: Repair = field(init=False)
 
     def __post_init__(self) -> None:
-        self.repair = Repair(self.program, self.capacity)
+        self.repair = Repair(self.program, self.capacity, self.margins)
 
     def run(self, outline: Outline, cost_limit_us: float) -> Schedule | None:
         """A placed schedule that costs less than the limit (µs), found from the outline."""
@@ -94,15 +101,24 @@ class Dive:
             if schedule.cost_us >= cost_limit_us:
                 return None
             if not readout.overflows:
-                if self.place(schedule):
+                crowded = self.place(schedule)
+                if crowded is None:
                     return schedule
-                self.unplaced = True
-                return None
+                self._leave_room(readout, crowded)
+                continue
             closer = self._look_closer(outline, readout)
             if closer is None:
                 return None
             outline = closer
         return None
+
+    def _leave_room(self, readout: Readout, crowded: Crowded) -> None:
+        """Ask for less than what is live at the event."""
+        op, position = readout.runs[crowded.event]
+        spare = self.capacity - live_bytes(readout.schedule)[crowded.event]
+        shares = int(MARGIN * self.capacity), int(MARGIN_SHARE * crowded.excess)
+        step = max(self.program.problem.alignment, *shares)
+        self.margins[position, op] = spare + step
 
     def _look_closer(self, outline: Outline, readout: Readout) -> Outline | None:
         """More time points in the worst segment or, where every first run has one, a crowd."""
@@ -134,8 +150,12 @@ class Dive:
             if end < len(points) - 1:
                 _fix(model, -1, outline)
             here = [c for c in self.crowds if {c.position - 1, c.position} <= {*inside}]
+            for k, point in enumerate(inside):
+                model.milp.row_upper[model.memory[k][0]] -= (
+                    self.margins.get((point, point), 0) / self.capacity
+                )
             for crowd in here:
-                _part(model, crowd)
+                _part(model, crowd, self.margins.get((crowd.position, crowd.op), 0))
             for (position, op), count in Counter((c.position, c.op) for c in here).items():
                 again = model.y[inside.index(position)]
                 if count >= MOST_CROWDS and op in again:
@@ -184,8 +204,8 @@ def _crowd(readout: Readout, overflow: Overflow) -> Crowd:
     return Crowd(overflow.position, overflow.op, beside)
 
 
-def _part(model: TimePointModel, crowd: Crowd) -> None:
-    """Σ bytes of those of the crowd that are there for the same reasons + the op ≤ capacity."""
+def _part(model: TimePointModel, crowd: Crowd, margin: int) -> None:
+    """Σ bytes of those of the crowd there for the same reasons + the op ≤ capacity − margin."""
     program, milp = model.program, model.milp
     k = model.points.index(crowd.position)
     first = crowd.op == crowd.position
@@ -204,7 +224,7 @@ def _part(model: TimePointModel, crowd: Crowd) -> None:
         row = [(present, 1.0), *((column, -value) for column, value in total.items())]
         milp.row(row, certain - len(runs) - 1, INFINITY)
         terms.append((present, program.problem.size[neighbour.tensor] / model.capacity))
-    load = need / model.capacity
+    load = (need + margin) / model.capacity
     terms += [(column, load) for column in runs]
     milp.row(terms, -INFINITY, 1.0 + ROUNDING - (0.0 if runs else load))
 

@@ -20,7 +20,7 @@ from planner.exact.dive import Dive
 from planner.exact.guide import Guide
 from planner.exact.incumbent import Incumbent
 from planner.exact.intervals import schedule_intervals
-from planner.exact.packing import place_or_pack, place_within
+from planner.exact.packing import Crowded, place_or_pack, place_or_tell
 from planner.exact.paths import PathCuts
 from planner.exact.program import Program
 from planner.exact.readout import Readout
@@ -62,10 +62,7 @@ CLIMB_SHARE = 0.25
 DIVE_SHARE = 0.9
 """Share of the time left that a dive may take."""
 
-DIVE_SHRINK = (1.0, 0.99, 0.975)
-"""Shares of the arena to dive within, in turn as long as only a layout is missing."""
-
-PLACE_WORK, WORK_PER_SECOND = 1_000_000_000, 280_000_000
+PLACE_WORK, WORK_PER_SECOND = 200_000_000, 280_000_000
 """Effort of `planner.placement.place` for the layout of what it finds, as far as time allows."""
 
 GOOD_GAP = 1e-4
@@ -162,7 +159,15 @@ class _Search:
         for share in SHRINK:
             if self.incumbent.gap < GOOD_GAP or self.finished():
                 return
-            smaller = self._smaller(rounds, int(self.request.arena_bytes * share))
+            smaller = replace(
+                rounds,
+                capacity=self.program.capacity(int(self.request.arena_bytes * share)),
+                proves=False,
+                gap=GOOD_GAP,
+                points=list(rounds.points),
+                cuts=set(rounds.cuts),
+                paths=PathCuts(list(rounds.paths.paths)),
+            )
             if self._refine(smaller):
                 return
 
@@ -191,42 +196,22 @@ class _Search:
             self._heuristic(now + (self.deadline - now) * CLIMB_SHARE)
 
     def _dive(self, rounds: Refinement) -> None:
-        """Look for a plan near the last round's solution, and at smaller capacities if need be."""
-        arena = self.request.arena_bytes
+        """Look for a plan near the last round's solution."""
+        assert rounds.outline is not None
+        now = time.monotonic()
+        until = now + (self.deadline - now) * DIVE_SHARE
         unit = self.program.problem.alignment
-        for share in DIVE_SHRINK:
-            if share < 1:
-                rounds = self._smaller(rounds, int(arena * share))
-                if rounds.round() is None:
-                    return
-            assert rounds.outline is not None
-            now = time.monotonic()
-            until = now + (self.deadline - now) * DIVE_SHARE
-            capacity = min(rounds.capacity, arena // unit * unit)
-            dive = Dive(self.program, self.process, capacity, until, self._place)
-            schedule = dive.run(rounds.outline, self.incumbent.cost_us)
-            if schedule is not None:
-                self.incumbent.offer(schedule)
-            if not dive.unplaced:
-                return
+        capacity = min(rounds.capacity, self.request.arena_bytes // unit * unit)
+        dive = Dive(self.program, self.process, capacity, until, self._place)
+        schedule = dive.run(rounds.outline, self.incumbent.cost_us)
+        if schedule is not None:
+            self.incumbent.offer(schedule)
 
-    def _smaller(self, rounds: Refinement, arena: int) -> Refinement:
-        """The rounds' state within a smaller arena (bytes), where it proves nothing."""
-        return replace(
-            rounds,
-            capacity=self.program.capacity(arena),
-            proves=False,
-            gap=GOOD_GAP,
-            points=list(rounds.points),
-            cuts=set(rounds.cuts),
-            paths=PathCuts(list(rounds.paths.paths)),
-        )
-
-    def _place(self, schedule: Schedule) -> bool:
-        """Give a schedule its offsets, if a long search finds any."""
+    def _place(self, schedule: Schedule) -> Crowded | None:
+        """Give a schedule its offsets within the arena, or say where that fails."""
         left = max(0.0, self.deadline - time.monotonic())
         work = min(PLACE_WORK, int(left * WORK_PER_SECOND))
-        return place_within(schedule, self.request.arena_bytes, work)
+        return place_or_tell(schedule, self.request.arena_bytes, work)
 
     def _use(self, readout: Readout) -> bool:
         """Make a plan of a readout if it is worth it; whether it was placed as it is."""

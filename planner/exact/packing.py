@@ -1,6 +1,9 @@
-"""A layout for one schedule by constraint programming, when placement found none."""
+"""A layout for one schedule within an arena: by placement, or else by constraint programming."""
 
 import time
+from dataclasses import dataclass
+
+import numpy as np
 
 from planner.assemble import arena_bytes
 from planner.exact.live import Blocks, live_bytes
@@ -44,18 +47,39 @@ def pack(process: SolverProcess, schedule: Schedule, arena: int, deadline: float
     return True
 
 
-def place_within(schedule: Schedule, arena: int, work: int = WORK) -> bool:
-    """Lay the schedule out within the arena (bytes) by `lay_out` with that work; whether it did."""
+@dataclass(frozen=True)
+class Crowded:
+    """An event at which a layout needs more than the arena, by `excess` bytes."""
+
+    event: int
+    excess: int
+
+
+def place_or_tell(schedule: Schedule, arena: int, work: int = WORK) -> Crowded | None:
+    """
+    Lay the schedule out within the arena (bytes) by `lay_out` with that work.
+
+    Where that fails, the fullest event of the block that ends highest; then there are no offsets.
+    """
     lay_out(schedule, arena, work=work)
     if arena_bytes(schedule) <= arena:
-        return True
+        return None
+    assert schedule.offset is not None
+    assert schedule.workspace_offset is not None
+    blocks = Blocks.of(schedule)
+    offsets = schedule.offset + [schedule.workspace_offset[event] for event in blocks.scratch]
     schedule.offset = schedule.workspace_offset = None
-    return False
+    ends = np.array(offsets) + blocks.size
+    worst = int(ends.argmax())
+    first = (schedule.first + blocks.scratch)[worst]
+    last = (schedule.last + blocks.scratch)[worst]
+    live = blocks.live(len(schedule.ops))[first : last + 1]
+    return Crowded(first + int(live.argmax()), int(ends[worst]) - arena)
 
 
 def place_or_pack(process: SolverProcess, schedule: Schedule, arena: int, deadline: float) -> bool:
     """Lay the schedule out within the arena (bytes) by placement, or else by `pack`."""
-    if place_within(schedule, arena):
+    if place_or_tell(schedule, arena) is None:
         return True
     if max(live_bytes(schedule), default=0) > -(-arena // schedule.problem.alignment) * (
         schedule.problem.alignment

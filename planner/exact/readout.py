@@ -65,6 +65,9 @@ class Readout:
 Drops = dict[tuple[int, int], set[int]]
 """By (position, op): what goes just before the op runs for that position, to come again later."""
 
+Margins = dict[tuple[int, int], int]
+"""By (position, op): bytes to leave free while the op runs for that position."""
+
 MOST_RUNS = 3
 """How often an op may run for the same position."""
 
@@ -91,10 +94,14 @@ class UnreadableError(Exception):
 
 
 def read_out(
-    program: Program, outline: Outline, capacity: int, drops: Drops | None = None
+    program: Program,
+    outline: Outline,
+    capacity: int,
+    drops: Drops | None = None,
+    margins: Margins | None = None,
 ) -> Readout:
     """
-    The schedule of an outline, and where it needs more than `capacity` bytes.
+    The schedule of an outline, and where it needs more than `capacity` bytes, less margins.
 
     Within a segment everything is computed again as late as possible, right before its first need,
     and dropped after its last touch unless it is resident at the next time point.
@@ -106,10 +113,11 @@ def read_out(
     tape = _Reader(program, outline, drops or {}).read()
     schedule = tape.schedule()
     live = live_bytes(schedule)
+    margins = margins or {}
     overflows = [
-        Overflow(position, op, event, used - capacity)
+        Overflow(position, op, event, excess)
         for event, ((op, position), used) in enumerate(zip(tape.runs, live, strict=True))
-        if used > capacity
+        if (excess := used - capacity + margins.get((position, op), 0)) > 0
     ]
     return Readout(schedule, overflows, tape.runs)
 

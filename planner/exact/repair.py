@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from planner.exact.live import live_buffers
 from planner.exact.points import segment
 from planner.exact.program import Program
-from planner.exact.readout import Drops, Outline, Overflow, Readout, StuckError, read_out
+from planner.exact.readout import Drops, Margins, Outline, Overflow, Readout, StuckError, read_out
 
 DEAREST = 0.02
 """Share of the base cost that what goes for one overflow may cost at most."""
@@ -23,6 +23,7 @@ class Repair:
 
     program: Program
     capacity: int
+    margins: Margins
     drops: Drops = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
     """Segments, by the time point that ends them."""
@@ -38,7 +39,7 @@ class Repair:
         """
         while True:
             try:
-                readout = read_out(self.program, outline, self.capacity, self.drops)
+                readout = read_out(self.program, outline, self.capacity, self.drops, self.margins)
             except StuckError as stuck:
                 self._give_up(outline, stuck.position)
                 if time.monotonic() > deadline:

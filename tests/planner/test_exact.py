@@ -17,6 +17,7 @@ from planner.exact.intervals import COPIES, schedule_intervals
 from planner.exact.live import live_bytes
 from planner.exact.milp import Milp, Outcome
 from planner.exact.optimal import solve_optimal
+from planner.exact.packing import Crowded
 from planner.exact.program import Program
 from planner.exact.readout import Outline
 from planner.exact.solving import SolverError, SolverProcess, require
@@ -119,20 +120,29 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
 
 
 @settings(SETTINGS, max_examples=60)
-@given(graph=graphs(max_ops=9), point=st.integers(0, 8), **BUDGETS)
-def test_what_dives_find_is_a_plan(process, graph, point, outputs, share, alignment):
-    """From next to no time points: repairs and windows give valid schedules that fit."""
+@given(graph=graphs(max_ops=9), point=st.integers(0, 8), spare=st.booleans(), **BUDGETS)
+def test_what_dives_find_is_a_plan(process, graph, point, spare, outputs, share, alignment):
+    """From next to no time points: repairs and windows give valid schedules that fit.
+
+    Also where a layout needs some bytes more than what is live.
+    """
     problem, arena = tight(graph, outputs, share, alignment)
     program, best = Program.of(problem), cheapest(problem, arena)
     points = sorted({min(point, program.n), program.n})
     model = TimePointModel(program, arena, points, set())
     answer = process.solve(model.milp, time.monotonic() + SECONDS)
     assume(answer.values is not None)
-    dive = Dive(program, process, arena, time.monotonic() + 2, lambda _: True)
+    room = arena - spare * alignment
+
+    def place(schedule):
+        live = live_bytes(schedule)
+        return Crowded(live.index(max(live)), 1) if max(live) > room else None
+
+    dive = Dive(program, process, arena, time.monotonic() + 2, place)
     schedule = dive.run(Outline.of(model, answer.values), math.inf)
     assume(schedule is not None)
     assert best is not None
-    assert max(live_bytes(schedule)) <= arena
+    assert max(live_bytes(schedule)) <= room
     assert schedule.cost_us >= best * (1 - 1e-9)
     lay_out(schedule)
     made = assemble(
@@ -146,6 +156,23 @@ def test_what_dives_find_is_a_plan(process, graph, point, outputs, share, alignm
         solve_seconds=0.0,
     )
     assert find_faults(graph, made) == []
+
+
+@pytest.mark.parametrize("arena", [6, 10])
+def test_a_dive_leaves_room_where_a_layout_needs_it(process, arena):
+    problem = Problem.from_graph(chain(12), 1, "arena")
+    program = Program.of(problem)
+    model = TimePointModel(program, arena, [program.n], set())
+    answer = process.solve(model.milp, time.monotonic() + SECONDS)
+
+    def place(schedule):
+        live = live_bytes(schedule)
+        return Crowded(live.index(max(live)), 1) if max(live) == arena else None
+
+    dive = Dive(program, process, arena, time.monotonic() + SECONDS, place)
+    schedule = dive.run(Outline.of(model, answer.values), math.inf)
+    assert schedule is not None
+    assert max(live_bytes(schedule)) == arena - 1
 
 
 @settings(SETTINGS, max_examples=15)
