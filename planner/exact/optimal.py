@@ -56,13 +56,16 @@ JOINT_SECONDS = 2.0
 SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
 """Logical budgets, as shares of the arena, for plans that are easier to place."""
 
-CLIMB_SHARE = 0.25
+CLIMB_SHARE = 0.2
 """Share of the time left for more of coop-offline once a model took all of its own."""
 
 DIVE_SHARE = 0.9
 """Share of the time left that a dive may take."""
 
-PLACE_WORK, WORK_PER_SECOND = 200_000_000, 280_000_000
+DIVE_SHRINK = (1.0, 0.99, 0.975)
+"""Shares of the arena to dive within, in turn as long as only a layout is missing."""
+
+PLACE_WORK, WORK_PER_SECOND = 1_000_000_000, 280_000_000
 """Effort of `planner.placement.place` for the layout of what it finds, as far as time allows."""
 
 GOOD_GAP = 1e-4
@@ -159,15 +162,7 @@ class _Search:
         for share in SHRINK:
             if self.incumbent.gap < GOOD_GAP or self.finished():
                 return
-            smaller = replace(
-                rounds,
-                capacity=self.program.capacity(int(self.request.arena_bytes * share)),
-                proves=False,
-                gap=GOOD_GAP,
-                points=list(rounds.points),
-                cuts=set(rounds.cuts),
-                paths=PathCuts(list(rounds.paths.paths)),
-            )
+            smaller = self._smaller(rounds, int(self.request.arena_bytes * share))
             if self._refine(smaller):
                 return
 
@@ -196,16 +191,36 @@ class _Search:
             self._heuristic(now + (self.deadline - now) * CLIMB_SHARE)
 
     def _dive(self, rounds: Refinement) -> None:
-        """Look for a plan near the last round's solution."""
-        assert rounds.outline is not None
-        now = time.monotonic()
-        until = now + (self.deadline - now) * DIVE_SHARE
+        """Look for a plan near the last round's solution, and at smaller capacities if need be."""
+        arena = self.request.arena_bytes
         unit = self.program.problem.alignment
-        capacity = min(rounds.capacity, self.request.arena_bytes // unit * unit)
-        dive = Dive(self.program, self.process, capacity, until, self._place)
-        schedule = dive.run(rounds.outline, self.incumbent.cost_us)
-        if schedule is not None:
-            self.incumbent.offer(schedule)
+        for share in DIVE_SHRINK:
+            if share < 1:
+                rounds = self._smaller(rounds, int(arena * share))
+                if rounds.round() is None:
+                    return
+            assert rounds.outline is not None
+            now = time.monotonic()
+            until = now + (self.deadline - now) * DIVE_SHARE
+            capacity = min(rounds.capacity, arena // unit * unit)
+            dive = Dive(self.program, self.process, capacity, until, self._place)
+            schedule = dive.run(rounds.outline, self.incumbent.cost_us)
+            if schedule is not None:
+                self.incumbent.offer(schedule)
+            if schedule is not None or not dive.margins:
+                return
+
+    def _smaller(self, rounds: Refinement, arena: int) -> Refinement:
+        """The rounds' state within a smaller arena (bytes), where it proves nothing."""
+        return replace(
+            rounds,
+            capacity=self.program.capacity(arena),
+            proves=False,
+            gap=GOOD_GAP,
+            points=list(rounds.points),
+            cuts=set(rounds.cuts),
+            paths=PathCuts(list(rounds.paths.paths)),
+        )
 
     def _place(self, schedule: Schedule) -> Crowded | None:
         """Give a schedule its offsets within the arena, or say where that fails."""

@@ -34,7 +34,7 @@ EASY_SHARE, EASY_SECONDS = 0.05, 1.0
 ALONE_SHARE = 0.3
 """Share of the time left for bounds in the background where there is one processor only."""
 
-SHARES = 0.12, 0.2, 0.05
+SHARES = 0.12, 0.12, 0.05
 """Shares of the time left where it was not: for path cuts, for the solve after that, and for
 improving the solution if that ran out of time. The rest is for dives and closer looks."""
 
