@@ -31,7 +31,7 @@ SPREAD = 10
 SAMPLES = 4
 """Copies of a block from which the choice of an op is learned."""
 
-TRIED = 6
+TRIED = 4
 """How many ops are tried beside those that were chosen before."""
 
 MOSTLY = 0.5
