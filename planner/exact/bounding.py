@@ -59,15 +59,19 @@ class Bounding:
     def run(self) -> None:
         """One step after the other, as long as there are time points to add."""
         self._ranked = self._candidates()
-        while len(self.points) < self.program.n:
-            found = self._next_copies() if self._ranked else self._next_spread()
-            if len(self._chosen) == 2:
-                # Alone it is solved sooner, and its cuts are of use in what follows.
-                alone = PathCuts()
-                self._relax(set(found), alone, self.tell)
-                self.paths.paths += alone.paths
-            self.points.update(found)
-            self._relax(self.points, self.paths, self.tell)
+        while len(self.points) <= self.program.n:
+            if self._ranked:
+                found = self._next_copies()
+                if len(self._chosen) == 2:
+                    # Alone it is solved sooner, and its cuts are of use in what follows.
+                    alone = PathCuts()
+                    self._relax(set(found), alone, self.tell)
+                    self.paths.paths += alone.paths
+            else:
+                found = self._next_spread()
+            if not self.points.issuperset(found):
+                self.points.update(found)
+                self._relax(self.points, self.paths, self.tell)
 
     def _relax(
         self, points: set[int], paths: PathCuts, tell: Callable[[float], None] | None = None
@@ -83,7 +87,7 @@ class Bounding:
         points = initial_points(self.program, self.capacity, self._spread)
         self._spread *= 2
         if self.points.issuperset(points) and self._spread > self.program.n:
-            return list(range(self.program.n))
+            return list(range(self.program.n + 1))
         return points
 
     def _next_copies(self) -> list[int]:

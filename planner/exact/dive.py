@@ -72,7 +72,7 @@ class Dive:
     """
     One dive within `capacity` bytes, until `deadline` (a `time.monotonic` value, s).
 
-    `place` gives a schedule its offsets, or tells the events at which it does not fit the arena.
+    `place` gives a schedule its offsets, or tells where it does not fit the arena.
     """
 
     program: Program
