@@ -84,7 +84,7 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
     try:
         solution = solve_optimal(problem, Request(arena, deadline=time.monotonic() + SECONDS))
     except DoesNotFitError:  # only fragmentation can be in the way of what fits logically
-        program, until = Program.of(problem), time.monotonic() + 2
+        program, until = Program.of(problem), time.monotonic() + 1
         assert schedule_intervals(process, program, arena, until, joint=True)[1] is None
         return
     assert best is not None
