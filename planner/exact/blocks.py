@@ -12,8 +12,10 @@ FEWEST = 5
 
 @dataclass(frozen=True)
 class Repetition:
-    """Ops `start` … `start + length − 1` are copies of a block of `period` ops, the last maybe
-    cut short.
+    """
+    Ops `start` … `start + length − 1`: copies of a block of `period` ops.
+
+    The last copy may be cut short.
     """
 
     start: int

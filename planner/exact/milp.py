@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,3 +92,9 @@ class Relaxation:
     bound: float
     values: NDArray[np.float64] | None
     multipliers: NDArray[np.float64] | None
+
+
+def relaxation_job(milp: Milp, accuracy: float, start: Relaxation | None) -> dict[str, Any]:
+    """What `planner.exact.worker_lp` is asked, but for the time; see there."""
+    known = None if start is None else (start.values, start.multipliers)
+    return dict(vars(milp)) | {"accuracy": accuracy, "start": known}

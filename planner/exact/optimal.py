@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from planner.assemble import arena_bytes
 from planner.errors import DoesNotFitError
-from planner.exact.bounding import BoundingProcess
+from planner.exact.background import BoundingProcess
 from planner.exact.dive import Dive
 from planner.exact.guide import Guide
 from planner.exact.incumbent import Incumbent

@@ -15,7 +15,6 @@ segments. The cuts are separated one shortest path at a time.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +24,8 @@ from planner.exact.timepoint import TimePointModel
 
 Vector = NDArray[np.float64]
 
-
-class Relaxer(Protocol):
-    """Whoever solves relaxations, here or in another process."""
-
-    def relax(
-        self, milp: Milp, deadline: float, accuracy: float, start: Relaxation | None
-    ) -> Relaxation:
-        """See `planner.exact.solving.SolverProcess.relax`."""
-
+Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
+"""`planner.exact.solving.SolverProcess.relax`, or the same in this process."""
 
 VIOLATION = 0.02
 """Cuts that are violated by less are not worth a row."""
@@ -84,7 +76,7 @@ class PathCuts:
 
     def strengthen(
         self,
-        relaxer: Relaxer,
+        relax: Relax,
         model: TimePointModel,
         deadline: float,
         tell: Callable[[float], None] | None = None,
@@ -107,7 +99,7 @@ class PathCuts:
         solved = 0
         while stalled < PATIENCE and time.monotonic() < deadline:
             solved += 1
-            answer = relaxer.relax(relaxed, deadline, accuracy, last)
+            answer = relax(relaxed, deadline, accuracy, last)
             if answer.bound < bound + progress * abs(bound):
                 stalled += 1
             bound = max(bound, answer.bound)

@@ -19,9 +19,14 @@ def initial_points(program: Program, capacity: int, count: int) -> list[int]:
     Chosen among the ops at which keeping everything exceeds the capacity (bytes): as many groups of
     equal length, and of each group the op with the largest working set.
     """
-    live = live_bytes(keep_all_schedule(program.problem))
-    over = [op for op, used in enumerate(live) if used > capacity]
+    over = too_full(program, capacity)
     return [*worst_of_groups(over, count, key=program.touched), program.n]
+
+
+def too_full(program: Program, capacity: int) -> list[int]:
+    """The ops at which keeping everything exceeds the capacity (bytes), in program order."""
+    live = live_bytes(keep_all_schedule(program.problem))
+    return [op for op, used in enumerate(live) if used > capacity]
 
 
 def segment(points: Sequence[int], position: int) -> tuple[int, int]:

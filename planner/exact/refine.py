@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from planner.exact.bounding import BoundingProcess, processors
+from planner.exact.background import BoundingProcess, processors
 from planner.exact.incumbent import PROOF, Incumbent
 from planner.exact.milp import Answer, Outcome
 from planner.exact.paths import PathCuts
@@ -105,7 +105,7 @@ class Refinement:
             if self.hard and self.proves and self.bounding is not None:
                 self._bound(self.bounding)
         if self.hard:
-            bound = self.paths.strengthen(self.process, model, now + left * cuts_share)
+            bound = self.paths.strengthen(self.process.relax, model, now + left * cuts_share)
             self._prove(bound * model.cost_unit)
             now = time.monotonic()
             until = now + max((self.deadline - now) * round_share, min(5.0, self.deadline - now))

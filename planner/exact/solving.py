@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
-from planner.exact.milp import INFINITY, Answer, Milp, Outcome, Relaxation
+from planner.exact.milp import INFINITY, Answer, Milp, Outcome, Relaxation, relaxation_job
 from schemas import InvalidInputError
 
 MEMORY_BYTES = 8 << 30
@@ -184,9 +184,7 @@ class SolverProcess(Child):
         Raises:
             SolverError: the worker raised an exception.
         """
-        known = None if start is None else (start.values, start.multipliers)
-        job = dict(vars(milp)) | {"accuracy": accuracy, "start": known}
-        for message in self._messages(job, deadline):
+        for message in self._messages(relaxation_job(milp, accuracy, start), deadline):
             match message:
                 case ("relaxed", bound, values, multipliers):
                     return Relaxation(bound, values, multipliers)

@@ -152,13 +152,21 @@ KINDS: dict[str, Callable[[dict[str, Any], Any], tuple[Any, ...]]] = {
 """Which function answers a job that has this key."""
 
 
-def serve(jobs: BinaryIO, messages: BinaryIO) -> None:
-    """Answer jobs until the stream ends."""
+def connect(memory: int) -> Callable[[object], None]:
+    """Bound this process's memory (bytes), and keep stdout for what the result sends."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    messages = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a solver may print
 
-    def send(message: tuple[Any, ...]) -> None:
+    def send(message: object) -> None:
         pickle.dump(message, messages)
         messages.flush()
 
+    return send
+
+
+def serve(jobs: BinaryIO, send: Callable[[object], None]) -> None:
+    """Answer jobs until the stream ends."""
     while True:
         try:
             job = pickle.load(jobs)  # noqa: S301  (written by our own parent process)
@@ -174,13 +182,10 @@ def serve(jobs: BinaryIO, messages: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Serve the parent: keep stdout for messages, whatever a solver prints, and bound memory."""
-    memory = int(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    messages = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    """Serve the parent."""
+    send = connect(int(sys.argv[1]))
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        serve(sys.stdin.buffer, messages)
+        serve(sys.stdin.buffer, send)
 
 
 if __name__ == "__main__":

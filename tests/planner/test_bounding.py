@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from benchmarks.synthetic import gpt
 from planner import Problem, plan
 from planner.exact import blocks, bounding, refine
+from planner.exact.background import BoundingProcess
 from planner.exact.blocks import Repetition, repetitions
-from planner.exact.bounding import Bounding, BoundingProcess
+from planner.exact.bounding import Bounding
 from planner.exact.milp import INFINITY, Milp
 from planner.exact.program import Program
 from planner.exact.solving import SolverError, SolverProcess
