@@ -24,7 +24,8 @@ from rich.table import Table
 from planner import METHODS, InfeasibleBudgetError, plan
 from planner.errors import DoesNotFitError
 from planner.methods import Request
-from planner.offline.search import RULES, solve_coop_offline
+from planner.offline.search import RULES
+from planner.offline.solve import solve_coop_offline
 from planner.problem import Problem
 from schemas import Graph, load_graph
 

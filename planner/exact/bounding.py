@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planner.exact.blocks import repetitions
+from planner.blocks import repetitions
 from planner.exact.milp import INFINITY, Milp, Relaxation, relaxation_job
 from planner.exact.paths import PathCuts
 from planner.exact.points import initial_points, too_full
@@ -119,7 +119,7 @@ class Bounding:
         """Every op of every repeated block as its copies, where keeping everything is too much."""
         over = set(too_full(self.program, self.capacity))
         classes = []
-        for run in repetitions(self.program):
+        for run in repetitions(self.program.problem):
             for offset in range(run.period):
                 copies = [op for op in run.copies(offset) if op in over]
                 if len(copies) > 1:

@@ -28,7 +28,7 @@ from planner.exact.refine import Refinement
 from planner.exact.solving import SolverProcess, require
 from planner.layout import lay_out
 from planner.methods.base import Request, Solution
-from planner.offline.search import solve_coop_offline
+from planner.offline.solve import CoopOffline
 from planner.problem import Problem
 from planner.schedule import Schedule
 
@@ -56,7 +56,7 @@ JOINT_SECONDS = 2.0
 SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
 """Logical budgets, as shares of the arena, for plans that are easier to place."""
 
-CLIMB_SHARE = 0.2
+CLIMB_SHARE = 0.5
 """Share of the time left for more of coop-offline once a model took all of its own."""
 
 DIVE_SHARE = 0.9
@@ -109,10 +109,16 @@ class _Search:
 
     def _heuristic(self, until: float | None) -> None:
         """Offer coop-offline's plan, if it finds one by then (a `time.monotonic` value, s)."""
+        self.offline = CoopOffline(self.program.problem, replace(self.request, deadline=until))
+        self.offline.begin()
+        if until is not None and not self.request.any_schedule:
+            self.offline.improve(until)
+        self._offer_heuristic()
+
+    def _offer_heuristic(self) -> None:
         arena = self.request.arena_bytes
-        request = replace(self.request, deadline=until)
         try:
-            schedule = solve_coop_offline(self.program.problem, request).schedule
+            schedule = self.offline.solution().schedule
         except DoesNotFitError:
             return
         if schedule.offset is None:
@@ -126,8 +132,10 @@ class _Search:
         enough = self.request.any_schedule and self.incumbent.solution is not None
         return enough or self.incumbent.proved or time.monotonic() >= self.deadline
 
-    def listen(self) -> None:
-        """Wait for better bounds while there is time."""
+    def finish(self) -> None:
+        """Use the time for which better bounds may come."""
+        if self.bounding.running and not self.finished():
+            self._climb(1.0)
         while self.bounding.running and not self.finished():
             self.incumbent.prove(self.bounding.proved(self.deadline))
 
@@ -141,6 +149,8 @@ class _Search:
         placed = self._refine(rounds)
         if rounds.infeasible:
             return
+        if rounds.cut_short and rounds.outline is None:
+            self._climb(1.0)
         if not placed:
             self._shrink(rounds)
         if rounds.cut_short:
@@ -175,7 +185,9 @@ class _Search:
             placed = self._use(readout)
             if readout.overflows:
                 if rounds.cut_short:
-                    self._climb()
+                    if not self.climbed:
+                        self.climbed = True
+                        self._climb(CLIMB_SHARE)
                     self._dive(rounds)
                 if not rounds.refine(readout.overflows):
                     return False
@@ -183,12 +195,13 @@ class _Search:
                 return placed
         return True
 
-    def _climb(self) -> None:
-        """Let coop-offline look longer, once."""
-        if not self.climbed and self.incumbent.solution is not None:
-            self.climbed = True
-            now = time.monotonic()
-            self._heuristic(now + (self.deadline - now) * CLIMB_SHARE)
+    def _climb(self, share: float) -> None:
+        """Let coop-offline look longer, for this share of the time left."""
+        now = time.monotonic()
+        try:
+            self.offline.improve(now + (self.deadline - now) * share, self.finished)
+        finally:
+            self._offer_heuristic()
 
     def _dive(self, rounds: Refinement) -> None:
         """Look for a plan near the last round's solution, and at smaller capacities if need be."""
@@ -261,7 +274,7 @@ def solve_optimal(problem: Problem, request: Request) -> Solution:
         try:
             if not search.finished():
                 search.run()
-                search.listen()
+                search.finish()
         except KeyboardInterrupt:  # whoever has seen enough gets the best so far
             if search.incumbent.solution is None:
                 raise

@@ -72,7 +72,7 @@ class Refinement:
     last: bool = False
     """Whether rounds may take all the time."""
     outline: Outline | None = None
-    """What the last readout was made of."""
+    """What the last readout was made of; none if the last model had no solution in its time."""
     paths: PathCuts = field(default_factory=PathCuts)
 
     def __post_init__(self) -> None:
@@ -85,6 +85,7 @@ class Refinement:
             model = TimePointModel(self.program, self.capacity, self.points, self.cuts)
             answer = self._solve(model)
             if answer.values is None:
+                self.outline = None
                 return None
             try:
                 self.outline = Outline.of(model, answer.values)

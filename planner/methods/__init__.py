@@ -8,7 +8,7 @@ from planner.exact.optimal import solve_optimal
 from planner.methods.base import MethodInfo, Progress, Request, Solution
 from planner.methods.keep_all import solve_keep_all
 from planner.methods.online import COOP_SWITCHES, solve_coop, solve_dte, solve_dtr
-from planner.offline.search import solve_coop_offline
+from planner.offline.solve import solve_coop_offline
 
 METHODS: Mapping[str, MethodInfo] = {
     info.name: info

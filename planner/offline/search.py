@@ -11,15 +11,13 @@ intervals around the incumbent.
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from planner.arrays import Arrays, Ints, to_arrays
-from planner.errors import DoesNotFitError, TimeLimitError
 from planner.layout import WORK, assign
 from planner.methods.base import Progress, Request, Solution
-from planner.methods.online import run_coop
 from planner.offline.lifetimes import lifetimes
 from planner.offline.rebuild import rebuild
 from planner.offline.run import Run, Runner, Settings
@@ -53,10 +51,6 @@ TRAIL_SPACING = 2
 SLOPE_STEPS = 3
 """Grid steps to either side over which a trail's start measures what memory is worth."""
 
-FEWEST_STEPS, MOST_STEPS = 20, 500
-CLIMB_OPS = 100_000
-"""The hill climb's default length: this many simulated ops in all."""
-
 Lives = tuple[Ints, Ints, Ints, int]
 """What `planner.offline.lifetimes` returns."""
 
@@ -66,6 +60,7 @@ class _Incumbent:
     cost_us: float = np.inf
     budget: int = 0
     run: Run | None = None
+    settings: Settings | None = None
     offsets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
@@ -83,7 +78,7 @@ class Search:
         weight = np.ones(self.arrays.uses.size + 1)
         self.settings = [Settings(price, weight, alpha, cap) for alpha, cap in rules]
         self.best = _Incumbent()
-        self._unplaced: list[tuple[float, int, Run, Lives, int, Ints]] = []
+        self._unplaced: list[tuple[float, int, Run, Lives, int, Settings, Ints]] = []
         self._counter = itertools.count()
         self.failed_op = problem.largest_working_set[0]
 
@@ -91,11 +86,13 @@ class Search:
         """Run at a logical budget; keep it if it is cheaper and its layout fits the arena."""
         run = self.runner(budget, settings, self.best.cost_us)
         if run is not None:
-            self.offer(run, lifetimes(self.arrays, run), budget)
+            self.offer(run, lifetimes(self.arrays, run), budget, settings)
         elif self.best.run is None:
             self.failed_op = self.runner.failed_op
 
-    def offer(self, run: Run, lives: Lives, budget: int, hint: Ints | None = None) -> None:
+    def offer(
+        self, run: Run, lives: Lives, budget: int, settings: Settings, hint: Ints | None = None
+    ) -> None:
         """
         Keep a run if it is cheaper than the incumbent and its layout fits the arena.
 
@@ -115,18 +112,18 @@ class Search:
             order_hint=hint,
         )
         if placement.peak <= arena:
-            self.best = _Incumbent(run.cost_us, budget, run, placement.offsets)
+            self.best = _Incumbent(run.cost_us, budget, run, settings, placement.offsets)
         elif hint is None:
             key = run.cost_us, next(self._counter)
-            self._unplaced.append((*key, run, lives, budget, placement.order))
+            self._unplaced.append((*key, run, lives, budget, settings, placement.order))
             self._unplaced = sorted(self._unplaced)[:UNPLACED]
 
-    def place_the_unplaced(self) -> None:
+    def place_the_unplaced(self, most: int = UNPLACED) -> None:
         """Search layouts for the cheapest runs that no greedy one would fit."""
-        for _, _, run, lives, budget, order in self._unplaced:
+        for _, _, run, lives, budget, settings, order in self._unplaced[:most]:
             if self.request.out_of_time():
                 return
-            self.offer(run, lives, budget, order)
+            self.offer(run, lives, budget, settings, order)
         self._unplaced.clear()
 
     def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Run]]:
@@ -166,27 +163,18 @@ class Search:
         return ranked if self.problem.op_count <= SMALL_OPS else ranked[:BEST_RULES]
 
     def climb(self, steps: int) -> None:
-        """Trails around the arena in turn: so many steps, and on until the deadline if any."""
+        """Trails around the arena in turn, each of them as often, in all so many steps or more."""
         trails = self._trails()
-        done = 0
-        while trails:
-            if done >= steps:
-                if self.request.deadline is None:
-                    return
-                self.place_the_unplaced()
-            for trail in trails:
-                if self.request.out_of_time():
-                    return
-                if self.request.progress is not None and done % 16 == 0:
-                    overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
-                    self.request.progress(
-                        Progress(
-                            f"improving: overhead {overhead:.2%}",
-                            done / steps if self.request.deadline is None else None,
-                        )
-                    )
-                done += 1
-                trail.step(self)
+        turns = -(-steps // max(1, len(trails)))
+        for done, trail in enumerate(trails * turns):
+            if self.request.out_of_time():
+                return
+            if self.request.progress is not None and done % 16 == 0:
+                overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
+                self.request.progress(
+                    Progress(f"improving: overhead {overhead:.2%}", done / (turns * len(trails)))
+                )
+            trail.step(self)
 
     def _trails(self) -> list["Trail"]:
         """Trails from the grid steps whose plans need about as much as there is."""
@@ -258,32 +246,7 @@ class Trail:
         if run is None:
             return
         lives = lifetimes(search.arrays, run)
-        search.offer(run, lives, budget)
+        search.offer(run, lives, budget, settings)
         value = run.cost_us + self.slope * np.log(lives[3])
         if value < self.value:
             self.settings, self.budget, self.value = settings, budget, value
-
-
-def solve_coop_offline(
-    problem: Problem, request: Request, rules: Sequence[tuple[float, bool]] = RULES
-) -> Solution:
-    """The cheapest schedule found that fits; `request.deadline` buys a longer climb."""
-    search = Search(problem, request, rules)
-    search.portfolio()
-    if search.best.run is None:
-        search.place_the_unplaced()
-    if search.best.run is not None and request.any_schedule:
-        return search.solution()
-    try:
-        online = run_coop(problem, replace(request, progress=None, off=frozenset()), search.arrays)
-    except (DoesNotFitError, TimeLimitError):
-        online = None
-    if search.best.run is not None:
-        steps = min(MOST_STEPS, max(FEWEST_STEPS, CLIMB_OPS // max(1, problem.op_count)))
-        search.climb(steps)
-        search.place_the_unplaced()
-        if online is None or search.best.cost_us <= online.cost_us:
-            return search.solution()
-    if online is None:
-        raise DoesNotFitError(search.failed_op)
-    return Solution(online.schedule(problem))

@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
-from planner import Problem, plan
-from planner.exact import blocks, bounding, refine
+from planner import Problem, blocks, plan
+from planner.blocks import Repetition, repetitions
+from planner.exact import bounding, refine
 from planner.exact.background import BoundingProcess
-from planner.exact.blocks import Repetition, repetitions
 from planner.exact.bounding import Bounding
 from planner.exact.milp import INFINITY, Milp
 from planner.exact.program import Program
@@ -37,7 +37,7 @@ def capacity(program):
 
 
 def test_layers_are_recognised(program):
-    found = {run.period: run for run in repetitions(program)}
+    found = {run.period: run for run in repetitions(program.problem)}
     assert found[20].length == 20 * LAYERS  # backward
     assert found[16].length == 16 * LAYERS  # forward
     for run in found.values():

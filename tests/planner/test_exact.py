@@ -25,7 +25,7 @@ from planner.exact.timepoint import TimePointModel
 from planner.layout import lay_out
 from planner.methods import Request
 from planner.methods.keep_all import keep_all_schedule
-from planner.offline import search
+from planner.offline import solve
 from schemas import InvalidInputError
 from tests.planner.brute_force import cheapest
 from tests.strategies import graphs
@@ -64,7 +64,7 @@ def cost_of(solve, problem, arena, **switches):
 def short_climb():
     """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "CLIMB_OPS", 1000)
+        patch.setattr(solve, "CLIMB_OPS", 1000)
         yield
 
 

@@ -1,0 +1,76 @@
+"""The method coop-offline: portfolio, a climb of fixed length, annealing until the deadline."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from planner.errors import DoesNotFitError, TimeLimitError
+from planner.methods.base import Request, Solution
+from planner.methods.online import run_coop
+from planner.offline.anneal import Annealing
+from planner.offline.search import RULES, Search
+from planner.online.run import OnlineRun
+from planner.problem import Problem
+
+FEWEST_STEPS, MOST_STEPS = 20, 500
+CLIMB_OPS = 100_000
+"""The climb's length: this many simulated ops in all."""
+
+
+class CoopOffline:
+    """The method on one request, for those who ask for more than one plan."""
+
+    def __init__(
+        self, problem: Problem, request: Request, rules: Sequence[tuple[float, bool]] = RULES
+    ) -> None:
+        self.problem = problem
+        self.request = request
+        self.search = Search(problem, request, rules)
+        self._online: OnlineRun | None = None
+
+    def begin(self) -> None:
+        """What the method does without a deadline; one may end it early."""
+        search, request = self.search, self.request
+        search.portfolio()
+        if search.best.run is None:
+            search.place_the_unplaced()
+        if search.best.run is not None and request.any_schedule:
+            return
+        with contextlib.suppress(DoesNotFitError, TimeLimitError):
+            self._online = run_coop(
+                self.problem, replace(request, progress=None, off=frozenset()), search.arrays
+            )
+        if search.best.run is not None:
+            steps = CLIMB_OPS // max(1, self.problem.op_count)
+            search.climb(min(MOST_STEPS, max(FEWEST_STEPS, steps)))
+            search.place_the_unplaced()
+
+    def improve(self, deadline: float, enough: Callable[[], bool] = lambda: False) -> None:
+        """Look for better plans until the deadline (a `time.monotonic` value, s) or `enough`."""
+        self.search.request = replace(self.search.request, deadline=deadline)
+        Annealing(self.search, deadline).run(enough)
+
+    def solution(self) -> Solution:
+        """
+        The cheapest schedule so far.
+
+        Raises:
+            DoesNotFitError: there is none.
+        """
+        best, online = self.search.best, self._online
+        if best.run is not None and (online is None or best.cost_us <= online.cost_us):
+            return self.search.solution()
+        if online is None:
+            raise DoesNotFitError(self.search.failed_op)
+        return Solution(online.schedule(self.problem))
+
+
+def solve_coop_offline(
+    problem: Problem, request: Request, rules: Sequence[tuple[float, bool]] = RULES
+) -> Solution:
+    """The cheapest schedule found that fits; time until `request.deadline` goes into annealing."""
+    method = CoopOffline(problem, request, rules)
+    method.begin()
+    if request.deadline is not None and not request.any_schedule:
+        method.improve(request.deadline)
+    return method.solution()
