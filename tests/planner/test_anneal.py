@@ -1,0 +1,101 @@
+"""Annealing: copies are changed alike, plans get cheaper and fit, and it comes back to fit."""
+
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.synthetic import gpt
+from planner import Problem
+from planner.assemble import arena_bytes
+from planner.methods.base import Request
+from planner.offline import anneal
+from planner.offline.anneal import Annealing
+from planner.offline.lifetimes import lifetimes
+from planner.offline.search import Search
+from planner.offline.solve import CoopOffline
+from tests.support import make_graph
+
+LAYERS, OPS, BACKWARD = 6, 16, 20
+"""Layers of the GPT, ops of one of them forward and backward."""
+
+FAR = 1e6
+"""Seconds: of a deadline that does not come."""
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """A GPT of a few layers."""
+    return Problem.from_graph(gpt(LAYERS))
+
+
+@pytest.fixture
+def request_(problem):
+    """An arena just above its largest working set."""
+    return Request(int(1.4 * problem.largest_working_set[1]))
+
+
+def after(steps):
+    """Enough once so many steps were made, counted as often as it is asked."""
+    asked = iter(range(steps // 64))
+    return lambda: next(asked, None) is None
+
+
+def test_copies_are_alike_and_others_are_not(problem, request_):
+    search = Search(problem, request_)
+    numbers = anneal._alike(search)
+    assert numbers.size == search.arrays.uses.size + 1
+    number = {}
+    for t, consumers in enumerate(problem.consumers):
+        for slot, consumer in enumerate(consumers):
+            number[t, consumer] = numbers[search.arrays.uses_ptr[t] + slot]
+
+    def between(layer, maker, user):
+        """The interval from one op of a layer to another, both counted in the layer."""
+        (t,) = problem.makes[1 + layer * OPS + maker]
+        return number[t, 1 + layer * OPS + user]
+
+    gelu, second = 13, 14
+    assert len({between(layer, gelu, second) for layer in range(LAYERS)}) == 1
+    assert between(0, gelu, second) != between(0, gelu - 1, gelu)
+    assert np.unique(numbers).size < numbers.size / 2
+
+
+def test_nothing_to_keep_is_no_trouble():
+    search = Search(Problem.from_graph(make_graph({}, [])), Request(0))
+    assert anneal._alike(search).size == 1
+
+
+def test_plans_get_cheaper_and_fit(problem, request_):
+    method = CoopOffline(problem, request_)
+    method.begin()
+    before = method.solution().schedule.cost_us
+    method.improve(time.monotonic() + FAR, after(2000))
+    schedule = method.solution().schedule
+    assert schedule.cost_us < before
+    assert arena_bytes(schedule) <= request_.arena_bytes
+
+
+def test_it_comes_back_from_where_nothing_fits(problem, request_, monkeypatch):
+    monkeypatch.setattr(anneal, "STEEP", 0.3)  # too little, as it stands
+    search = Search(problem, request_)
+    settings, budget = search.settings[0], int(1.2 * request_.arena_bytes)
+    run = search.runner(budget, settings)
+    assert run is not None
+    assert lifetimes(search.arrays, run)[3] > request_.arena_bytes
+    search.best.run, search.best.settings, search.best.budget = run, settings, budget
+    spent = after(20_000)
+    Annealing(search, time.monotonic() + FAR).run(
+        lambda: spent() or np.isfinite(search.best.cost_us)
+    )
+    assert search.best.run is not run
+    assert np.isfinite(search.best.cost_us)
+    assert arena_bytes(search.solution().schedule) <= request_.arena_bytes
+
+
+def test_it_ends_at_its_deadline(problem, request_):
+    search = Search(problem, request_)
+    search.portfolio()
+    start = time.monotonic()
+    Annealing(search, start + 0.3).run(lambda: False)
+    assert 0.3 <= time.monotonic() - start < 1.5
