@@ -41,6 +41,9 @@ improving the solution if that ran out of time. The rest is for dives and closer
 LAST_SHARES = 0.25, 0.9, 0.5
 """The same once nothing else is left to do."""
 
+WIDE_GAP = 0.12
+"""Gaps above this one are worth the processor time of a second process."""
+
 
 @dataclass
 class Refinement:
@@ -48,7 +51,8 @@ class Refinement:
     The rounds at one capacity (bytes, see `Program.capacity`).
 
     Only at the incumbent's own capacity do bounds count (`proves`); a smaller one is a way to
-    plans that are easier to place. `bounding`, if given, begins with the first hard model.
+    plans that are easier to place. `bounding`, if given, begins with a hard model
+    at a wide gap.
     """
 
     program: Program
@@ -103,7 +107,8 @@ class Refinement:
             easy = now + max(left * EASY_SHARE, EASY_SECONDS)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-            if self.hard and self.proves and self.bounding is not None:
+            wide = self.proves and self.incumbent.gap > WIDE_GAP
+            if self.hard and wide and self.bounding is not None:
                 self._bound(self.bounding)
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + left * cuts_share)
