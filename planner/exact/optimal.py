@@ -5,9 +5,9 @@ coop-offline's plan is the incumbent from the start. Each round solves one model
 `planner.exact.timepoint`): its bound holds for good, and its solution is read out and placed; where
 it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and the
 model looks closer. Models that are hard get path cuts (`planner.exact.paths`); where time does not
-suffice for one, relaxations give a better bound (`planner.exact.bounding`), and a dive leads from
-its solution to a plan (`planner.exact.dive`). When only placement is in the way, slightly smaller
-logical budgets are tried.
+suffice for one, relaxations give a better bound (`planner.exact.bounding`), coop-offline is asked
+for more, and a dive leads from the model's solution to a plan (`planner.exact.dive`). When only
+placement is in the way, slightly smaller logical budgets are tried.
 """
 
 import time

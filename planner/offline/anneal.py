@@ -16,7 +16,6 @@ import numpy as np
 
 from planner.arrays import Floats, Ints
 from planner.blocks import repetitions
-from planner.methods.base import Progress
 from planner.offline.lifetimes import lifetimes
 from planner.offline.run import Settings
 from planner.offline.search import ALPHAS, Search
@@ -82,9 +81,7 @@ class Annealing:
             if step % 64 == 0:
                 if enough():
                     return
-                if search.request.progress is not None:
-                    overhead = search.best.cost_us / max(search.problem.base_cost_us, 1e-12) - 1
-                    search.request.progress(Progress(f"improving: overhead {overhead:.2%}"))
+                search.report(None)
             step += 1
 
     def _value(self, point: _Point) -> float:

@@ -6,7 +6,7 @@ need. Lifetimes end at the last touch, so a run may stay within the arena althou
 budget is larger, and that is searched for: the portfolio crosses scoring rules with logical budgets
 taken from a fixed grid (independent of the arena asked for, so that neighbouring budgets are
 answered from the same candidates), then a hill climb perturbs the weights of single retention
-intervals around the incumbent.
+intervals around the incumbent, and `planner.offline.anneal` does with the time that is left.
 """
 
 import itertools
@@ -169,12 +169,15 @@ class Search:
         for done, trail in enumerate(trails * turns):
             if self.request.out_of_time():
                 return
-            if self.request.progress is not None and done % 16 == 0:
-                overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
-                self.request.progress(
-                    Progress(f"improving: overhead {overhead:.2%}", done / (turns * len(trails)))
-                )
+            if done % 16 == 0:
+                self.report(done / (turns * len(trails)))
             trail.step(self)
+
+    def report(self, fraction: float | None) -> None:
+        """The incumbent's overhead as progress."""
+        if self.request.progress is not None:
+            overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
+            self.request.progress(Progress(f"improving: overhead {overhead:.2%}", fraction))
 
     def _trails(self) -> list["Trail"]:
         """Trails from the grid steps whose plans need about as much as there is."""
