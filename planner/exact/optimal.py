@@ -56,8 +56,9 @@ JOINT_SECONDS = 2.0
 SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
 """Logical budgets, as shares of the arena, for plans that are easier to place."""
 
-CLIMB_SHARE = 0.5
-"""Share of the time left for more of coop-offline once a model took all of its own."""
+CLIMB_SHARE, WIDE_CLIMB_SHARE = 0.2, 0.5
+"""Share of the time left for more of coop-offline once a model took all of its own; the second one
+where the gap is wide."""
 
 DIVE_SHARE = 0.9
 """Share of the time left that a dive may take."""
@@ -149,7 +150,7 @@ class _Search:
         placed = self._refine(rounds)
         if rounds.infeasible:
             return
-        if rounds.cut_short and rounds.outline is None:
+        if rounds.cut_short and rounds.outline is None and self.incumbent.wide:
             self._climb(1.0)
         if not placed:
             self._shrink(rounds)
@@ -187,7 +188,7 @@ class _Search:
                 if rounds.cut_short:
                     if not self.climbed:
                         self.climbed = True
-                        self._climb(CLIMB_SHARE)
+                        self._climb(WIDE_CLIMB_SHARE if self.incumbent.wide else CLIMB_SHARE)
                     self._dive(rounds)
                 if not rounds.refine(readout.overflows):
                     return False

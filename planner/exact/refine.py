@@ -41,9 +41,6 @@ improving the solution if that ran out of time. The rest is for dives and closer
 LAST_SHARES = 0.25, 0.9, 0.5
 """The same once nothing else is left to do."""
 
-WIDE_GAP = 0.12
-"""Gaps above this one are worth the processor time of a second process."""
-
 
 @dataclass
 class Refinement:
@@ -107,7 +104,7 @@ class Refinement:
             easy = now + max(left * EASY_SHARE, EASY_SECONDS)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-            wide = self.proves and self.incumbent.gap > WIDE_GAP
+            wide = self.proves and self.incumbent.wide
             if self.hard and wide and self.bounding is not None:
                 self._bound(self.bounding)
         if self.hard:
