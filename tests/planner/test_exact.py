@@ -85,8 +85,11 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
         solution = solve_optimal(problem, Request(arena, deadline=time.monotonic() + SECONDS))
     except DoesNotFitError:  # only fragmentation can be in the way of what fits logically
         program, until = Program.of(problem), time.monotonic() + 1
-        assert schedule_intervals(process, program, arena, until, joint=True)[1] is None
-        return
+        if schedule_intervals(process, program, arena, until, joint=True)[1] is None:
+            return
+        # Joint plans are found sooner or later, by luck: then there must be one given time.
+        until = time.monotonic() + 4 * SECONDS
+        solution = solve_optimal(problem, Request(arena, deadline=until))
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
     assert solution.schedule.cost_us >= best * (1 - 1e-9)
