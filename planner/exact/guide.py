@@ -36,7 +36,7 @@ class Guide:
         """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
         search = self._search
         search.best.cost_us = min(search.best.cost_us, cost_limit_us)
-        before = search.best.run
+        before = search.best.found
         weight = self._weights(plan)
         price = np.arange(search.problem.op_count + 1, dtype=np.float64)
         for share in LOGICAL_SHARES:
@@ -45,7 +45,7 @@ class Guide:
                     break
                 settings = Settings(price, weight, alpha, cap=False)
                 search.consider(int(search.request.arena_bytes * share), settings)
-        found = search.best.run
+        found = search.best.found
         if found is None or found is before:
             return None
         return search.solution().schedule

@@ -16,7 +16,7 @@ PROOF = 1e-6
 """A plan is optimal when its cost is within this share of the bound."""
 
 WIDE_GAP = 0.12
-"""Gaps above this one are worth the processor time of a second process."""
+"""Gaps above this one are worth a second process for bounds, and longer climbs of coop-offline."""
 
 
 class Incumbent:

@@ -103,20 +103,15 @@ class _Search:
             limit = None
         else:
             limit = now + share * HEURISTIC_SHARE
-        self._heuristic(limit)
+        self.offline = CoopOffline(self.program.problem, replace(self.request, deadline=limit))
+        self.offline.begin()
+        self._offer_heuristic()
         if self.incumbent.solution is None:
             now = time.monotonic()
             self.deadline = now + (self.deadline - now) * BLIND_SHARE
 
-    def _heuristic(self, until: float | None) -> None:
-        """Offer coop-offline's plan, if it finds one by then (a `time.monotonic` value, s)."""
-        self.offline = CoopOffline(self.program.problem, replace(self.request, deadline=until))
-        self.offline.begin()
-        if until is not None and not self.request.any_schedule:
-            self.offline.improve(until)
-        self._offer_heuristic()
-
     def _offer_heuristic(self) -> None:
+        """Offer coop-offline's plan, if it has one."""
         arena = self.request.arena_bytes
         try:
             schedule = self.offline.solution().schedule

@@ -104,8 +104,7 @@ class Refinement:
             easy = now + max(left * EASY_SHARE, EASY_SECONDS)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-            wide = self.proves and self.incumbent.wide
-            if self.hard and wide and self.bounding is not None:
+            if self.hard and self.proves and self.incumbent.wide and self.bounding is not None:
                 self._bound(self.bounding)
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + left * cuts_share)

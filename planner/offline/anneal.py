@@ -10,15 +10,14 @@ Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from planner.arrays import Floats, Ints
+from planner.arrays import Arrays, Floats, Ints
 from planner.blocks import repetitions
-from planner.offline.lifetimes import lifetimes
 from planner.offline.run import Settings
-from planner.offline.search import ALPHAS, Search
+from planner.offline.search import ALPHAS, Candidate, Search
+from planner.problem import Problem
 
 TEMPERATURE = 1e-3
 """By how much a run may be worse and taken on average, at the beginning: share of the base cost."""
@@ -42,22 +41,18 @@ WORTH_PLACING = 1e-4
 """Share of the incumbent's cost that a run must save before its layout is tried."""
 
 
-@dataclass
-class _Point:
-    settings: Settings
-    budget: int
-    cost_us: float
-    peak: int
-
-
 class Annealing:
-    """Improves a search's incumbent until a deadline (a `time.monotonic` value, s)."""
+    """
+    Improves a search's incumbent until a deadline (a `time.monotonic` value, s).
 
-    def __init__(self, search: Search, deadline: float) -> None:
+    `kinds` is what `alike` returns.
+    """
+
+    def __init__(self, search: Search, kinds: Ints, deadline: float) -> None:
         self.search = search
         self.begin, self.deadline = time.monotonic(), deadline
         self.random = np.random.default_rng(search.request.seed)
-        self.alike = _alike(search)
+        self.kinds = kinds
         self.where = np.append(search.arrays.uses, search.problem.op_count)
         self.over = 1.0  # layout over live peak, as it turned out
         self.steep = STEEP
@@ -65,12 +60,9 @@ class Annealing:
         self.layouts = 0.0  # seconds
 
     def run(self, enough: Callable[[], bool]) -> None:
-        """Steps until the deadline or `enough`; none without an incumbent of the kernel's."""
-        search, best = self.search, self.search.best
-        if best.settings is None or best.run is None:
-            return
-        peak = lifetimes(search.arrays, best.run)[3]
-        here = _Point(best.settings, best.budget, best.run.cost_us, peak)
+        """Steps from the incumbent until the deadline or `enough`."""
+        search, here = self.search, self.search.best.found
+        assert here is not None
         step = 0
         while (now := time.monotonic()) < self.deadline:
             heat = ((self.deadline - now) / (self.deadline - self.begin)) ** 2
@@ -84,43 +76,41 @@ class Annealing:
                 search.report(None)
             step += 1
 
-    def _value(self, point: _Point) -> float:
-        excess = np.log(point.peak * self.over / self.search.request.arena_bytes)
+    def _value(self, found: Candidate) -> float:
+        excess = np.log(found.peak * self.over / self.search.request.arena_bytes)
         return float(
-            point.cost_us + self.steep * self.search.problem.base_cost_us * max(0.0, excess)
+            found.cost_us + self.steep * self.search.problem.base_cost_us * max(0.0, excess)
         )
 
-    def _neighbour(self, here: _Point, limit: float) -> _Point | None:
-        """Perturb a point and offer the run; None where that does not complete or is over it."""
+    def _neighbour(self, here: Candidate, limit: float) -> Candidate | None:
+        """Perturb a run and offer what comes of it; None where that fails or is over the limit."""
         search, random = self.search, self.random
         settings, budget = self._perturbed(here.settings), here.budget
         if random.random() < 0.7:
             budget = int(budget * np.exp(random.normal(0.0, 0.01)))
-        run = search.runner(budget, settings, limit)
-        if run is None:
+        found = search.simulate(budget, settings, limit)
+        if found is None:
             self._idle(here)
             return None
-        lives = lifetimes(search.arrays, run)
-        point = _Point(settings, budget, run.cost_us, lives[3])
-        worthy = run.cost_us < search.best.cost_us * (1 - WORTH_PLACING)
-        if worthy and point.peak * self.over <= search.request.arena_bytes:
+        worthy = found.cost_us < search.best.cost_us * (1 - WORTH_PLACING)
+        if worthy and found.peak * self.over <= search.request.arena_bytes:
             self.idle = 0
             self.steep = max(STEEP, self.steep / STEEPER)
-            before = search.best.run
-            search.offer(run, lives, budget, settings)
+            before = search.best.found
+            search.offer(found)
             now = time.monotonic()
-            if search.best.run is before and self.layouts < LAYOUT_SHARE * (now - self.begin):
+            if search.best.found is before and self.layouts < LAYOUT_SHARE * (now - self.begin):
                 search.place_the_unplaced(1)
                 self.layouts += time.monotonic() - now
-            if search.best.run is before:
+            if search.best.found is before:
                 self.over *= TIGHTER
             else:
                 self.over = max(1.0, self.over / LOOSER)
         else:
             self._idle(here)
-        return point if self._value(point) < limit else None
+        return found if self._value(found) < limit else None
 
-    def _idle(self, here: _Point) -> None:
+    def _idle(self, here: Candidate) -> None:
         """Note a run that was not worth a layout; after some of them, judge them otherwise."""
         self.idle += 1
         if self.idle > IDLE:
@@ -132,7 +122,7 @@ class Annealing:
 
     def _perturbed(self, base: Settings) -> Settings:
         random = self.random
-        kind = self.alike if random.random() < 0.5 else np.arange(self.alike.size)
+        kind = self.kinds if random.random() < 0.5 else np.arange(self.kinds.size)
         kinds = int(kind.max()) + 1
         if random.random() < 0.2:
             touched = np.isin(kind, random.choice(kinds, random.integers(1, 8)))
@@ -149,13 +139,12 @@ class Annealing:
         return Settings(base.price, weight, alpha, base.cap)
 
 
-def _alike(search: Search) -> Ints:
+def alike(problem: Problem, arrays: Arrays) -> Ints:
     """
     A number per entry of `Settings.weight`, the same for copies of it in repeated blocks.
 
     Entries are copies if the ops that make the tensor and that use it are.
     """
-    problem, arrays = search.problem, search.arrays
     n = problem.op_count
     copy_of = np.arange(n + 1)
     for run in repetitions(problem):

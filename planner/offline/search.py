@@ -6,7 +6,7 @@ need. Lifetimes end at the last touch, so a run may stay within the arena althou
 budget is larger, and that is searched for: the portfolio crosses scoring rules with logical budgets
 taken from a fixed grid (independent of the arena asked for, so that neighbouring budgets are
 answered from the same candidates), then a hill climb perturbs the weights of single retention
-intervals around the incumbent, and `planner.offline.anneal` does with the time that is left.
+intervals around the incumbent. Time that is left goes into `planner.offline.anneal`.
 """
 
 import itertools
@@ -55,12 +55,30 @@ Lives = tuple[Ints, Ints, Ints, int]
 """What `planner.offline.lifetimes` returns."""
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A run that completed, the logical budget (bytes) and settings that it had, its lifetimes."""
+
+    budget: int
+    settings: Settings
+    run: Run
+    lives: Lives
+
+    @property
+    def cost_us(self) -> float:
+        """Cost of the whole step."""
+        return self.run.cost_us
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are live at once."""
+        return self.lives[3]
+
+
 @dataclass
 class _Incumbent:
     cost_us: float = np.inf
-    budget: int = 0
-    run: Run | None = None
-    settings: Settings | None = None
+    found: Candidate | None = None
     offsets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
@@ -78,29 +96,36 @@ class Search:
         weight = np.ones(self.arrays.uses.size + 1)
         self.settings = [Settings(price, weight, alpha, cap) for alpha, cap in rules]
         self.best = _Incumbent()
-        self._unplaced: list[tuple[float, int, Run, Lives, int, Settings, Ints]] = []
+        self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
         self._counter = itertools.count()
         self.failed_op = problem.largest_working_set[0]
 
+    def simulate(
+        self, budget: int, settings: Settings, cost_limit: float = np.inf
+    ) -> Candidate | None:
+        """Run at a logical budget (bytes); None when it fails or costs more than the limit (µs)."""
+        run = self.runner(budget, settings, cost_limit)
+        if run is None:
+            return None
+        return Candidate(budget, settings, run, lifetimes(self.arrays, run))
+
     def consider(self, budget: int, settings: Settings) -> None:
         """Run at a logical budget; keep it if it is cheaper and its layout fits the arena."""
-        run = self.runner(budget, settings, self.best.cost_us)
-        if run is not None:
-            self.offer(run, lifetimes(self.arrays, run), budget, settings)
-        elif self.best.run is None:
+        found = self.simulate(budget, settings, self.best.cost_us)
+        if found is not None:
+            self.offer(found)
+        elif self.best.found is None:
             self.failed_op = self.runner.failed_op
 
-    def offer(
-        self, run: Run, lives: Lives, budget: int, settings: Settings, hint: Ints | None = None
-    ) -> None:
+    def offer(self, found: Candidate, hint: Ints | None = None) -> None:
         """
         Keep a run if it is cheaper than the incumbent and its layout fits the arena.
 
         With the order of its greedy layout as `hint`, a layout is searched from there.
         """
-        lower, upper, size, peak = lives
+        lower, upper, size, peak = found.lives
         arena = self.request.arena_bytes
-        if run.cost_us >= self.best.cost_us or peak > arena:
+        if found.cost_us >= self.best.cost_us or peak > arena:
             return
         placement = place(
             lower,
@@ -112,18 +137,18 @@ class Search:
             order_hint=hint,
         )
         if placement.peak <= arena:
-            self.best = _Incumbent(run.cost_us, budget, run, settings, placement.offsets)
+            self.best = _Incumbent(found.cost_us, found, placement.offsets)
         elif hint is None:
-            key = run.cost_us, next(self._counter)
-            self._unplaced.append((*key, run, lives, budget, settings, placement.order))
+            entry = found.cost_us, next(self._counter), found, placement.order
+            self._unplaced.append(entry)
             self._unplaced = sorted(self._unplaced)[:UNPLACED]
 
     def place_the_unplaced(self, most: int = UNPLACED) -> None:
         """Search layouts for the cheapest runs that no greedy one would fit."""
-        for _, _, run, lives, budget, settings, order in self._unplaced[:most]:
+        for _, _, found, order in self._unplaced[:most]:
             if self.request.out_of_time():
                 return
-            self.offer(run, lives, budget, settings, order)
+            self.offer(found, order)
         self._unplaced.clear()
 
     def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Run]]:
@@ -135,8 +160,8 @@ class Search:
 
     def solution(self) -> Solution:
         """The incumbent as a placed schedule."""
-        assert self.best.run is not None
-        schedule = rebuild(self.problem, self.best.run)
+        assert self.best.found is not None
+        schedule = rebuild(self.problem, self.best.found.run)
         assign(schedule, self.best.offsets)
         return Solution(schedule)
 
@@ -149,9 +174,9 @@ class Search:
                 for number in rules:
                     self.consider(int(GRID_RATIO**step), self.settings[number])
                     enough = self.request.any_schedule or self.request.out_of_time()
-                    if self.best.run is not None and enough:
+                    if self.best.found is not None and enough:
                         return
-            if self.best.run is not None:
+            if self.best.found is not None:
                 return
             rules = list(range(len(self.settings)))
 
@@ -181,7 +206,8 @@ class Search:
 
     def _trails(self) -> list["Trail"]:
         """Trails from the grid steps whose plans need about as much as there is."""
-        middle = self._step(self.best.budget) // TRAIL_SPACING * TRAIL_SPACING
+        assert self.best.found is not None
+        middle = self._step(self.best.found.budget) // TRAIL_SPACING * TRAIL_SPACING
         # Ranked at a coarser step, so that neighbouring arenas agree on the rules.
         rules = self.best_rules(middle // RANK_STEPS * RANK_STEPS)
         trails = []
@@ -245,11 +271,10 @@ class Trail:
             base.cap,
         )
         budget = int(self.budget * np.exp(random.normal(0.0, 0.01)))
-        run = search.runner(budget, settings)
-        if run is None:
+        found = search.simulate(budget, settings)
+        if found is None:
             return
-        lives = lifetimes(search.arrays, run)
-        search.offer(run, lives, budget, settings)
-        value = run.cost_us + self.slope * np.log(lives[3])
+        search.offer(found)
+        value = found.cost_us + self.slope * np.log(found.peak)
         if value < self.value:
             self.settings, self.budget, self.value = settings, budget, value

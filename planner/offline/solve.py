@@ -1,13 +1,16 @@
 """The method coop-offline: portfolio, a climb of fixed length, annealing until the deadline."""
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 
+from planner.arrays import Ints
 from planner.errors import DoesNotFitError, TimeLimitError
 from planner.methods.base import Request, Solution
 from planner.methods.online import run_coop
-from planner.offline.anneal import Annealing
+from planner.offline.anneal import Annealing, alike
 from planner.offline.search import RULES, Search
 from planner.online.run import OnlineRun
 from planner.problem import Problem
@@ -29,26 +32,37 @@ class CoopOffline:
         self._online: OnlineRun | None = None
 
     def begin(self) -> None:
-        """What the method does without a deadline; one may end it early."""
+        """What the method does on its request."""
         search, request = self.search, self.request
         search.portfolio()
-        if search.best.run is None:
+        if search.best.found is None:
             search.place_the_unplaced()
-        if search.best.run is not None and request.any_schedule:
+        if search.best.found is not None and request.any_schedule:
             return
         with contextlib.suppress(DoesNotFitError, TimeLimitError):
             self._online = run_coop(
                 self.problem, replace(request, progress=None, off=frozenset()), search.arrays
             )
-        if search.best.run is not None:
+        if search.best.found is not None:
             steps = CLIMB_OPS // max(1, self.problem.op_count)
             search.climb(min(MOST_STEPS, max(FEWEST_STEPS, steps)))
             search.place_the_unplaced()
+        if request.deadline is not None:
+            self.improve(request.deadline)
+
+    @cached_property
+    def _alike(self) -> Ints:
+        return alike(self.problem, self.search.arrays)
 
     def improve(self, deadline: float, enough: Callable[[], bool] = lambda: False) -> None:
-        """Look for better plans until the deadline (a `time.monotonic` value, s) or `enough`."""
-        self.search.request = replace(self.search.request, deadline=deadline)
-        Annealing(self.search, deadline).run(enough)
+        """
+        Look for better plans than the kernel's best, until the deadline or `enough`.
+
+        The deadline is a `time.monotonic` value (s).
+        """
+        if self.search.best.found is not None and time.monotonic() < deadline:
+            self.search.request = replace(self.search.request, deadline=deadline)
+            Annealing(self.search, self._alike, deadline).run(enough)
 
     def solution(self) -> Solution:
         """
@@ -58,7 +72,7 @@ class CoopOffline:
             DoesNotFitError: there is none.
         """
         best, online = self.search.best, self._online
-        if best.run is not None and (online is None or best.cost_us <= online.cost_us):
+        if best.found is not None and (online is None or best.cost_us <= online.cost_us):
             return self.search.solution()
         if online is None:
             raise DoesNotFitError(self.search.failed_op)
@@ -71,6 +85,4 @@ def solve_coop_offline(
     """The cheapest schedule found that fits; time until `request.deadline` goes into annealing."""
     method = CoopOffline(problem, request, rules)
     method.begin()
-    if request.deadline is not None and not request.any_schedule:
-        method.improve(request.deadline)
     return method.solution()

@@ -11,7 +11,6 @@ from planner.assemble import arena_bytes
 from planner.methods.base import Request
 from planner.offline import anneal
 from planner.offline.anneal import Annealing
-from planner.offline.lifetimes import lifetimes
 from planner.offline.search import Search
 from planner.offline.solve import CoopOffline
 from tests.support import make_graph
@@ -43,7 +42,7 @@ def after(steps):
 
 def test_copies_are_alike_and_others_are_not(problem, request_):
     search = Search(problem, request_)
-    numbers = anneal._alike(search)
+    numbers = anneal.alike(problem, search.arrays)
     assert numbers.size == search.arrays.uses.size + 1
     number = {}
     for t, consumers in enumerate(problem.consumers):
@@ -63,7 +62,7 @@ def test_copies_are_alike_and_others_are_not(problem, request_):
 
 def test_nothing_to_keep_is_no_trouble():
     search = Search(Problem.from_graph(make_graph({}, [])), Request(0))
-    assert anneal._alike(search).size == 1
+    assert anneal.alike(search.problem, search.arrays).size == 1
 
 
 def test_plans_get_cheaper_and_fit(problem, request_):
@@ -80,15 +79,16 @@ def test_it_comes_back_from_where_nothing_fits(problem, request_, monkeypatch):
     monkeypatch.setattr(anneal, "STEEP", 0.3)  # too little, as it stands
     search = Search(problem, request_)
     settings, budget = search.settings[0], int(1.2 * request_.arena_bytes)
-    run = search.runner(budget, settings)
-    assert run is not None
-    assert lifetimes(search.arrays, run)[3] > request_.arena_bytes
-    search.best.run, search.best.settings, search.best.budget = run, settings, budget
+    found = search.simulate(budget, settings)
+    assert found is not None
+    assert found.peak > request_.arena_bytes
+    search.best.found = found
     spent = after(20_000)
-    Annealing(search, time.monotonic() + FAR).run(
+    kinds = anneal.alike(problem, search.arrays)
+    Annealing(search, kinds, time.monotonic() + FAR).run(
         lambda: spent() or np.isfinite(search.best.cost_us)
     )
-    assert search.best.run is not run
+    assert search.best.found is not found
     assert np.isfinite(search.best.cost_us)
     assert arena_bytes(search.solution().schedule) <= request_.arena_bytes
 
@@ -97,5 +97,5 @@ def test_it_ends_at_its_deadline(problem, request_):
     search = Search(problem, request_)
     search.portfolio()
     start = time.monotonic()
-    Annealing(search, start + 0.3).run(lambda: False)
+    Annealing(search, anneal.alike(problem, search.arrays), start + 0.3).run(lambda: False)
     assert 0.3 <= time.monotonic() - start < 1.5
