@@ -26,6 +26,8 @@ class BoundingProcess(Child):
             os.environ | {"PYTHONPATH": paths},
         )
         self.running = self._begun = False
+        self.ended = False
+        """Whether it ran to its end: it has no more time points to add."""
 
     def kill(self) -> None:
         """End it for good: there will be no more news."""
@@ -53,7 +55,7 @@ class BoundingProcess(Child):
             except queue.Empty:
                 break
             if news is None:
-                self.running = False
+                self.running, self.ended = False, True
             else:
                 best = max(best, news)
         return best

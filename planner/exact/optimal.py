@@ -11,6 +11,7 @@ placement is in the way, slightly smaller logical budgets are tried.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from planner.assemble import arena_bytes
@@ -56,9 +57,8 @@ JOINT_SECONDS = 2.0
 SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
 """Logical budgets, as shares of the arena, for plans that are easier to place."""
 
-CLIMB_SHARE, WIDE_CLIMB_SHARE = 0.2, 0.5
-"""Share of the time left for more of coop-offline once a model took all of its own; the second one
-where the gap is wide."""
+CLIMB_SHARE = 0.2
+"""Share of the time left for more of coop-offline once a model took all of its own."""
 
 DIVE_SHARE = 0.9
 """Share of the time left that a dive may take."""
@@ -131,7 +131,7 @@ class _Search:
     def finish(self) -> None:
         """Use the time for which better bounds may come."""
         if self.bounding.running and not self.finished():
-            self._climb(1.0)
+            self._climb(1.0, self.finished)
         while self.bounding.running and not self.finished():
             self.incumbent.prove(self.bounding.proved(self.deadline))
 
@@ -143,10 +143,11 @@ class _Search:
             self.program, self.process, bounding, self.incumbent, capacity, self.deadline
         )
         placed = self._refine(rounds)
+        if rounds.gave_way:
+            self._climb(1.0, lambda: self.finished() or self.bounding.ended)
+            placed = self._refine(rounds)
         if rounds.infeasible:
             return
-        if rounds.cut_short and rounds.outline is None and self.incumbent.wide:
-            self._climb(1.0)
         if not placed:
             self._shrink(rounds)
         if rounds.cut_short:
@@ -183,7 +184,7 @@ class _Search:
                 if rounds.cut_short:
                     if not self.climbed:
                         self.climbed = True
-                        self._climb(WIDE_CLIMB_SHARE if self.incumbent.wide else CLIMB_SHARE)
+                        self._climb(CLIMB_SHARE, self.finished)
                     self._dive(rounds)
                 if not rounds.refine(readout.overflows):
                     return False
@@ -191,11 +192,11 @@ class _Search:
                 return placed
         return True
 
-    def _climb(self, share: float) -> None:
-        """Let coop-offline look longer, for this share of the time left."""
+    def _climb(self, share: float, enough: Callable[[], bool]) -> None:
+        """Let coop-offline look longer: until `enough`, for this share of the time left at most."""
         now = time.monotonic()
         try:
-            self.offline.improve(now + (self.deadline - now) * share, self.finished)
+            self.offline.improve(now + (self.deadline - now) * share, enough)
         finally:
             self._offer_heuristic()
 

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from planner.exact.background import BoundingProcess, processors
 from planner.exact.incumbent import PROOF, Incumbent
-from planner.exact.milp import Answer, Outcome
+from planner.exact.milp import INFINITY, Answer, Outcome
 from planner.exact.paths import PathCuts
 from planner.exact.points import initial_points, segment, worst_of_groups
 from planner.exact.polish import polish
@@ -70,6 +70,8 @@ class Refinement:
     """Whether it took path cuts."""
     far: bool = False
     """Whether the last readout overflowed by a large excess."""
+    gave_way: bool = False
+    """Whether the search for bounds went into the background."""
     last: bool = False
     """Whether rounds may take all the time."""
     outline: Outline | None = None
@@ -104,8 +106,8 @@ class Refinement:
             easy = now + max(left * EASY_SHARE, EASY_SECONDS)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-            if self.hard and self.proves and self.incumbent.wide and self.bounding is not None:
-                self._bound(self.bounding)
+            if self.hard and self.bounding is not None and self._give_way(self.bounding):
+                return Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + left * cuts_share)
             self._prove(bound * model.cost_unit)
@@ -123,8 +125,15 @@ class Refinement:
             answer = polish(self.process, model, answer, until)
         return answer
 
-    def _bound(self, bounding: BoundingProcess) -> None:
-        """Begin to look for better bounds in the background; in turn, with one processor only."""
+    def _give_way(self, bounding: BoundingProcess) -> bool:
+        """
+        Where the gap is wide, begin to look for better bounds in the background instead; once.
+
+        With one processor only, that comes before whatever is done meanwhile.
+        """
+        if self.gave_way or not self.proves or not self.incumbent.wide:
+            return False
+        self.gave_way = True
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if processors() == 1:
             now = time.monotonic()
@@ -132,6 +141,7 @@ class Refinement:
             while bounding.running and time.monotonic() < until:
                 self._prove(bounding.proved(until))
             bounding.kill()
+        return self.incumbent.solution is not None
 
     def _attempt(self, model: TimePointModel, until: float) -> Answer:
         def tell(news: News) -> None:

@@ -137,11 +137,15 @@ class Search:
             order_hint=hint,
         )
         if placement.peak <= arena:
-            self.best = _Incumbent(found.cost_us, found, placement.offsets)
+            self.keep(found, placement.offsets)
         elif hint is None:
             entry = found.cost_us, next(self._counter), found, placement.order
             self._unplaced.append(entry)
             self._unplaced = sorted(self._unplaced)[:UNPLACED]
+
+    def keep(self, found: Candidate, offsets: Ints) -> None:
+        """Make it the incumbent; offsets (bytes) in the order of its lifetimes."""
+        self.best = _Incumbent(found.cost_us, found, offsets)
 
     def place_the_unplaced(self, most: int = UNPLACED) -> None:
         """Search layouts for the cheapest runs that no greedy one would fit."""

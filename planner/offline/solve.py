@@ -11,6 +11,7 @@ from planner.errors import DoesNotFitError, TimeLimitError
 from planner.methods.base import Request, Solution
 from planner.methods.online import run_coop
 from planner.offline.anneal import Annealing, alike
+from planner.offline.resequence import Resequencing
 from planner.offline.search import RULES, Search
 from planner.online.run import OnlineRun
 from planner.problem import Problem
@@ -18,6 +19,10 @@ from planner.problem import Problem
 FEWEST_STEPS, MOST_STEPS = 20, 500
 CLIMB_OPS = 100_000
 """The climb's length: this many simulated ops in all."""
+
+
+ANNEAL_SHARE = 0.25
+"""Share of the time for annealing the weights, before that of the sequence."""
 
 
 class CoopOffline:
@@ -60,9 +65,18 @@ class CoopOffline:
 
         The deadline is a `time.monotonic` value (s).
         """
-        if self.search.best.found is not None and time.monotonic() < deadline:
-            self.search.request = replace(self.search.request, deadline=deadline)
-            Annealing(self.search, self._alike, deadline).run(enough)
+        search = self.search
+        search.request = replace(search.request, deadline=deadline)
+
+        def done() -> bool:
+            return enough() or search.best.cost_us <= self.problem.base_cost_us
+
+        now = time.monotonic()
+        if search.best.found is None or now >= deadline or done():
+            return
+        Annealing(search, self._alike, now + ANNEAL_SHARE * (deadline - now)).run(done)
+        if not done():
+            Resequencing(search, deadline).run(done)
 
     def solution(self) -> Solution:
         """
