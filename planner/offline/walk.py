@@ -224,6 +224,8 @@ def _cost(a: Arrays, w: Walk) -> float:
 def _change(a: Arrays, w: Walk) -> bool:
     """A trial that differs from the window; false where the one drawn is none."""
     size = w.counts[WINDOW]
+    if size == 0:
+        return False
     kind = np.random.random()
     begin = np.random.randint(size)
     if kind < 0.35:

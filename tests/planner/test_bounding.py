@@ -145,6 +145,6 @@ def test_hard_models_are_bounded_beside_or_before_the_search(monkeypatch, proces
     monkeypatch.setattr(BoundingProcess, "begin", spy)
     graph = gpt(LAYERS)
     budget = Problem.from_graph(graph).fixed_bytes + capacity
-    found = plan(graph, budget, method="optimal", time_limit=6)
+    found = plan(graph, budget, method="optimal", time_limit=12)
     assert begun
     assert found.base_cost_us < found.lower_bound_us <= found.cost_us
