@@ -1,5 +1,5 @@
 """
-Annealing towards one arena: what coop-offline does with the time that is left.
+Annealing of weights towards one arena: what coop-offline does first with the time that is left.
 
 From the incumbent's settings the weights of retention intervals are perturbed, all over the program
 or in a stretch of it, one by one or, where blocks repeat, alike in every copy. A run is judged by

@@ -26,8 +26,8 @@ HEAT = 0.4
 ROOM = 2000
 """Events beyond twice as many as the first sequence has that another one may have."""
 
-WINDOW = 300
-"""Events that are changed at a time."""
+WINDOWS = 300, 300, 1200
+"""Events that are changed at a time: in few of them steps are fast, in many they reach far."""
 
 CHUNK = 0.01
 """Seconds until another window is taken, about."""
@@ -84,13 +84,14 @@ class Resequencing:
         while (now := time.monotonic()) < self.deadline and not (chunks % 64 == 0 and enough()):
             cold = ((self.deadline - now) / (self.deadline - self.begin)) ** 2
             length = int(w.counts[LENGTH])
-            low = max(0, int(self.random.integers(-WINDOW // 2, max(1, length - WINDOW // 2))))
+            window = int(self.random.choice(WINDOWS))
+            low = max(0, int(self.random.integers(-window // 2, max(1, length - window // 2))))
             steps = max(1, int(CHUNK * self.pace))
             walk(
                 search.arrays,
                 w,
                 low,
-                min(length, low + WINDOW),
+                min(length, low + window),
                 steps,
                 arena,
                 heat * cold,

@@ -6,7 +6,8 @@ need. Lifetimes end at the last touch, so a run may stay within the arena althou
 budget is larger, and that is searched for: the portfolio crosses scoring rules with logical budgets
 taken from a fixed grid (independent of the arena asked for, so that neighbouring budgets are
 answered from the same candidates), then a hill climb perturbs the weights of single retention
-intervals around the incumbent. Time that is left goes into `planner.offline.anneal`.
+intervals around the incumbent. Time that is left goes into annealing
+(`planner.offline.anneal`, `planner.offline.resequence`).
 """
 
 import itertools
@@ -57,7 +58,7 @@ Lives = tuple[Ints, Ints, Ints, int]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that completed, the logical budget (bytes) and settings that it had, its lifetimes."""
+    """A run that completed, its lifetimes, the logical budget (bytes) and settings behind it."""
 
     budget: int
     settings: Settings
