@@ -5,10 +5,10 @@ coop-offline's plan is the incumbent from the start. Each round solves one model
 `planner.exact.timepoint`): its bound holds for good, and its solution is read out and placed; where
 it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and the
 model looks closer. Where a model is hard and the gap wide, the time goes to coop-offline and,
-beside it, to relaxations for a better bound (`planner.exact.bounding`). Other hard models get path cuts
-(`planner.exact.paths`), and where time does not suffice for one, a dive leads from its solution to
-a plan (`planner.exact.dive`). When only placement is in the way, slightly smaller logical budgets
-are tried.
+beside it, to relaxations for a better bound (`planner.exact.bounding`). Other hard models get path
+cuts (`planner.exact.paths`), and where time does not suffice for one, a dive leads from its
+solution to a plan (`planner.exact.dive`). When only placement is in the way, slightly smaller
+logical budgets are tried.
 """
 
 import time
