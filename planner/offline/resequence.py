@@ -26,8 +26,8 @@ HEAT = 0.4
 ROOM = 2000
 """Events beyond twice as many as the first sequence has that another one may have."""
 
-WINDOWS = 300, 300, 1200
-"""Events that are changed at a time: in few of them steps are fast, in many they reach far."""
+WHOLE, WINDOW = 1200, 300
+"""Up to so many events all of them may be changed, and else so many at a time: steps are faster."""
 
 CHUNK = 0.01
 """Seconds until another window is taken, about."""
@@ -84,13 +84,17 @@ class Resequencing:
         while (now := time.monotonic()) < self.deadline and not (chunks % 64 == 0 and enough()):
             cold = ((self.deadline - now) / (self.deadline - self.begin)) ** 2
             length = int(w.counts[LENGTH])
-            window = int(self.random.choice(WINDOWS))
-            low = max(0, int(self.random.integers(-window // 2, max(1, length - window // 2))))
+            window = length if length <= WHOLE else WINDOW
+            low = (
+                int(self.random.integers(-window // 2, length - window // 2))
+                if window < length
+                else 0
+            )
             steps = max(1, int(CHUNK * self.pace))
             walk(
                 search.arrays,
                 w,
-                low,
+                max(0, low),
                 min(length, low + window),
                 steps,
                 arena,

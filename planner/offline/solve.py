@@ -19,13 +19,8 @@ from planner.problem import Problem
 FEWEST_STEPS, MOST_STEPS = 20, 500
 CLIMB_OPS = 100_000
 """The climb's length: this many simulated ops in all."""
-
-TRIALS, TRIAL_SHARE = 3, 0.1
-"""Where it ends depends on where it begins: short annealings before a long one from the best, and
-the share of the time for each."""
-
-WEIGHTS_SHARE = 0.45
-"""Share of a trial for annealing the weights, before the sequence."""
+WEIGHTS_SHARE = 0.25
+"""Share of the time for annealing the weights, before the sequence."""
 
 
 class CoopOffline:
@@ -77,19 +72,7 @@ class CoopOffline:
         now = time.monotonic()
         if search.best.found is None or now >= deadline or done():
             return
-        seconds = deadline - now
-        best = by_weights = search.best
-        try:
-            for number in range(TRIALS):
-                begun = now + number * TRIAL_SHARE * seconds
-                search.best = by_weights
-                until = begun + WEIGHTS_SHARE * TRIAL_SHARE * seconds
-                Annealing(search, self._alike, until).run(done)
-                by_weights = search.best
-                Resequencing(search, begun + TRIAL_SHARE * seconds).run(done)
-                best = min(best, search.best, key=lambda found: found.cost_us)
-        finally:
-            search.best = min(best, search.best, key=lambda found: found.cost_us)
+        Annealing(search, self._alike, now + WEIGHTS_SHARE * (deadline - now)).run(done)
         Resequencing(search, deadline).run(done)
 
     def solution(self) -> Solution:
