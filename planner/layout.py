@@ -9,6 +9,9 @@ from planner.schedule import Schedule
 WORK = 20_000_000
 """Effort of `planner.placement.place` for one layout, some 0.07 s."""
 
+WORK_PER_SECOND = 280_000_000
+"""About how much of it a second is, for those who have to keep a deadline."""
+
 
 def lay_out(
     schedule: Schedule,

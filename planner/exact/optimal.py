@@ -28,7 +28,7 @@ from planner.exact.program import Program
 from planner.exact.readout import Readout
 from planner.exact.refine import Refinement
 from planner.exact.solving import SolverProcess, require
-from planner.layout import lay_out
+from planner.layout import WORK_PER_SECOND, lay_out
 from planner.methods.base import Request, Solution
 from planner.offline.solve import CoopOffline
 from planner.problem import Problem
@@ -67,7 +67,7 @@ DIVE_SHARE = 0.9
 DIVE_SHRINK = (1.0, 0.99, 0.975)
 """Shares of the arena to dive within, in turn as long as only a layout is missing."""
 
-PLACE_WORK, WORK_PER_SECOND = 1_000_000_000, 280_000_000
+PLACE_WORK = 1_000_000_000
 """Effort of `planner.placement.place` for the layout of what it finds, as far as time allows."""
 
 GOOD_GAP = 1e-4

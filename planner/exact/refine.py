@@ -48,8 +48,7 @@ class Refinement:
     The rounds at one capacity (bytes, see `Program.capacity`).
 
     Only at the incumbent's own capacity do bounds count (`proves`); a smaller one is a way to
-    plans that are easier to place. `bounding`, if given, begins with a hard model
-    at a wide gap.
+    plans that are easier to place. `bounding`, if given, begins with a hard model at a wide gap.
     """
 
     program: Program
@@ -71,7 +70,7 @@ class Refinement:
     far: bool = False
     """Whether the last readout overflowed by a large excess."""
     gave_way: bool = False
-    """Whether the search for bounds went into the background."""
+    """Whether it left the time to others, as bounds are looked for in the background."""
     last: bool = False
     """Whether rounds may take all the time."""
     outline: Outline | None = None
@@ -127,13 +126,13 @@ class Refinement:
 
     def _give_way(self, bounding: BoundingProcess) -> bool:
         """
-        Where the gap is wide, begin to look for better bounds in the background instead; once.
+        Where the gap is wide, begin to look for better bounds in the background instead.
 
+        Once there is a plan, and then once, the time is left to those who make it cheaper.
         With one processor only, that comes before whatever is done meanwhile.
         """
         if self.gave_way or not self.proves or not self.incumbent.wide:
             return False
-        self.gave_way = True
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if processors() == 1:
             now = time.monotonic()
@@ -141,7 +140,8 @@ class Refinement:
             while bounding.running and time.monotonic() < until:
                 self._prove(bounding.proved(until))
             bounding.kill()
-        return self.incumbent.solution is not None
+        self.gave_way = self.incumbent.solution is not None
+        return self.gave_way
 
     def _attempt(self, model: TimePointModel, until: float) -> Answer:
         def tell(news: News) -> None:

@@ -1,10 +1,10 @@
 """
 Annealing of the sequence itself, from the incumbent on: the end of what coop-offline does.
 
-A random walk (`planner.offline.walk`) looks for cheaper sequences that need no
-more than the arena; too much memory is allowed on the way, at a price that rises as long as it is
-used. Simulated annealing after Kirkpatrick et al., Optimization by Simulated Annealing, Science
-1983; windows, so that long programs take no longer per step.
+A random walk (`planner.offline.walk`) looks for cheaper sequences that need no more than the arena;
+too much memory is allowed on the way, at a price that rises as long as it is used. Simulated
+annealing after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983; in windows,
+so that long programs take no longer per step.
 """
 
 import time
@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from planner.layout import WORK
+from planner.layout import WORK, WORK_PER_SECOND
 from planner.offline.lifetimes import lifetimes
 from planner.offline.search import Candidate, Search
 from planner.offline.sequence import LENGTH, go_to, leave_room, record, start
@@ -44,7 +44,7 @@ PATIENCE = 50
 LAYOUT_SHARE = 0.3
 """Share of the time for layouts."""
 
-MOST_WORK, WORK_PER_SECOND = 500_000_000, 280_000_000
+MOST_WORK = 500_000_000
 """Effort of `planner.placement.place` for one layout, at most; twice as much after a failure."""
 
 MARGIN = 1e-3
@@ -74,11 +74,9 @@ class Resequencing:
         search, w = self.search, self.walk
         assert search.best.found is not None
         fits = search.best.found.run.ops
-        if not fits.size:
-            return
         go_to(w, fits)
         base, arena = search.problem.base_cost_us, search.request.arena_bytes
-        heat = HEAT * base / max(1, search.problem.op_count)
+        heat = HEAT * base / search.problem.op_count
         steep = STEEP
         chunks = astray = 0
         while (now := time.monotonic()) < self.deadline and not (chunks % 64 == 0 and enough()):

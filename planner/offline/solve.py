@@ -19,6 +19,7 @@ from planner.problem import Problem
 FEWEST_STEPS, MOST_STEPS = 20, 500
 CLIMB_OPS = 100_000
 """The climb's length: this many simulated ops in all."""
+
 WEIGHTS_SHARE = 0.25
 """Share of the time for annealing the weights, before the sequence."""
 
