@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.inplace import with_gaps
+
 PACKETS = (
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul", "softshrink", "hardshrink"),
     *("multi_margin_loss", "multilabel_margin_loss_forward"),
@@ -31,7 +33,7 @@ _patched = threading.RLock()
 
 @contextmanager
 def as_eager() -> Iterator[None]:
-    """Trace composite ops as eager runs them, on this and every other thread."""
+    """Trace composite and in-place ops as eager runs them, on this and every other thread."""
     aten = torch.ops.aten
     packets = [getattr(aten, name) for name in PACKETS if hasattr(aten, name)]
     ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
@@ -41,7 +43,8 @@ def as_eager() -> Iterator[None]:
             _set(op, dict.fromkeys(KEYS))
         _set(_DROPOUT, dict.fromkeys(KEYS, _dropout))
         try:
-            yield
+            with with_gaps():
+                yield
         finally:
             for op, kernels in kept.items():
                 _set(op, kernels)

@@ -1,0 +1,71 @@
+"""In-place ops traced so that they run through memory as eager's do.
+
+Functionalization makes a new, dense tensor of each of them. What eager changes may be a part of a
+larger tensor, as the gates of a GRU are: its kernel begins a new loop at every row, and computes
+the last elements of each by other instructions than the rest (`sigmoid` differs in the last bit).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    PythonFunctionalizeAPI,
+)
+
+
+@contextmanager
+def with_gaps() -> Iterator[None]:
+    """Give what an in-place op changes the gaps between rows that it has in eager, before it runs.
+
+    Not for two threads at once.
+    """
+    functional: Any = FunctionalTensorMode
+    kept = functional.__torch_dispatch__
+
+    def dispatch(
+        mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.pointwise in func.tags and func._schema.is_mutable and args:
+            _lay_out_as_eager(args[0])
+        return kept(mode, func, types, args, kwargs)
+
+    functional.__torch_dispatch__ = dispatch
+    try:
+        yield
+    finally:
+        functional.__torch_dispatch__ = kept
+
+
+def _lay_out_as_eager(changed: Any) -> None:
+    if not isinstance(changed, FunctionalTensor) or changed.stride() == changed.elem.stride():
+        return
+    trace = PythonFunctionalizeAPI()
+    with trace.redispatch_to_next():
+        spread = _spread(trace.unwrap_tensors(changed), changed.stride())
+    trace.replace(changed, spread)
+    trace.commit_update(changed)
+    trace.sync(changed)
+
+
+def _spread(values: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Copy `values` to where two elements follow each other only if they do with `strides`.
+
+    One element is left out at each gap, however wide it is there.
+    """
+    order = sorted(range(values.dim()), key=lambda dim: -strides[dim])
+    rows = values.permute(order).contiguous().unsqueeze(-1)
+    steps = [*(strides[dim] for dim in order), 1]
+    gaps = [
+        dim
+        for dim in range(1, rows.dim())
+        if rows.shape[dim - 1] > 1 and steps[dim - 1] != steps[dim] * rows.shape[dim]
+    ]
+    padding = [side for dim in range(rows.dim())[:0:-1] for side in (0, int(dim in gaps))]
+    padded = torch.constant_pad_nd(rows, padding)
+    for dim in gaps:
+        padded = padded.narrow(dim, 0, rows.shape[dim])
+    return padded.select(-1, 0).permute([order.index(dim) for dim in range(values.dim())])
