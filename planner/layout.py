@@ -23,17 +23,18 @@ def lay_out(
     """
     Place every buffer and workspace of `schedule`; fills its offsets.
 
-    Time is the event number. Buffers that share an address in place are one block over their joint
-    lifetime; a workspace is a block of one event. `capacity` (bytes) lets placement stop at the
-    first layout that fits it; `work` is `place`'s, 0 for the greedy layouts only,
-    and `order_hint` that of an earlier layout of the same schedule.
+    Sizes are exact: the topmost block need not end at a multiple of the alignment. Time is the
+    event number. Buffers that share an address in place are one block over their joint lifetime; a
+    workspace is a block of one event. `capacity` (bytes) lets placement stop at the first layout
+    that fits it; `work` is `place`'s, 0 for the greedy layouts only, and `order_hint` that of an
+    earlier layout of the same schedule.
     """
     problem = schedule.problem
     count = len(schedule.tensor)
     block = list(range(count))
     lower = list(schedule.first)
     upper = [event + 1 for event in schedule.last]
-    size = [problem.size[t] for t in schedule.tensor]
+    size = [problem.bytes[t] for t in schedule.tensor]
     for buffer, source in enumerate(schedule.shares):  # a source is always an earlier buffer
         if source >= 0:
             root = block[source]
@@ -41,7 +42,7 @@ def lay_out(
             upper[root] = max(upper[root], upper[buffer])
             size[buffer] = 0
             upper[buffer] = lower[buffer] + 1
-    scratch = [(e, problem.workspace[op]) for e, op in enumerate(schedule.ops)]
+    scratch = [(e, problem.graph.ops[op].workspace_bytes) for e, op in enumerate(schedule.ops)]
     scratch = [(e, need) for e, need in scratch if need]
     placement = place(
         np.array(lower + [e for e, _ in scratch], dtype=np.int64),

@@ -52,15 +52,16 @@ def test_offline_is_never_worse_than_the_methods_it_stands_beside(graph, outputs
         assert ours.cost_us <= reference.cost_us * (1 + 1e-9)
 
 
-@given(graph=graphs(max_ops=14))
-def test_a_budget_that_needs_nothing_costs_nothing(graph):
+@given(graph=graphs(max_ops=14), alignment=st.sampled_from([1, 8]))
+def test_a_budget_that_needs_nothing_costs_nothing(graph, alignment):
     """At keep-everything's peak every method returns it, proved optimal."""
-    problem = Problem.from_graph(graph, 1)
+    problem = Problem.from_graph(graph, alignment)
     schedule = keep_all_schedule(problem)
-    lay_out(schedule)
+    placement = lay_out(schedule)
+    assert placement.lower_bound <= placement.peak == arena_bytes(schedule)
     peak = problem.fixed_bytes + arena_bytes(schedule)
     for method in HEURISTICS:
-        made = plan(graph, max(1, peak), method=method, alignment=1)
+        made = plan(graph, max(1, peak), method=method, alignment=alignment)
         assert (made.overhead, made.status, made.recomputed_ops) == (0, "optimal", 0)
 
 
