@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from planner.blocks import repetitions
 from planner.exact.milp import INFINITY, Milp, Relaxation, relaxation_job
-from planner.exact.paths import PathCuts
+from planner.exact.paths import PathCuts, Relax
 from planner.exact.points import initial_points, too_full
 from planner.exact.program import Program
 from planner.exact.solving import MEMORY_BYTES
 from planner.exact.timepoint import TimePointModel
 from planner.exact.worker import connect
-from planner.exact.worker_lp import relax
+from planner.exact.worker_lp import Relaxations
 
 SPREAD = 10
 """Time points of the first step where nothing repeats; each step has twice as many."""
@@ -29,6 +29,9 @@ SAMPLES = 4
 
 TRIED = 4
 """How many ops are tried beside those that were chosen before."""
+
+WORTH_KEEPING = 2e-3
+"""Share by which an op must raise the bound to be a time point from then on."""
 
 MOSTLY = 0.5
 """Blocks are used if so much of where keeping everything does not fit lies in them."""
@@ -51,23 +54,30 @@ class Bounding:
     _spread: int = SPREAD
     _ranked: list[list[int]] = field(default_factory=list)
     _chosen: list[list[int]] = field(default_factory=list)
+    _compare: bool = True
 
     def run(self) -> None:
         """One step after the other, as long as there are time points to add."""
         self._ranked = self._candidates()
+        best = -INFINITY
         while len(self.points) <= self.program.n:
-            if self._ranked:
-                found = self._next_copies()
-                if len(self._chosen) == 2:
-                    # Alone it is solved sooner, and its cuts are of use in what follows.
-                    alone = PathCuts()
-                    self._relax(set(found), alone, self.tell)
-                    self.paths.paths += alone.paths
+            copies = bool(self._ranked)
+            found = self._next_copies() if copies else self._next_spread()
+            points, paths = self.points.union(found), list(self.paths.paths)
+            if points == self.points:
+                continue
+            if copies and len(self._chosen) == 2:
+                # Alone it is solved sooner, and its cuts are of use in what follows.
+                alone = PathCuts()
+                self._relax(set(found), alone, self.tell)
+                paths += alone.paths
+            cuts = PathCuts(paths)
+            bound = self._relax(points, cuts, self.tell)
+            if copies and bound < best * (1 + WORTH_KEEPING):
+                self._chosen.pop()
+                self._compare = False
             else:
-                found = self._next_spread()
-            if not self.points.issuperset(found):
-                self.points.update(found)
-                self._relax(self.points, self.paths, self.tell)
+                self.points, self.paths, best = points, cuts, max(best, bound)
 
     def _relax(
         self, points: set[int], paths: PathCuts, tell: Callable[[float], None] | None = None
@@ -76,7 +86,7 @@ class Bounding:
         model = TimePointModel(self.program, self.capacity, chosen, ())
         unit = model.cost_unit
         return paths.strengthen(
-            _relax, model, INFINITY, tell and (lambda bound: tell(bound * unit))
+            _relaxing(), model, INFINITY, tell and (lambda bound: tell(bound * unit))
         )
 
     def _next_spread(self) -> list[int]:
@@ -87,19 +97,23 @@ class Bounding:
         return points
 
     def _next_copies(self) -> list[int]:
-        """The op of a block that raises the bound most beside those chosen before, by samples."""
-        before = {point for copies in self._chosen for point in _sample(copies)}
-        if not before:
+        """
+        The op of a block that raises the bound most beside those chosen before, by samples.
+
+        After one that did not raise it the one that was next to it.
+        """
+        if not self._chosen:
             self._rank()
-            best = 0
-        else:
-            best = max(
-                range(min(len(self._ranked), TRIED)),
-                key=lambda i: self._relax(
-                    before.union(_sample(self._ranked[i])), PathCuts(quick=True)
+        elif self._compare:
+            before = {point for copies in self._chosen for point in _sample(copies)}
+            self._ranked[:TRIED] = sorted(
+                self._ranked[:TRIED],
+                key=lambda copies: (
+                    -self._relax(before.union(_sample(copies)), PathCuts(quick=True))
                 ),
             )
-        self._chosen.append(self._ranked.pop(best))
+        self._compare = True
+        self._chosen.append(self._ranked.pop(0))
         return self._chosen[-1]
 
     def _rank(self) -> None:
@@ -136,11 +150,16 @@ def _sample(copies: list[int]) -> list[int]:
     return [copies[i * (len(copies) - 1) // (SAMPLES - 1)] for i in range(SAMPLES)]
 
 
-def _relax(milp: Milp, deadline: float, accuracy: float, start: Relaxation | None) -> Relaxation:
-    """`planner.exact.solving.SolverProcess.relax` in this process, where time is no matter."""
-    job = relaxation_job(milp, accuracy, start) | {"seconds": deadline}
-    _, bound, values, multipliers = relax(job)
-    return Relaxation(bound, values, multipliers)
+def _relaxing() -> Relax:
+    """As `planner.exact.solving.SolverProcess.relax`, in this process; for one growing program."""
+    relaxations = Relaxations()
+
+    def relax(milp: Milp, deadline: float, accuracy: float, start: Relaxation | None) -> Relaxation:
+        job = relaxation_job(milp, accuracy, start) | {"seconds": deadline}  # as good as never
+        _, bound, values, multipliers = relaxations.solve(job)
+        return Relaxation(bound, values, multipliers)
+
+    return relax
 
 
 def main() -> None:

@@ -13,13 +13,15 @@ segments. The cuts are separated one shortest path at a time.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.exact.milp import INFINITY, Milp, Relaxation
+from planner.exact.separation import Solution, most_violated
 from planner.exact.timepoint import TimePointModel
 
 Vector = NDArray[np.float64]
@@ -30,21 +32,17 @@ Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
 VIOLATION = 0.02
 """Cuts that are violated by less are not worth a row."""
 
-CUTS_PER_INTERVAL = 40
-CUTS_PER_OP = 2
-"""How many cuts between the same two time points end at the same op, in one go."""
+PRECISION = ((1e-2, 2e-2), (3e-3, 5e-3), (1e-3, 1e-3), (3e-4, 5e-4))
+"""Relative accuracy of relaxations, and the share of the bound by which a round must raise it.
 
-ACCURACY = 1e-3
-"""Relative accuracy of relaxations; what they prove does not depend on it."""
+After one that does not, the next pair holds; it ends after the last. What is proved does not depend
+on this."""
 
-PROGRESS = 5e-4
-"""Share of the bound by which a round must raise it for another one to follow."""
-
-QUICK_ACCURACY, QUICK_PROGRESS = 1e-2, 2e-2
+QUICK_PRECISION = ((1e-2, 2e-2), (1e-2, 2e-2))
 """The same where it has to be quick."""
 
-PATIENCE = 2
-"""Rounds without such progress before it ends."""
+CUTS_PER_ROUND = 3000
+"""New cuts before the relaxation is solved again."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +90,12 @@ class PathCuts:
             _add(relaxed, model, path)
         bound = -INFINITY
         last: Relaxation | None = None
-        accuracy, progress = (
-            (QUICK_ACCURACY, QUICK_PROGRESS) if self.quick else (ACCURACY, PROGRESS)
-        )
+        precision = QUICK_PRECISION if self.quick else PRECISION
         stalled = 0
         solved = 0
-        while stalled < PATIENCE and time.monotonic() < deadline:
+        while stalled < len(precision) and time.monotonic() < deadline:
             solved += 1
+            accuracy, progress = precision[stalled]
             answer = relax(relaxed, deadline, accuracy, last)
             if answer.bound < bound + progress * abs(bound):
                 stalled += 1
@@ -108,10 +105,9 @@ class PathCuts:
             if answer.values is None:
                 break
             last = answer
-            known = set(self.paths)
             if solved == self.rounds:
                 break
-            found = [p for p in _violated(model, answer.values, deadline) if p not in known]
+            found = _violated(model, answer.values, set(self.paths), deadline)
             if not found:
                 break
             for path in found:
@@ -156,85 +152,24 @@ def _slack(model: TimePointModel, path: Path, values: Vector) -> float:
     return float(sum(value * values[column] for column, value in terms.items()) - demand)
 
 
-def _violated(model: TimePointModel, values: Vector, deadline: float) -> Iterator[Path]:
-    """For every two time points, the worst cuts between them."""
-    for low in range(len(model.points) - 2):
-        interval = _Interval(model, low, values)
-        for high in range(low + 1, len(model.points)):
-            interval.extend(high)
-            if high > low + 1:
-                yield from interval.cuts()
+def _violated(
+    model: TimePointModel, values: Vector, known: Collection[Path], deadline: float
+) -> list[Path]:
+    """The most violated of the worst cuts between every two time points, but for those known."""
+    solution = Solution.of(model, values)
+    found = []
+    for low, start in enumerate(model.points[:-2]):
+        amounts, cuts, tensors = most_violated(solution, low, VIOLATION)
+        found += [(-amount, start, cuts[i : i + 2], tensors) for i, amount in enumerate(amounts)]
         if time.monotonic() > deadline:
-            return
-
-
-class _Interval:
-    """
-    What follows τ_low, up to a time point that moves on.
-
-    `again` is Σ Y so far by op, `kept` X at τ_low by tensor, `needed` how much of a tensor was
-    asked for since then. Where that was before the last segment, tighter cuts end there; so only
-    `fresh` demands make cuts: how much, of which tensor, and where it is resident if that is not
-    for a first run.
-    """
-
-    def __init__(self, model: TimePointModel, low: int, values: Vector) -> None:
-        self.model = model
-        self.values = values
-        self.low = low
-        self.start = model.points[low]
-        self.high = low
-        self.again: dict[int, float] = {}
-        self.kept: dict[int, float] = {}
-        self.needed: dict[int, float] = {}
-        self.fresh: list[tuple[float, int, int | None]] = []
-
-    def extend(self, high: int) -> None:
-        """Add the segment that ends at time point number `high`."""
-        model, producer = self.model, self.model.program.problem.producer
-        self.high = high
-        for op, column in model.y[high].items():
-            if op < self.start:
-                self.again[op] = self.again.get(op, 0.0) + self.values[column]
-        demands = {t: self.values[c] for t, c in model.x[high].items() if c is not None}
-        first = set(model.read_in(high))
-        demands |= dict.fromkeys(first, 1.0)
-        self.fresh = [
-            (amount, t, None if t in first else model.points[high])
-            for t, amount in demands.items()
-            if producer[t] < self.start and amount > self.needed.get(t, 0.0)
-        ]
-        self.needed |= {t: amount for amount, t, _ in self.fresh}
-
-    def _kept(self, t: int) -> float:
-        if t not in self.kept:
-            constant, terms = self.model.kept(self.low + 1, t)
-            self.kept[t] = constant + sum(v * self.values[column] for column, v in terms)
-        return self.kept[t]
-
-    def cuts(self) -> Iterator[Path]:
-        """The most violated cuts, few of them ending at one op."""
-        program = self.model.program
-        producer = program.problem.producer
-        most: dict[int, float] = {}  # op → how much of it can be had again
-        through: dict[int, int | None] = {}  # op → the input that limits it, or the op itself
-        for op in sorted(self.again):
-            most[op], through[op] = self.again[op], None
-            for t in program.reads[op]:
-                there = self._kept(t) + most.get(producer[t], 0.0)
-                if there < most[op] - 1e-9:
-                    most[op], through[op] = there, t
-        violated = sorted(
-            (-short, t, at)
-            for amount, t, at in self.fresh
-            if (short := amount - self._kept(t) - most.get(producer[t], 0.0)) > VIOLATION
-        )
-        ending: dict[tuple[int, bool], int] = {}
-        for _, t, at in violated[: 4 * CUTS_PER_INTERVAL]:
-            tensors = [t]
-            while (step := through.get(producer[tensors[-1]])) is not None:
-                tensors.append(step)
-            end = producer[tensors[-1]], at is None
-            ending[end] = ending.get(end, 0) + 1
-            if ending[end] <= CUTS_PER_OP:
-                yield Path(self.start, self.model.points[self.high], at, tuple(tensors))
+            break
+    found.sort(key=itemgetter(0))
+    chosen: list[Path] = []
+    for _, start, ((high, first, begin), (_, _, end)), tensors in found:
+        point = model.points[high]
+        path = Path(start, point, None if first else point, tuple(tensors[begin:end].tolist()))
+        if path not in known:
+            chosen.append(path)
+        if len(chosen) == CUTS_PER_ROUND:
+            break
+    return chosen

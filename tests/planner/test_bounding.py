@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from benchmarks.synthetic import gpt
 from planner import Problem, blocks, plan
 from planner.blocks import Repetition, repetitions
-from planner.exact import bounding, refine
+from planner.exact import bounding, paths, refine
 from planner.exact.background import BoundingProcess
 from planner.exact.bounding import Bounding
 from planner.exact.milp import INFINITY, Milp
 from planner.exact.program import Program
+from planner.exact.separation import Solution, most_violated
 from planner.exact.solving import SolverError, SolverProcess
+from planner.exact.timepoint import TimePointModel
 from planner.exact.worker_lp import lagrangian_bound
 from tests.planner.brute_force import cheapest
 from tests.planner.test_exact import BUDGETS, SETTINGS, tight
@@ -51,6 +53,27 @@ def test_a_block_that_is_cut_short_counts_as_far_as_it_goes():
     run = Repetition(start=3, period=4, length=10)
     assert run.copies(0) == [3, 7, 11]
     assert run.copies(2) == [5, 9]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cuts_are_violated_by_what_they_are_ranked_by(program, seed):
+    """Whatever the values: those of a path's cut sum up to what the shortest path promised."""
+    random = np.random.default_rng(seed)
+    chosen = sorted({*random.choice(program.n, 8).tolist(), program.n})
+    model = TimePointModel(program, 1 << 30, chosen, ())
+    values = random.random(len(model.milp.lower)) ** random.integers(1, 9)
+    short = []
+    for low, start in enumerate(chosen[:-2]):
+        amounts, cuts, tensors = most_violated(Solution.of(model, values), low, paths.VIOLATION)
+        for amount, (high, first, begin), (_, _, end) in zip(amounts, cuts, cuts[1:], strict=False):
+            at = None if first else chosen[high]
+            path = paths.Path(start, chosen[high], at, tuple(tensors[begin:end].tolist()))
+            assert amount > paths.VIOLATION
+            assert amount == pytest.approx(-paths._slack(model, path, values))
+            short.append(amount)
+    chosen_ones = paths._violated(model, values, (), INFINITY)
+    worst = sorted(short, reverse=True)[: paths.CUTS_PER_ROUND]
+    assert [-paths._slack(model, path, values) for path in chosen_ones] == pytest.approx(worst)
 
 
 @settings(SETTINGS, max_examples=60)
