@@ -97,8 +97,7 @@ class PathCuts:
             solved += 1
             accuracy, progress = precision[stalled]
             answer = relax(relaxed, deadline, accuracy, last)
-            if answer.bound < bound + progress * abs(bound):
-                stalled += 1
+            gained = solved == 1 or answer.bound >= bound + progress * abs(bound)
             bound = max(bound, answer.bound)
             if tell is not None:
                 tell(answer.bound)
@@ -108,11 +107,11 @@ class PathCuts:
             if solved == self.rounds:
                 break
             found = _violated(model, answer.values, set(self.paths), deadline)
-            if not found:
-                break
             for path in found:
                 _add(relaxed, model, path)
             self.paths += found
+            if not found or not gained:
+                stalled += 1
         if last is not None and last.values is not None:
             values = last.values
             self.paths = [path for path in self.paths if _slack(model, path, values) < VIOLATION]
