@@ -69,25 +69,21 @@ class Bounding:
             if copies and len(self._chosen) == 2:
                 # Alone it is solved sooner, and its cuts are of use in what follows.
                 alone = PathCuts()
-                self._relax(set(found), alone, self.tell)
+                self._relax(set(found), alone)
                 paths += alone.paths
             cuts = PathCuts(paths)
-            bound = self._relax(points, cuts, self.tell)
+            bound = self._relax(points, cuts)
             if copies and bound < best * (1 + WORTH_KEEPING):
                 self._chosen.pop()
                 self._compare = False
             else:
                 self.points, self.paths, best = points, cuts, max(best, bound)
 
-    def _relax(
-        self, points: set[int], paths: PathCuts, tell: Callable[[float], None] | None = None
-    ) -> float:
+    def _relax(self, points: set[int], paths: PathCuts) -> float:
         chosen = sorted({*points, self.program.n})
         model = TimePointModel(self.program, self.capacity, chosen, ())
         unit = model.cost_unit
-        return paths.strengthen(
-            _relaxing(), model, INFINITY, tell and (lambda bound: tell(bound * unit))
-        )
+        return paths.strengthen(_relaxing(), model, INFINITY, lambda bound: self.tell(bound * unit))
 
     def _next_spread(self) -> list[int]:
         points = initial_points(self.program, self.capacity, self._spread)

@@ -41,6 +41,9 @@ improving the solution if that ran out of time. The rest is for dives and closer
 LAST_SHARES = 0.25, 0.9, 0.5
 """The same once nothing else is left to do."""
 
+NOTHING = Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
+"""What is known of a model that was given up."""
+
 
 @dataclass
 class Refinement:
@@ -105,11 +108,13 @@ class Refinement:
             easy = now + max(left * EASY_SHARE, EASY_SECONDS)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-            if self.hard and self.bounding is not None and self._give_way(self.bounding):
-                return Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
+            if self.hard and self._gives_way():
+                return NOTHING
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + left * cuts_share)
             self._prove(bound * model.cost_unit)
+            if self._gives_way():
+                return NOTHING
             now = time.monotonic()
             until = now + max((self.deadline - now) * round_share, min(5.0, self.deadline - now))
             answer = self._attempt(model, until)
@@ -124,14 +129,18 @@ class Refinement:
             answer = polish(self.process, model, answer, until)
         return answer
 
-    def _give_way(self, bounding: BoundingProcess) -> bool:
+    def _gives_way(self) -> bool:
         """
         Where the gap is wide, begin to look for better bounds in the background instead.
 
-        Once there is a plan, and then once, the time is left to those who make it cheaper.
-        With one processor only, that comes before whatever is done meanwhile.
+        Once there is a plan, and then once, the time is left to those who make it cheaper. With one
+        processor only, bounds come before whatever is done meanwhile. As long as nothing is proved,
+        the gap says nothing.
         """
-        if self.gave_way or not self.proves or not self.incumbent.wide:
+        bounding, incumbent = self.bounding, self.incumbent
+        if bounding is None or self.gave_way or not self.proves:
+            return False
+        if not incumbent.wide or incumbent.bound_us <= incumbent.problem.base_cost_us:
             return False
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if processors() == 1:

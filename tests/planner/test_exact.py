@@ -109,7 +109,7 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
         patch.setattr(refine, "EASY_SHARE", 0.0)
         patch.setattr(refine, "EASY_SECONDS", 0.0)
         patch.setattr(refine, "FIRST_POINTS", 6)
-        patch.setattr(refine.Refinement, "_give_way", lambda *_: False)  # test_bounding.py
+        patch.setattr(refine.Refinement, "_gives_way", lambda *_: False)  # test_bounding.py
         patch.setattr(paths, "VIOLATION", -1.0)  # every cut there is, tight or not
         patch.setattr(paths, "_slack", lambda *_: -2.0)
         try:
