@@ -68,7 +68,7 @@ class Bounding:
                 continue
             if copies and len(self._chosen) == 2:
                 # Alone it is solved sooner, and its cuts are of use in what follows.
-                alone = PathCuts()
+                alone = PathCuts(quick=True)
                 self._relax(set(found), alone)
                 paths += alone.paths
             cuts = PathCuts(paths)

@@ -32,7 +32,7 @@ Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
 VIOLATION = 0.02
 """Cuts that are violated by less are not worth a row."""
 
-PRECISION = ((1e-2, 2e-2), (3e-3, 5e-3), (1e-3, 1e-3), (3e-4, 5e-4))
+PRECISION = ((1e-2, 2e-2), (3e-3, 5e-3), (1e-3, 5e-4), (1e-3, 5e-4))
 """Relative accuracy of relaxations, and the share of the bound by which a round must raise it.
 
 After one that does not, the next pair holds; it ends after the last. What is proved does not depend
