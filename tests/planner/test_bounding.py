@@ -1,6 +1,7 @@
 """Bounds from relaxations in the background, and the repeated blocks that they learn from."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,3 +172,34 @@ def test_hard_models_are_bounded_beside_or_before_the_search(monkeypatch, proces
     found = plan(graph, budget, method="optimal", time_limit=12)
     assert begun
     assert found.base_cost_us < found.lower_bound_us <= found.cost_us
+
+
+def test_an_op_that_raises_no_bound_is_not_kept(monkeypatch, program, capacity):
+    relaxed = []
+    copies = {frozenset(c) for c in Bounding(program, capacity, set(), print)._candidates()}
+
+    def relax(_, points, paths):
+        if not paths.quick:
+            relaxed.append(frozenset(points))
+        return 1.0
+
+    monkeypatch.setattr(Bounding, "_relax", relax)
+    Bounding(program, capacity, set(), print).run()
+    first, *others = relaxed
+    assert first in copies
+    assert {points - first for points in others[: len(copies) - 1]} == copies - {first}
+    assert relaxed[-1] == frozenset(range(program.n + 1))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_gap_is_wide_only_once_a_bound_is_known(monkeypatch, program, capacity, known):
+    base = program.problem.base_cost_us
+    monkeypatch.setattr(refine, "processors", lambda: 2)
+    begun = []
+    bounding = SimpleNamespace(begin=lambda *job: begun.append(job))
+    incumbent = SimpleNamespace(
+        problem=program.problem, wide=True, bound_us=base + known, solution=object()
+    )
+    rounds = refine.Refinement(program, None, bounding, incumbent, capacity, INFINITY)
+    assert rounds._gives_way() == bool(begun) == known
+    assert not rounds._gives_way()  # once only
