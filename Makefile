@@ -16,7 +16,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m schemas.generate --check
+	$(BIN)/python -m coop_plan.schemas.generate --check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from api.place import place
+from coop_plan.api.place import place
 
 if TYPE_CHECKING:
-    from planner import Progress
-    from schemas import Graph, Outputs
+    from coop_plan.planner import Progress
+    from coop_plan.schemas import Graph, Outputs
 
 EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
@@ -99,29 +99,30 @@ def plan(
     as_json: bool,
 ) -> None:
     """Plan GRAPH within a budget (the default command)."""
-    from api.output import check_writable, figures, print_plan, write_whole
-    from schemas import parse_budget
+    from coop_plan.api.output import check_writable, figures, print_plan, write_whole
 
     check_writable(output)
-    wanted = parse_budget(budget)
+    from coop_plan.planner.options import PlanOptions
+
+    options = PlanOptions.of(
+        {
+            "budget": budget,
+            "method": method,
+            "time_limit": time_limit,
+            "seed": seed,
+            "alignment": alignment,
+            "outputs": outputs,
+            "solver": solver,
+            "switches": dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
+        }
+    )
     document = _read_graph(graph)
-    from planner import InfeasibleBudgetError
-    from planner import plan as make_plan
+    from coop_plan.planner.core.errors import InfeasibleBudgetError
+    from coop_plan.planner.planning import plan as make_plan
 
     try:
         with _progress() as progress:
-            made = make_plan(
-                document,
-                wanted,
-                method=method,
-                outputs=outputs,
-                alignment=alignment,
-                time_limit=time_limit,
-                seed=seed,
-                solver=solver,
-                switches=dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
-                progress=progress,
-            )
+            made = make_plan(document, options, progress=progress)
     except InfeasibleBudgetError as error:
         if as_json:
             click.echo(json.dumps(infeasible(error)))
@@ -157,8 +158,8 @@ def verify(graph: str, plan: str) -> None:
     Exit 0 when it holds, 1 with the faults when it does not, 2 when a document cannot be read or
     the plan is for another graph.
     """
-    from planner import find_faults
-    from schemas import format_bytes, load_plan
+    from coop_plan.planner import find_faults
+    from coop_plan.schemas import format_bytes, load_plan
 
     document = _read_graph(graph)
     made = load_plan(plan)
@@ -180,17 +181,17 @@ def capture(target: str, output: str) -> None:
 
     The callable returns a loss; its joint forward and backward graph is profiled op by op.
     """
-    from api.output import check_writable, write_whole
+    from coop_plan.api.output import check_writable, write_whole
 
     check_writable(output)
     sys.path.insert(0, str(Path.cwd()))
     try:
-        from runtime.target import capture_target
+        from coop_plan.runtime.target import capture_target
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
-    from runtime.errors import RuntimeRefusalError
+    from coop_plan.runtime.errors import RuntimeRefusalError
 
     try:
         graph = capture_target(target)
@@ -206,7 +207,7 @@ def capture(target: str, output: str) -> None:
 @cli.command()
 def methods() -> None:
     """List the planning methods, their sources and their switches."""
-    from planner import METHODS
+    from coop_plan.planner import METHODS
 
     for info in METHODS.values():
         click.echo(f"{info.name}: {info.summary} [{info.source}]")
@@ -222,16 +223,16 @@ def methods() -> None:
 @click.option("--max-ops", type=click.IntRange(1), default=100_000, show_default=True)
 def serve(host: str, port: int, store: str | None, max_body: str, max_ops: int) -> None:
     """Serve POST /plan with a plan cache."""
-    from schemas import parse_bytes
+    from coop_plan.schemas import parse_bytes
 
     limit = parse_bytes(max_body)
     try:
         import uvicorn
 
-        from api.service import create_app
+        from coop_plan.api.service import create_app
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
-    from planner.store import SqliteStore, StoreError, default_path
+    from coop_plan.planner.cache.store import SqliteStore, StoreError, default_path
 
     try:
         plans = SqliteStore(Path(store) if store else default_path())
@@ -242,7 +243,7 @@ def serve(host: str, port: int, store: str | None, max_body: str, max_ops: int) 
 
 
 def _read_graph(source: str) -> "Graph":
-    from schemas import load_graph, parse_graph
+    from coop_plan.schemas import load_graph, parse_graph
 
     if source == "-":
         return parse_graph(sys.stdin.buffer.read(), source="stdin")
@@ -312,7 +313,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> None:
-    from schemas.errors import InvalidInputError
+    from coop_plan.schemas.errors import InvalidInputError
 
     try:
         cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
@@ -329,7 +330,7 @@ def _run(arguments: list[str] | None) -> None:
     except TimeoutError as error:
         fail(error, EXIT_TIME)
     except Exception as error:
-        from api.output import OutputError
+        from coop_plan.api.output import OutputError
 
         if isinstance(error, OutputError):
             fail(error, EXIT_ERROR)

@@ -5,10 +5,10 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from api.output import OutputError, check_writable, write_whole
+from coop_plan.api.output import OutputError, check_writable, write_whole
 
 if TYPE_CHECKING:
-    from api.place import Buffers
+    from coop_plan.api.place import Buffers
 
 WIDTH, HEIGHT = 1200, 700
 """Of the picture, in pixels."""

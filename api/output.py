@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from schemas import Plan, format_bytes
+from coop_plan.schemas import Plan, format_bytes
 
 
 class OutputError(Exception):

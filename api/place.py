@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from schemas.errors import InvalidInputError
+from coop_plan.schemas.errors import InvalidInputError
 
 COLUMNS = ("id", "lower", "upper", "size")
 LIMIT = 1 << 62
@@ -149,12 +149,12 @@ def place(
     Each is live in [lower, upper); an offset is kept as given. Exit 3 when the capacity is proved
     too small, 4 when no placement within it was found.
     """
-    from api.cli import EXIT_INFEASIBLE, EXIT_TIME, fail
-    from api.memory_map import check_drawable, draw
-    from api.output import check_writable, write_whole
-    from planner.placement import FixedOverlapError
-    from planner.placement import place as find_offsets
-    from schemas import format_bytes, parse_bytes
+    from coop_plan.api.cli import EXIT_INFEASIBLE, EXIT_TIME, fail
+    from coop_plan.api.memory_map import check_drawable, draw
+    from coop_plan.api.output import check_writable, write_whole
+    from coop_plan.planner.placement import FixedOverlapError
+    from coop_plan.planner.placement import place as find_offsets
+    from coop_plan.schemas import format_bytes, parse_bytes
 
     check_writable(output)
     check_drawable(plot)

@@ -6,8 +6,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from planner import InfeasibleBudgetError, TimeLimitError
-from schemas import InvalidInputError
+from coop_plan.planner import InfeasibleBudgetError, TimeLimitError
+from coop_plan.schemas import InvalidInputError
 
 PREFIX = "urn:coop-plan:problem:"
 MEDIA_TYPE = "application/problem+json"

@@ -1,29 +1,27 @@
 """The REST service: `POST /plan`, `GET /plans/{key}`, `GET /healthz`."""
 
 import asyncio
-from collections.abc import Mapping
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 from pydantic.json_schema import models_json_schema
 
-from api import problems
-from api.problems import ProblemError
-from planner import find_faults, plan
-from planner.store import PlanStore, StoredPlan, plan_key
-from schemas import (
+from coop_plan.api import problems
+from coop_plan.api.problems import ProblemError
+from coop_plan.planner import find_faults, plan
+from coop_plan.planner.cache.store import PlanStore, StoredPlan, planner_version
+from coop_plan.planner.options import PlanOptions
+from coop_plan.schemas import (
     Graph,
     InvalidInputError,
-    Outputs,
     Plan,
     fingerprint,
-    parse_budget,
     parse_graph,
 )
-from schemas._parse import Model, parse
+from coop_plan.schemas._parse import parse
 
 EXAMPLE: dict[str, Any] = {
     "graph": {
@@ -47,20 +45,12 @@ EXAMPLE: dict[str, Any] = {
 }
 
 
-class PlanRequest(Model):
+class PlanRequest(PlanOptions):
     """What `POST /plan` takes; the names are those of the command line."""
 
     model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [EXAMPLE]})
 
     graph: dict[str, Any]
-    budget: str | int
-    method: str = "coop-offline"
-    time_limit: Annotated[float, Field(ge=0)] | None = None
-    seed: int = 0
-    solver: str | None = None
-    outputs: Outputs = "outside"
-    alignment: int = 512
-    switches: Mapping[str, bool] = {}
 
 
 class Planner:
@@ -85,21 +75,7 @@ class Planner:
             graph = parse_graph(request.graph)
         except InvalidInputError as error:
             raise InvalidInputError(error.message, f"/graph{error.pointer}") from None
-        try:
-            budget = parse_budget(request.budget)
-        except InvalidInputError as error:
-            raise InvalidInputError(error.message, "/budget") from None
-        key = plan_key(
-            fingerprint(graph),
-            budget,
-            request.method,
-            request.outputs,
-            request.alignment,
-            request.switches,
-            request.time_limit,
-            request.seed,
-            request.solver,
-        )
+        key = request.key(fingerprint(graph), planner_version())
         return key, graph, request
 
     async def answer(self, body: bytes) -> tuple[str, Plan, bool]:
@@ -134,17 +110,7 @@ class Planner:
         return None if find_faults(graph, candidate, limit=1) else candidate
 
     def _solve(self, key: str, graph: Graph, request: PlanRequest) -> StoredPlan:
-        made = plan(
-            graph,
-            request.budget,
-            method=request.method,
-            outputs=request.outputs,
-            alignment=request.alignment,
-            time_limit=request.time_limit,
-            seed=request.seed,
-            solver=request.solver,
-            switches=request.switches,
-        )
+        made = plan(graph, request)
         stored = StoredPlan.of(made, graph)
         self._store.put(key, stored)
         return stored

@@ -24,9 +24,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.models import ARCHITECTURES, Batch, Step, StepOf
-from planner import InfeasibleBudgetError
-from runtime import clear_reports, reports
-from schemas import format_bytes
+from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.runtime import clear_reports, reports
+from coop_plan.schemas import format_bytes
 
 STEPS = 3
 

@@ -23,10 +23,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from runtime import clear_reports, reports
-from runtime.arena import process_bytes, reset_peak
-from runtime.reports import StepReport
-from schemas import format_bytes
+from coop_plan.runtime import clear_reports, reports
+from coop_plan.runtime.arena import process_bytes, reset_peak
+from coop_plan.runtime.reports import StepReport
+from coop_plan.schemas import format_bytes
 
 MODES = {"eager": None, "keep-all": "100%", "half": "50%", "smallest": "min"}
 

@@ -20,18 +20,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.synthetic import gpt
-from planner import InfeasibleBudgetError, Problem, plan
-from planner.assemble import arena_bytes
-from planner.errors import TimeLimitError
-from planner.exact.incumbent import Incumbent
-from planner.exact.milp import Milp
-from planner.exact.program import Program
-from planner.exact.refine import Refinement
-from planner.exact.solving import SolverProcess
-from planner.exact.timepoint import COST_SCALE, TimePointModel
-from planner.layout import lay_out
-from planner.methods.keep_all import keep_all_schedule
-from schemas import Graph, InvalidInputError, load_graph
+from coop_plan.planner import InfeasibleBudgetError, Problem, plan
+from coop_plan.planner.core.assemble import arena_bytes
+from coop_plan.planner.core.errors import TimeLimitError
+from coop_plan.planner.exact.incumbent import Incumbent
+from coop_plan.planner.exact.model.milp import Milp
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.timepoint import COST_SCALE, TimePointModel
+from coop_plan.planner.exact.refine import Refinement
+from coop_plan.planner.exact.solver.process import SolverProcess
+from coop_plan.planner.keep_all import keep_all_schedule
+from coop_plan.planner.layout import lay_out
+from coop_plan.schemas import Graph, InvalidInputError, load_graph
 
 KNOWN = [
     ("chain_unit_16", 0.5, 27.27),

@@ -28,9 +28,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from planner import InfeasibleBudgetError
-from runtime import clear_reports, reports
-from runtime.arena import process_bytes, reset_peak
+from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.runtime import clear_reports, reports
+from coop_plan.runtime.arena import process_bytes, reset_peak
 
 TOLERANCE = 1e-6
 

@@ -19,14 +19,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from api.place import read_buffers
-from planner.placement import place
-from planner.placement.bound import lower_bound
-from planner.placement.greedy import first_fit
-from planner.placement.instance import Instance, Ints, build
-from planner.placement.keys import order_by, sort_keys
-from planner.placement.portfolio import FIRST_FIT_MAX, ORDERS
-from planner.placement.skyline import skyline
+from coop_plan.api.place import read_buffers
+from coop_plan.planner.placement import place
+from coop_plan.planner.placement.bound import lower_bound
+from coop_plan.planner.placement.greedy import first_fit
+from coop_plan.planner.placement.instance import Instance, Ints, build
+from coop_plan.planner.placement.keys import order_by, sort_keys
+from coop_plan.planner.placement.portfolio import FIRST_FIT_MAX, ORDERS
+from coop_plan.planner.placement.skyline import skyline
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "allocation"
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from planner import METHODS, InfeasibleBudgetError, plan
-from planner.errors import DoesNotFitError
-from planner.methods import Request
-from planner.offline.search import RULES
-from planner.offline.solve import solve_coop_offline
-from planner.problem import Problem
-from schemas import Graph, load_graph
+from coop_plan.planner import METHODS, InfeasibleBudgetError, plan
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.offline.search import RULES
+from coop_plan.planner.offline.solve import solve_coop_offline
+from coop_plan.planner.registry import Request
+from coop_plan.schemas import Graph, load_graph
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "graphs"
 

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from benchmarks.python_dtr import PythonDtr
 from benchmarks.synthetic import gpt
-from planner import METHODS, plan
-from planner.problem import Problem
+from coop_plan.planner import METHODS, plan
+from coop_plan.planner.core.problem import Problem
 
 FIELDS = ("ops", "method", "overhead", "cpu_seconds", "cpu_us_per_op", "ratio", "mebibytes")
 

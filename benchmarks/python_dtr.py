@@ -6,7 +6,7 @@ heuristic is e* / (bytes × staleness) with union-find components (Kirisame et a
 Rematerialization, ICLR 2021, section 4.1 and appendix C). Not a planning method of ours.
 """
 
-from planner.problem import Problem
+from coop_plan.planner.core.problem import Problem
 
 
 class PythonDtr:

@@ -30,9 +30,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from runtime import clear_reports, reports
-from runtime.arena import process_bytes, reset_peak
-from runtime.reports import StepReport
+from coop_plan.runtime import clear_reports, reports
+from coop_plan.runtime.arena import process_bytes, reset_peak
+from coop_plan.runtime.reports import StepReport
 
 Step = Callable[[], torch.Tensor]
 

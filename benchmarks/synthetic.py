@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from schemas import Graph
+from coop_plan.schemas import Graph
 
 FLOPS_PER_US, BYTES_PER_US = 150e6, 1.2e6
 """About what an A100 reaches in bf16."""

@@ -1,9 +1,9 @@
 """Compile every kernel once, while the image is built."""
 
-from api.service import EXAMPLE
-from planner import plan
-from planner.placement import place
-from schemas import parse_graph
+from coop_plan.api.service import EXAMPLE
+from coop_plan.planner import plan
+from coop_plan.planner.placement import place
+from coop_plan.schemas import parse_graph
 
 for method in ("coop", "coop-offline"):
     plan(parse_graph(EXAMPLE["graph"]), "min", method=method)

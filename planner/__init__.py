@@ -1,10 +1,19 @@
-"""Plans a training step into a memory budget. Pure: arrays in, plan out; no torch, no HTTP."""
+"""Plans a training step into a memory budget. Pure: arrays in, plan out; no torch, no HTTP.
 
-from planner.errors import InfeasibleBudgetError, TimeLimitError
-from planner.methods import METHODS, MethodInfo, Progress
-from planner.planning import plan
-from planner.problem import Problem
-from planner.verifier import Fault, InvalidPlanError, find_faults, verify
+The names below are loaded when they are first used: whoever only verifies loads no kernel.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coop_plan.planner.core.errors import InfeasibleBudgetError, TimeLimitError
+    from coop_plan.planner.core.problem import Problem
+    from coop_plan.planner.method import MethodInfo, Progress
+    from coop_plan.planner.options import PlanOptions
+    from coop_plan.planner.planning import plan
+    from coop_plan.planner.registry import METHODS
+    from coop_plan.planner.verifier import Fault, InvalidPlanError, find_faults, verify
 
 __all__ = [
     "METHODS",
@@ -12,6 +21,7 @@ __all__ = [
     "InfeasibleBudgetError",
     "InvalidPlanError",
     "MethodInfo",
+    "PlanOptions",
     "Problem",
     "Progress",
     "TimeLimitError",
@@ -19,3 +29,24 @@ __all__ = [
     "plan",
     "verify",
 ]
+
+_HOMES = {
+    "METHODS": "registry",
+    "Fault": "verifier",
+    "InfeasibleBudgetError": "core.errors",
+    "InvalidPlanError": "verifier",
+    "MethodInfo": "method",
+    "PlanOptions": "options",
+    "Problem": "core.problem",
+    "Progress": "method",
+    "TimeLimitError": "core.errors",
+    "find_faults": "verifier",
+    "plan": "planning",
+    "verify": "verifier",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from planner.arrays import Ints
-from planner.placement import Placement, place
-from planner.schedule import Schedule
+from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.placement import Placement, place
 
 WORK = 20_000_000
 """Effort of `planner.placement.place` for one layout, some 0.07 s."""

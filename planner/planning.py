@@ -3,18 +3,20 @@
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Unpack
 
-from planner.assemble import arena_bytes, assemble
-from planner.errors import DoesNotFitError, InfeasibleBudgetError
-from planner.layout import WORK, lay_out
-from planner.methods import METHODS, MethodInfo, Progress, Request, Solution
-from planner.methods.keep_all import keep_all_schedule
-from planner.problem import Problem
-from planner.schedule import Schedule
-from planner.verifier import verify
-from schemas import Budget, Graph, InvalidInputError, Outputs, Plan, parse_budget
+from coop_plan.planner.core.assemble import arena_bytes, assemble
+from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.keep_all import keep_all_schedule
+from coop_plan.planner.layout import WORK, lay_out
+from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
+from coop_plan.planner.options import OptionFields, PlanOptions
+from coop_plan.planner.verifier import verify
+from coop_plan.schemas import Budget, Graph, Plan
 
 SMALL_PROBLEM_OPS = 100
 """Up to here the smallest feasible budget is searched to the last aligned byte."""
@@ -73,16 +75,10 @@ class _Task:
 
 def plan(
     graph: Graph,
-    budget: Budget | str | int,
+    budget: PlanOptions | Budget | str | int,
     *,
-    method: str = "coop-offline",
-    outputs: Outputs = "outside",
-    alignment: int = 512,
-    time_limit: float | None = None,
-    seed: int = 0,
-    solver: str | None = None,
-    switches: Mapping[str, bool] | None = None,
     progress: Callable[[Progress], None] | None = None,
+    **fields: Unpack[OptionFields],
 ) -> Plan:
     """
     Plan `graph` within `budget`; the plan has passed the verifier.
@@ -92,47 +88,31 @@ def plan(
 
     Args:
         graph: one profiled training step.
-        budget: bytes, `"12GiB"`, `"50%"` or `"min"`, or a parsed `Budget`.
-        method: a name in `METHODS`.
-        outputs: whether outputs of the step lie in the arena; see `schemas.Outputs`.
-        alignment: of every offset, in bytes; a power of two.
-        time_limit: seconds.
-        seed: of the methods that draw random numbers; one seed, one plan (without a time limit).
-        solver: of `checkmate`, a name that PuLP knows.
-        switches: ablation switches of the method, false turns one off.
+        budget: bytes, `"12GiB"`, `"50%"` or `"min"`; or `PlanOptions`, which hold all the rest.
         progress: called with a `Progress` now and then.
+        fields: those of `PlanOptions`, one by one.
 
     Raises:
         InvalidInputError: an unknown method or switch, a bad budget or alignment.
         InfeasibleBudgetError: the method cannot meet the budget.
         TimeLimitError: no plan before the time limit.
     """
-    info, off = _method(method, switches or {})
-    if solver is not None and not info.takes_solver:
-        raise InvalidInputError(f"{method} takes no solver", "/solver")
+    options = (
+        budget
+        if isinstance(budget, PlanOptions)
+        else PlanOptions.of({"budget": budget} | dict(fields))
+    )
     with _without_collections():
-        return _plan(
-            graph, budget, info, off, outputs, alignment, time_limit, seed, solver, progress
-        )
+        return _plan(graph, options, progress)
 
 
-def _plan(
-    graph: Graph,
-    budget: Budget | str | int,
-    info: MethodInfo,
-    off: frozenset[str],
-    outputs: Outputs,
-    alignment: int,
-    time_limit: float | None,
-    seed: int,
-    solver: str | None,
-    progress: Callable[[Progress], None] | None,
-) -> Plan:
+def _plan(graph: Graph, options: PlanOptions, progress: Callable[[Progress], None] | None) -> Plan:
     started = time.monotonic()
-    parsed = budget if isinstance(budget, Budget) else parse_budget(budget)
-    problem = Problem.from_graph(graph, alignment, outputs)
-    deadline = None if time_limit is None else started + time_limit
-    task = _Task(problem, info, Request(0, off, deadline, seed, solver, progress=progress))
+    info, parsed = options.info, options.budget
+    problem = Problem.from_graph(graph, options.alignment, options.outputs)
+    deadline = None if options.time_limit is None else started + options.time_limit
+    request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
+    task = _Task(problem, info, request)
 
     everything = keep_all_schedule(problem)
     # Only a share is of the very best placement; in bytes there is a second try below.
@@ -202,16 +182,3 @@ def _without_collections() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _method(name: str, switches: Mapping[str, bool]) -> tuple[MethodInfo, frozenset[str]]:
-    info = METHODS.get(name)
-    if info is None:
-        known = ", ".join(METHODS)
-        raise InvalidInputError(f"unknown method '{name}': choose from {known}", "/method")
-    for switch in switches:
-        if switch not in info.switches:
-            known = ", ".join(info.switches) or "none"
-            message = f"{name} has no switch '{switch}' (it has: {known})"
-            raise InvalidInputError(message, f"/switches/{switch}")
-    return info, frozenset(switch for switch, on in switches.items() if not on)

@@ -3,7 +3,7 @@
 Importing this package does not import torch; its parts do.
 """
 
-from runtime.errors import (
+from coop_plan.runtime.errors import (
     BuildError,
     CaptureError,
     CudaGraphError,
@@ -13,7 +13,7 @@ from runtime.errors import (
     StepInFlightError,
     StepSpentError,
 )
-from runtime.reports import StepReport, clear_reports, reports
+from coop_plan.runtime.reports import StepReport, clear_reports, reports
 
 __all__ = [
     "BuildError",

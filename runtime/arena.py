@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from runtime.build import arena as extension
-from runtime.cuda import Block
-from runtime.errors import CudaGraphError
-from runtime.lines import Lines
+from coop_plan.runtime.build import arena as extension
+from coop_plan.runtime.cuda import Block
+from coop_plan.runtime.errors import CudaGraphError
+from coop_plan.runtime.lines import Lines
 
 SERVED_OUTSIDE = -1
 """Offset of a slot that PyTorch's allocator serves: an output that leaves the step."""

@@ -10,17 +10,17 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
-from planner import plan, verify
-from runtime import plan_cache
-from runtime.arena import Memory, memory_of
-from runtime.capture import Captured, capture_joint
-from runtime.composites import as_eager
-from runtime.executor import PlannedStep
-from runtime.lines import Lines, lines_of
-from runtime.options import Options
-from runtime.partition import split
-from runtime.reports import StepReport, add, reports
-from runtime.shapes import (
+from coop_plan.planner import plan, verify
+from coop_plan.runtime import plan_cache
+from coop_plan.runtime.arena import Memory, memory_of
+from coop_plan.runtime.capture import Captured, capture_joint
+from coop_plan.runtime.composites import as_eager
+from coop_plan.runtime.executor import PlannedStep
+from coop_plan.runtime.lines import Lines, lines_of
+from coop_plan.runtime.options import Options
+from coop_plan.runtime.partition import split
+from coop_plan.runtime.reports import StepReport, add, reports
+from coop_plan.runtime.shapes import (
     ByShape,
     first_shapes,
     function_of,
@@ -154,15 +154,7 @@ def plan_captured(
         options = options.on_cuda()
     key = plan_cache.key_of(captured.graph, options)
     found = plan_cache.find(key, captured.graph, options)
-    made = found or plan(
-        captured.graph,
-        options.budget,
-        method=options.method,
-        outputs=options.outputs,
-        alignment=options.alignment,
-        time_limit=options.time_limit,
-        switches=options.switches,
-    )
+    made = found or plan(captured.graph, options.plan)
     if found is None:
         verify(captured.graph, made)
         plan_cache.keep(key, captured.graph, made)

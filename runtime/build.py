@@ -15,7 +15,7 @@ from types import ModuleType
 
 import torch
 
-from runtime.errors import BuildError
+from coop_plan.runtime.errors import BuildError
 
 SOURCE = Path(__file__).with_name("arena.cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("arena.h", "exchange.h"))

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from planner.store import StoreError
+from coop_plan.planner.cache.store import StoreError
 
 log = logging.getLogger("coop-plan")
 

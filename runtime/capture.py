@@ -16,12 +16,12 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from runtime import cuda
-from runtime.errors import CaptureError
-from runtime.profile import OpProfile, measured_ops, profile
-from runtime.profile_cache import kept_profiles
-from runtime.recurrent import TRAINED
-from schemas import Graph, parse_graph
+from coop_plan.runtime import cuda
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.profile import OpProfile, measured_ops, profile
+from coop_plan.runtime.profile_cache import kept_profiles
+from coop_plan.runtime.recurrent import TRAINED
+from coop_plan.schemas import Graph, parse_graph
 
 GETITEM = operator.getitem
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.inplace import with_gaps
+from coop_plan.runtime.inplace import with_gaps
 
 PACKETS = (
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul", "softshrink", "hardshrink"),

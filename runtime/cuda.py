@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from runtime.build import arena as extension
-from runtime.errors import BuildError, CudaGraphError
-from runtime.options import CUDA_ALIGNMENT
+from coop_plan.runtime.build import arena as extension
+from coop_plan.runtime.errors import BuildError, CudaGraphError
+from coop_plan.runtime.options import CUDA_ALIGNMENT
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
 

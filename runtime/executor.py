@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from runtime import cuda
-from runtime.arena import SERVED_OUTSIDE, Arena, Memory
-from runtime.capture import Captured, device_of
-from runtime.errors import GraphBreakError, StepInFlightError, StepSpentError
-from runtime.generators import default_generator
-from runtime.lines import Lines
-from runtime.partition import OCCURRENCE
-from runtime.reports import StepReport
-from schemas import Compute, Free, Plan
+from coop_plan.runtime import cuda
+from coop_plan.runtime.arena import SERVED_OUTSIDE, Arena, Memory
+from coop_plan.runtime.capture import Captured, device_of
+from coop_plan.runtime.errors import GraphBreakError, StepInFlightError, StepSpentError
+from coop_plan.runtime.generators import default_generator
+from coop_plan.runtime.lines import Lines
+from coop_plan.runtime.partition import OCCURRENCE
+from coop_plan.runtime.reports import StepReport
+from coop_plan.schemas import Compute, Free, Plan
 
 
 class PlannedStep:

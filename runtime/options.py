@@ -1,11 +1,12 @@
 """The options of `torch.compile(..., backend="coop", options={...})`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from runtime.errors import OptionsError
-from schemas import Budget, InvalidInputError, parse_budget
+from coop_plan.planner.options import PlanOptions
+from coop_plan.runtime.errors import OptionsError
+from coop_plan.schemas import InvalidInputError
 
 MIN_ALIGNMENT = 64
 """PyTorch's CPU kernels expect this alignment, in bytes."""
@@ -13,21 +14,22 @@ MIN_ALIGNMENT = 64
 CUDA_ALIGNMENT = 512
 """Of what PyTorch's CUDA allocator returns, in bytes; kernels are chosen by it."""
 
+OURS = ("shapes",)
+"""Options that are no `PlanOptions`."""
+
+OUTPUTS = "gradients"
+"""Where outputs lie unless told otherwise."""
+
 
 @dataclass(frozen=True)
 class Options:
-    """Budget (required), and how to plan within it; most names are those of `planner.plan`.
+    """How to plan (`planner.options.PlanOptions`), and what happens at another input shape.
 
-    `shapes` says what happens at another input shape than the first of a function: "plan" plans it
-    within the budget too, "eager" runs it as eager autograd, which the budget does NOT bound.
+    `shapes` is "plan": it is planned within the budget too; or "eager": it runs as eager autograd,
+    which the budget does NOT bound.
     """
 
-    budget: Budget
-    method: str = "coop-offline"
-    alignment: int = 512
-    time_limit: float | None = None
-    outputs: Literal["gradients", "outside"] = "gradients"
-    switches: Mapping[str, bool] = field(default_factory=dict)
+    plan: PlanOptions
     shapes: Literal["plan", "eager"] = "plan"
 
     def on_cuda(self) -> "Options":
@@ -38,9 +40,9 @@ class Options:
         Raises:
             OptionsError: an alignment by which PyTorch's kernels would not be eager's.
         """
-        if self.alignment % CUDA_ALIGNMENT:
+        if self.plan.alignment % CUDA_ALIGNMENT:
             raise OptionsError(f"on CUDA, alignment must be a multiple of {CUDA_ALIGNMENT} bytes")
-        return replace(self, outputs="outside")
+        return replace(self, plan=self.plan.model_copy(update={"outputs": "outside"}))
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> "Options":
@@ -49,8 +51,8 @@ class Options:
         Raises:
             OptionsError: no budget, an unknown name, or a value that cannot be used.
         """
-        values = dict(given or {})
-        known = [entry.name for entry in fields(cls)]
+        values = {"outputs": OUTPUTS} | dict(given or {})
+        known = [*PlanOptions.model_fields, *OURS]
         for name in values:
             if name not in known:
                 raise OptionsError(f"unknown option '{name}': known are {', '.join(known)}")
@@ -59,25 +61,24 @@ class Options:
                 'the coop backend needs a budget: options={"budget": "12GiB"} (or bytes, "50%",'
                 ' "min")'
             )
-        if values.get("outputs", cls.outputs) not in ("gradients", "outside"):
+        if values["outputs"] not in ("gradients", "outside"):
             raise OptionsError(
                 'outputs must be "gradients" (these in the arena, the outputs of the forward'
                 ' outside it) or "outside" (all outputs outside it)'
             )
-        if values.get("shapes", cls.shapes) not in ("plan", "eager"):
+        shapes = values.pop("shapes", cls.shapes)
+        if shapes not in ("plan", "eager"):
             raise OptionsError(
                 'shapes must be "plan" (another input shape is planned too) or "eager" (it runs'
                 " eagerly, outside the budget)"
             )
-        alignment = values.get("alignment", cls.alignment)
+        alignment = values.get("alignment", MIN_ALIGNMENT)
         if not isinstance(alignment, int) or alignment % MIN_ALIGNMENT:
             raise OptionsError(f"alignment must be a multiple of {MIN_ALIGNMENT} bytes")
-        budget = values["budget"]
-        if not isinstance(budget, Budget):
-            if not isinstance(budget, (int, str)):
-                raise OptionsError(f"budget must be bytes or text, not {type(budget).__name__}")
-            try:
-                values["budget"] = parse_budget(budget)
-            except InvalidInputError as error:
-                raise OptionsError(str(error)) from None
-        return cls(**values)
+        try:
+            return cls(PlanOptions.of(values), shapes)
+        except InvalidInputError as error:
+            name = error.pointer.strip("/").replace("/", ".")
+            raise OptionsError(
+                f"option '{name}': {error.message}" if name else error.message
+            ) from None

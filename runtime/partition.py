@@ -13,8 +13,8 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from runtime.capture import GETITEM, SNAPSHOT, Captured
-from schemas import Compute, Free, Plan, TensorRead
+from coop_plan.runtime.capture import GETITEM, SNAPSHOT, Captured
+from coop_plan.schemas import Compute, Free, Plan, TensorRead
 
 Source = tuple[str, Any]
 """("buffer", id), ("outside", tensor id) or ("primal", placeholder node)."""

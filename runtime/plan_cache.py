@@ -6,28 +6,17 @@ Kept as the service keeps its plans, and apart from them; read again through the
 from contextlib import closing
 from pathlib import Path
 
-from planner import find_faults
-from planner.store import SqliteStore, StoredPlan, plan_key
-from runtime.build import cache_dir
-from runtime.cache_file import going_on_without
-from runtime.options import Options
-from schemas import Graph, Plan, cost_signature, fingerprint
+from coop_plan.planner import find_faults
+from coop_plan.planner.cache.store import SqliteStore, StoredPlan, planner_version
+from coop_plan.runtime.build import cache_dir
+from coop_plan.runtime.cache_file import going_on_without
+from coop_plan.runtime.options import Options
+from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
 
 
 def key_of(graph: Graph, options: Options) -> str:
     """What a plan is kept by: structure, costs, what was asked, and the planner's version."""
-    return plan_key(
-        fingerprint(graph),
-        options.budget,
-        options.method,
-        options.outputs,
-        options.alignment,
-        options.switches,
-        options.time_limit,
-        seed=0,
-        solver=None,
-        costs=cost_signature(graph),
-    )
+    return options.plan.key(fingerprint(graph), planner_version(), cost_signature(graph))
 
 
 def find(key: str, graph: Graph, options: Options) -> Plan | None:
@@ -53,12 +42,13 @@ def keep(key: str, graph: Graph, plan: Plan) -> None:
 
 
 def _is_asked(plan: Plan, options: Options) -> bool:
-    asked = int(options.budget.value) if options.budget.kind == "bytes" else plan.budget_bytes
+    asked = options.plan
+    budget = int(asked.budget.value) if asked.budget.kind == "bytes" else plan.budget_bytes
     return (plan.budget_bytes, plan.method, plan.outputs, plan.alignment) == (
-        asked,
-        options.method,
-        options.outputs,
-        options.alignment,
+        budget,
+        asked.method,
+        asked.outputs,
+        asked.alignment,
     )
 
 

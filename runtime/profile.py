@@ -20,13 +20,13 @@ from torch._dynamo.utils import preserve_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_flatten, tree_map
 
-from planner.placement import place
-from runtime import cuda
-from runtime.arena import SERVED_OUTSIDE, Arena, Memory
-from runtime.build import arena as extension
-from runtime.errors import CaptureError
-from runtime.options import CUDA_ALIGNMENT
-from runtime.profile_cache import session
+from coop_plan.planner.placement import place
+from coop_plan.runtime import cuda
+from coop_plan.runtime.arena import SERVED_OUTSIDE, Arena, Memory
+from coop_plan.runtime.build import arena as extension
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.options import CUDA_ALIGNMENT
+from coop_plan.runtime.profile_cache import session
 
 MIN_REPEATS = 5
 MAX_REPEATS = 25

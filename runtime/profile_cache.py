@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from runtime.build import cache_dir
-from runtime.cache_file import going_on_without
+from coop_plan.runtime.build import cache_dir
+from coop_plan.runtime.cache_file import going_on_without
 
 LOCK_SECONDS = 5.0
 """How long a session waits for another process that is writing."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from schemas import Graph, Plan
+from coop_plan.schemas import Graph, Plan
 
 
 @dataclass

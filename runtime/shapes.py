@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from runtime.errors import CaptureError
+from coop_plan.runtime.errors import CaptureError
 
 log = logging.getLogger("coop-plan")
 

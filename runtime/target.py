@@ -9,10 +9,10 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
-from runtime.capture import capture_joint
-from runtime.composites import as_eager
-from runtime.errors import CaptureError
-from schemas import Graph, InvalidInputError
+from coop_plan.runtime.capture import capture_joint
+from coop_plan.runtime.composites import as_eager
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.schemas import Graph, InvalidInputError
 
 
 def capture_target(spec: str) -> Graph:

@@ -1,9 +1,9 @@
 """The JSON contract: graph, plan, budgets, fingerprints. Imports nothing else of coop-plan."""
 
-from schemas.errors import InvalidInputError
-from schemas.fingerprint import cost_signature, fingerprint
-from schemas.graph import Device, Graph, Op, Tensor, Variant, load_graph, parse_graph
-from schemas.plan import (
+from coop_plan.schemas.errors import InvalidInputError
+from coop_plan.schemas.fingerprint import cost_signature, fingerprint
+from coop_plan.schemas.graph import Device, Graph, Op, Tensor, Variant, load_graph, parse_graph
+from coop_plan.schemas.plan import (
     Compute,
     Free,
     Offload,
@@ -18,7 +18,7 @@ from schemas.plan import (
     load_plan,
     parse_plan,
 )
-from schemas.units import Budget, format_bytes, parse_budget, parse_bytes
+from coop_plan.schemas.units import Budget, format_bytes, parse_budget, parse_bytes
 
 __all__ = [
     "Budget",

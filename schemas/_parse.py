@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from schemas.errors import InvalidInputError
+from coop_plan.schemas.errors import InvalidInputError
 
 INT64_MAX = 2**63 - 1
 """Upper limit of every size in bytes: planners hold sizes in int64."""

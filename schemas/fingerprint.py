@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 
-from schemas.graph import Graph
+from coop_plan.schemas.graph import Graph
 
 
 def fingerprint(graph: Graph) -> str:

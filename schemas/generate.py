@@ -1,4 +1,4 @@
-"""Writes the JSON Schemas of the contract beside this file: `python -m schemas.generate`."""
+"""Writes the contract's JSON Schemas beside this file: `python -m coop_plan.schemas.generate`."""
 
 import argparse
 import json
@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from schemas.graph import Graph
-from schemas.plan import Plan
+from coop_plan.schemas.graph import Graph
+from coop_plan.schemas.plan import Plan
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -48,7 +48,9 @@ def stale(folder: Path) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the files, or with `--check` only compare them; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m schemas.generate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m coop_plan.schemas.generate", description=__doc__
+    )
     parser.add_argument("--check", action="store_true", help="exit 1 if a file is out of date")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="where they are")
     options = parser.parse_args(arguments)
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.check:
         if outdated:
             names = ", ".join(outdated)
-            sys.stderr.write(f"out of date: {names}; run python -m schemas.generate\n")
+            sys.stderr.write(f"out of date: {names}; run python -m coop_plan.schemas.generate\n")
         return 1 if outdated else 0
     for name in outdated:
         (options.folder / name).write_text(render(name), encoding="utf-8")

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from schemas import _parse
-from schemas._parse import INT64_MAX, Model
-from schemas.errors import InvalidInputError
+from coop_plan.schemas import _parse
+from coop_plan.schemas._parse import INT64_MAX, Model
+from coop_plan.schemas.errors import InvalidInputError
 
 Id = Annotated[int, Field(ge=0, le=INT64_MAX, strict=True)]
 Bytes = Annotated[int, Field(ge=0, le=INT64_MAX, strict=True)]

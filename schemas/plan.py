@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from schemas import _parse
-from schemas._parse import Model
-from schemas.graph import Bytes, Id, Micros
+from coop_plan.schemas import _parse
+from coop_plan.schemas._parse import Model
+from coop_plan.schemas.graph import Bytes, Id, Micros
 
 Ratio = Annotated[float, Field(strict=True)]
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
-from schemas._parse import INT64_MAX
-from schemas.errors import InvalidInputError
+from coop_plan.schemas._parse import INT64_MAX
+from coop_plan.schemas.errors import InvalidInputError
 
 _UNITS = {"": 1, "b": 1}
 for _power, _prefix in enumerate("kmgtp", start=1):

@@ -1,6 +1,6 @@
 import pytest
 
-from planner import plan
+from coop_plan.planner import plan
 from tests.support import make_graph
 
 
@@ -19,7 +19,7 @@ def compiled_kernels():
 def own_cache(tmp_path_factory, monkeypatch):
     """Profiles and plans of this test only; the extension stays in the user's cache."""
     pytest.importorskip("torch")
-    from runtime import build
+    from coop_plan.runtime import build
 
     build.arena()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from schemas import Device, Graph, Op, Tensor, Variant
+from coop_plan.schemas import Device, Graph, Op, Tensor, Variant
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 4, 4, 8, 8, 12, 16])
 COSTS = st.sampled_from([0.0, 0.5, 1.0, 1.0, 2.0, 3.25, 10.0])

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
-from schemas import (
+from coop_plan.schemas import (
     Compute,
     Free,
     Graph,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from api.cli import cli
-from schemas import load_graph, parse_graph
+from coop_plan.api.cli import cli
+from coop_plan.schemas import load_graph, parse_graph
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -25,8 +25,8 @@ def test_the_examples_run_and_the_training_loop_prints_the_loss_shown(
     tmp_path, monkeypatch, capsys, own_cache
 ):
     pytest.importorskip("torch")
-    import runtime
-    from runtime.target import capture_target
+    from coop_plan import runtime
+    from coop_plan.runtime.target import capture_target
 
     runtime.clear_reports()
     module, loop, planning = CODE

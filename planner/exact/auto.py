@@ -1,10 +1,10 @@
 """auto: keep everything if that fits, else coop-offline at once, then optimal until time is up."""
 
-from planner.errors import DoesNotFitError
-from planner.exact.optimal import solve_optimal
-from planner.methods.base import Request, Solution
-from planner.methods.keep_all import solve_keep_all
-from planner.problem import Problem
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.exact.optimal import solve_optimal
+from coop_plan.planner.keep_all import solve_keep_all
+from coop_plan.planner.method import Request, Solution
 
 
 def solve_auto(problem: Problem, request: Request) -> Solution:

@@ -22,16 +22,16 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from planner.errors import DoesNotFitError, TimeLimitError
-from planner.exact.milp import Outcome
-from planner.exact.packing import place_or_pack
-from planner.exact.program import Program
-from planner.exact.solving import SolverProcess, require
-from planner.exact.tape import Tape
-from planner.methods.base import Request, Solution
-from planner.problem import Problem
-from planner.schedule import Schedule
-from schemas import InvalidInputError
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.exact.model.milp import Outcome
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.primal.packing import place_or_pack
+from coop_plan.planner.exact.primal.tape import Tape
+from coop_plan.planner.exact.solver.process import SolverProcess, require
+from coop_plan.planner.method import Request, Solution
+from coop_plan.schemas import InvalidInputError
 
 MAX_VARIABLES = 50_000
 """More are refused: CBC closes about 10 000 in a minute."""
@@ -40,8 +40,6 @@ DEFAULT_SECONDS = 3600.0
 """Time limit of a request without one, the paper's own."""
 
 SOLVER = "PULP_CBC_CMD"
-
-SWITCHES = {"integral": "the LP relaxation with two-phase rounding (section 5) solves it instead"}
 
 ALLOWANCES = (0.0, 0.1, 0.2, 0.3)
 """Shares of the budget that the relaxation is denied, so that rounding may exceed it."""

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.errors import DoesNotFitError
-from planner.exact.milp import INFINITY
-from planner.methods.base import Progress, Solution
-from planner.problem import Problem
-from planner.schedule import Schedule
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.exact.model.milp import INFINITY
+from coop_plan.planner.method import Progress, Solution
 
 SOLVER_TOLERANCE = 1e-7
 """Share of the base cost that a bound gives away, as solvers compute in floating point."""

@@ -2,12 +2,12 @@
 optimal: the time-point MILP, refined until what is read out of it fits; a proved bound at any time.
 
 coop-offline's plan is the incumbent from the start. Each round solves one model (see
-`planner.exact.timepoint`): its bound holds for good, and its solution is read out and placed; where
+`planner.exact.model.timepoint`): its bound holds for good, and its solution is read out and placed; where
 it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and the
 model looks closer. Where a model is hard and the gap wide, the time goes to coop-offline and,
-beside it, to relaxations for a better bound (`planner.exact.bounding`). Other hard models get path
-cuts (`planner.exact.paths`), and where time does not suffice for one, a dive leads from its
-solution to a plan (`planner.exact.dive`). When only placement is in the way, slightly smaller
+beside it, to relaxations for a better bound (`planner.exact.dual.bounding`). Other hard models get path
+cuts (`planner.exact.model.paths`), and where time does not suffice for one, a dive leads from its
+solution to a plan (`planner.exact.primal.fix_and_refine`). When only placement is in the way, slightly smaller
 logical budgets are tried.
 """
 
@@ -15,24 +15,24 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.assemble import arena_bytes
-from planner.errors import DoesNotFitError
-from planner.exact.background import BoundingProcess
-from planner.exact.dive import Dive
-from planner.exact.guide import Guide
-from planner.exact.incumbent import Incumbent
-from planner.exact.intervals import schedule_intervals
-from planner.exact.packing import Crowded, place_or_pack, place_or_tell
-from planner.exact.paths import PathCuts
-from planner.exact.program import Program
-from planner.exact.readout import Readout
-from planner.exact.refine import Refinement
-from planner.exact.solving import SolverProcess, require
-from planner.layout import WORK_PER_SECOND, lay_out
-from planner.methods.base import Request, Solution
-from planner.offline.solve import CoopOffline
-from planner.problem import Problem
-from planner.schedule import Schedule
+from coop_plan.planner.core.assemble import arena_bytes
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.exact.dual.background import BoundingProcess
+from coop_plan.planner.exact.incumbent import Incumbent
+from coop_plan.planner.exact.model.intervals import schedule_intervals
+from coop_plan.planner.exact.model.paths import PathCuts
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.primal.fix_and_refine import Dive
+from coop_plan.planner.exact.primal.follow import Guide
+from coop_plan.planner.exact.primal.packing import Crowded, place_or_pack, place_or_tell
+from coop_plan.planner.exact.primal.readout import Readout
+from coop_plan.planner.exact.refine import Refinement
+from coop_plan.planner.exact.solver.process import SolverProcess, require
+from coop_plan.planner.layout import WORK_PER_SECOND, lay_out
+from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.offline.solve import CoopOffline
 
 DEFAULT_SECONDS = 60.0
 """Time limit of a request without one."""

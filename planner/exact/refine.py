@@ -4,16 +4,22 @@ import time
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from planner.exact.background import BoundingProcess, processors
-from planner.exact.incumbent import PROOF, Incumbent
-from planner.exact.milp import INFINITY, Answer, Outcome
-from planner.exact.paths import PathCuts
-from planner.exact.points import initial_points, segment, worst_of_groups
-from planner.exact.polish import polish
-from planner.exact.program import Program
-from planner.exact.readout import Outline, Overflow, Readout, UnreadableError, read_out
-from planner.exact.solving import News, SolverProcess
-from planner.exact.timepoint import COST_SCALE, TimePointModel
+from coop_plan.planner.exact.dual.background import BoundingProcess, processors
+from coop_plan.planner.exact.incumbent import PROOF, Incumbent
+from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
+from coop_plan.planner.exact.model.paths import PathCuts
+from coop_plan.planner.exact.model.points import initial_points, segment, worst_of_groups
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.timepoint import COST_SCALE, TimePointModel
+from coop_plan.planner.exact.primal.lns import polish
+from coop_plan.planner.exact.primal.readout import (
+    Outline,
+    Overflow,
+    Readout,
+    UnreadableError,
+    read_out,
+)
+from coop_plan.planner.exact.solver.process import News, SolverProcess
 
 FIRST_GAP = 5e-4
 """Share of the base cost to which models are solved until a solution fits."""

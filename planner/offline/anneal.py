@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from planner.arrays import Arrays, Floats, Ints
-from planner.blocks import repetitions
-from planner.offline.run import Settings
-from planner.offline.search import ALPHAS, Candidate, Search
-from planner.problem import Problem
+from coop_plan.planner.core.arrays import Arrays, Floats, Ints
+from coop_plan.planner.core.blocks import repetitions
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.offline.run import Settings
+from coop_plan.planner.offline.search import ALPHAS, Candidate, Search
 
 TEMPERATURE = 1e-3
 """By how much a run may be worse and taken on average, at the beginning: share of the base cost."""

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from planner._numba import njit
-from planner.arrays import Arrays, Ints
-from planner.offline.run import Run
+from coop_plan.planner.core.arrays import Arrays, Ints
+from coop_plan.planner.core.compiled import njit
+from coop_plan.planner.offline.run import Run
 
 
 def lifetimes(arrays: Arrays, run: Run) -> tuple[Ints, Ints, Ints, int]:

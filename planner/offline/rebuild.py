@@ -1,8 +1,8 @@
 """From a kernel's record to a `Schedule`."""
 
-from planner.offline.run import Run
-from planner.problem import Problem
-from planner.schedule import Schedule
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.offline.run import Run
 
 
 def rebuild(problem: Problem, run: Run) -> Schedule:

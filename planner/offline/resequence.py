@@ -1,7 +1,7 @@
 """
 Annealing of the sequence itself, from the incumbent on: the end of what coop-offline does.
 
-A random walk (`planner.offline.walk`) looks for cheaper sequences that need no more than the arena;
+A random walk (`planner.offline.metropolis`) looks for cheaper sequences that need no more than the arena;
 too much memory is allowed on the way, at a price that rises as long as it is used. Simulated
 annealing after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983; in windows,
 so that long programs take no longer per step.
@@ -13,12 +13,12 @@ from functools import partial
 
 import numpy as np
 
-from planner.layout import WORK, WORK_PER_SECOND
-from planner.offline.lifetimes import lifetimes
-from planner.offline.search import Candidate, Search
-from planner.offline.sequence import LENGTH, go_to, leave_room, record, start
-from planner.offline.walk import excess, walk
-from planner.placement import place
+from coop_plan.planner.layout import WORK, WORK_PER_SECOND
+from coop_plan.planner.offline.lifetimes import lifetimes
+from coop_plan.planner.offline.metropolis import excess, walk
+from coop_plan.planner.offline.search import Candidate, Search
+from coop_plan.planner.offline.sequence import LENGTH, go_to, leave_room, record, start
+from coop_plan.planner.placement import place
 
 HEAT = 0.4
 """Temperature at the beginning, in mean costs of an op."""

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.arrays import Arrays, Floats, Ints
-from planner.offline.kernel import simulate
-from planner.offline.state import (
+from coop_plan.planner.core.arrays import Arrays, Floats, Ints
+from coop_plan.planner.offline.clairvoyant import simulate
+from coop_plan.planner.offline.state import (
     DIRTY,
     DROP_EVENT,
     DROPPED,
@@ -34,7 +34,7 @@ SMALL_SHARE = 4096
 @dataclass(frozen=True)
 class Settings:
     """
-    What the score of a victim is made of; see `planner.offline.kernel`.
+    What the score of a victim is made of; see `planner.offline.clairvoyant`.
 
     `price` is a prefix sum over program positions, n + 1 entries; `weight` a factor per entry of
     `Arrays.uses`, plus one.

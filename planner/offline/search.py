@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.arrays import Arrays, Ints, to_arrays
-from planner.layout import WORK, assign
-from planner.methods.base import Progress, Request, Solution
-from planner.offline.lifetimes import lifetimes
-from planner.offline.rebuild import rebuild
-from planner.offline.run import Run, Runner, Settings
-from planner.placement import place
-from planner.problem import Problem
+from coop_plan.planner.core.arrays import Arrays, Ints, to_arrays
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.layout import WORK, assign
+from coop_plan.planner.method import Progress, Request, Solution
+from coop_plan.planner.offline.lifetimes import lifetimes
+from coop_plan.planner.offline.rebuild import rebuild
+from coop_plan.planner.offline.run import Run, Runner, Settings
+from coop_plan.planner.placement import place
 
 GRID_RATIO = 1.015
 """Neighbouring logical budgets of the grid differ by this factor."""

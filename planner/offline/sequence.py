@@ -2,16 +2,16 @@
 A schedule as nothing but the ops in the order they run.
 
 Every sequence in which first runs come in program order is a schedule: an op reads the latest copy
-of each input, and a copy lives until its last read. `planner.offline.walk` changes sequences.
+of each input, and a copy lives until its last read. `planner.offline.metropolis` changes sequences.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.arrays import Arrays, Flags, Ints
-from planner.offline.run import Run
-from planner.problem import Problem
+from coop_plan.planner.core.arrays import Arrays, Flags, Ints
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.offline.run import Run
 
 CHAIN = 64
 """Ops that one change puts in at most."""

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from planner.arrays import Ints
-from planner.errors import DoesNotFitError, TimeLimitError
-from planner.methods.base import Request, Solution
-from planner.methods.online import run_coop
-from planner.offline.anneal import Annealing, alike
-from planner.offline.resequence import Resequencing
-from planner.offline.search import RULES, Search
-from planner.online.run import OnlineRun
-from planner.problem import Problem
+from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.offline.anneal import Annealing, alike
+from coop_plan.planner.offline.resequence import Resequencing
+from coop_plan.planner.offline.search import RULES, Search
+from coop_plan.planner.online.methods import run_coop
+from coop_plan.planner.online.run import OnlineRun
 
 FEWEST_STEPS, MOST_STEPS = 20, 500
 CLIMB_OPS = 100_000

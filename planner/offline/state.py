@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from planner.arrays import Floats, Ints
+from coop_plan.planner.core.arrays import Floats, Ints
 
 NEVER = 1 << 40
 """A next use that does not come."""

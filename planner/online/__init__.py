@@ -1,1 +1,1 @@
-"""One eager execution of a step at real addresses, compiled; see `planner.methods.online`."""
+"""One eager execution of a step at real addresses, compiled; see `planner.online.methods`."""

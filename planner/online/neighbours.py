@@ -6,8 +6,8 @@ tensors that depend on each other form components, kept approximately in a union
 are merged on eviction and reduced, without splitting, when a tensor is computed again.
 """
 
-from planner._numba import inlined, inner
-from planner.online.state import NODE, NODES, OWN_COST, PARENT, ROOT_SEEN, STAMP, State
+from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.online.state import NODE, NODES, OWN_COST, PARENT, ROOT_SEEN, STAMP, State
 
 
 @inner

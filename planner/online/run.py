@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
-from planner.arrays import Arrays, Ints, to_arrays
-from planner.errors import DoesNotFitError
-from planner.methods.base import Progress, Request
-from planner.online.kernel import DONE, RECORD_FULL, advance
-from planner.online.state import (
+from coop_plan.planner.core.arrays import Arrays, Ints, to_arrays
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
+from coop_plan.planner.online.state import (
     CLOCK,
     DROP_EVENT,
     DROPPED,
@@ -26,8 +28,6 @@ from planner.online.state import (
     State,
     new_state,
 )
-from planner.problem import Problem
-from planner.schedule import Schedule
 
 MAX_RECOMPUTES_PER_OP = 30
 """More recomputed ops than this many times the program is thrashing, and counts as no fit."""
@@ -98,7 +98,7 @@ def simulate(
     arrays: Arrays | None = None,
 ) -> OnlineRun:
     """
-    Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.kernel`.
+    Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
 
     Raises:
         DoesNotFitError: at the op that cannot be run.

@@ -1,8 +1,8 @@
 """The arena as an online allocator sees it: blocks ordered by address, taken or free."""
 
-from planner._numba import inlined, inner
-from planner.arrays import Ints
-from planner.online.state import (
+from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.online.state import (
     BLOCK_AT,
     BLOCK_SIZE,
     BLOCKS,

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.arrays import Flags, Floats, Ints
-from planner.problem import Problem
+from coop_plan.planner.core.arrays import Flags, Floats, Ints
+from coop_plan.planner.core.problem import Problem
 
 FREE = -1
 """Owner of a free block."""

@@ -1,6 +1,6 @@
 """Offsets for buffers with known lifetimes (dynamic storage allocation)."""
 
-from planner.placement.instance import FixedOverlapError
-from planner.placement.solve import Placement, place
+from coop_plan.planner.placement.instance import FixedOverlapError
+from coop_plan.planner.placement.solve import Placement, place
 
 __all__ = ["FixedOverlapError", "Placement", "place"]

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from planner.placement.instance import Instance, Ints
-from planner.placement.keys import live_profile
+from coop_plan.planner.placement.instance import Instance, Ints
+from coop_plan.planner.placement.keys import live_profile
 
 
 def shareable_units(instance: Instance) -> Ints:

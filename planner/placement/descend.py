@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from planner.placement.instance import Instance, Ints
-from planner.placement.kernel import FOUND, IMPOSSIBLE
-from planner.placement.search import Component, Effort, fit
+from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
+from coop_plan.planner.placement.instance import Instance, Ints
+from coop_plan.planner.placement.search import Component, Effort, fit
 
 FIRST_WORK = 10_000_000
 """Work for one capacity in the first round; each round doubles it."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner._numba import njit
+from coop_plan.planner.core.compiled import njit
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

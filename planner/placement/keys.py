@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from planner.placement.instance import Floats, Ints
+from coop_plan.planner.placement.instance import Floats, Ints
 
 Keys = dict[str, Ints]
 

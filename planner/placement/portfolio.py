@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from planner.placement.greedy import first_fit
-from planner.placement.instance import Floats, Instance, Ints
-from planner.placement.keys import order_by, sort_keys, spread
-from planner.placement.skyline import drop, skyline
+from coop_plan.planner.placement.greedy import first_fit
+from coop_plan.planner.placement.instance import Floats, Instance, Ints
+from coop_plan.planner.placement.keys import order_by, sort_keys, spread
+from coop_plan.planner.placement.skyline import drop, skyline
 
 ORDERS = ("TAW", "TW", "WT", "A", "ZW")
 

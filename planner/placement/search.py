@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner._numba import njit
-from planner.placement.instance import Floats, Instance, Ints
-from planner.placement.kernel import FOUND, IMPOSSIBLE, UNKNOWN, Task, search
-from planner.placement.keys import live_profile, order_by, sort_keys, spread
+from coop_plan.planner.core.compiled import njit
+from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, Task, search
+from coop_plan.planner.placement.instance import Floats, Instance, Ints
+from coop_plan.planner.placement.keys import live_profile, order_by, sort_keys, spread
 
 ORDERS = ("TWA", "TAW", "WAT", "ATW", "UW")
 

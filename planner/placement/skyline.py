@@ -12,8 +12,8 @@ import heapq
 
 import numpy as np
 
-from planner._numba import njit
-from planner.placement.instance import Instance, Ints
+from coop_plan.planner.core.compiled import njit
+from coop_plan.planner.placement.instance import Instance, Ints
 
 BLOCK = 64
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.placement.bound import lower_bound
-from planner.placement.descend import descend
-from planner.placement.instance import Instance, Ints, Pairs, build
-from planner.placement.kernel import FOUND, IMPOSSIBLE
-from planner.placement.portfolio import placements
-from planner.placement.search import Effort, components, fit
+from coop_plan.planner.placement.bound import lower_bound
+from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
+from coop_plan.planner.placement.descend import descend
+from coop_plan.planner.placement.instance import Instance, Ints, Pairs, build
+from coop_plan.planner.placement.portfolio import placements
+from coop_plan.planner.placement.search import Effort, components, fit
 
 PASSES = 40
 """Greedy placements tried before the search, at least; instances beyond its reach get more."""

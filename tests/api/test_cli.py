@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas import load_graph, load_plan
+from coop_plan.schemas import load_graph, load_plan
 from tests.support import make_graph
 
 

@@ -20,16 +20,21 @@ DOORS = {("api/cli.py", "capture", "runtime")}
 
 
 def imports(path):
-    """(enclosing function or None, top-level package) of each import in a file."""
+    """(enclosing function or None, one of our packages or a top-level one) of each import."""
+
+    def top(name):
+        parts = name.split(".")
+        return parts[1] if parts[0] == "coop_plan" else parts[0]
 
     def walk(node, function):
         for child in ast.iter_child_nodes(node):
             inside = child.name if isinstance(child, ast.FunctionDef) else function
             if isinstance(child, ast.Import):
-                yield from ((inside, alias.name.partition(".")[0]) for alias in child.names)
+                yield from ((inside, top(alias.name)) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{path}: relative import"
-                yield inside, child.module.partition(".")[0]
+                names = (f"{child.module}.{alias.name}" for alias in child.names)
+                yield from ((inside, top(name)) for name in names)
             yield from walk(child, inside)
 
     yield from walk(ast.parse(path.read_text()), None)
@@ -50,14 +55,15 @@ BLOCK = """
 import importlib, pkgutil, sys
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
+        if name.removeprefix("coop_plan.").partition(".")[0] in {blocked!r}:
             raise ModuleNotFoundError(name + " is not installed here", name=name)
 sys.meta_path.insert(0, Block())
 for package in {packages!r}:
-    module = importlib.import_module(package)
-    for found in pkgutil.walk_packages(module.__path__, package + "."):
+    module = importlib.import_module("coop_plan." + package)
+    for found in pkgutil.walk_packages(module.__path__, module.__name__ + "."):
         importlib.import_module(found.name)
-print(len([name for name in sys.modules if name.partition(".")[0] in {packages!r}]))
+ours = tuple("coop_plan." + package + "." for package in {packages!r})
+print(len([name for name in sys.modules if name.startswith(ours)]))
 """
 
 
@@ -80,7 +86,7 @@ def test_every_module_imports_without_what_it_must_not_need(packages, blocked):
 
 def test_the_command_starts_without_loading_what_it_does_not_use():
     heavy = ("torch", "numba", "numpy", "fastapi", "rich")
-    script = f"import sys, api.cli; print([m for m in {heavy} if m in sys.modules])"
+    script = f"import sys, coop_plan.api.cli; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
     )

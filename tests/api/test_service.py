@@ -8,11 +8,11 @@ import threading
 import httpx
 import pytest
 
-from api import service
-from api.service import EXAMPLE, create_app
-from planner import TimeLimitError, find_faults
-from planner.store import SqliteStore
-from schemas import parse_graph, parse_plan
+from coop_plan.api import service
+from coop_plan.api.service import EXAMPLE, create_app
+from coop_plan.planner import TimeLimitError, find_faults
+from coop_plan.planner.cache.store import SqliteStore
+from coop_plan.schemas import parse_graph, parse_plan
 
 PROBLEM = "application/problem+json"
 

@@ -7,7 +7,7 @@ Memory is logical: the sum of live sizes, wherever they may lie. Ops first run i
 import heapq
 from itertools import combinations
 
-from planner import Problem
+from coop_plan.planner import Problem
 
 
 def cheapest(problem: Problem, arena_bytes: int, *, staged: bool = False) -> float | None:

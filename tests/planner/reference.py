@@ -6,7 +6,7 @@ and that the step's results are the straight ones; `Machine.clean` that the rule
 kept. A plan is good if both hold.
 """
 
-from schemas import Compute, Free, Graph, Offload, Plan, Prefetch, TensorRead, Wait
+from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, TensorRead, Wait
 from tests.support import outside_outputs
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from benchmarks.synthetic import gpt
-from planner import Problem
-from planner.assemble import arena_bytes
-from planner.methods.base import Request
-from planner.offline import anneal
-from planner.offline.anneal import Annealing
-from planner.offline.search import Search
-from planner.offline.solve import CoopOffline
+from coop_plan.planner import Problem
+from coop_plan.planner.core.assemble import arena_bytes
+from coop_plan.planner.method import Request
+from coop_plan.planner.offline import anneal
+from coop_plan.planner.offline.anneal import Annealing
+from coop_plan.planner.offline.search import Search
+from coop_plan.planner.offline.solve import CoopOffline
 from tests.support import make_graph
 
 LAYERS, OPS, BACKWARD = 6, 16, 20

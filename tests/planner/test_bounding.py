@@ -9,17 +9,20 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
-from planner import Problem, blocks, plan
-from planner.blocks import Repetition, repetitions
-from planner.exact import bounding, paths, refine
-from planner.exact.background import BoundingProcess
-from planner.exact.bounding import Bounding
-from planner.exact.milp import INFINITY, Milp
-from planner.exact.program import Program
-from planner.exact.separation import Solution, most_violated
-from planner.exact.solving import SolverError, SolverProcess
-from planner.exact.timepoint import TimePointModel
-from planner.exact.worker_lp import lagrangian_bound
+from coop_plan.planner import Problem, plan
+from coop_plan.planner.core import blocks
+from coop_plan.planner.core.blocks import Repetition, repetitions
+from coop_plan.planner.exact import refine
+from coop_plan.planner.exact.dual import bounding
+from coop_plan.planner.exact.dual.background import BoundingProcess
+from coop_plan.planner.exact.dual.bounding import Bounding
+from coop_plan.planner.exact.model import paths
+from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.separation import Solution, most_violated
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.solver.process import SolverError, SolverProcess
+from coop_plan.planner.exact.solver.worker_lp import lagrangian_bound
 from tests.planner.brute_force import cheapest
 from tests.planner.test_exact import BUDGETS, SETTINGS, tight
 from tests.strategies import graphs

@@ -7,26 +7,27 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from planner import InfeasibleBudgetError, Problem, find_faults, plan
-from planner.assemble import arena_bytes, assemble
-from planner.errors import DoesNotFitError
-from planner.exact import paths, refine
-from planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
-from planner.exact.dive import Dive
-from planner.exact.intervals import COPIES, schedule_intervals
-from planner.exact.live import live_bytes
-from planner.exact.milp import Milp, Outcome
-from planner.exact.optimal import solve_optimal
-from planner.exact.packing import Crowded
-from planner.exact.program import Program
-from planner.exact.readout import Outline
-from planner.exact.solving import SolverError, SolverProcess, require
-from planner.exact.timepoint import TimePointModel
-from planner.layout import lay_out
-from planner.methods import Request
-from planner.methods.keep_all import keep_all_schedule
-from planner.offline import solve
-from schemas import InvalidInputError
+from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
+from coop_plan.planner.core.assemble import arena_bytes, assemble
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.exact import refine
+from coop_plan.planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
+from coop_plan.planner.exact.model import paths
+from coop_plan.planner.exact.model.intervals import COPIES, schedule_intervals
+from coop_plan.planner.exact.model.milp import Milp, Outcome
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.optimal import solve_optimal
+from coop_plan.planner.exact.primal.fix_and_refine import Dive
+from coop_plan.planner.exact.primal.live import live_bytes
+from coop_plan.planner.exact.primal.packing import Crowded
+from coop_plan.planner.exact.primal.readout import Outline
+from coop_plan.planner.exact.solver.process import SolverError, SolverProcess, require
+from coop_plan.planner.keep_all import keep_all_schedule
+from coop_plan.planner.layout import lay_out
+from coop_plan.planner.offline import solve
+from coop_plan.planner.registry import Request
+from coop_plan.schemas import InvalidInputError
 from tests.planner.brute_force import cheapest
 from tests.strategies import graphs
 from tests.support import make_graph

@@ -4,7 +4,7 @@ import pickle
 
 import numba
 
-import planner._numba as kernels
+import coop_plan.planner.core.compiled as kernels
 
 
 def test_the_key_changes_with_any_file_beside_the_kernel(tmp_path):

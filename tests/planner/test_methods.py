@@ -4,10 +4,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from planner import METHODS, InfeasibleBudgetError, Problem, find_faults, plan
-from planner.assemble import arena_bytes
-from planner.layout import lay_out
-from planner.methods.keep_all import keep_all_schedule
+from coop_plan.planner import METHODS, InfeasibleBudgetError, Problem, find_faults, plan
+from coop_plan.planner.core.assemble import arena_bytes
+from coop_plan.planner.keep_all import keep_all_schedule
+from coop_plan.planner.layout import lay_out
 from tests.strategies import graphs
 from tests.support import make_graph
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import InfeasibleBudgetError, plan
-from schemas import load_graph
+from coop_plan.planner import InfeasibleBudgetError, plan
+from coop_plan.schemas import load_graph
 from tests.strategies import graphs
 from tests.support import make_graph
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.placement import training_like
-from planner.placement import place
+from coop_plan.planner.placement import place
 
 DATA = Path(__file__).parents[3] / "shared/data/allocation"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared/data/allocation")

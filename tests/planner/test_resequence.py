@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
-from planner import Problem
-from planner.assemble import arena_bytes
-from planner.exact.live import live_bytes
-from planner.methods.base import Request
-from planner.offline.lifetimes import lifetimes
-from planner.offline.rebuild import rebuild
-from planner.offline.resequence import Resequencing
-from planner.offline.search import Search
-from planner.offline.sequence import LENGTH, go_to, record, start
-from planner.offline.solve import CoopOffline
-from planner.offline.walk import excess, walk
+from coop_plan.planner import Problem
+from coop_plan.planner.core.assemble import arena_bytes
+from coop_plan.planner.exact.primal.live import live_bytes
+from coop_plan.planner.method import Request
+from coop_plan.planner.offline.lifetimes import lifetimes
+from coop_plan.planner.offline.metropolis import excess, walk
+from coop_plan.planner.offline.rebuild import rebuild
+from coop_plan.planner.offline.resequence import Resequencing
+from coop_plan.planner.offline.search import Search
+from coop_plan.planner.offline.sequence import LENGTH, go_to, record, start
+from coop_plan.planner.offline.solve import CoopOffline
 from tests.strategies import graphs
 from tests.support import make_graph
 

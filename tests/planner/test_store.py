@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
-from planner import plan
-from planner.store import SqliteStore, StoredPlan, StoreError, planner_version
+from coop_plan.planner import plan
+from coop_plan.planner.cache.store import SqliteStore, StoredPlan, StoreError, planner_version
 from tests.support import make_graph
 
 

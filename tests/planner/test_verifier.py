@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from planner.verifier import InvalidPlanError, find_faults, verify
-from schemas import Plan, fingerprint
+from coop_plan.planner.verifier import InvalidPlanError, find_faults, verify
+from coop_plan.schemas import Plan, fingerprint
 from tests.support import edit, make_graph, make_plan
 
 TENSORS = {

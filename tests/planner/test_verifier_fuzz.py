@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from planner.verifier import find_faults
-from schemas import Plan
+from coop_plan.planner.verifier import find_faults
+from coop_plan.schemas import Plan
 from tests.planner.reference import Machine
 from tests.strategies import graphs
 from tests.support import make_graph, make_plan, naive_plan, random_plan

@@ -3,8 +3,8 @@
 import pytest
 
 torch = pytest.importorskip("torch")
-import runtime  # noqa: E402
-from runtime import build  # noqa: E402
+from coop_plan import runtime  # noqa: E402
+from coop_plan.runtime import build  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import runtime
+from coop_plan import runtime
 
 OPTIONS = {"budget": "min"}
 

@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("pretend_cuda.cpp")
 
 def library():
     """The compiled C++ side; half a minute, once per cache folder."""
-    from runtime import build
+    from coop_plan.runtime import build
 
     return build.compiled(SOURCE, "pretend_cuda", link=("c10", "torch_cpu"))
 
@@ -105,7 +105,7 @@ def pretend(path):
     pretended.pretended_statistic.restype = ctypes.c_int64
     import torch
 
-    from runtime import cuda
+    from coop_plan.runtime import cuda
 
     cuda.LIBRARY = Path(path)
 

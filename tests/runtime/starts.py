@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import runtime
-from runtime import profile
+from coop_plan import runtime
+from coop_plan.runtime import profile
 
 
 def start(budget="80%", **options):

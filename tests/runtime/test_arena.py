@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from runtime import BuildError, build
-from runtime.arena import SERVED_OUTSIDE, Arena, Memory, process_bytes, reset_peak
+from coop_plan.runtime import BuildError, build
+from coop_plan.runtime.arena import SERVED_OUTSIDE, Arena, Memory, process_bytes, reset_peak
 
 SIZE = 4000
 """Bytes of a tensor of a thousand floats."""

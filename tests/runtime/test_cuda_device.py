@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import runtime
-from runtime import cuda
-from runtime.arena import SERVED_OUTSIDE, Arena, Memory
-from runtime.build import arena as extension
+from coop_plan import runtime
+from coop_plan.runtime import cuda
+from coop_plan.runtime.arena import SERVED_OUTSIDE, Arena, Memory
+from coop_plan.runtime.build import arena as extension
 from tests.runtime.networks import Mlp
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

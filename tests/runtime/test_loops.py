@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import runtime
-from schemas import Compute
+from coop_plan import runtime
+from coop_plan.schemas import Compute
 
 OPTIONS = {"budget": "min"}
 

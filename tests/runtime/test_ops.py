@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import runtime
+from coop_plan import runtime
 
 
 class Between(nn.Module):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import profile, profile_cache
-from runtime.profile_cache import ProfileCache
+from coop_plan.runtime import profile, profile_cache
+from coop_plan.runtime.profile_cache import ProfileCache
 from tests.runtime.starts import figures, in_a_new_process, start
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def test_a_cache_that_cannot_be_written_is_read(cache):
 
 HAMMER = """
 import sys
-from runtime import profile_cache
+from coop_plan.runtime import profile_cache
 print("ready", flush=True)
 for turn in range(10**9):
     with profile_cache.kept_profiles():

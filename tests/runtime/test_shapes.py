@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import runtime
-from planner import InfeasibleBudgetError
+from coop_plan import runtime
+from coop_plan.planner import InfeasibleBudgetError
 
 SIZES = [24, 24, 16, 24, 16, 7]
 """Batches of a run, with a short last one."""

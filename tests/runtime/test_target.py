@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from planner import plan
-from runtime import CaptureError
-from runtime.target import capture_target
-from schemas import InvalidInputError
+from coop_plan.planner import plan
+from coop_plan.runtime import CaptureError
+from coop_plan.runtime.target import capture_target
+from coop_plan.schemas import InvalidInputError
 
 SOURCE = """
 import torch

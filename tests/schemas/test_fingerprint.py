@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas import cost_signature, fingerprint, parse_graph
+from coop_plan.schemas import cost_signature, fingerprint, parse_graph
 from tests.schemas.test_graph import changed, sample, variant
 from tests.strategies import graphs
 

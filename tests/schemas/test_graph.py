@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 
-from schemas import Graph, InvalidInputError, load_graph, parse_graph
-from schemas.generate import DOCUMENTS, main, render
+from coop_plan.schemas import Graph, InvalidInputError, load_graph, parse_graph
+from coop_plan.schemas.generate import DOCUMENTS, main, render
 from tests.strategies import graphs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -263,7 +263,7 @@ def test_random_graphs_round_trip(graph):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_committed_json_schemas_are_current(name):
-    """`python -m schemas.generate` was run after the last change of a model."""
+    """`python -m coop_plan.schemas.generate` was run after the last change of a model."""
     text = (REPOSITORY / "schemas" / name).read_text(encoding="utf-8")
     assert text == render(name)
     assert json.loads(text)["$id"].startswith("urn:coop-plan:")
@@ -281,5 +281,5 @@ def test_generate_writes_and_checks(tmp_path, capsys):
     assert main([*arguments, "--check"]) == 1
     assert capsys.readouterr() == (
         "",
-        "out of date: plan.schema.json; run python -m schemas.generate\n",
+        "out of date: plan.schema.json; run python -m coop_plan.schemas.generate\n",
     )

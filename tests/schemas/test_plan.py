@@ -6,7 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from schemas import InvalidInputError, TensorRead, load_plan, parse_plan
+from coop_plan.schemas import InvalidInputError, TensorRead, load_plan, parse_plan
 
 SCHEMA = json.loads(
     (Path(__file__).parents[2] / "schemas/plan.schema.json").read_text(encoding="utf-8")

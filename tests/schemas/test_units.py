@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import InvalidInputError, format_bytes, parse_budget, parse_bytes
+from coop_plan.schemas import InvalidInputError, format_bytes, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(

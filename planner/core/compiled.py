@@ -1,0 +1,94 @@
+"""
+A typed door to numba.
+
+The decorators keep the decorated function's signature for mypy. Kernels are cached beside their
+source, so a machine compiles them once.
+"""
+
+import contextlib
+import functools
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, cast
+
+import numba
+from numba.core.caching import FunctionCache
+
+log = logging.getLogger("coop-plan")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Cache(FunctionCache):
+    """
+    A cache that knows what else a kernel is made of, and counts an index it cannot read as empty.
+
+    numba looks at a function's own file only; constants and functions it takes from its neighbours
+    are compiled in, and an old copy of them would write out of bounds. The index names the classes
+    of the arguments; one that has moved would otherwise end every call with an import error.
+    """
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
+        return (*key, _sources(Path(self._py_func.__code__.co_filename).parent))
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception:
+            self.flush()  # type: ignore[no-untyped-call]
+            found = None
+        if found is None:
+            _say_that_it_compiles()
+        return found
+
+
+@functools.cache
+def _sources(folder: Path) -> str:
+    """Digest of what a kernel in `folder` may be made of: its neighbours and the shared arrays."""
+    common = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted({*folder.glob("*.py"), common / "arrays.py", common / "compiled.py"}):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _say_that_it_compiles() -> None:
+    log.warning("compiling the planner's kernels, once on this machine: up to a minute")
+
+
+def _compile(function: Callable[P, R], **options: bool) -> Callable[P, R]:
+    library: Any = numba
+    dispatcher = library.njit(nogil=True, **options)(function)
+    if not library.config.DISABLE_JIT:
+        # numba raises where neither the source's folder nor the user's cache can be written; the
+        # kernels then live as long as the process.
+        with contextlib.suppress(RuntimeError):
+            dispatcher._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    return cast("Callable[P, R]", dispatcher)
+
+
+def njit(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile `function` to machine code at its first call and keep the result on disk."""
+    return _compile(function)
+
+
+def inner(function: Callable[P, R]) -> Callable[P, R]:
+    """
+    As `njit`, for functions that only compiled code calls and that allocate no array.
+
+    Arrays taken from a state are not reference-counted, which in short functions costs several
+    times the work itself.
+    """
+    return _compile(function, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def inlined(function: Callable[P, R]) -> Callable[P, R]:
+    """As `inner`, and inlined: a call would pass every array of a state, field by field."""
+    return _compile(
+        function, _nrt=False, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
+    )

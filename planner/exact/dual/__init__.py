@@ -1,0 +1,1 @@
+"""Lower bounds, looked for beside the search."""

@@ -1,0 +1,61 @@
+"""Bounds from a process beside the search for plans, which runs `planner.exact.dual.bounding`."""
+
+import os
+import queue
+import sys
+
+from coop_plan.planner.exact.model.milp import INFINITY
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.solver.process import Child
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class BoundingProcess(Child):
+    """A process that runs `Bounding`; what it has proved can be asked for at any time."""
+
+    def __init__(self) -> None:
+        paths = os.pathsep.join(filter(None, sys.path))
+        super().__init__(
+            [sys.executable, "-P", "-m", "coop_plan.planner.exact.dual.bounding"],
+            os.environ | {"PYTHONPATH": paths},
+        )
+        self.running = self._begun = False
+        self.ended = False
+        """Whether it ran to its end: it has no more time points to add."""
+
+    def kill(self) -> None:
+        """End it for good: there will be no more news."""
+        self.running = False
+        super().kill()
+
+    def begin(self, program: Program, capacity: int, points: set[int]) -> None:
+        """Start, with time points that are known to matter; once only."""
+        if not self._begun:
+            self._begun = self.running = self.send((program, capacity, points))
+
+    def proved(self, until: float = 0.0) -> float:
+        """
+        What recomputes cost at least (µs), −∞ if nothing new was proved.
+
+        Waits for news until then (a `time.monotonic` value, s).
+
+        Raises:
+            SolverError: the process raised an exception.
+        """
+        best = -INFINITY
+        while self.running:
+            try:
+                news = self.receive(until if best == -INFINITY else 0.0)
+            except queue.Empty:
+                break
+            if news is None:
+                self.running, self.ended = False, True
+            else:
+                best = max(best, news)
+        return best

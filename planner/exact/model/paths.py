@@ -1,0 +1,174 @@
+"""
+Path cuts: what keeps the relaxation of the time-point model from computing fractions of ops.
+
+Let tensor t be needed after τ_j and not after τ_k, and let t, t₁, …, t_m be a path of the graph
+against its edges: each is an input of the op that makes the one before it. Then one of them was
+still there at τ_j, or the op v that makes the last one is computed again in between:
+
+    Σ_i X[j, t_i] + Σ_{j<i≤k} Y[i, v] ≥ 1        (≥ X[l, t], j < l ≤ k, where t is only resident)
+
+Within one segment that follows from the model. Over several it does not, when variables may be
+fractions: a tenth of an input that stays resident pays for a tenth of its op in each of ten
+segments. The cuts are separated one shortest path at a time.
+"""
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Relaxation
+from coop_plan.planner.exact.model.separation import Solution, most_violated
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+
+Vector = NDArray[np.float64]
+
+Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
+"""`planner.exact.solver.process.SolverProcess.relax`, or the same in this process."""
+
+VIOLATION = 0.02
+"""Cuts that are violated by less are not worth a row."""
+
+PRECISION = ((1e-2, 2e-2), (3e-3, 5e-3), (1e-3, 5e-4), (1e-3, 5e-4))
+"""Relative accuracy of relaxations, and the share of the bound by which a round must raise it.
+
+After one that does not, the next pair holds; it ends after the last. What is proved does not depend
+on this."""
+
+QUICK_PRECISION = ((1e-2, 2e-2), (1e-2, 2e-2))
+"""The same where it has to be quick."""
+
+CUTS_PER_ROUND = 3000
+"""New cuts before the relaxation is solved again."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """
+    A cut between the time points at positions `low` and `high`.
+
+    `tensors` begins with the one that is needed: by a first run, or resident at position `at`.
+    """
+
+    low: int
+    high: int
+    at: int | None
+    tensors: tuple[int, ...]
+
+
+@dataclass
+class PathCuts:
+    """
+    The cuts found so far; they hold for every model with their time points.
+
+    `quick` ones are for comparing models, not for a good bound; `rounds` may limit how often the
+    relaxation is solved.
+    """
+
+    paths: list[Path] = field(default_factory=list)
+    quick: bool = False
+    rounds: int | None = None
+
+    def strengthen(
+        self,
+        relax: Relax,
+        model: TimePointModel,
+        deadline: float,
+        tell: Callable[[float], None] | None = None,
+    ) -> float:
+        """
+        Add cuts to the model until its relaxation gains no more; the best bound of a relaxation.
+
+        Cuts that are not tight in the last one are forgotten. The bound is −∞ where none was
+        proved by `deadline` (a `time.monotonic` value, s). `tell` hears of every bound.
+        """
+        relaxed = model.milp.copy()
+        for path in self.paths:
+            _add(relaxed, model, path)
+        bound = -INFINITY
+        last: Relaxation | None = None
+        precision = QUICK_PRECISION if self.quick else PRECISION
+        stalled = 0
+        solved = 0
+        while stalled < len(precision) and time.monotonic() < deadline:
+            solved += 1
+            accuracy, progress = precision[stalled]
+            answer = relax(relaxed, deadline, accuracy, last)
+            gained = solved == 1 or answer.bound >= bound + progress * abs(bound)
+            bound = max(bound, answer.bound)
+            if tell is not None:
+                tell(answer.bound)
+            if answer.values is None:
+                break
+            last = answer
+            if solved == self.rounds:
+                break
+            found = _violated(model, answer.values, set(self.paths), deadline)
+            for path in found:
+                _add(relaxed, model, path)
+            self.paths += found
+            if not found or not gained:
+                stalled += 1
+        if last is not None and last.values is not None:
+            values = last.values
+            self.paths = [path for path in self.paths if _slack(model, path, values) < VIOLATION]
+        for path in self.paths:
+            _add(model.milp, model, path)
+        return bound
+
+
+def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
+    """The left side of a cut without its constants, and its right side."""
+    low, high = model.points.index(path.low), model.points.index(path.high)
+    terms: dict[int, float] = {}
+    demand = 1.0
+    if path.at is not None:
+        column = model.x[model.points.index(path.at)][path.tensors[0]]
+        if column is not None:
+            terms[column], demand = -1.0, 0.0
+    for t in path.tensors:
+        constant, kept = model.kept(low + 1, t)
+        demand -= constant
+        for column, value in kept:
+            terms[column] = terms.get(column, 0.0) + value
+    maker = model.program.problem.producer[path.tensors[-1]]
+    for k in range(low + 1, high + 1):
+        if maker in model.y[k]:
+            terms[model.y[k][maker]] = 1.0
+    return terms, demand
+
+
+def _add(milp: Milp, model: TimePointModel, path: Path) -> None:
+    terms, demand = _terms(model, path)
+    milp.row([(column, value) for column, value in terms.items() if value], demand, INFINITY)
+
+
+def _slack(model: TimePointModel, path: Path, values: Vector) -> float:
+    terms, demand = _terms(model, path)
+    return float(sum(value * values[column] for column, value in terms.items()) - demand)
+
+
+def _violated(
+    model: TimePointModel, values: Vector, known: Collection[Path], deadline: float
+) -> list[Path]:
+    """The most violated of the worst cuts between every two time points, but for those known."""
+    solution = Solution.of(model, values)
+    found = []
+    for low, start in enumerate(model.points[:-2]):
+        amounts, cuts, tensors = most_violated(solution, low, VIOLATION)
+        found += [(-amount, start, cuts[i : i + 2], tensors) for i, amount in enumerate(amounts)]
+        if time.monotonic() > deadline:
+            break
+    found.sort(key=itemgetter(0))
+    chosen: list[Path] = []
+    for _, start, ((high, first, begin), (_, _, end)), tensors in found:
+        point = model.points[high]
+        path = Path(start, point, None if first else point, tuple(tensors[begin:end].tolist()))
+        if path not in known:
+            chosen.append(path)
+        if len(chosen) == CUTS_PER_ROUND:
+            break
+    return chosen

@@ -1,0 +1,112 @@
+"""
+A problem as the exact models see it: what is available when, and what can be computed again.
+
+Everything here is a superset of what the verifier accepts (see `planner.verifier`), restricted to
+schedules that compute every op for the first time in program order, in its default variant, and
+that do not swap. So what a model proves on it holds for all of those.
+"""
+
+from dataclasses import dataclass
+
+from coop_plan.planner.core.problem import Problem
+
+
+@dataclass(frozen=True)
+class Program:
+    """
+    Positions 0 to n − 1 are the ops; position n is the end of the step, which reads the outputs.
+
+    `reads` and `makes` hold tensors that live in the arena. Tensors in `always` are not limited by
+    memory once they are made: they have 0 bytes, or they are overwritten in place, which a relaxed
+    model need not follow (their bytes are counted where an op touches them).
+
+    `until[o]` is the last position before which op o can be computed again: beyond it something
+    that o reads outside the arena has been overwritten; it is at most o for an op that runs once.
+    `overwritten[t]` says so of a tensor in the arena: methods keep those to their last use and do
+    not run again what touches them. `useful[t]` is the last position at which having tensor t can
+    still matter. `pairs[o]` lists the (output, input) pairs that may share one address in the first
+    run of o. `rerun_bytes[o]` is what a recompute of o writes in the arena although its first run
+    wrote it outside. All sizes are bytes, rounded up to the alignment.
+    """
+
+    problem: Problem
+    n: int
+    reads: list[tuple[int, ...]]
+    makes: list[tuple[int, ...]]
+    always: list[bool]
+    overwritten: list[bool]
+    until: list[int]
+    useful: list[int]
+    pairs: list[tuple[tuple[int, int], ...]]
+    rerun_bytes: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Program":
+        """The program of `problem`."""
+        n = problem.op_count
+        graph = problem.graph
+        kept = [t for t in range(problem.tensor_count) if problem.is_output[t]]
+        reads = [*problem.reads, tuple(t for t in kept if not problem.outside[t])]
+        makes = [*problem.makes, ()]
+        index = {tensor.id: t for t, tensor in enumerate(graph.tensors)}
+        overwritten: dict[int, list[int]] = {}
+        for position, op in enumerate(graph.ops):
+            for tensor_id in op.mutates:
+                overwritten.setdefault(index[tensor_id], []).append(position)
+        always = [size == 0 or t in overwritten for t, size in enumerate(problem.size)]
+        until = []
+        for position, op in enumerate(graph.ops):
+            limit = n if op.recomputable else position
+            for t in problem.op_inputs[position]:
+                if problem.resident[t] or problem.outside[t]:
+                    later = [p for p in overwritten.get(t, ()) if p >= position]
+                    limit = min([limit, *later])
+            until.append(limit)
+        until.append(n)
+        useful = [problem.producer[t] for t in range(problem.tensor_count)]
+        for position in range(n, -1, -1):
+            last = max((useful[t] for t in makes[position]), default=position)
+            last = max(position, min(last, until[position]))
+            for t in reads[position]:
+                useful[t] = max(useful[t], last)
+        pairs = [tuple(problem.first_inplace(op)) for op in range(n)]
+        again = [
+            sum(problem.size[t] for t in outputs if problem.outside[t])
+            for outputs in problem.op_outputs
+        ]
+        changed = [
+            t in overwritten and not (problem.resident[t] or problem.outside[t])
+            for t in range(problem.tensor_count)
+        ]
+        return cls(
+            problem, n, reads, makes, always, changed, until, useful, [*pairs, ()], [*again, 0]
+        )
+
+    def once(self, op: int) -> bool:
+        """Whether methods run the op once: it must be, or it touches an overwritten tensor."""
+        return self.until[op] <= op or any(
+            self.overwritten[t] for t in self.reads[op] + self.makes[op]
+        )
+
+    def workspace(self, op: int) -> int:
+        """Scratch bytes of the op; the end of the step needs none."""
+        return self.problem.workspace[op] if op < self.n else 0
+
+    def touched(self, op: int) -> int:
+        """Arena bytes that the op's first run needs at once, nothing shared in place."""
+        size = self.problem.size
+        return self.workspace(op) + sum(size[t] for t in {*self.reads[op], *self.makes[op]})
+
+    def rerun_need(self, op: int) -> int:
+        """Arena bytes that a recompute of the op needs at least, in-place pairs shared."""
+        pairs = self.problem.in_place(self.problem.inplace[op])
+        shared = sum(self.problem.size[out] for out, _ in pairs)
+        return self.touched(op) + self.rerun_bytes[op] - shared
+
+    def capacity(self, arena_bytes: int) -> int:
+        """
+        The bytes that rounded sizes may sum up to within an arena of so many exact bytes.
+
+        The last buffer may end short of its rounded size, so this rounds up.
+        """
+        return -(-arena_bytes // self.problem.alignment) * self.problem.alignment

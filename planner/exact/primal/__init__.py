@@ -1,0 +1,1 @@
+"""From a solution of a model to a placed schedule."""

@@ -1,0 +1,72 @@
+"""
+Following a plan with the clairvoyant kernel of coop-offline, where its own schedule does not fit.
+
+A schedule read out of the time-point model may overflow between time points, or find no layout.
+What it says remains good advice: which tensors to give up between which uses. The kernel takes
+advice as a weight per retention interval, evicts only while memory is short, and so makes a
+schedule that fits out of nearly the same evictions.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import OUTSIDE, Schedule
+from coop_plan.planner.method import Request
+from coop_plan.planner.offline.run import Settings
+from coop_plan.planner.offline.search import Search
+
+EVICTED, KEPT = 1e-3, 1e3
+"""Weights of intervals that the plan gives up, and of those that it does not."""
+
+LOGICAL_SHARES = (1.04, 1.02, 1.01, 1.0, 0.99, 0.98, 0.97, 0.95, 0.93)
+"""Logical budgets to try, as shares of the arena."""
+
+ALPHAS = (1.0, 0.25)
+
+
+class Guide:
+    """Remembers the kernel's arrays and the best run between plans to follow."""
+
+    def __init__(self, problem: Problem, request: Request) -> None:
+        self._search = Search(problem, replace(request, progress=None))
+
+    def follow(self, plan: Schedule, cost_limit_us: float) -> Schedule | None:
+        """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
+        search = self._search
+        search.best.cost_us = min(search.best.cost_us, cost_limit_us)
+        before = search.best.found
+        weight = self._weights(plan)
+        price = np.arange(search.problem.op_count + 1, dtype=np.float64)
+        for share in LOGICAL_SHARES:
+            for alpha in ALPHAS:
+                if search.request.out_of_time():
+                    break
+                settings = Settings(price, weight, alpha, cap=False)
+                search.consider(int(search.request.arena_bytes * share), settings)
+        found = search.best.found
+        if found is None or found is before:
+            return None
+        return search.solution().schedule
+
+    def _weights(self, plan: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """A factor per row entry of `Arrays.uses`: was the tensor made anew for that use?"""
+        problem, arrays = plan.problem, self._search.arrays
+        weight = np.full(arrays.uses.size + 1, KEPT)
+        touched: dict[
+            int, int
+        ] = {}  # tensor → event of its production or last use in program order
+        seen: set[int] = set()
+        for event, op in enumerate(plan.ops):
+            if op in seen:
+                continue
+            seen.add(op)
+            for t, buffer in zip(problem.op_inputs[op], plan.reads[event], strict=True):
+                if buffer != OUTSIDE and plan.first[buffer] > touched[t]:
+                    slot = int(arrays.uses_ptr[t]) + problem.consumers[t].index(op)
+                    weight[slot] = EVICTED
+                touched[t] = event
+            for t in problem.makes[op]:
+                touched[t] = event
+        return weight

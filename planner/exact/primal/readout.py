@@ -1,0 +1,220 @@
+"""From what is resident at the time points to a schedule, and where that overflows."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.primal.live import live_bytes
+from coop_plan.planner.exact.primal.tape import Tape
+
+
+@dataclass
+class Outline:
+    """
+    What a schedule is made of: time points in order, the last one the end of the step.
+
+    By point the tensors resident while it runs, and the inputs that its outputs take over in place.
+    """
+
+    points: list[int]
+    resident: dict[int, set[int]]
+    taken: dict[int, set[int]]
+
+    @classmethod
+    def of(cls, model: TimePointModel, values: list[float]) -> "Outline":
+        """The outline that a solution stands for."""
+        resident, taken = {}, {}
+        for k, point in enumerate(model.points):
+            chosen = model.x[k].items()
+            resident[point] = {t for t, c in chosen if c is None or values[c] > 0.5}
+            pairs = model.program.pairs[point]
+            taken[point] = {pairs[i][1] for i, c in model.z[k].items() if values[c] > 0.5}
+        return cls(list(model.points), resident, taken)
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """
+    An event that needs more than the capacity: `op` runs just before the first run of `position`.
+
+    They are equal when it is that first run itself. `excess` is in bytes.
+    """
+
+    position: int
+    op: int
+    event: int
+    excess: int
+
+
+@dataclass(frozen=True)
+class Readout:
+    """
+    A schedule without addresses, and its overflows in order (none: it fits logically).
+
+    `runs` lists per event its op and the position whose first run it serves.
+    """
+
+    schedule: Schedule
+    overflows: list[Overflow]
+    runs: list[tuple[int, int]]
+
+
+Drops = dict[tuple[int, int], set[int]]
+"""By (position, op): what goes just before the op runs for that position, to come again later."""
+
+Margins = dict[tuple[int, int], int]
+"""By (position, op): bytes to leave free while the op runs for that position."""
+
+MOST_RUNS = 3
+"""How often an op may run for the same position."""
+
+
+class StuckError(Exception):
+    """Drops that take from each other, at this position."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.position = position
+
+
+class UnreadableError(Exception):
+    """
+    The solution needs something that cannot be computed again when it is needed.
+
+    `position` is the op that overwrites what it would take, if a time point there tells the model;
+    None for tensors that are overwritten in the arena, which the model does not follow.
+    """
+
+    def __init__(self, position: int | None) -> None:
+        super().__init__()
+        self.position = position
+
+
+def read_out(
+    program: Program,
+    outline: Outline,
+    capacity: int,
+    drops: Drops | None = None,
+    margins: Margins | None = None,
+) -> Readout:
+    """
+    The schedule of an outline, and where it needs more than `capacity` bytes, less margins.
+
+    Within a segment everything is computed again as late as possible, right before its first need,
+    and dropped after its last touch unless it is resident at the next time point.
+
+    Raises:
+        UnreadableError: only on graphs with tensors that are overwritten.
+        StuckError: only with drops.
+    """
+    tape = _Reader(program, outline, drops or {}).read()
+    schedule = tape.schedule()
+    live = live_bytes(schedule)
+    margins = margins or {}
+    overflows = [
+        Overflow(position, op, event, excess)
+        for event, ((op, position), used) in enumerate(zip(tape.runs, live, strict=True))
+        if (excess := used - capacity + margins.get((position, op), 0)) > 0
+    ]
+    return Readout(schedule, overflows, tape.runs)
+
+
+class _Reader:
+    def __init__(self, program: Program, outline: Outline, drops: Drops) -> None:
+        self.program = program
+        self.outline = outline
+        self.drops = drops
+        self.tape = Tape(program)
+        self._runs: Counter[tuple[int, int]] = Counter()
+
+    def read(self) -> Tape:
+        start = -1
+        for point in self.outline.points:
+            self._segment(start, point)
+            start = point
+        return self.tape
+
+    def _segment(self, start: int, point: int) -> None:
+        program, resident = self.program, self.outline.resident[point]
+        for op in range(start + 1, point + 1):
+            self._fetch({*program.reads[op], *(resident if op == point else ())}, op)
+            if op < program.n:
+                self._run(op, op)
+        if point == program.n:
+            self.tape.close(set(program.reads[point]))
+            return
+        held = {t for t in self.tape.here if self._held(t, point)}
+        self.tape.close((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
+
+    def _held(self, t: int, point: int) -> bool:
+        """Whether t stays anyway: it has no bytes, or it is overwritten and has a use to come."""
+        if self.program.overwritten[t]:
+            return self.program.problem.last_use[t] > point
+        return self.program.always[t] and self.program.useful[t] > point
+
+    def _fetch(self, wanted: Iterable[int], position: int) -> None:
+        """Compute for `position` what is wanted and not here, each after what it needs itself."""
+        program, needs = self.program, dict[int, int]()
+        while stack := self._missing(wanted, needs):
+            while stack:
+                top = stack[-1]
+                if top in self.tape.here:
+                    stack.pop()
+                    continue
+                op = program.problem.producer[top]
+                if op < 0 or (program.until[op] > op and program.once(op)):
+                    raise UnreadableError(None)
+                if program.until[op] < position:
+                    raise UnreadableError(program.until[op])
+                missing = self._missing(program.reads[op], needs)
+                if missing:
+                    stack += missing
+                else:
+                    self._run(op, position)
+
+    def _run(self, op: int, position: int) -> None:
+        told = self.drops.get((position, op))
+        if told:
+            self.tape.drop(told.difference(self.program.reads[op]))
+        self.tape.run(op, position)
+        self._runs[position, op] += 1
+        if self._runs[position, op] > MOST_RUNS:
+            raise StuckError(position)
+
+    def _missing(self, tensors: Iterable[int], needs: dict[int, int]) -> list[int]:
+        """
+        Those that are not here; the last ones need most memory beside themselves and come first.
+
+        For trees that order is the best: Liu, On the storage requirement in the out-of-core
+        multifrontal method for sparse factorization, ACM TOMS 12(3), 1986. `needs` remembers bytes
+        by op.
+        """
+        missing = sorted((t for t in tensors if t not in self.tape.here), reverse=True)
+        if len(missing) > 1:
+            size = self.program.problem.size
+            missing.sort(key=lambda t: self._need(t, needs) - size[t])
+        return missing
+
+    def _need(self, tensor: int, needs: dict[int, int]) -> int:
+        """Bytes that computing the tensor takes, if whatever is used twice is computed twice."""
+        program, here = self.program, self.tape.here
+        size, producer = program.problem.size, program.problem.producer
+        stack = [tensor]
+        while stack:
+            op = producer[stack[-1]]
+            if op < 0 or op in needs or stack[-1] in here:
+                stack.pop()
+                continue
+            inputs = [t for t in program.reads[op] if producer[t] >= 0 and t not in here]
+            deeper = [t for t in inputs if producer[t] not in needs]
+            stack += deeper
+            if not deeper:
+                held, most = 0, program.touched(op)
+                for t in sorted(inputs, key=lambda t: size[t] - needs[producer[t]]):
+                    most = max(most, held + needs[producer[t]])
+                    held += size[t]
+                needs[op] = most
+        return needs.get(producer[tensor], 0)

@@ -1,0 +1,81 @@
+"""What a planning method is: a problem and an arena size in, a schedule out."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from coop_plan.planner.core.errors import TimeLimitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a long job says of itself; `fraction` is None when the end is not known."""
+
+    message: str
+    fraction: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """
+    What a method is asked: arena bytes to stay within, switches turned off, when to stop, a seed,
+    the name of a solver.
+
+    `deadline` is a `time.monotonic` value in seconds, or None.
+    """
+
+    arena_bytes: int
+    off: frozenset[str] = frozenset()
+    deadline: float | None = None
+    seed: int = 0
+    solver: str | None = None
+    any_schedule: bool = False
+    """Whether the first schedule that fits will do, however dear."""
+    progress: Callable[[Progress], None] | None = None
+
+    def check_time(self) -> None:
+        """Raise `TimeLimitError` once the deadline has passed."""
+        if self.out_of_time():
+            raise TimeLimitError("time limit reached before any plan was found")
+
+    def out_of_time(self) -> bool:
+        """Whether the deadline has passed."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule (with addresses, if the method chose them) and what the method proved."""
+
+    schedule: Schedule
+    status: Literal["optimal", "feasible"] = "feasible"
+    lower_bound_us: float | None = None
+    eviction_free_ratio: float | None = None
+    """Mean of free bytes / arena right after forced evictions, for online methods."""
+    evictions: int | None = None
+    """Tensors that a failed allocation evicted, for online methods."""
+
+
+class Solve(Protocol):
+    """Raises `DoesNotFitError` when the method finds no schedule in `request.arena_bytes`."""
+
+    def __call__(self, problem: Problem, request: Request) -> Solution: ...
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """An entry of the registry: name, one line of what it does, its source, its switches."""
+
+    name: str
+    summary: str
+    source: str
+    solve: Solve
+    anytime: bool = False
+    """Whether it runs until the deadline, and so needs one."""
+    takes_solver: bool = False
+    """Whether the integer-programming solver can be named."""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Ablation switches, name → what is lost when it is turned off."""

@@ -1,0 +1,1 @@
+"""coop-offline: plans the whole step first, places second."""

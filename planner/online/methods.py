@@ -1,0 +1,58 @@
+"""
+Coop, DTR and DTE: one simulator of an eager execution at real addresses.
+
+The simulator (`planner.online`) runs the program op by op and knows nothing of what is to come,
+except when a tensor has no reader left in the program (its references die). Before an op it
+recomputes what is missing, with the whole closure pinned; when an allocation fails, the method's
+eviction rule makes room. Tensors that were recomputed only for others are dropped as soon as
+nothing pins them. Recomputed in-place (Coop, section 3.4) hands a dying input's address to the
+output of an elementwise op.
+
+Sources: Coop, NeurIPS 2023, Algorithm 1 and sections 3.2-3.4; DTR, ICLR 2021, section 3 and
+appendix C; and, where the papers leave a choice open, the behaviour of OneFlow's public
+implementation (oneflow/core/vm/remat): best fit, cost / staleness without the size in windows,
+closure pinning, eager eviction of recomputed tensors.
+"""
+
+from coop_plan.planner.core.arrays import Arrays
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.online.run import OnlineRun, simulate
+from coop_plan.planner.online.simulator import SINGLE, SINGLE_WITH_NEIGHBOURS, WINDOW
+
+
+def solve_coop(problem: Problem, request: Request) -> Solution:
+    """Coop with its three ideas, each unless switched off."""
+    return _solution(problem, run_coop(problem, request))
+
+
+def run_coop(problem: Problem, request: Request, arrays: Arrays | None = None) -> OnlineRun:
+    """Coop's run, before it is made a schedule."""
+    return simulate(
+        problem,
+        request,
+        WINDOW if "sliding-window" not in request.off else SINGLE,
+        partition="partitioning" not in request.off,
+        inplace="recomputable-inplace" not in request.off,
+        arrays=arrays,
+    )
+
+
+def solve_dtr(problem: Problem, request: Request) -> Solution:
+    """DTR's h with e*: minimum of cost / (bytes × staleness), one tensor at a time."""
+    run = simulate(problem, request, SINGLE, partition=False, inplace=False)
+    return _solution(problem, run)
+
+
+def solve_dte(problem: Problem, request: Request) -> Solution:
+    """DTR's rule with the free bytes next to a tensor counted as its own."""
+    run = simulate(problem, request, SINGLE_WITH_NEIGHBOURS, partition=False, inplace=False)
+    return _solution(problem, run)
+
+
+def _solution(problem: Problem, run: OnlineRun) -> Solution:
+    return Solution(
+        run.schedule(problem),
+        eviction_free_ratio=run.eviction_free_ratio,
+        evictions=run.evictions,
+    )

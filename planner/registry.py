@@ -1,0 +1,125 @@
+"""The registry of planning methods. What a method needs is loaded when it is first asked."""
+
+from collections.abc import Mapping
+
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.method import MethodInfo, Request, Solution
+
+COOP_SWITCHES = {
+    "sliding-window": "evict one tensor at a time, by cost / (bytes x staleness), as dtr does",
+    "partitioning": "allocate cheap and expensive tensors from the same end",
+    "recomputable-inplace": "in-place pairs are copied instead of sharing one address",
+}
+
+CHECKMATE_SWITCHES = {
+    "integral": "the LP relaxation with two-phase rounding (section 5) solves it instead"
+}
+
+
+def _keep_all(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.keep_all import solve_keep_all
+
+    return solve_keep_all(problem, request)
+
+
+def _coop(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_coop
+
+    return solve_coop(problem, request)
+
+
+def _dtr(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_dtr
+
+    return solve_dtr(problem, request)
+
+
+def _dte(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_dte
+
+    return solve_dte(problem, request)
+
+
+def _coop_offline(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.offline.solve import solve_coop_offline
+
+    return solve_coop_offline(problem, request)
+
+
+def _checkmate(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.exact.checkmate import solve_checkmate
+
+    return solve_checkmate(problem, request)
+
+
+def _optimal(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.exact.optimal import solve_optimal
+
+    return solve_optimal(problem, request)
+
+
+def _auto(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.exact.auto import solve_auto
+
+    return solve_auto(problem, request)
+
+
+METHODS: Mapping[str, MethodInfo] = {
+    info.name: info
+    for info in (
+        MethodInfo(
+            "keep-all",
+            "no eviction, best placement: the baseline of every ratio",
+            "Steiner et al., OLLA, 2022 (layout alone)",
+            _keep_all,
+        ),
+        MethodInfo(
+            "coop",
+            "online; evicts the cheapest contiguous set of blocks",
+            "Zhang et al., Coop: Memory is not a Commodity, NeurIPS 2023, Algorithm 1",
+            _coop,
+            switches=COOP_SWITCHES,
+        ),
+        MethodInfo(
+            "coop-offline",
+            "knows the whole step: plans evictions first, places second, near the optimum",
+            "ours; closure cost / (bytes x distance to next use^alpha), see planner.offline",
+            _coop_offline,
+        ),
+        MethodInfo(
+            "dtr",
+            "online; evicts the single tensor of least cost / (bytes x staleness)",
+            "Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 3",
+            _dtr,
+        ),
+        MethodInfo(
+            "dte",
+            "as dtr, counting the free bytes next to a tensor as its own",
+            "Hu et al., MegTaiChi (MegEngine's DTE), ICS 2022",
+            _dte,
+        ),
+        MethodInfo(
+            "checkmate",
+            "the paper's integer program with CBC; small graphs only",
+            "Jain et al., Checkmate, MLSys 2020, section 4 (relaxed: section 5)",
+            _checkmate,
+            anytime=True,
+            takes_solver=True,
+            switches=CHECKMATE_SWITCHES,
+        ),
+        MethodInfo(
+            "optimal",
+            "mixed-integer program refined until it fits, with a proved bound; best so far in time",
+            "ours; after Checkmate, MLSys 2020, section 4; see planner.exact",
+            _optimal,
+            anytime=True,
+        ),
+        MethodInfo(
+            "auto",
+            "keep-all, then coop-offline at once, then optimal until the time limit",
+            "ours",
+            _auto,
+            anytime=True,
+        ),
+    )
+}

@@ -1,0 +1,434 @@
+"""The verifier's memory: what is where on the device and on the host while a plan is replayed."""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+from coop_plan.schemas import (
+    Compute,
+    Free,
+    Graph,
+    Offload,
+    Op,
+    Plan,
+    Prefetch,
+    TensorRead,
+    Variant,
+    Wait,
+    Write,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong (`code`: see `planner.verifier`), and where: a JSON pointer into the plan."""
+
+    code: str
+    pointer: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.pointer or '/'}: {self.message} [{self.code}]"
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """
+    A live arena buffer. `end` is exclusive; `taken`: a write of the current step took it over.
+
+    `slot` says whether the arena's index knows it: not if it has no bytes or is misplaced.
+    """
+
+    tensor: int
+    offset: int
+    bytes: int
+    version: int
+    end: int
+    slot: bool = False
+    taken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A copy in flight; `end_us` on the compute stream's clock, `source` the host copy it reads."""
+
+    pointer: str
+    end_us: float
+    source: int | None = None
+
+
+class Replay:
+    """The state of the device and of the host while a plan's steps are replayed."""
+
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.plan = plan
+        self.device = graph.device
+        self.ops = {op.id: op for op in graph.ops}
+        self.position = {op.id: index for index, op in enumerate(graph.ops)}
+        self.tensors = {tensor.id: tensor for tensor in graph.tensors}
+        self.mutators: dict[int, list[int]] = {}
+        for index, op in enumerate(graph.ops):
+            for tensor in set(op.mutates):
+                self.mutators.setdefault(tensor, []).append(index)
+        self.faults: list[Fault] = []
+        made_late = {t for op in graph.ops if op.phase != "forward" for t in op.outputs}
+        in_arena = {"outside": set(), "gradients": made_late, "arena": set(self.tensors)}
+        self.leaving = {
+            tensor.id
+            for tensor in graph.tensors
+            if tensor.kind == "output" and tensor.id not in in_arena[plan.outputs]
+        }
+        """Outputs whose place is outside the arena."""
+        self.outside = {tensor.id: 0 for tensor in graph.tensors if tensor.resident}
+        """Version of each tensor that is readable outside the arena."""
+        self.produced: set[int] = set()
+        self.outside_buffers: set[int] = set()
+        self.live: dict[int, _Buffer] = {}
+        self.known: dict[int, int] = {}
+        """Every buffer id so far, and its tensor."""
+        self.starts: list[int] = []
+        self.owners: list[int] = []
+        self.flights: dict[int, _Transfer] = {}
+        self.host: dict[int, int] = {}
+        """Version of each complete host copy, by the buffer it was made of."""
+        self.runs: dict[int, int] = {}
+        self.last_random = -1
+        self.now_us = self.d2h_free_us = self.h2d_free_us = 0.0
+        self.live_bytes = self.peak_live_bytes = self.arena_bytes = self.swapped_bytes = 0
+
+    def fault(self, code: str, pointer: str, message: str) -> None:
+        self.faults.append(Fault(code, pointer, message))
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def compute(self, step: Compute, at: str) -> None:
+        op = self.ops.get(step.op)
+        if op is None:
+            self.fault("unknown-op", f"{at}/op", f"the graph has no op {step.op}")
+            return
+        self._check_order(op, at)
+        body: Op | Variant = op
+        if step.variant is not None:
+            found = next((v for v in op.variants if v.name == step.variant), None)
+            if found is None:
+                message = f"op {op.id} has no variant '{step.variant}'"
+                self.fault("unknown-variant", f"{at}/variant", message)
+            else:
+                body = found
+        read = self._reads(op, body, step, at)
+        if len(step.writes) != len(body.outputs):
+            message = f"op {op.id} has {len(body.outputs)} outputs, not {len(step.writes)}"
+            self.fault("wrong-writes", f"{at}/writes", message)
+        shrinking: list[int] = []
+        for index, (write, tensor) in enumerate(zip(step.writes, body.outputs, strict=False)):
+            self._write(op, write, tensor, read, shrinking, f"{at}/writes/{index}")
+        self._workspace(op, body, step, at)
+        # Only now do the buffers end that were taken over: within the step all live together.
+        for taken in read:
+            if self.live[taken].taken:
+                self.live_bytes -= self.live.pop(taken).bytes
+        for writer in shrinking:
+            buffer = self.live[writer]
+            buffer.end = buffer.offset + buffer.bytes
+            self.live_bytes += buffer.bytes
+        self.now_us += body.cost_us
+
+    def free(self, step: Free, at: str) -> None:
+        for index, number in enumerate(step.buffers):
+            place = f"{at}/buffers/{index}"
+            if number not in self.live:
+                if number not in self.known:
+                    self.fault("not-live", place, f"buffer {number} was never written")
+                elif number in self.outside_buffers:
+                    message = f"buffer {number} is an output outside the arena, never freed"
+                    self.fault("early-free", place, message)
+                else:
+                    self.fault("double-free", place, f"buffer {number} has already ended")
+                continue
+            if number in self.flights:
+                message = f"buffer {number} ends during the transfer started at"
+                self.fault("early-free", place, f"{message} {self.flights.pop(number).pointer}")
+            buffer = self.live.pop(number)
+            self.live_bytes -= buffer.bytes
+            if buffer.slot:
+                slot = bisect_left(self.starts, buffer.offset)
+                del self.starts[slot], self.owners[slot]
+
+    def offload(self, step: Offload, at: str) -> None:
+        buffer = self._readable(step.buffer, f"{at}/buffer")
+        if buffer is None:
+            return
+        if step.buffer in self.flights:
+            message = f"buffer {step.buffer} has a transfer in flight already"
+            self.fault("not-ready", f"{at}/buffer", message)
+            return
+        if step.buffer in self.host:
+            if any(flight.source == step.buffer for flight in self.flights.values()):
+                message = f"the host copy of buffer {step.buffer} is being read by a prefetch"
+                self.fault("not-ready", f"{at}/buffer", message)
+            del self.host[step.buffer]
+        begin_us = max(self.now_us, self.d2h_free_us)
+        self.d2h_free_us = begin_us + self._transfer_us(
+            buffer.bytes, self.device.d2h_bytes_per_s, "d2h", at
+        )
+        self.flights[step.buffer] = _Transfer(at, self.d2h_free_us)
+
+    def prefetch(self, step: Prefetch, at: str) -> None:
+        version = self.host.get(step.from_)
+        if version is None:
+            message = f"the host has no complete copy of buffer {step.from_}"
+            self.fault("not-offloaded", f"{at}/from", message)
+        elif self.known[step.from_] != step.tensor:
+            message = f"buffer {step.from_} held tensor {self.known[step.from_]}, not {step.tensor}"
+            self.fault("wrong-tensor", f"{at}/tensor", message)
+        if not self._check_new(step.buffer, step.tensor, step.bytes, at):
+            return
+        self._allocate(step.buffer, step.tensor, step.offset, step.bytes, version or 0, at)
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+        begin_us = max(self.now_us, self.h2d_free_us)
+        self.h2d_free_us = begin_us + self._transfer_us(
+            step.bytes, self.device.h2d_bytes_per_s, "h2d", at
+        )
+        self.flights[step.buffer] = _Transfer(at, self.h2d_free_us, step.from_)
+
+    def wait(self, step: Wait, at: str) -> None:
+        flight = self.flights.pop(step.buffer, None)
+        if flight is None:
+            message = f"no transfer of buffer {step.buffer} is in flight"
+            self.fault("no-transfer", f"{at}/buffer", message)
+            return
+        self.now_us = max(self.now_us, flight.end_us)
+        if flight.source is None:
+            self.host[step.buffer] = self.live[step.buffer].version
+
+    def check_end(self) -> None:
+        """What must hold after the last step."""
+        for number, flight in self.flights.items():
+            message = f"the transfer of buffer {number} is never waited for"
+            self.fault("unfinished-transfer", flight.pointer, message)
+        for op in self.ops.values():
+            if op.id not in self.runs:
+                self.fault("missing-op", "/steps", f"op {op.id} ({op.name}) is never computed")
+        kept: set[int] = set()
+        for number, buffer in self.live.items():
+            final = buffer.version == len(self.mutators.get(buffer.tensor, ()))
+            stays = buffer.tensor not in self.leaving
+            wanted = stays and final and self.tensors[buffer.tensor].kind == "output"
+            if wanted and buffer.tensor not in kept:
+                kept.add(buffer.tensor)
+            else:
+                message = f"buffer {number} (tensor {buffer.tensor}) is never freed"
+                self.fault("leak", "/steps", message)
+        for tensor in self.tensors.values():
+            if tensor.kind != "output":
+                continue
+            final_version = len(self.mutators.get(tensor.id, ()))
+            there = self.outside.get(tensor.id) == final_version
+            if not (there if tensor.id in self.leaving else tensor.id in kept):
+                message = f"output tensor {tensor.id} is not there at the end of the step"
+                self.fault("missing-output", "/steps", message)
+
+    # -- parts of steps --------------------------------------------------------------------------
+
+    def _check_order(self, op: Op, at: str) -> None:
+        count = self.runs[op.id] = self.runs.get(op.id, 0) + 1
+        if count > 1 and not op.recomputable:
+            self.fault("repeated-op", f"{at}/op", f"op {op.id} must run exactly once")
+        if op.rng and count == 1:
+            if self.position[op.id] < self.last_random:
+                message = f"random op {op.id} first runs after a random op that it precedes"
+                self.fault("rng-order", f"{at}/op", message)
+            self.last_random = max(self.last_random, self.position[op.id])
+
+    def _reads(self, op: Op, body: Op | Variant, step: Compute, at: str) -> dict[int, _Buffer]:
+        """Check the reads and apply the op's mutations; returns the arena buffers read."""
+        if len(step.reads) != len(body.inputs):
+            message = f"op {op.id} has {len(body.inputs)} inputs, not {len(step.reads)}"
+            self.fault("wrong-reads", f"{at}/reads", message)
+        read: dict[int, _Buffer] = {}
+        mutated: dict[int, int | None] = {}
+        for index, (entry, tensor) in enumerate(zip(step.reads, body.inputs, strict=False)):
+            place = f"{at}/reads/{index}"
+            number = None if isinstance(entry, TensorRead) else entry
+            if isinstance(entry, TensorRead):
+                holds, version = entry.tensor, self.outside.get(entry.tensor)
+                if version is None:
+                    message = f"tensor {holds} is not there outside the arena"
+                    self.fault("missing-input", place, message)
+            else:
+                buffer = self._readable(entry, place)
+                if buffer is None:
+                    continue
+                read[entry] = buffer
+                holds, version = buffer.tensor, buffer.version
+            if holds != tensor:
+                message = f"op {op.id} needs tensor {tensor} here, not {holds}"
+                self.fault("wrong-tensor", place, message)
+                continue
+            needed = bisect_left(self.mutators.get(tensor, ()), self.position[op.id])
+            if version is not None and version != needed:
+                message = f"op {op.id} needs version {needed} of tensor {tensor}, not {version}"
+                self.fault("stale-version", place, message)
+            if tensor in op.mutates and mutated.setdefault(tensor, number) != number:
+                message = f"op {op.id} mutates tensor {tensor}, read here from a second place"
+                self.fault("split-mutation", place, message)
+        for tensor, number in mutated.items():
+            if number is None:
+                if tensor in self.outside:
+                    self.outside[tensor] += 1
+                continue
+            if number in self.flights:
+                message = f"op {op.id} mutates buffer {number} during its copy to the host"
+                self.fault("early-free", f"{at}/reads", message)
+            read[number].version += 1
+        for tensor in set(op.mutates) - set(body.inputs):
+            message = f"op {op.id} mutates tensor {tensor}, which its variant does not read"
+            self.fault("unknown-variant", f"{at}/variant", message)
+        return read
+
+    def _write(
+        self,
+        op: Op,
+        write: Write,
+        tensor: int,
+        read: dict[int, _Buffer],
+        shrinking: list[int],
+        at: str,
+    ) -> None:
+        """Make the buffer of one output; an in-place one is added to `shrinking`."""
+        if write.tensor != tensor:
+            message = f"op {op.id} writes tensor {tensor} here, not {write.tensor}"
+            self.fault("wrong-tensor", f"{at}/tensor", message)
+        if not self._check_new(write.buffer, write.tensor, write.bytes, at):
+            return
+        leaves = write.tensor in self.leaving
+        first = write.tensor not in self.produced
+        self.produced.add(write.tensor)
+        if write.offset is None:
+            if not leaves:
+                message = f"tensor {write.tensor} does not leave the step: it needs an offset"
+                self.fault("output-outside", f"{at}/offset", message)
+            elif not first:
+                message = f"output tensor {write.tensor} is written outside the arena twice"
+                self.fault("output-twice", f"{at}/offset", message)
+            else:
+                self.outside[write.tensor] = 0
+            self.known[write.buffer] = write.tensor
+            self.outside_buffers.add(write.buffer)
+            return
+        if leaves and first:
+            message = f"output tensor {write.tensor} belongs outside the arena: offset null"
+            self.fault("output-in-arena", f"{at}/offset", message)
+        slot = bisect_left(self.starts, write.offset)
+        owner = self.owners[slot] if self.starts[slot : slot + 1] == [write.offset] else None
+        if owner is None or owner not in read or not write.bytes:
+            self._allocate(write.buffer, write.tensor, write.offset, write.bytes, 0, at)
+            return
+        old = read[owner]
+        allowed = [write.tensor, old.tensor] in op.inplace and old.tensor not in op.mutates
+        if not allowed or write.bytes > old.bytes:
+            why = "is larger than" if allowed else "may not take over"
+            message = f"buffer {write.buffer} {why} buffer {owner}, which is read at that offset"
+            self.fault("inplace", f"{at}/offset", message)
+        if owner in self.flights:
+            message = f"buffer {owner} is overwritten during its copy to the host"
+            self.fault("early-free", f"{at}/offset", message)
+            del self.flights[owner]
+        old.taken, old.slot = True, False
+        self.owners[slot] = write.buffer
+        self.known[write.buffer] = write.tensor
+        end = max(old.end, write.offset + write.bytes)
+        self.live[write.buffer] = _Buffer(
+            write.tensor, write.offset, write.bytes, version=0, end=end, slot=True
+        )
+        self._check_place(write.offset, write.bytes, at)
+        shrinking.append(write.buffer)
+
+    def _workspace(self, op: Op, body: Op | Variant, step: Compute, at: str) -> None:
+        offset, size = step.workspace.offset, step.workspace.bytes
+        place = f"{at}/workspace"
+        if size != body.workspace_bytes:
+            message = f"op {op.id} needs {body.workspace_bytes} bytes of workspace, not {size}"
+            self.fault("wrong-workspace", f"{place}/bytes", message)
+        self._check_place(offset, size, place)
+        clash = self._clash(offset, size)
+        if clash is not None:
+            message = f"the workspace of op {op.id} overlaps buffer {clash}"
+            self.fault("overlap", f"{place}/offset", message)
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes + size)
+
+    # -- buffers ---------------------------------------------------------------------------------
+
+    def _readable(self, number: int, at: str) -> _Buffer | None:
+        """The live buffer of that id, or None after a fault."""
+        buffer = self.live.get(number)
+        if buffer is None:
+            if number not in self.known:
+                message = f"buffer {number} was never written"
+            elif number in self.outside_buffers:
+                message = f"buffer {number} is outside the arena: read it by its tensor"
+            else:
+                message = f"buffer {number} has ended"
+            self.fault("not-live", at, message)
+        elif number in self.flights and self.flights[number].source is not None:
+            self.fault("not-ready", at, f"buffer {number} is used before the wait on its prefetch")
+        return buffer
+
+    def _check_new(self, number: int, tensor: int, size: int, at: str) -> bool:
+        """Whether a buffer of that id can be made at all."""
+        if number in self.known:
+            self.fault("reused-buffer", f"{at}/buffer", f"buffer id {number} was used before")
+            return False
+        if tensor not in self.tensors:
+            return False  # a fault already: the op, or the host copy, is of another tensor
+        expected = self.tensors[tensor].bytes
+        if size != expected:
+            message = f"tensor {tensor} has {expected} bytes, not {size}"
+            self.fault("wrong-bytes", f"{at}/bytes", message)
+        return True
+
+    def _allocate(
+        self, number: int, tensor: int, offset: int, size: int, version: int, at: str
+    ) -> None:
+        """A new live buffer; one that overlaps another is kept out of the arena's index."""
+        self.known[number] = tensor
+        buffer = self.live[number] = _Buffer(tensor, offset, size, version, offset + size)
+        self.live_bytes += size
+        self._check_place(offset, size, at)
+        clash = self._clash(offset, size)
+        if clash is not None:
+            message = f"buffer {number} overlaps buffer {clash}"
+            self.fault("overlap", f"{at}/offset", message)
+        elif size:
+            slot = bisect_left(self.starts, offset)
+            self.starts.insert(slot, offset)
+            self.owners.insert(slot, number)
+            buffer.slot = True
+
+    def _check_place(self, offset: int, size: int, at: str) -> None:
+        if size:
+            self.arena_bytes = max(self.arena_bytes, offset + size)
+        if offset % self.plan.alignment:
+            message = f"offset {offset} is no multiple of {self.plan.alignment}"
+            self.fault("misaligned", f"{at}/offset", message)
+        if offset + size > self.plan.arena_bytes:
+            message = f"bytes {offset} to {offset + size} leave the arena"
+            self.fault("outside-arena", f"{at}/offset", f"{message} of {self.plan.arena_bytes}")
+
+    def _clash(self, offset: int, size: int) -> int | None:
+        """A live buffer that shares bytes with that range; live ones are disjoint and sorted."""
+        if not size:
+            return None
+        slot = bisect_right(self.starts, offset)
+        if slot and self.live[self.owners[slot - 1]].end > offset:
+            return self.owners[slot - 1]
+        if slot < len(self.starts) and self.starts[slot] < offset + size:
+            return self.owners[slot]
+        return None
+
+    def _transfer_us(self, size: int, bytes_per_s: float, engine: str, at: str) -> float:
+        self.swapped_bytes += size
+        if not bytes_per_s:
+            message = f"the graph's device has no {engine}_bytes_per_s, which transfers need"
+            self.fault("no-bandwidth", at, message)
+            return 0.0
+        return size / bytes_per_s * 1e6
