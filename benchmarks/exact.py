@@ -21,7 +21,6 @@ from pathlib import Path
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
-from coop_plan.planner.core.assemble import arena_bytes
 from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.milp import Milp
@@ -147,9 +146,8 @@ def files(graphs: Iterable[tuple[str, Graph]], budgets: list[str], limit: float)
 def models(graph: Graph, share: float, limit: float) -> Iterator[tuple[int, Milp, float]]:
     """The models of successive rounds: time points, model, and the base cost in its units."""
     problem = Problem.from_graph(graph, 1)
-    everything = keep_all_schedule(problem)
-    lay_out(everything)
-    arena = int((problem.fixed_bytes + arena_bytes(everything)) * share) - problem.fixed_bytes
+    everything, _ = lay_out(keep_all_schedule(problem))
+    arena = int((problem.fixed_bytes + everything.arena_bytes) * share) - problem.fixed_bytes
     program = Program.of(problem)
     capacity = program.capacity(arena)
     with SolverProcess() as process:

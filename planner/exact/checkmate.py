@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
@@ -126,7 +127,7 @@ class CheckmateModel:
         else:
             holds = constraint.valid()
         if not holds:
-            raise DoesNotFitError(self.program.problem.largest_working_set[0])
+            raise DoesNotFitError(largest_working_set(self.program.problem).op)
 
     def _memory(self, t: int) -> None:
         program, r, s = self.program, self.r, self.s
@@ -232,9 +233,10 @@ def solve_checkmate(problem: Problem, request: Request) -> Solution:
         for allowance in (0.0,) if integral else ALLOWANCES:
             capacity = int(program.capacity(request.arena_bytes) * (1 - allowance))
             schedule = _solve(process, program, capacity, request, integral, solver)
-            if place_or_pack(process, schedule, request.arena_bytes, request.deadline):
-                return Solution(schedule)
-    raise DoesNotFitError(problem.largest_working_set[0])
+            placed = place_or_pack(process, schedule, request.arena_bytes, request.deadline)
+            if placed is not None:
+                return Solution(placed)
+    raise DoesNotFitError(largest_working_set(problem).op)
 
 
 def _solve(
@@ -251,8 +253,8 @@ def _solve(
         known = ", ".join(pulp.listSolvers(onlyAvailable=True))
         raise InvalidInputError(f"PuLP has no solver '{solver}' here: it has {known}", "/solver")
     assert request.deadline is not None
-    blocked = DoesNotFitError(program.problem.largest_working_set[0])
-    if capacity < program.problem.largest_working_set[1]:
+    blocked = DoesNotFitError(largest_working_set(program.problem).op)
+    if capacity < largest_working_set(program.problem).bytes:
         raise blocked
     model = CheckmateModel(program, capacity, pulp, integral)
     outcome, values = process.solve_pulp(model.lp.toDict(), request.deadline, solver)
@@ -271,7 +273,7 @@ def _solve(
             if (t, i) in computed:
                 tape.run(i, t)
         last = t == program.n
-        tape.close(set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1})
+        tape.keep(set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1})
     return tape.schedule()
 
 

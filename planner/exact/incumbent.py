@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.method import Progress, Solution
 
@@ -38,7 +39,7 @@ class Incumbent:
     @property
     def cost_us(self) -> float:
         """Cost of the best plan, infinite without one."""
-        return float("inf") if self.solution is None else self.solution.schedule.cost_us
+        return float("inf") if self.solution is None else self.solution.placed.cost_us
 
     @property
     def proved(self) -> bool:
@@ -71,10 +72,10 @@ class Incumbent:
         if self._tell is not None:
             self._tell(Progress(f"bound given up: {why}"))
 
-    def offer(self, schedule: Schedule) -> None:
+    def offer(self, placed: PlacedSchedule) -> None:
         """A schedule with addresses within the arena; the cheapest is kept."""
-        if schedule.cost_us < self.cost_us:
-            self.solution = Solution(schedule)
+        if placed.cost_us < self.cost_us:
+            self.solution = Solution(placed)
             self.report()
 
     def report(self, bound_us: float = 0.0) -> None:
@@ -102,9 +103,10 @@ class Incumbent:
             DoesNotFitError: there is no plan.
         """
         if self.solution is None:
-            raise DoesNotFitError(self.problem.largest_working_set[0])
+            raise DoesNotFitError(largest_working_set(self.problem).op)
         return replace(
             self.solution,
             status="optimal" if self.proved else "feasible",
             lower_bound_us=min(self.bound_us, self.cost_us),
+            bound_model="program-order",
         )

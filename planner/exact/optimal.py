@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from coop_plan.planner.core.assemble import arena_bytes
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.intervals import schedule_intervals
@@ -30,7 +29,7 @@ from coop_plan.planner.exact.primal.packing import Crowded, place_or_pack, place
 from coop_plan.planner.exact.primal.readout import Readout
 from coop_plan.planner.exact.refine import Refinement
 from coop_plan.planner.exact.solver.process import SolverProcess, require
-from coop_plan.planner.layout import WORK_PER_SECOND, lay_out
+from coop_plan.planner.layout import WORK_PER_SECOND
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.solve import CoopOffline
 
@@ -115,13 +114,11 @@ class _Search:
         """Offer coop-offline's plan, if it has one."""
         arena = self.request.arena_bytes
         try:
-            schedule = self.offline.solution().schedule
+            placed = self.offline.solution().placed
         except DoesNotFitError:
             return
-        if schedule.offset is None:
-            lay_out(schedule, arena)
-        if arena_bytes(schedule) <= arena:
-            self.incumbent.offer(schedule)
+        if placed.arena_bytes <= arena:
+            self.incumbent.offer(placed)
 
     def finished(self) -> bool:
         """Whether there is nothing left to look for, or no time."""
@@ -215,10 +212,10 @@ class _Search:
             until = now + (self.deadline - now) * DIVE_SHARE
             capacity = min(rounds.capacity, arena // unit * unit)
             dive = Dive(self.program, self.process, capacity, until, self._place)
-            schedule = dive.run(rounds.outline, self.incumbent.cost_us)
-            if schedule is not None:
-                self.incumbent.offer(schedule)
-            if schedule is not None or not dive.margins:
+            placed = dive.run(rounds.outline, self.incumbent.cost_us)
+            if placed is not None:
+                self.incumbent.offer(placed)
+            if placed is not None or not dive.margins:
                 return
 
     def _smaller(self, rounds: Refinement, arena: int) -> Refinement:
@@ -233,8 +230,8 @@ class _Search:
             paths=PathCuts(list(rounds.paths.paths)),
         )
 
-    def _place(self, schedule: Schedule) -> Crowded | None:
-        """Give a schedule its offsets within the arena, or say where that fails."""
+    def _place(self, schedule: Schedule) -> PlacedSchedule | Crowded:
+        """A schedule with offsets within the arena, or where that fails."""
         left = max(0.0, self.deadline - time.monotonic())
         work = min(PLACE_WORK, int(left * WORK_PER_SECOND))
         return place_or_tell(schedule, self.request.arena_bytes, work)
@@ -245,9 +242,11 @@ class _Search:
         if schedule.cost_us >= self.incumbent.cost_us:
             return True
         arena = self.request.arena_bytes
-        if not readout.overflows and place_or_pack(self.process, schedule, arena, self.deadline):
-            self.incumbent.offer(schedule)
-            return True
+        if not readout.overflows:
+            placed = place_or_pack(self.process, schedule, arena, self.deadline)
+            if placed is not None:
+                self.incumbent.offer(placed)
+                return True
         followed = self.guide.follow(schedule, self.incumbent.cost_us)
         if followed is not None:
             self.incumbent.offer(followed)

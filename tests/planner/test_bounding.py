@@ -12,6 +12,7 @@ from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem, plan
 from coop_plan.planner.core import blocks
 from coop_plan.planner.core.blocks import Repetition, repetitions
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.exact import refine
 from coop_plan.planner.exact.dual import bounding
 from coop_plan.planner.exact.dual.background import BoundingProcess
@@ -39,7 +40,7 @@ def program():
 @pytest.fixture
 def capacity(program):
     """Bytes just above its largest working set."""
-    return program.capacity(int(1.3 * program.problem.largest_working_set[1]))
+    return program.capacity(int(1.3 * largest_working_set(program.problem).bytes))
 
 
 def test_layers_are_recognised(program):

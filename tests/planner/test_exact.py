@@ -8,8 +8,10 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
-from coop_plan.planner.core.assemble import arena_bytes, assemble
+from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.needs import largest_working_set
+from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact import refine
 from coop_plan.planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
 from coop_plan.planner.exact.model import paths
@@ -19,7 +21,6 @@ from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.primal.fix_and_refine import Dive
-from coop_plan.planner.exact.primal.live import live_bytes
 from coop_plan.planner.exact.primal.packing import Crowded
 from coop_plan.planner.exact.primal.readout import Outline
 from coop_plan.planner.exact.solver.process import SolverError, SolverProcess, require
@@ -46,7 +47,8 @@ def tight(graph, outputs, share, alignment):
     """A problem and an arena between its largest working set and what keeping all needs."""
     problem = Problem.from_graph(graph, alignment, outputs)
     assume(problem.op_count > 0 and problem.tensor_count <= 14)
-    most, least = max(live_bytes(keep_all_schedule(problem))), problem.largest_working_set[1]
+    most = int(keep_all_schedule(problem).live_bytes().max(initial=0))
+    least = largest_working_set(problem).bytes
     assume(least < most)
     arena = least + int((most - 1 - least) * share)
     return problem, -(-arena // alignment) * alignment
@@ -56,7 +58,7 @@ def cost_of(solve, problem, arena, **switches):
     """The cost of the method's schedule, None when it finds none."""
     off = frozenset(switches)
     try:
-        return solve(problem, Request(arena, off, time.monotonic() + SECONDS)).schedule.cost_us
+        return solve(problem, Request(arena, off, time.monotonic() + SECONDS)).placed.cost_us
     except DoesNotFitError:
         return None
 
@@ -93,9 +95,9 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
         solution = solve_optimal(problem, Request(arena, deadline=until))
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
-    assert solution.schedule.cost_us >= best * (1 - 1e-9)
+    assert solution.placed.cost_us >= best * (1 - 1e-9)
     if solution.status == "optimal":
-        assert solution.schedule.cost_us == pytest.approx(best, rel=1e-6)
+        assert solution.placed.cost_us == pytest.approx(best, rel=1e-6)
 
 
 @settings(SETTINGS, max_examples=40)
@@ -120,7 +122,7 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
     assert not any("given up" in progress.message for progress in told)
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
-    assert solution.schedule.cost_us >= best * (1 - 1e-9)
+    assert solution.placed.cost_us >= best * (1 - 1e-9)
 
 
 @settings(SETTINGS, max_examples=60)
@@ -139,22 +141,24 @@ def test_what_dives_find_is_a_plan(process, graph, point, spare, outputs, share,
     room = arena - spare * alignment
 
     def place(schedule):
-        live = live_bytes(schedule)
-        return Crowded(live.index(max(live)), 1) if max(live) > room else None
+        live = schedule.live_bytes()
+        if live.max() > room:
+            return Crowded(int(live.argmax()), 1)
+        return lay_out(schedule).placed
 
     dive = Dive(program, process, arena, time.monotonic() + 2, place)
-    schedule = dive.run(Outline.of(model, answer.values), math.inf)
-    assume(schedule is not None)
+    placed = dive.run(Outline.of(model, answer.values), math.inf)
+    assume(placed is not None)
     assert best is not None
-    assert max(live_bytes(schedule)) <= room
-    assert schedule.cost_us >= best * (1 - 1e-9)
-    lay_out(schedule)
+    assert placed.schedule.live_bytes().max() <= room
+    assert placed.cost_us >= best * (1 - 1e-9)
     made = assemble(
-        schedule,
+        placed,
         method="optimal",
-        budget_bytes=problem.fixed_bytes + arena_bytes(schedule),
+        budget_bytes=problem.fixed_bytes + placed.arena_bytes,
         status="feasible",
         lower_bound_us=None,
+        lower_bound_model=None,
         eviction_free_ratio=None,
         evictions=None,
         solve_seconds=0.0,
@@ -170,13 +174,15 @@ def test_a_dive_leaves_room_where_a_layout_needs_it(process, arena):
     answer = process.solve(model.milp, time.monotonic() + SECONDS)
 
     def place(schedule):
-        live = live_bytes(schedule)
-        return Crowded(live.index(max(live)), 1) if max(live) == arena else None
+        live = schedule.live_bytes()
+        if live.max() == arena:
+            return Crowded(int(live.argmax()), 1)
+        return lay_out(schedule).placed
 
     dive = Dive(program, process, arena, time.monotonic() + SECONDS, place)
-    schedule = dive.run(Outline.of(model, answer.values), math.inf)
-    assert schedule is not None
-    assert max(live_bytes(schedule)) == arena - 1
+    placed = dive.run(Outline.of(model, answer.values), math.inf)
+    assert placed is not None
+    assert placed.schedule.live_bytes().max() == arena - 1
 
 
 @settings(SETTINGS, max_examples=15)
@@ -192,7 +198,7 @@ def test_bounds_hold_where_tensors_are_overwritten(graph, outputs, share, alignm
         return
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
-    assert solution.schedule.cost_us >= best * (1 - 1e-9)
+    assert solution.placed.cost_us >= best * (1 - 1e-9)
 
 
 @settings(SETTINGS, max_examples=25)
@@ -209,7 +215,7 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
         )
         if schedule is not None:
             assert schedule.cost_us >= best * (1 - 1e-6)
-            assert max(live_bytes(schedule)) <= arena
+            assert schedule.live_bytes().max(initial=0) <= arena
         if best is None or (schedule and schedule.cost_us <= best * (1 + 1e-6)):
             break  # some optima need an op more often than others
     assert outcome is (Outcome.INFEASIBLE if best is None else Outcome.OPTIMAL)
@@ -249,8 +255,9 @@ def test_in_place_pairs_save_the_most_bytes():
     wide = Problem.from_graph(
         make_graph(tensors, [*reads, {**writes, "inplace": [[2, 0], [3, 0], [3, 1], [4, 0]]}]), 1
     )
-    assert sorted(wide.in_place(wide.inplace[1])) == [(3, 1), (4, 0)]
-    assert wide.largest_working_set == (1, 36)
+    shares = Schedule.of(wide, [0, 1]).trace.shares
+    assert shares.tolist() == [-1, -1, -1, 1, 0]  # buffers 3 and 4 lie where 1 and 0 did
+    assert largest_working_set(wide) == (1, 36)
     narrow = make_graph(tensors, [*reads, {**writes, "inplace": [[2, 0], [3, 0]]}])
     for method in ("keep-all", "optimal", "checkmate"):
         made = plan(narrow, 44, method=method, alignment=1, time_limit=SECONDS)

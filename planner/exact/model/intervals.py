@@ -70,5 +70,5 @@ def in_order(program: Program, ops: list[int]) -> Schedule:
     for op, after in zip(ops, reversed(kept), strict=True):
         position = max(position, op)
         tape.run(op, position)
-        tape.close(after)
+        tape.keep(after)
     return tape.schedule()

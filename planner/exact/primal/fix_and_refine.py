@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.needs import needs
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.model.milp import INFINITY, Outcome
 from coop_plan.planner.exact.model.points import segment, worst_of_groups
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING, TimePointModel
-from coop_plan.planner.exact.primal.live import live_buffers, live_bytes
 from coop_plan.planner.exact.primal.packing import Crowded
 from coop_plan.planner.exact.primal.readout import (
     Margins,
@@ -85,7 +85,7 @@ class Dive:
     process: SolverProcess
     capacity: int
     deadline: float
-    place: Callable[[Schedule], Crowded | None]
+    place: Callable[[Schedule], PlacedSchedule | Crowded]
     crowds: list[Crowd] = field(default_factory=list)
     large: set[int] = field(default_factory=set)
     """Ops that overflowed as recomputes: every window has cuts for them."""
@@ -96,7 +96,7 @@ class Dive:
     def __post_init__(self) -> None:
         self.repair = Repair(self.program, self.capacity, self.margins)
 
-    def run(self, outline: Outline, cost_limit_us: float) -> Schedule | None:
+    def run(self, outline: Outline, cost_limit_us: float) -> PlacedSchedule | None:
         """A placed schedule that costs less than the limit (µs), found from the outline."""
         while time.monotonic() < self.deadline:
             try:
@@ -107,10 +107,10 @@ class Dive:
             if schedule.cost_us >= cost_limit_us:
                 return None
             if not readout.overflows:
-                crowded = self.place(schedule)
-                if crowded is None:
-                    return schedule
-                self._leave_room(readout, crowded)
+                placed = self.place(schedule)
+                if isinstance(placed, PlacedSchedule):
+                    return placed
+                self._leave_room(readout, placed)
                 continue
             closer = self._look_closer(outline, readout)
             if closer is None:
@@ -121,7 +121,7 @@ class Dive:
     def _leave_room(self, readout: Readout, crowded: Crowded) -> None:
         """Ask for less than what is live at the event."""
         op, position = readout.runs[crowded.event]
-        spare = self.capacity - live_bytes(readout.schedule)[crowded.event]
+        spare = self.capacity - int(readout.schedule.live_bytes()[crowded.event])
         shares = int(MARGIN * self.capacity), int(MARGIN_SHARE * crowded.excess)
         step = max(self.program.problem.alignment, *shares)
         self.margins[position, op] = spare + step
@@ -204,7 +204,7 @@ def _crowd(readout: Readout, overflow: Overflow) -> Crowd:
 
     beside = tuple(
         Neighbour(t, between(schedule.first[buffer]), between(schedule.last[buffer]))
-        for buffer in live_buffers(schedule, event)
+        for buffer in schedule.live_buffers(event)
         if (t := schedule.tensor[buffer]) not in touched and problem.size[t]
     )
     return Crowd(overflow.position, overflow.op, beside)
@@ -218,7 +218,7 @@ def _part(model: TimePointModel, crowd: Crowd, margin: int) -> None:
     if not first and crowd.op not in model.y[k]:
         return
     runs = [] if first else [model.y[k][crowd.op]]
-    need = program.problem.working_set(crowd.op) if first else program.rerun_need(crowd.op)
+    need = needs(program.problem).first[crowd.op] if first else program.rerun_need(crowd.op)
     terms: list[tuple[int, float]] = []
     for neighbour in crowd.beside:
         certain, reasons = _reasons(model, k, neighbour)

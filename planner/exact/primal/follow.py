@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import OUTSIDE, Schedule
+from coop_plan.planner.core.schedule import OUTSIDE, PlacedSchedule, Schedule
 from coop_plan.planner.method import Request
 from coop_plan.planner.offline.run import Settings
 from coop_plan.planner.offline.search import Search
@@ -32,7 +32,7 @@ class Guide:
     def __init__(self, problem: Problem, request: Request) -> None:
         self._search = Search(problem, replace(request, progress=None))
 
-    def follow(self, plan: Schedule, cost_limit_us: float) -> Schedule | None:
+    def follow(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
         """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
         search = self._search
         search.best.cost_us = min(search.best.cost_us, cost_limit_us)
@@ -48,7 +48,7 @@ class Guide:
         found = search.best.found
         if found is None or found is before:
             return None
-        return search.solution().schedule
+        return search.solution().placed
 
     def _weights(self, plan: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """A factor per row entry of `Arrays.uses`: was the tensor made anew for that use?"""
@@ -58,11 +58,11 @@ class Guide:
             int, int
         ] = {}  # tensor → event of its production or last use in program order
         seen: set[int] = set()
-        for event, op in enumerate(plan.ops):
+        for event, op in enumerate(plan.bodies):
             if op in seen:
                 continue
             seen.add(op)
-            for t, buffer in zip(problem.op_inputs[op], plan.reads[event], strict=True):
+            for t, buffer in zip(problem.op_inputs[op], plan.reads(event), strict=True):
                 if buffer != OUTSIDE and plan.first[buffer] > touched[t]:
                     slot = int(arrays.uses_ptr[t]) + problem.consumers[t].index(op)
                     weight[slot] = EVICTED

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
-from coop_plan.planner.exact.primal.live import live_bytes
 from coop_plan.planner.exact.primal.tape import Tape
 
 
@@ -112,7 +111,7 @@ def read_out(
     """
     tape = _Reader(program, outline, drops or {}).read()
     schedule = tape.schedule()
-    live = live_bytes(schedule)
+    live = schedule.live_bytes().tolist()
     margins = margins or {}
     overflows = [
         Overflow(position, op, event, excess)
@@ -144,10 +143,10 @@ class _Reader:
             if op < program.n:
                 self._run(op, op)
         if point == program.n:
-            self.tape.close(set(program.reads[point]))
+            self.tape.keep(set(program.reads[point]))
             return
         held = {t for t in self.tape.here if self._held(t, point)}
-        self.tape.close((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
+        self.tape.keep((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
 
     def _held(self, t: int, point: int) -> bool:
         """Whether t stays anyway: it has no bytes, or it is overwritten and has a use to come."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from coop_plan.planner.exact.model.points import segment
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.primal.live import live_buffers
 from coop_plan.planner.exact.primal.readout import (
     Drops,
     Margins,
@@ -89,7 +88,7 @@ class Repair:
         """Cheap tensors that make up for the excess, if there are enough of them."""
         program, schedule, event = self.program, readout.schedule, overflow.event
         size = program.problem.size
-        live = {schedule.tensor[buffer] for buffer in live_buffers(schedule, event)}
+        live = {schedule.tensor[buffer] for buffer in schedule.live_buffers(event)}
         beside = live.difference(program.reads[overflow.op], program.makes[overflow.op], stay)
         costs = {t: self._again(t, live) for t in beside if not program.always[t]}
         left = overflow.excess
