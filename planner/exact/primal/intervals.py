@@ -9,16 +9,15 @@ interval also has an address (NoOverlap2D), and eviction and layout are decided 
 Ops that touch a tensor overwritten in the arena run once, as in the other methods.
 """
 
-from typing import Any
-
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.primal.tape import Tape
+from coop_plan.planner.exact.solver.jobs import ScheduleIntervals
 from coop_plan.planner.exact.solver.process import SolverProcess
 
 COPIES = 3
-"""Runs an op may have, the first one included."""
+"""Runs an op may have, the first one included, where a caller does not say."""
 
 
 def schedule_intervals(
@@ -38,23 +37,22 @@ def schedule_intervals(
     """
     problem = program.problem
     unit = problem.alignment
-    job: dict[str, Any] = {
-        "n": program.n,
-        "capacity": capacity // unit,
-        "joint": joint,
-        "copies": [1 if program.once(op) else copies for op in range(program.n)],
-        "reads": program.reads[: program.n],
-        "makes": program.makes[: program.n],
-        "pairs": problem.inplace,
-        "kept": program.reads[program.n],
-        "until": program.until,
-        "cost": problem.cost,
-        "workspace": [need // unit for need in problem.workspace],
-        "size": [size // unit for size in problem.size],
-        "again": [[t for t in outputs if problem.outside[t]] for outputs in problem.op_outputs],
-    }
-    outcome, ops = process.schedule(job, deadline)
-    return outcome, None if ops is None else in_order(program, ops)
+    job = ScheduleIntervals(
+        capacity=capacity // unit,
+        joint=joint,
+        copies=[1 if program.once(op) else copies for op in range(program.n)],
+        reads=program.reads[: program.n],
+        makes=program.makes[: program.n],
+        pairs=problem.inplace,
+        kept=program.reads[program.n],
+        until=program.until,
+        cost=problem.cost,
+        workspace=[need // unit for need in problem.workspace],
+        size=[size // unit for size in problem.size],
+        again=[[t for t in outputs if problem.outside[t]] for outputs in problem.op_outputs],
+    )
+    answer = process.schedule(job, deadline)
+    return answer.outcome, None if answer.ops is None else in_order(program, answer.ops)
 
 
 def in_order(program: Program, ops: list[int]) -> Schedule:
