@@ -115,10 +115,10 @@ class _OptimalSolve:
             self.deadline,
             self.params,
         )
-        placed = self._refine(rounds)
+        placed = self._iterate(rounds)
         if rounds.gave_way:
             self._climb(1.0, lambda: self.finished() or self.bounding.ended)
-            placed = self._refine(rounds)
+            placed = self._iterate(rounds)
         if rounds.infeasible:
             return
         if not placed:
@@ -126,7 +126,7 @@ class _OptimalSolve:
         if rounds.cut_short:
             rounds.tighten()
             rounds.last = True
-            self._refine(rounds)
+            self._iterate(rounds)
         if not self.finished() and self.program.n <= self.params.search.joint_ops:
             self._solve_jointly(capacity)
 
@@ -135,7 +135,10 @@ class _OptimalSolve:
         until = self.deadline
         if self.incumbent.solution is not None:
             until = min(until, time.monotonic() + self.params.search.joint_seconds)
-        _, schedule = schedule_intervals(self.process, self.program, capacity, until, joint=True)
+        copies = self.params.search.joint_copies
+        _, schedule = schedule_intervals(
+            self.process, self.program, capacity, until, copies=copies, joint=True
+        )
         if schedule is not None:
             self._use(Readout(schedule, [], []))
 
@@ -146,10 +149,10 @@ class _OptimalSolve:
             if self.incumbent.gap < params.good_gap or self.finished():
                 return
             smaller = self._smaller(rounds, int(self.request.arena_bytes * share))
-            if self._refine(smaller):
+            if self._iterate(smaller):
                 return
 
-    def _refine(self, rounds: Refinement) -> bool:
+    def _iterate(self, rounds: Refinement) -> bool:
         """Rounds until done; whether the last plan was placed."""
         while not self.finished():
             readout = rounds.round()

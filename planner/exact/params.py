@@ -100,8 +100,11 @@ class SearchParams(Params):
     joint_ops: Size = 20
     """Up to so many ops eviction and layout are decided as one, where both in turn fail."""
 
+    joint_copies: Count = 3
+    """Runs an op may have then, the first one included."""
+
     joint_seconds: Seconds = 2.0
-    """How long that may look for a better plan; for any plan at all, as long as there is time."""
+    """How long it may look for a better plan; for any plan at all, as long as there is time."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,10 @@ Ops that touch a tensor overwritten in the arena run once, as in the other metho
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.params import DEFAULTS
 from coop_plan.planner.exact.primal.tape import Tape
 from coop_plan.planner.exact.solver.jobs import ScheduleIntervals
 from coop_plan.planner.exact.solver.process import SolverProcess
-
-COPIES = 3
-"""Runs an op may have, the first one included, where a caller does not say."""
 
 
 def schedule_intervals(
@@ -26,13 +24,13 @@ def schedule_intervals(
     capacity: int,
     deadline: float,
     *,
-    copies: int = COPIES,
+    copies: int = DEFAULTS.search.joint_copies,
     joint: bool = False,
 ) -> tuple[Outcome, Schedule | None]:
     """
     The cheapest schedule within `capacity` bytes, without addresses, and how sure that is.
 
-    `deadline` is a `time.monotonic` value, s. With `joint` a layout exists, as far as in-place
+    `deadline` is a `time.monotonic` value, s; `copies` are the runs an op may have. With `joint` a layout exists, as far as in-place
     pairs are used as the model used them.
     """
     problem = program.problem

@@ -18,7 +18,7 @@ from coop_plan.planner.exact.solver.jobs import (
     ScheduleIntervals,
 )
 
-COST_SCALE = 10**9
+INTEGER_COSTS = 10**9
 """The sum of all costs in CP-SAT's integers."""
 
 
@@ -87,7 +87,7 @@ class IntervalModel:
         for d in job.kept:
             self._cover(d, self.horizon, None)
         self._memory()
-        scale = COST_SCALE / (sum(job.cost) or 1.0)
+        scale = INTEGER_COSTS / (sum(job.cost) or 1.0)
         self.model.minimize(
             sum(round(job.cost[v] * scale) * self.active[v, c] for v, c in self.copies if c)
         )

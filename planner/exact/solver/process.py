@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
 
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Milp, Outcome, Relaxation
 from coop_plan.planner.exact.params import DEFAULTS, SolverParams
@@ -32,6 +32,8 @@ from coop_plan.planner.exact.solver.jobs import (
     SolvePulp,
 )
 from coop_plan.schemas import InvalidInputError
+
+A = TypeVar("A")
 
 
 class MissingSolverError(InvalidInputError):
@@ -170,24 +172,18 @@ class SolverProcess(Child):
         self, milp: Milp, deadline: float, accuracy: float, start: Relaxation | None = None
     ) -> Relaxation:
         """See `RelaxMilp`."""
-        for message in self._messages(RelaxMilp(milp, accuracy, start), deadline):
-            if isinstance(message, Relaxation):
-                return message
-        return Relaxation(-INFINITY, None, None)
+        answer = self._ask(RelaxMilp(milp, accuracy, start), deadline, Relaxation)
+        return answer or Relaxation(-INFINITY, None, None)
 
     def solve_pulp(self, problem: dict[str, Any], deadline: float, solver: str) -> PulpAnswer:
         """See `SolvePulp`."""
-        for message in self._messages(SolvePulp(problem, solver), deadline):
-            if isinstance(message, PulpAnswer):
-                return message
-        return PulpAnswer(Outcome.UNKNOWN, None)
+        answer = self._ask(SolvePulp(problem, solver), deadline, PulpAnswer)
+        return answer or PulpAnswer(Outcome.UNKNOWN, None)
 
     def schedule(self, job: ScheduleIntervals, deadline: float) -> IntervalSchedule:
         """See `ScheduleIntervals`."""
-        for message in self._messages(job, deadline):
-            if isinstance(message, IntervalSchedule):
-                return message
-        return IntervalSchedule(Outcome.UNKNOWN, None)
+        answer = self._ask(job, deadline, IntervalSchedule)
+        return answer or IntervalSchedule(Outcome.UNKNOWN, None)
 
     def pack(
         self,
@@ -199,10 +195,14 @@ class SolverProcess(Child):
         deadline: float,
     ) -> list[int] | None:
         """Offsets of blocks, or None if none were found in time; see `PackBlocks`."""
-        for message in self._messages(PackBlocks(first, last, height, same, capacity), deadline):
-            if isinstance(message, Packing):
-                return message.offsets
-        return None
+        job = PackBlocks(first, last, height, same, capacity)
+        answer = self._ask(job, deadline, Packing)
+        return None if answer is None else answer.offsets
+
+    def _ask(self, job: Job, deadline: float, kind: type[A]) -> A | None:
+        """The answer to a job, None without one."""
+        messages = self._messages(job, deadline)
+        return next((message for message in messages if isinstance(message, kind)), None)
 
     def _messages(self, job: Job, deadline: float) -> Iterator[object]:
         """What the worker says of a job; a worker that is late or dies is ended."""
