@@ -5,9 +5,9 @@ Exact planners: mixed-integer and constraint models with proved bounds.
 (`checkmate.py`) is the integer program of the paper, a method of its own for comparison. What
 `optimal` does for one request, in the order in which the files act:
 
-1. **Start.** `coop-offline` (`planner.offline`) makes a plan. `incumbent.py` holds the best plan and the
-   best bound from here on and tells the caller when they move. `model/program.py` is the problem as
-   the models see it.
+1. **Start.** `coop-offline` (`planner.offline`) makes a plan. `incumbent.py` holds the best plan
+   and the best bound from here on and tells the caller when they move. `model/program.py` is the
+   problem as the models see it.
 2. **First model.** `model/points.py` chooses a few time points, `model/timepoint.py` builds the
    MILP that checks memory there only (`model/milp.py` holds it), and `solver/process.py` has it
    solved in a child process, which it kills at the deadline. Its optimum is a lower bound for good.

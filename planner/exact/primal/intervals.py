@@ -30,8 +30,8 @@ def schedule_intervals(
     """
     The cheapest schedule within `capacity` bytes, without addresses, and how sure that is.
 
-    `deadline` is a `time.monotonic` value, s; `copies` are the runs an op may have. With `joint` a layout exists, as far as in-place
-    pairs are used as the model used them.
+    `deadline` is a `time.monotonic` value, s; `copies` are the runs an op may have. With `joint` a
+    layout exists, as far as in-place pairs are used as the model used them.
     """
     problem = program.problem
     unit = problem.alignment
