@@ -16,9 +16,6 @@ SOLVER_TOLERANCE = 1e-7
 PROOF = 1e-6
 """A plan is optimal when its cost is within this share of the bound."""
 
-WIDE_GAP = 0.12
-"""Gaps above this one are worth a second process for bounds, and longer climbs of coop-offline."""
-
 
 class Incumbent:
     """
@@ -50,11 +47,6 @@ class Incumbent:
     def gap(self) -> float:
         """Cost over bound, minus one."""
         return self.cost_us / max(self.bound_us, 1e-12) - 1
-
-    @property
-    def wide(self) -> bool:
-        """Whether the gap is so wide that models alone will hardly close it."""
-        return self.gap > WIDE_GAP
 
     def raise_bound(self, bound_us: float) -> None:
         """Take a proved lower bound; a worse one changes nothing."""
