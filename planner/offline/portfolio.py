@@ -1,17 +1,15 @@
 """
-coop-offline: plan first with the whole step in view, place second, keep what fits.
+The portfolio: clairvoyant runs under many rules at many logical budgets, and the best that fits.
 
-A run of the kernel at a logical budget gives a cost and lifetimes; placement gives the arena they
-need. Lifetimes end at the last touch, so a run may stay within the arena although its logical
-budget is larger, and that is searched for: the portfolio crosses scoring rules with logical budgets
-taken from a fixed grid (independent of the arena asked for, so that neighbouring budgets are
-answered from the same candidates), then a hill climb perturbs the weights of single retention
-intervals around the incumbent. Time that is left goes into annealing
-(`planner.offline.anneal`, `planner.offline.resequence`).
+A run at a logical budget gives a cost and lifetimes; placement gives the arena they need. Lifetimes
+end at the last touch, so a run may stay within the arena although its logical budget is larger, and
+that is searched for: scoring rules are crossed with logical budgets taken from a fixed grid, which
+is independent of the arena asked for, so that neighbouring budgets are answered from the same
+candidates.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,36 +19,10 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.layout import WORK, assign
 from coop_plan.planner.method import Progress, Request, Solution
 from coop_plan.planner.offline.lifetimes import lifetimes
+from coop_plan.planner.offline.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.offline.rebuild import rebuild
 from coop_plan.planner.offline.run import Run, Runner, Settings
 from coop_plan.planner.placement import place
-
-GRID_RATIO = 1.015
-"""Neighbouring logical budgets of the grid differ by this factor."""
-
-GRID_WINDOWS = ((-8, 8), (-20, -8), (-44, -20))
-"""Grid steps around the arena, tried in this order until one of them has a plan."""
-
-SMALL_OPS = 500
-BEST_RULES = 3
-"""On graphs of more ops than that, only this many rules go over the grid."""
-
-RANK_STEPS = 16
-"""Grid steps that share one ranking of the rules for their trails."""
-
-ALPHAS = (0.25, 0.5, 1.0, 2.0)
-
-RULES = tuple((alpha, cap) for alpha in ALPHAS for cap in (False, True))
-"""Scoring rules of the portfolio: exponent of the distance, and whether bytes are capped."""
-
-UNPLACED = 4
-"""Runs whose layout is searched when the greedy placements have failed."""
-
-TRAIL_SPACING = 2
-"""Grid steps between the starts of neighbouring trails."""
-
-SLOPE_STEPS = 3
-"""Grid steps to either side over which a trail's start measures what memory is worth."""
 
 Lives = tuple[Ints, Ints, Ints, int]
 """What `planner.offline.lifetimes` returns."""
@@ -83,25 +55,27 @@ class _Incumbent:
     offsets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
-class Search:
-    """The search for one problem and one arena."""
+class Portfolio:
+    """Candidates for one problem and one arena, and the cheapest one that fits: the incumbent."""
 
     def __init__(
-        self, problem: Problem, request: Request, rules: Sequence[tuple[float, bool]] = RULES
+        self, problem: Problem, request: Request, params: CoopOfflineParams = DEFAULTS
     ) -> None:
         self.problem = problem
         self.request = request
+        self.params = params
         self.arrays: Arrays = to_arrays(problem)
-        self.runner = Runner(self.arrays)
+        self.runner = Runner(self.arrays, params.clairvoyant)
         price = np.arange(problem.op_count + 1, dtype=np.float64)
         weight = np.ones(self.arrays.uses.size + 1)
+        rules = params.portfolio.rules
         self.settings = [Settings(price, weight, alpha, cap) for alpha, cap in rules]
         self.best = _Incumbent()
         self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
         self._counter = itertools.count()
         self.failed_op = problem.largest_working_set[0]
 
-    def simulate(
+    def candidate(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
     ) -> Candidate | None:
         """Run at a logical budget (bytes); None when it fails or costs more than the limit (µs)."""
@@ -112,7 +86,7 @@ class Search:
 
     def consider(self, budget: int, settings: Settings) -> None:
         """Run at a logical budget; keep it if it is cheaper and its layout fits the arena."""
-        found = self.simulate(budget, settings, self.best.cost_us)
+        found = self.candidate(budget, settings, self.best.cost_us)
         if found is not None:
             self.offer(found)
         elif self.best.found is None:
@@ -142,14 +116,14 @@ class Search:
         elif hint is None:
             entry = found.cost_us, next(self._counter), found, placement.order
             self._unplaced.append(entry)
-            self._unplaced = sorted(self._unplaced)[:UNPLACED]
+            self._unplaced = sorted(self._unplaced)[: self.params.portfolio.unplaced]
 
     def keep(self, found: Candidate, offsets: Ints) -> None:
         """Make it the incumbent; offsets (bytes) in the order of its lifetimes."""
         self.best = _Incumbent(found.cost_us, found, offsets)
 
-    def place_the_unplaced(self, most: int = UNPLACED) -> None:
-        """Search layouts for the cheapest runs that no greedy one would fit."""
+    def place_the_unplaced(self, most: int | None = None) -> None:
+        """Search layouts for the cheapest runs, `most` of them, that no greedy one would fit."""
         for _, _, found, order in self._unplaced[:most]:
             if self.request.out_of_time():
                 return
@@ -170,14 +144,15 @@ class Search:
         assign(schedule, self.best.offsets)
         return Solution(schedule)
 
-    def portfolio(self) -> None:
+    def sweep(self) -> None:
         """Every rule at the arena's own size, then the best rules over the grid around it."""
-        here = self._step(self.request.arena_bytes)
+        params = self.params.portfolio
+        here = self.step(self.request.arena_bytes)
         rules = self.best_rules(here)
-        for low, high in GRID_WINDOWS:
+        for low, high in params.grid_windows:
             for step in range(here + high, here + low, -1):
                 for number in rules:
-                    self.consider(int(GRID_RATIO**step), self.settings[number])
+                    self.consider(self.budget(step), self.settings[number])
                     enough = self.request.any_schedule or self.request.out_of_time()
                     if self.best.found is not None and enough:
                         return
@@ -187,21 +162,11 @@ class Search:
 
     def best_rules(self, step: int) -> list[int]:
         """Numbers of the rules by their cost at a grid step, on large graphs the first few."""
+        params = self.params.portfolio
         every = range(len(self.settings))
-        cost = {number: run.cost_us for number, run in self.runs(int(GRID_RATIO**step), every)}
+        cost = {number: run.cost_us for number, run in self.runs(self.budget(step), every)}
         ranked = sorted(every, key=lambda number: cost.get(number, np.inf))
-        return ranked if self.problem.op_count <= SMALL_OPS else ranked[:BEST_RULES]
-
-    def climb(self, steps: int) -> None:
-        """Trails around the arena in turn, each of them as often, in all so many steps or more."""
-        trails = self._trails()
-        turns = -(-steps // max(1, len(trails)))
-        for done, trail in enumerate(trails * turns):
-            if self.request.out_of_time():
-                return
-            if done % 16 == 0:
-                self.report(done / (turns * len(trails)))
-            trail.step(self)
+        return ranked if self.problem.op_count <= params.small_ops else ranked[: params.best_rules]
 
     def report(self, fraction: float | None) -> None:
         """The incumbent's overhead as progress."""
@@ -209,77 +174,10 @@ class Search:
             overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
             self.request.progress(Progress(f"improving: overhead {overhead:.2%}", fraction))
 
-    def _trails(self) -> list["Trail"]:
-        """Trails from the grid steps whose plans need about as much as there is."""
-        assert self.best.found is not None
-        middle = self._step(self.best.found.budget) // TRAIL_SPACING * TRAIL_SPACING
-        # Ranked at a coarser step, so that neighbouring arenas agree on the rules.
-        rules = self.best_rules(middle // RANK_STEPS * RANK_STEPS)
-        trails = []
-        for step in range(middle - 2 * TRAIL_SPACING, middle + TRAIL_SPACING + 1, TRAIL_SPACING):
-            trail = Trail.start(self, step, rules)
-            if trail is not None:
-                trails.append(trail)
-        return trails
+    def budget(self, step: int) -> int:
+        """The logical budget at a grid step, in bytes."""
+        return int(self.params.portfolio.grid_ratio**step)
 
-    def _step(self, size: int) -> int:
-        return int(np.log(max(size, 2)) / np.log(GRID_RATIO))
-
-
-@dataclass
-class Trail:
-    """
-    A hill climb that does not know the arena: from a grid step, towards less cost for less memory.
-
-    Neighbouring arenas walk the same trails and so see the same plans, of which each takes the
-    cheapest that fits; that is what keeps overhead from rising with the budget. `slope` is what a
-    factor e of memory is worth, in µs, around the start.
-    """
-
-    random: np.random.Generator
-    settings: Settings
-    budget: int
-    value: float
-    slope: float
-
-    @classmethod
-    def start(cls, search: Search, step: int, rules: list[int]) -> "Trail | None":
-        """The best of these rules at this grid step; None when none of them completes there."""
-        budget = int(GRID_RATIO**step)
-        found = [(run.cost_us, number, run) for number, run in search.runs(budget, rules)]
-        if not found:
-            return None
-        cost, number, run = min(found, key=lambda entry: entry[:2])
-        settings = search.settings[number]
-        ends = []
-        for side in (-SLOPE_STEPS, SLOPE_STEPS):
-            at = search.runner(int(GRID_RATIO ** (step + side)), settings)
-            if at is not None:
-                ends.append((np.log(lifetimes(search.arrays, at)[3]), at.cost_us))
-        slope = 0.0
-        if len(ends) == 2 and ends[1][0] > ends[0][0]:
-            slope = max(0.0, (ends[0][1] - ends[1][1]) / (ends[1][0] - ends[0][0]))
-        value = cost + slope * np.log(lifetimes(search.arrays, run)[3])
-        random = np.random.default_rng([search.request.seed, max(step, 0)])
-        return cls(random, settings, budget, value, slope)
-
-    def step(self, search: Search) -> None:
-        """Perturb the weights and the budget; stay where cost and memory together got less."""
-        random, base = self.random, self.settings
-        spread = random.choice([0.1, 0.3, 1.0])
-        touched = random.random(base.weight.size) < random.choice([0.02, 0.1, 0.5])
-        factor = np.exp(random.normal(0.0, spread, base.weight.size))
-        settings = Settings(
-            base.price,
-            np.where(touched, base.weight * factor, base.weight),
-            float(random.choice(ALPHAS)) if random.random() < 0.1 else base.alpha,
-            base.cap,
-        )
-        budget = int(self.budget * np.exp(random.normal(0.0, 0.01)))
-        found = search.simulate(budget, settings)
-        if found is None:
-            return
-        search.offer(found)
-        value = found.cost_us + self.slope * np.log(found.peak)
-        if value < self.value:
-            self.settings, self.budget, self.value = settings, budget, value
+    def step(self, size: int) -> int:
+        """The grid step at or below so many bytes."""
+        return int(np.log(max(size, 2)) / np.log(self.params.portfolio.grid_ratio))

@@ -1,11 +1,12 @@
-"""One call of the kernel with its settings and its record."""
+"""One clairvoyant run with its settings and its record."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
-from coop_plan.planner.offline.clairvoyant import simulate
+from coop_plan.planner.offline.clairvoyant import run_clairvoyant
+from coop_plan.planner.offline.params import ClairvoyantParams
 from coop_plan.planner.offline.state import (
     DIRTY,
     DROP_EVENT,
@@ -17,18 +18,11 @@ from coop_plan.planner.offline.state import (
     EVICTABLE,
     NEVER,
     PLACE,
-    POOL,
     SLOT,
     STORED,
     WRITES,
-    State,
+    ClairvoyantState,
 )
-
-MAX_RECOMPUTES_PER_OP = 8
-"""A run that computes more than this many times the program is given up."""
-
-SMALL_SHARE = 4096
-"""Tensors below budget / this are evicted only when nothing larger is left."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +57,13 @@ class Run:
 
 
 class Runner:
-    """Calls the kernel on one problem, reusing its record buffers."""
+    """Makes clairvoyant runs of one problem, reusing their record buffers."""
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, params: ClairvoyantParams) -> None:
         self.arrays = arrays
+        self.params = params
         n, count = arrays.cost.size, arrays.size.size
-        events = n * (MAX_RECOMPUTES_PER_OP + 1) + 1
+        events = n * (params.max_recomputes_per_op + 1) + 1
         most = 1 + max(1, int(np.diff(arrays.makes_ptr).max(initial=1)))
         drops = n + count + (events - n) * most
         self._scratch = np.empty(max(n, count) + 2, dtype=np.int64)
@@ -79,12 +74,17 @@ class Runner:
 
     def __call__(self, budget: int, settings: Settings, cost_limit: float = np.inf) -> Run | None:
         """Run at `budget` logical bytes; None when it fails or costs more than the limit (µs)."""
+        params = self.params
         n, count = self.arrays.cost.size, self.arrays.size.size
-        state = State(
+        state = ClairvoyantState(
             budget=budget,
-            small=budget // SMALL_SHARE,
+            small=budget // params.small_divisor,
             alpha=settings.alpha,
             cap=settings.cap,
+            least_distance=params.least_distance,
+            closure_ops=params.closure_ops,
+            pool_from=params.pool_from,
+            pool_ops=params.pool_ops,
             price=settings.price,
             weight=settings.weight,
             counts=np.zeros(11, dtype=np.int64),
@@ -92,8 +92,8 @@ class Runner:
             value=np.zeros((2, count)),
             op=np.zeros((3, n + 1), dtype=np.int64),
             stack=self._scratch,
-            pool=np.empty(POOL, dtype=np.int64),
-            pool_score=np.empty(POOL),
+            pool=np.empty(params.pool, dtype=np.int64),
+            pool_score=np.empty(params.pool),
             event=self._event,
             drop=self._drop,
             write=self._write,
@@ -103,7 +103,7 @@ class Runner:
         state.tensor[DIRTY] = 1
         state.tensor[PLACE] = -1
         state.tensor[EVICTABLE, :count] = self.arrays.evictable
-        self.failed_op, cost = simulate(self.arrays, state, cost_limit)
+        self.failed_op, cost = run_clairvoyant(self.arrays, state, cost_limit)
         if self.failed_op >= 0:
             return None
         events, drops, writes = (int(state.counts[i]) for i in (EVENTS, DROPS, WRITES))

@@ -7,6 +7,7 @@ from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import (
     CLOCK,
@@ -25,22 +26,16 @@ from coop_plan.planner.online.state import (
     OFFSET,
     OFFSETS,
     WRITES,
-    State,
-    new_state,
+    ArenaState,
+    empty_arena,
 )
-
-MAX_RECOMPUTES_PER_OP = 30
-"""More recomputed ops than this many times the program is thrashing, and counts as no fit."""
-
-CHUNK_OPS = 256
-"""Ops between two looks at the clock."""
 
 
 @dataclass(frozen=True)
 class OnlineRun:
     """The record of a completed run; see `planner.online.state` for its arrays."""
 
-    state: State
+    state: ArenaState
 
     @property
     def cost_us(self) -> float:
@@ -88,7 +83,7 @@ def _by_event(events: Ints, tensors: Ints, count: int) -> dict[int, list[int]]:
     return found
 
 
-def simulate(
+def simulate_arena(
     problem: Problem,
     request: Request,
     rule: int,
@@ -96,6 +91,7 @@ def simulate(
     partition: bool,
     inplace: bool,
     arrays: Arrays | None = None,
+    params: OnlineParams = DEFAULTS,
 ) -> OnlineRun:
     """
     Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
@@ -107,16 +103,16 @@ def simulate(
     arrays = arrays or to_arrays(problem)
     capacity = request.arena_bytes & -problem.alignment
     n = problem.op_count
-    most = n * (MAX_RECOMPUTES_PER_OP + 1)
-    record = min(most, 4 * n + 64)
+    most = n * (params.max_recomputes_per_op + 1)
+    record = min(most, params.first_record * n + 64)
     while True:
-        state = new_state(problem, capacity, record, partition=partition)
+        state = empty_arena(problem, capacity, record, params, partition=partition)
         status = DONE
-        for start in range(0, n, CHUNK_OPS):
+        for start in range(0, n, params.chunk_ops):
             request.check_time()
             if request.progress is not None:
                 request.progress(Progress("simulating", start / n))
-            stop = min(start + CHUNK_OPS, n)
+            stop = min(start + params.chunk_ops, n)
             status = advance(arrays, state, start, stop, most, rule, inplace)
             if status != DONE:
                 break

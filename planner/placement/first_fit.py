@@ -1,4 +1,4 @@
-"""First-fit of buffers in a given order: the plain kernel that honours every kind of constraint."""
+"""First fit of buffers in a given order: plain, and it honours every kind of constraint."""
 
 import numpy as np
 

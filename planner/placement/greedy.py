@@ -4,27 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from coop_plan.planner.placement.greedy import first_fit
+from coop_plan.planner.placement.first_fit import first_fit
 from coop_plan.planner.placement.instance import Floats, Instance, Ints
 from coop_plan.planner.placement.keys import order_by, sort_keys, spread
+from coop_plan.planner.placement.params import GreedyParams
 from coop_plan.planner.placement.skyline import drop, skyline
 
-ORDERS = ("TAW", "TW", "WT", "A", "ZW")
 
-FIRST_FIT_MAX = 20_000
-"""First-fit is quadratic: larger instances get skylines only, if they can."""
-
-MEMORY = 0.95
-"""Share of the blame kept from one pass of a chain to the next."""
-
-STRIDES = (0.1, 0.5)
-"""How far one blame moves a buffer forward at most, as shares of the order's length."""
-
-LARGE, SECTION_ROUNDS = 5_000, 4
-"""Larger instances get few passes in all; most of them go to the chains that blame sections."""
-
-
-def placements(instance: Instance, hint: Ints | None, goal: int, seed: int) -> Iterator[Ints]:
+def placements(
+    instance: Instance, hint: Ints | None, goal: int, seed: int, params: GreedyParams
+) -> Iterator[Ints]:
     """
     Offsets in units, without end; the first dozen are the plain orders.
 
@@ -32,7 +21,7 @@ def placements(instance: Instance, hint: Ints | None, goal: int, seed: int) -> I
     in the order of an earlier placement's offsets, which is repeated or improved.
     """
     keys = sort_keys(instance.first, instance.last, instance.height, instance.sections)
-    orders = [order_by(name, keys) for name in ORDERS]
+    orders = [order_by(name, keys) for name in params.orders]
     pairs = len(instance.alias_links.items) + len(instance.conflict_links.items)
     free = pairs == 0 and bool((instance.fixed < 0).all())
     if hint is not None:
@@ -41,14 +30,14 @@ def placements(instance: Instance, hint: Ints | None, goal: int, seed: int) -> I
     if free:
         for order in orders:
             yield skyline(instance, order)
-    if not free or instance.count <= FIRST_FIT_MAX:
+    if not free or instance.count <= params.first_fit_most:
         for order in orders if hint is None else [hint, *orders]:
             yield first_fit(instance, order)
     pack = skyline if free else first_fit
     random = np.random.default_rng(seed)
-    chains = [_Chain(order, 0.0) for order in orders]
-    others = [_Chain(order, stride) for stride in STRIDES for order in orders]
-    rounds = SECTION_ROUNDS if instance.count > LARGE else 1
+    chains = [_Chain(order, 0.0, params) for order in orders]
+    others = [_Chain(order, stride, params) for stride in params.strides for order in orders]
+    rounds = params.section_rounds if instance.count > params.large else 1
     while True:
         for chain in chains * rounds + others:
             offsets = pack(instance, chain.order())
@@ -64,12 +53,12 @@ class _Chain:
     section where that happens do: by as much as it happens there.
     """
 
-    def __init__(self, order: Ints, stride: float) -> None:
+    def __init__(self, order: Ints, stride: float, params: GreedyParams) -> None:
+        self.params = params
         self.rank: Floats = np.argsort(order) / max(1, len(order))
         self.stride = stride
         self.forward = np.zeros(len(order))
         self.weight: Floats = np.zeros(0)
-        self.reach = 1.0
 
     def order(self) -> Ints:
         return np.argsort(self.rank - self.forward, kind="stable")
@@ -80,16 +69,16 @@ class _Chain:
         bad = offsets * instance.alignment + instance.size > goal
         if self.stride:
             self.forward[bad] += self.stride * random.random(int(bad.sum()))
-            self.forward *= MEMORY
+            self.forward *= self.params.memory
             return
         change = np.zeros(instance.sections + 1)
         np.add.at(change, instance.first[bad], 1.0)
         np.add.at(change, instance.last[bad], -1.0)
         over = change.cumsum()[:-1]
-        kept = MEMORY * self.weight if len(self.weight) else np.zeros(instance.sections)
+        kept = self.params.memory * self.weight if len(self.weight) else np.zeros(instance.sections)
         self.weight = kept + over / max(1.0, over.max(initial=0.0))
         share = spread(self.weight, instance.first, instance.last)
-        self.forward = random.choice((0.1, 0.3, 1.0)) * share
+        self.forward = random.choice(self.params.shifts) * share
 
 
 def completed(hint: Ints, order: Ints) -> Ints:

@@ -2,6 +2,8 @@
 
 import math
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.assemble import arena_bytes, assemble
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.exact import refine
+from coop_plan.planner.exact import optimal, refine
 from coop_plan.planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.intervals import COPIES, schedule_intervals
@@ -26,6 +28,8 @@ from coop_plan.planner.exact.solver.process import SolverError, SolverProcess, r
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.layout import lay_out
 from coop_plan.planner.offline import solve
+from coop_plan.planner.offline.params import DEFAULTS
+from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import InvalidInputError
 from tests.planner.brute_force import cheapest
@@ -64,8 +68,10 @@ def cost_of(solve, problem, arena, **switches):
 @pytest.fixture(scope="module", autouse=True)
 def short_climb():
     """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
+    short = replace(DEFAULTS, climb=replace(DEFAULTS.climb, ops=1000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "CLIMB_OPS", 1000)
+        for module in (optimal, solve):
+            patch.setattr(module, "CoopOffline", partial(CoopOffline, params=short))
         yield
 
 

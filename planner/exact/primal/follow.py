@@ -14,8 +14,8 @@ import numpy as np
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import OUTSIDE, Schedule
 from coop_plan.planner.method import Request
+from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.run import Settings
-from coop_plan.planner.offline.search import Search
 
 EVICTED, KEPT = 1e-3, 1e3
 """Weights of intervals that the plan gives up, and of those that it does not."""
@@ -30,7 +30,7 @@ class Guide:
     """Remembers the kernel's arrays and the best run between plans to follow."""
 
     def __init__(self, problem: Problem, request: Request) -> None:
-        self._search = Search(problem, replace(request, progress=None))
+        self._search = Portfolio(problem, replace(request, progress=None))
 
     def follow(self, plan: Schedule, cost_limit_us: float) -> Schedule | None:
         """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
