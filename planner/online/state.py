@@ -34,9 +34,8 @@ CLOCK, FREE_RATIOS = range(2)
 BLOCK_AT, BLOCK_SIZE, OWNER, HOLE_AT, HOLE_SIZE, VICTIM = range(6)
 
 # Rows of `ArenaState.tensor`; the last three are lists and marks.
-NODE, LIVE, KEPT, WRITTEN, RETAINED_NOW, PINS, EVICTABLE, ADDRESS, WAITING, TO_VISIT, MARK = range(
-    11
-)
+NODE, LIVE, KEPT, WRITTEN, RETAINED_NOW, PINS, EVICTABLE = range(7)
+ADDRESS, WAITING, TO_VISIT, MARK = range(7, 11)
 
 # Rows of `ArenaState.times`, µs.
 OWN_COST, LAST_ACCESS = range(2)
