@@ -1,7 +1,7 @@
 """
 The hill climb: from plans about as large as the arena, towards less cost for less memory.
 
-It perturbs the weights of single retention intervals along trails that do not know the arena.
+Several climbs, which do not know the arena, perturb the weights of single retention intervals.
 """
 
 from dataclasses import dataclass
@@ -14,42 +14,42 @@ from coop_plan.planner.offline.run import Settings
 
 
 def climb(portfolio: Portfolio) -> None:
-    """Trails around the arena in turn, each of them as often; their plans go to the portfolio."""
+    """Climbs around the arena in turn, each of them as often; their plans go to the portfolio."""
     params = portfolio.params.climb
     steps = params.ops // max(1, portfolio.problem.op_count)
     steps = min(params.most_steps, max(params.fewest_steps, steps))
-    trails = _trails(portfolio)
-    turns = -(-steps // max(1, len(trails)))
-    for done, trail in enumerate(trails * turns):
+    climbs = _starts(portfolio)
+    turns = -(-steps // max(1, len(climbs)))
+    for done, one in enumerate(climbs * turns):
         if portfolio.request.out_of_time():
             return
         if done % params.report_steps == 0:
-            portfolio.report(done / (turns * len(trails)))
-        trail.step(portfolio)
+            portfolio.report(done / (turns * len(climbs)))
+        one.step(portfolio)
 
 
-def _trails(portfolio: Portfolio) -> list["Trail"]:
-    """Trails from the grid steps whose plans need about as much as there is."""
+def _starts(portfolio: Portfolio) -> list["HillClimb"]:
+    """Climbs from the grid steps whose plans need about as much as there is."""
     assert portfolio.best.found is not None
     params = portfolio.params.climb
-    spacing, rank = params.trail_spacing, params.rank_steps
+    spacing, rank = params.spacing, params.rank_steps
     middle = portfolio.step(portfolio.best.found.budget) // spacing * spacing
     # Ranked at a coarser step, so that neighbouring arenas agree on the rules.
     rules = portfolio.best_rules(middle // rank * rank)
-    trails = []
-    for number in range(-params.trails_below, params.trails_above + 1):
-        trail = Trail.start(portfolio, middle + number * spacing, rules)
-        if trail is not None:
-            trails.append(trail)
-    return trails
+    climbs = []
+    for number in range(-params.climbs_below, params.climbs_above + 1):
+        one = HillClimb.start(portfolio, middle + number * spacing, rules)
+        if one is not None:
+            climbs.append(one)
+    return climbs
 
 
 @dataclass
-class Trail:
+class HillClimb:
     """
     A hill climb that does not know the arena: from a grid step, towards less cost for less memory.
 
-    Neighbouring arenas follow the same trails and so see the same plans, of which each takes the
+    Neighbouring arenas make the same climbs and so see the same plans, of which each takes the
     cheapest that fits; that is what keeps overhead from rising with the budget. `slope` is what a
     factor e of memory is worth, in µs, around the start.
     """
@@ -61,7 +61,7 @@ class Trail:
     slope: float
 
     @classmethod
-    def start(cls, portfolio: Portfolio, step: int, rules: list[int]) -> "Trail | None":
+    def start(cls, portfolio: Portfolio, step: int, rules: list[int]) -> "HillClimb | None":
         """The best of these rules at this grid step; None when none of them completes there."""
         budget = portfolio.budget(step)
         found = [(run.cost_us, number, run) for number, run in portfolio.runs(budget, rules)]

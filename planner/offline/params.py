@@ -112,20 +112,20 @@ class ClimbParams:
     most_steps: int = 500
     """The same as steps, at most; not below `fewest_steps`."""
 
-    trail_spacing: int = 2
-    """Grid steps between the starts of neighbouring trails; at least 1."""
+    spacing: int = 2
+    """Grid steps between the starts of neighbouring climbs; at least 1."""
 
-    trails_below: int = 2
-    """Trails that start below the incumbent's own grid step; at least 0."""
+    climbs_below: int = 2
+    """Climbs that start below the incumbent's own grid step; at least 0."""
 
-    trails_above: int = 1
-    """Trails that start above it; at least 0."""
+    climbs_above: int = 1
+    """Climbs that start above it; at least 0."""
 
     slope_steps: int = 3
     """Grid steps to either side over which it is seen what memory is worth; at least 1."""
 
     rank_steps: int = 16
-    """Grid steps that share one ranking of the rules for their trails; at least 1."""
+    """Grid steps that share one ranking of the rules for their climbs; at least 1."""
 
     exponent_chance: float = 0.1
     """Chance of a step to draw another exponent of the distance; 0 to 1."""
@@ -134,9 +134,9 @@ class ClimbParams:
     """Steps from one report of progress to the next; at least 1."""
 
     def __post_init__(self) -> None:
-        check_range(self, "ops", "fewest_steps", "trails_below", "trails_above", least=0)
+        check_range(self, "ops", "fewest_steps", "climbs_below", "climbs_above", least=0)
         check_range(self, "most_steps", least=self.fewest_steps)
-        check_range(self, "trail_spacing", "slope_steps", "rank_steps", "report_steps", least=1)
+        check_range(self, "spacing", "slope_steps", "rank_steps", "report_steps", least=1)
         check_range(self, "exponent_chance", least=0, most=1)
 
 
