@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coop_plan.planner.offline.lifetimes import lifetimes
 from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.run import Settings
 
@@ -74,11 +73,11 @@ class HillClimb:
         for side in (-slope_steps, slope_steps):
             at = portfolio.runner(portfolio.budget(step + side), settings)
             if at is not None:
-                ends.append((np.log(lifetimes(portfolio.arrays, at)[3]), at.cost_us))
+                ends.append((np.log(at.blocks(portfolio.arrays).live), at.cost_us))
         slope = 0.0
         if len(ends) == 2 and ends[1][0] > ends[0][0]:
             slope = max(0.0, (ends[0][1] - ends[1][1]) / (ends[1][0] - ends[0][0]))
-        value = cost + slope * np.log(lifetimes(portfolio.arrays, run)[3])
+        value = cost + slope * np.log(run.blocks(portfolio.arrays).live)
         random = np.random.default_rng([portfolio.request.seed, max(step, 0)])
         return cls(random, settings, budget, value, slope)
 

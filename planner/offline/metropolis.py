@@ -97,7 +97,7 @@ def _enter(a: Arrays, m: MetropolisState, low: int, high: int) -> None:
     for t in range(a.size.size):
         m.tensor[READY, t] = m.tensor[GONE, t] = 0
         m.tensor[ALIVE, t] = a.is_output[t] - a.outside[t]
-    for op in range(a.cost.size):
+    for op in range(a.ops):
         m.op[RAN, op] = 0
     for e in range(low):
         op = m.ops[e]
@@ -109,7 +109,7 @@ def _enter(a: Arrays, m: MetropolisState, low: int, high: int) -> None:
             for t in range(a.size.size):
                 m.tensor[NEEDED, t] = m.tensor[ALIVE, t]
         look_back(a, m, m.ops[e])
-    for op in range(a.cost.size):
+    for op in range(a.ops):
         m.op[SEEN, op] = m.op[RAN, op]
     for e in range(low, high):
         m.op[SEEN, m.ops[e]] = 1
@@ -127,7 +127,7 @@ def _enter(a: Arrays, m: MetropolisState, low: int, high: int) -> None:
         m.tensor[ALIVE, t] = m.tensor[NEEDED, t]
         m.tensor[LEFT, t] = m.tensor[GONE, t]
         m.tensor[CURRENT, t] = -1
-    for op in range(a.cost.size):
+    for op in range(a.ops):
         m.op[SEEN, op] = m.op[RAN, op]
         m.op[FIRST, op] = -1 if m.op[RAN, op] == 1 else NEVER
     m.counts[TRIAL] = high - low

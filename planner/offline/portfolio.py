@@ -15,27 +15,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Ints, to_arrays
+from coop_plan.planner.core.lifetimes import Blocks
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.layout import WORK, assign
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.layout import WORK
 from coop_plan.planner.method import Progress, Request, Solution
-from coop_plan.planner.offline.lifetimes import lifetimes
 from coop_plan.planner.offline.params import DEFAULTS, CoopOfflineParams
-from coop_plan.planner.offline.rebuild import rebuild
-from coop_plan.planner.offline.run import Run, Runner, Settings
+from coop_plan.planner.offline.run import Record, Runner, Settings
 from coop_plan.planner.placement import place
-
-Lives = tuple[Ints, Ints, Ints, int]
-"""What `planner.offline.lifetimes` returns."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that completed, its lifetimes, the logical budget (bytes) and settings behind it."""
+    """A run that completed, its blocks, the logical budget (bytes) and settings behind it."""
 
     budget: int
     settings: Settings
-    run: Run
-    lives: Lives
+    run: Record
+    blocks: Blocks
 
     @property
     def cost_us(self) -> float:
@@ -45,7 +43,7 @@ class Candidate:
     @property
     def peak(self) -> int:
         """The most bytes that are live at once."""
-        return self.lives[3]
+        return self.blocks.live
 
 
 @dataclass
@@ -73,7 +71,7 @@ class Portfolio:
         self.best = _Incumbent()
         self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
         self._counter = itertools.count()
-        self.failed_op = problem.largest_working_set[0]
+        self.failed_op = largest_working_set(problem).op
 
     def candidate(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
@@ -82,7 +80,7 @@ class Portfolio:
         run = self.runner(budget, settings, cost_limit)
         if run is None:
             return None
-        return Candidate(budget, settings, run, lifetimes(self.arrays, run))
+        return Candidate(budget, settings, run, run.blocks(self.arrays))
 
     def consider(self, budget: int, settings: Settings) -> None:
         """Run at a logical budget; keep it if it is cheaper and its layout fits the arena."""
@@ -98,14 +96,14 @@ class Portfolio:
 
         With the order of its greedy layout as `hint`, a layout is searched from there.
         """
-        lower, upper, size, peak = found.lives
-        arena = self.request.arena_bytes
-        if found.cost_us >= self.best.cost_us or peak > arena:
+        blocks, arena = found.blocks, self.request.arena_bytes
+        most = self.request.units(self.problem.alignment)
+        if found.cost_us >= self.best.cost_us or found.peak > most:
             return
         placement = place(
-            lower,
-            upper,
-            size,
+            blocks.lower,
+            blocks.upper,
+            blocks.size,
             capacity=arena,
             alignment=self.problem.alignment,
             work=0 if hint is None else WORK,
@@ -119,7 +117,7 @@ class Portfolio:
             self._unplaced = sorted(self._unplaced)[: self.params.portfolio.unplaced]
 
     def keep(self, found: Candidate, offsets: Ints) -> None:
-        """Make it the incumbent; offsets (bytes) in the order of its lifetimes."""
+        """Make it the incumbent; offsets (bytes) in the order of its blocks."""
         self.best = _Incumbent(found.cost_us, found, offsets)
 
     def place_the_unplaced(self, most: int | None = None) -> None:
@@ -130,7 +128,7 @@ class Portfolio:
             self.offer(found, order)
         self._unplaced.clear()
 
-    def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Run]]:
+    def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Record]]:
         """What each of these rules that completes makes of a logical budget, by its number."""
         for number in rules:
             run = self.runner(budget, self.settings[number])
@@ -140,9 +138,9 @@ class Portfolio:
     def solution(self) -> Solution:
         """The incumbent as a placed schedule."""
         assert self.best.found is not None
-        schedule = rebuild(self.problem, self.best.found.run)
-        assign(schedule, self.best.offsets)
-        return Solution(schedule)
+        found = self.best.found
+        schedule = Schedule.of(self.problem, found.run.ops)
+        return Solution(schedule.place(self.best.offsets, found.blocks))
 
     def sweep(self) -> None:
         """Every rule at the arena's own size, then the best rules over the grid around it."""

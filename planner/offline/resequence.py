@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 
 from coop_plan.planner.layout import WORK, WORK_PER_SECOND
-from coop_plan.planner.offline.lifetimes import lifetimes
 from coop_plan.planner.offline.metropolis import cost_and_excess, metropolis
 from coop_plan.planner.offline.portfolio import Candidate, Portfolio
-from coop_plan.planner.offline.sequence import LENGTH, go_to, leave_room, record, start
+from coop_plan.planner.offline.run import Record
+from coop_plan.planner.offline.sequence import LENGTH, go_to, leave_room, start
 from coop_plan.planner.placement import place
 
 
@@ -94,11 +94,10 @@ class Resequencing:
         """Make the sequence at hand the incumbent if there is a layout; else ask for more room."""
         params, portfolio, arena = self.params, self.portfolio, self.portfolio.request.arena_bytes
         now = time.monotonic()
-        run = record(
-            portfolio.problem, portfolio.arrays, self.state.ops[: self.state.counts[LENGTH]]
-        )
-        lives = lifetimes(portfolio.arrays, run)
-        lower, upper, size, peak = lives
+        ops = self.state.ops[: self.state.counts[LENGTH]].copy()
+        run = Record(float(portfolio.arrays.cost[ops].sum()), ops)
+        blocks = run.blocks(portfolio.arrays)
+        lower, upper, size = blocks.lower, blocks.upper, blocks.size
         fit = partial(
             place, lower, upper, size, capacity=arena, alignment=portfolio.problem.alignment
         )
@@ -107,7 +106,7 @@ class Resequencing:
         if placement.peak > arena and left:
             placement = fit(work=min(self.work, left), order_hint=placement.order)
         if placement.peak <= arena:
-            portfolio.keep(Candidate(peak, self.settings, run, lives), placement.offsets)
+            portfolio.keep(Candidate(blocks.live, self.settings, run, blocks), placement.offsets)
         else:
             self.work = min(params.most_work, 2 * self.work)
             highest = int((placement.offsets + size).argmax())

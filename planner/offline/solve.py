@@ -40,9 +40,7 @@ class CoopOffline:
         if portfolio.best.found is not None and request.any_schedule:
             return
         with contextlib.suppress(DoesNotFitError, TimeLimitError):
-            self._online = run_coop(
-                self.problem, replace(request, progress=None, off=frozenset()), portfolio.arrays
-            )
+            self._online = run_coop(self.problem, replace(request, progress=None, off=frozenset()))
         if portfolio.best.found is not None:
             climb(portfolio)
             portfolio.place_the_unplaced()
@@ -84,7 +82,7 @@ class CoopOffline:
             return self.portfolio.solution()
         if online is None:
             raise DoesNotFitError(self.portfolio.failed_op)
-        return Solution(online.schedule(self.problem))
+        return Solution(online.placed)
 
 
 def solve_coop_offline(

@@ -11,7 +11,6 @@ NEVER = 1 << 40
 (
     USED,
     EVENTS,
-    DROPS,
     WRITES,
     STAMP,
     LARGE_COUNT,
@@ -20,7 +19,7 @@ NEVER = 1 << 40
     POOL_COUNT,
     POOL_UNTIL,
     RETAINED_COUNT,
-) = range(11)
+) = range(10)
 
 # Rows of `ClairvoyantState.tensor`. LARGE, SMALL and CHANGED are lists, MARK and LISTED are marks.
 (
@@ -49,8 +48,9 @@ SEEN, ORDER, CURSOR = range(3)
 
 # Rows of the record.
 EVENT_OP, EVENT_BYTES = range(2)
-DROPPED, DROP_EVENT = range(2)
-INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(3)
+
+# Rows of `ClairvoyantState.pair`, of which `counts[WRITES]` are those of the op at hand.
+INPLACE_OUT, INPLACE_SOURCE = range(2)
 
 
 class ClairvoyantState(NamedTuple):
@@ -81,5 +81,4 @@ class ClairvoyantState(NamedTuple):
     pool: Ints
     pool_score: Floats
     event: Ints
-    drop: Ints
-    write: Ints
+    pair: Ints

@@ -76,7 +76,7 @@ def test_an_online_run_that_may_not_recompute_does_not_fit():
     ops = [{"inputs": [0], "outputs": [1]}, {"inputs": [0], "outputs": [2], "workspace_bytes": 9}]
     ops.append({"inputs": [1, 2], "outputs": [3]})
     problem = Problem.from_graph(make_graph(tensors, ops), 1)
-    assert solve_coop(problem, Request(18)).schedule.cost_us == 4
+    assert solve_coop(problem, Request(18)).placed.cost_us == 4
     with pytest.raises(DoesNotFitError):
         solve_coop(problem, Request(18), OnlineParams(max_recomputes_per_op=0))
 
