@@ -60,8 +60,11 @@ class CoopOffline:
         portfolio = self.portfolio
         portfolio.request = replace(portfolio.request, deadline=deadline)
 
+        worth = min(self.params.annealing.worth_placing, self.params.resequencing.worth_placing)
+
         def done() -> bool:
-            return enough() or portfolio.best.cost_us <= self.problem.base_cost_us
+            # What saves less is not placed, and no run costs less than every op once.
+            return enough() or portfolio.best.cost_us * (1 - worth) <= self.problem.base_cost_us
 
         now = time.monotonic()
         if portfolio.best.found is None or now >= deadline or done():
