@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -15,6 +16,7 @@ from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.checkmate import CheckmateModel, solve_checkmate
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.milp import Milp, Outcome
@@ -36,6 +38,8 @@ from coop_plan.planner.exact.solver.process import Child, SolverError, SolverPro
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.layout import lay_out
 from coop_plan.planner.offline import solve
+from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
+from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import InvalidInputError
 from tests.planner.brute_force import cheapest
@@ -75,8 +79,10 @@ def cost_of(solve, problem, arena, **switches):
 @pytest.fixture(scope="module", autouse=True)
 def short_climb():
     """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
+    short = CoopOfflineParams(climb=ClimbParams(ops=1000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "CLIMB_OPS", 1000)
+        for module in (optimal, solve):
+            patch.setattr(module, "CoopOffline", partial(CoopOffline, params=short))
         yield
 
 
