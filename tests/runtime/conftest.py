@@ -4,7 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from coop_plan import runtime  # noqa: E402
-from coop_plan.runtime import build  # noqa: E402
+from coop_plan.runtime.cache.files import cache_dir  # noqa: E402
+from coop_plan.runtime.device import build  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +19,7 @@ def clean_slate(own_cache):
 @pytest.fixture
 def cache(clean_slate):
     """The test's cache folder, for child processes too: they find the extension in it."""
-    folder = build.cache_dir()
+    folder = cache_dir()
     folder.mkdir(exist_ok=True)
     built = build.Path(build.arena().__file__).parent
     (folder / built.name).symlink_to(built)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime import profile
+from coop_plan.runtime.capture import profile
 
 
 def start(budget="80%", **options):

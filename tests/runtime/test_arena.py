@@ -5,8 +5,9 @@ import gc
 import pytest
 import torch
 
-from coop_plan.runtime import BuildError, build
-from coop_plan.runtime.arena import SERVED_OUTSIDE, Arena, Memory, process_bytes, reset_peak
+from coop_plan.runtime import BuildError
+from coop_plan.runtime.device import build
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, process_bytes, reset_peak
 
 SIZE = 4000
 """Bytes of a tensor of a thousand floats."""

@@ -13,9 +13,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan import runtime
-from coop_plan.runtime import cuda
-from coop_plan.runtime.capture import _device_of_step
-from coop_plan.runtime.generators import CpuGenerator, CudaGenerator, default_generator
+from coop_plan.runtime.capture.joint import _device_of_step
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.execute.generators import CpuGenerator, CudaGenerator, default_generator
 from tests.runtime import pretend
 
 ROOT = Path(__file__).parents[2]
