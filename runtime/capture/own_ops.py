@@ -30,6 +30,7 @@ def _masked_scatter_backward(
     count = torch.Size(sizes).numel()
     mask = mask.expand_as(gradient).reshape(-1)
     places = mask.long().cumsum_(0).sub_(1).masked_fill_(mask.logical_not(), count)
+    places.clamp_(max=count)  # a profiled mask may select more than there is room for
     result = gradient.new_zeros(count + 1)
     return result.scatter_(0, places, gradient.reshape(-1))[:count].view(sizes)
 

@@ -31,7 +31,7 @@ def library():
 
 def run(*arguments):
     command = [sys.executable, "-m", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     return done.returncode, done.stdout + done.stderr
 
 
