@@ -101,7 +101,7 @@ def raise_recompile_limits(beyond: int) -> dict[str, int]:
     """Let Dynamo compile the present function more than `beyond` times: {limit: its new value}.
 
     Assumed: what compiles a frame keeps a limit for its `torch.compile` call, which goes before the
-    configuration's (_dynamo/convert_frame.py:771). Where it does not, and for the limit over all
+    configuration's (_dynamo/convert_frame.py:771). In versions without, and for the limit over all
     calls, the configuration of this thread is changed; Dynamo reads it before it asks the backend.
     """
     raised: dict[str, int] = {}

@@ -232,7 +232,6 @@ def test_no_input_is_kept_alive():
 def test_dynamos_recompile_limit_is_no_way_out_of_the_budget(caplog):
     with torch._dynamo.config.patch(recompile_limit=2):
         assert_trains_like_eager(Net(), batches([16, 8, 7, 6], 32), False)
-        assert torch._dynamo.config.recompile_limit == 2  # of other calls
     assert planned_sizes() == [16, 8, 7, 6]
     assert "its recompile_limit is now 4" in caplog.text
 
