@@ -209,20 +209,25 @@ class Step:
         self.tensors = {}
         self.ops = []
 
+    def make(self, names, reads="", size=1, cost=1.0, inplace="", **fields):
+        """
+        Append an op that makes `names` from the tensors `reads`, one letter each.
+
+        `inplace` lists pairs: "ba" says that b may take over a's address.
+        """
+        inputs = [self._tensor(read, "input", 0) for read in reads]
+        kinds = ["output" if name.isupper() else "activation" for name in names]
+        outputs = [self._tensor(*made, size) for made in zip(names, kinds, strict=True)]
+        pairs = [[self.ids[out], self.ids[source]] for out, source in inplace.split()]
+        made = {"inputs": inputs, "outputs": outputs, "cost_us": cost, "inplace": pairs}
+        self.ops.append(made | fields)
+        return self
+
     def _tensor(self, name, kind, size):
         if name not in self.ids:
             self.ids[name] = len(self.ids)
             self.tensors[self.ids[name]] = (kind, size)
         return self.ids[name]
-
-    def make(self, name, reads="", size=1, cost=1.0, **fields):
-        """Append an op that makes `name` from the tensors `reads`, one letter each."""
-        inputs = [self._tensor(read, "input", 0) for read in reads]
-        out = self._tensor(name, "output" if name.isupper() else "activation", size)
-        pairs = [[out, self.ids[source]] for source in fields.pop("inplace", "")]
-        op = {"inputs": inputs, "outputs": [out], "cost_us": cost, "inplace": pairs, **fields}
-        self.ops.append(op)
-        return self
 
     def graph(self):
         return make_graph(self.tensors, self.ops)
@@ -266,54 +271,73 @@ class Step:
 
     def placed(self, run):
         """By name: the last offset at which a run made a tensor in the arena."""
-        schedule = run.schedule(self.problem())
-        return {self.name(t): at for t, at in zip(schedule.tensor, schedule.offset, strict=True)}
+        record = run.state.record[state.OFFSET, : run.state.counts[state.OFFSETS]].tolist()
+        return dict(zip(self._made_in_arena(run), record, strict=True))
+
+    def _made_in_arena(self, run):
+        outside = {self.name(t) for t in np.flatnonzero(self.problem().outside)}
+        for _, name in self._makes(run):
+            if name in outside:  # the first time only
+                outside.remove(name)
+            else:
+                yield name
+
+    def _makes(self, run):
+        """Event and name of all that a run made."""
+        ops = run.state.event[state.EVENT_OP, : run.state.counts[state.EVENTS]].tolist()
+        for event, op in enumerate(ops):
+            for t in self.problem().op_outputs[op]:
+                yield event, self.name(t)
 
     def evictable(self, run):
         """The names of what may still be evicted at the end of a run."""
         flags = run.state.tensor[state.EVICTABLE, : len(self.ids)]
         return "".join(self.name(t) for t in np.flatnonzero(flags))
 
-    def story(self, method, arena, **switches):
+    def told(self, run):
         """
-        The plan in a budget of `arena` bytes: what is made and, after a minus, what is freed.
+        A run in words: what was made in order and, after a minus, what went.
 
-        A tensor that takes over another one's address in place is written behind it: "=ba" is b in
-        a's place.
+        "b=a" is b in a's place.
         """
-        return self._told(self._plan(method, arena, switches))
+        record, count = run.state.record, run.state.counts
+        inplace = record[state.INPLACE_EVENT : state.INPLACE_SOURCE + 1, : count[state.WRITES]]
+        source = {(event, self.name(out)): self.name(t) for event, out, t in inplace.T.tolist()}
+        drops = record[[state.DROP_EVENT, state.DROPPED], : count[state.DROPS]].T.tolist()
+        words = [
+            (event, 0, f"{name}={source[event, name]}" if (event, name) in source else name)
+            for event, name in self._makes(run)
+        ]
+        words += [(event, 1, "-" + self.name(t)) for event, t in drops]
+        return " ".join(word for _, _, word in sorted(words, key=lambda word: word[:2]))
+
+    def planned(self, method, arena, **switches):
+        """The plan within `arena` bytes of arena, told as a run is."""
+        words, live = [], {}
+        for step in self._plan(method, arena, switches).steps:
+            if step.do == "free":
+                words += ["-" + self.name(live.pop(buffer)[0]) for buffer in step.buffers]
+                continue
+            for write in step.writes:
+                word = self.name(write.tensor)
+                if write.offset is not None:
+                    for read in step.reads:
+                        if read in live and live[read][1] == write.offset:
+                            word += "=" + self.name(live.pop(read)[0])
+                    live[write.buffer] = (write.tensor, write.offset)
+                words.append(word)
+        return " ".join(words)
 
     def offsets(self, method, arena, **switches):
-        """By name: the offsets at which the plan makes a tensor, in the order of time."""
-        made = self._plan(method, arena, switches)
+        """By name: where the plan first puts a tensor in the arena."""
         found = {}
-        for step in made.steps:
+        for step in self._plan(method, arena, switches).steps:
             for write in step.writes if step.do == "compute" else ():
                 if write.offset is not None:
-                    found.setdefault(self.name(write.tensor), []).append(write.offset)
+                    found.setdefault(self.name(write.tensor), write.offset)
         return found
 
     def _plan(self, method, arena, switches):
-        graph = self.graph()
-        outside = sum(t.bytes for t in graph.tensors if t.kind in ("output", "input"))
         off = {name.replace("_", "-"): on for name, on in switches.items()}
-        made = plan(graph, arena + outside, method=method, alignment=1, switches=off)
-        assert made.recomputed_ops or made.peak_bytes <= arena + outside
-        return made
-
-    def _told(self, made):
-        story, live = [], {}
-        for step in made.steps:
-            if step.do == "free":
-                story += ["-" + self.name(live.pop(buffer)[0]) for buffer in step.buffers]
-                continue
-            for write in step.writes:
-                name = self.name(write.tensor)
-                held = [b for b in step.reads if b in live and live[b][1] == write.offset]
-                if write.offset is not None and held and write.bytes:
-                    story.append("=" + name + self.name(live.pop(held[0])[0]))
-                else:
-                    story.append(name)
-                if write.offset is not None:
-                    live[write.buffer] = (write.tensor, write.offset)
-        return " ".join(story)
+        outside = sum(size for kind, size in self.tensors.values() if kind == "output")
+        return plan(self.graph(), arena + outside, method=method, alignment=1, switches=off)

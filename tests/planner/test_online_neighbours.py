@@ -83,7 +83,7 @@ def test_evicted_again_it_starts_a_component_of_its_own():
 
 def test_a_run_keeps_account_of_all_that_comes_and_goes():
     """Dropped, taken over in place or evicted: in a component; there: in none."""
-    step = Step(outputs="arena").make("a").make("b", "a").make("c", "b", inplace="b")
+    step = Step(outputs="arena").make("a").make("b", "a").make("c", "b", inplace="cb")
     step.make("d", "c").make("e", "d").make("f", "ed").make("g", "fc").make("H", "ga")
     run = step.run(3, inplace=True)
     assert run.evictions > 0
