@@ -69,6 +69,14 @@ def test_what_was_recomputed_for_others_stays_if_the_program_reads_it():
     assert step.told(run) == "a b c -b -a -c w V -w a b c -b G -c A -a"
 
 
+def test_what_an_op_made_before_is_no_younger_when_the_op_runs_again():
+    """For X the op of x and b runs again; b, untouched the longest, goes for u, and not q."""
+    step = Step().make("q").make("a", cost=50).make("xb", "a").make("h").make("Q", "q")
+    step.make("w").make("W", "wh").make("X", "x").make("u", size=2).make("U", "u")
+    told = step.told(step.make("R", "qab").run(5, SINGLE))
+    assert told == "q a x b h Q -x w W -w -h x b X -x -b u U -u x b -x R -q -a -b"
+
+
 def test_in_place_the_output_takes_the_address_of_a_dying_input():
     """A chain fits where one of its tensors does; without, two must."""
     step = Step().make("a").make("b", "a", inplace="ba").make("c", "b", inplace="cb").make("D", "c")

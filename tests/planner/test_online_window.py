@@ -67,6 +67,11 @@ def test_free_blocks_cost_nothing_and_count():
     assert memory.window(30) == "bc"
 
 
+def test_free_blocks_cost_nothing_at_all():
+    memory = Memory(Block("a", 10, 2), 10, Block("x", 1, pinned=True), Block("b", 20, 2.5))
+    assert memory.window(20) == "a"
+
+
 def test_a_window_shrinks_from_the_left():
     """What the bytes on the right have made needless leaves the window."""
     memory = Memory(Block("a", 10, 1), Block("b", 10, 2), Block("c", 30, 4))
@@ -214,7 +219,6 @@ def test_dte_counts_the_free_bytes_beside_a_tensor(free):
 
 def test_dte_does_not_count_tensors_beside_a_tensor():
     """As DTR where nothing beside is free, though more lies beside b."""
-    memory = Memory(
-        Block("a", 10, 1), Block("x", 1, pinned=True), Block("b", 10, 2), Block("c", 90, 99)
-    )
+    crowd = [Block("c", 90, 99), Block("b", 10, 2), Block("d", 90, 99)]
+    memory = Memory(Block("a", 10, 1), Block("x", 1, pinned=True), *crowd)
     assert memory.single(neighbours=True) == memory.single() == "a"
