@@ -79,34 +79,52 @@ def test_overhead_never_rises_with_the_budget(outputs):
     assert found[-1] == 0.0
 
 
-def test_one_seed_one_plan_and_another_seed_may_differ():
+def test_one_seed_one_plan_and_another_seed_another():
     graph = training_graph(12)
     first, second = (plan(graph, "45%", alignment=1) for _ in range(2))
     assert first.steps == second.steps
-    others = [plan(graph, "45%", alignment=1, seed=seed).overhead for seed in range(1, 9)]
-    assert max(others) <= 1.15 * first.overhead
+    others = [plan(graph, "45%", alignment=1, seed=seed) for seed in range(1, 5)]
+    assert any(other.steps != first.steps for other in others)
+    assert max(other.overhead for other in others) <= 1.15 * first.overhead
 
 
 def test_more_time_is_never_worse():
     graph = training_graph(12)
-    short, long = (plan(graph, "45%", alignment=1, time_limit=s).overhead for s in (0.05, 1.0))
-    assert long <= short
-    assert long <= overhead(graph, "45%", alignment=1) + 1e-12
+    none, some = (plan(graph, "45%", alignment=1, time_limit=s).overhead for s in (0, 10))
+    assert some <= none
+    assert some <= overhead(graph, "45%", alignment=1) + 1e-12
+
+
+def around(*ops):
+    """The ops, which read tensor 1 and make tensor 2, and one of 100 bytes kept from end to end."""
+    tensors = {0: ("activation", 100), 1: ("activation", 300), 2: ("activation", 300)}
+    ends = [{"outputs": [0]}, {"outputs": [1]}], [{"inputs": [2]}, {"inputs": [0]}]
+    return make_graph(tensors, [*ends[0], *ops, *ends[1]])
 
 
 def test_inplace_pairs_save_their_bytes():
-    graph = training_graph(12)
-    bare = graph.model_copy(
-        update={"ops": [op.model_copy(update={"inplace": []}) for op in graph.ops]}
-    )
-    assert overhead(graph, 1900, alignment=1) <= overhead(bare, 1900, alignment=1)
+    """In place both large tensors take 300 bytes, and the small one stays from 400 bytes on."""
+    pair = around({"inputs": [1], "outputs": [2], "inplace": [[2, 1]]})
+    bare = around({"inputs": [1], "outputs": [2]})
+    costs = {300: (1, None), 400: (0, None), 600: (0, 1), 700: (0, 0)}
+    for budget, (with_pair, without) in costs.items():
+        made = plan(pair, budget, alignment=1)
+        assert (made.recomputed_ops, made.arena_bytes <= budget) == (with_pair, True)
+        if without is None:
+            assert overhead(bare, budget, alignment=1) == float("inf")
+        else:
+            assert plan(bare, budget, alignment=1).recomputed_ops == without
+    assert plan(pair, "min", alignment=1).arena_bytes == 300
+    assert plan(bare, "min", alignment=1).arena_bytes == 600
 
 
 def test_workspace_counts():
-    small = plan(training_graph(8), "min", alignment=1)
-    assert small.arena_bytes >= max(
-        op.workspace_bytes + sum(100 for _ in op.outputs) for op in training_graph(8).ops
-    )
+    """The op in the middle needs 150 bytes of scratch, for which the small tensor has to go."""
+    graph = around({"inputs": [1], "outputs": [2], "workspace_bytes": 150})
+    assert plan(graph, "min", alignment=1).arena_bytes == 750
+    for budget, recomputed in ((750, 1), (849, 1), (850, 0)):
+        made = plan(graph, budget, alignment=1)
+        assert (made.recomputed_ops, made.arena_bytes) == (recomputed, 750 + 100 * (not recomputed))
 
 
 def test_many_live_tensors_are_planned_from_pools():
