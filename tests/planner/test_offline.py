@@ -95,36 +95,44 @@ def test_more_time_is_never_worse():
     assert some <= overhead(graph, "45%", alignment=1) + 1e-12
 
 
-def around(*ops):
-    """The ops, which read tensor 1 and make tensor 2, and one of 100 bytes kept from end to end."""
-    tensors = {0: ("activation", 100), 1: ("activation", 300), 2: ("activation", 300)}
-    ends = [{"outputs": [0]}, {"outputs": [1]}], [{"inputs": [2]}, {"inputs": [0]}]
-    return make_graph(tensors, [*ends[0], *ops, *ends[1]])
+def around(**op):
+    """
+    An op from one tensor of 300 bytes to another, and two of 100 bytes that stay beside it.
+
+    Of these the dear one (10 µs) has aged by then, so that coop would evict it; the other costs 1.
+    """
+    sizes = {0: 100, 1: 100, 2: 300, 3: 300}
+    ops = [{"outputs": [0], "cost_us": 10.0}, {"cost_us": 1000.0}, {"outputs": [1]}]
+    ops += [{"outputs": [2]}, {"inputs": [2], "outputs": [3], **op}]
+    ops += [{"inputs": [t]} for t in (3, 0, 1)]
+    return make_graph({t: ("activation", size) for t, size in sizes.items()}, ops)
+
+
+def extra_us(graph, budget):
+    """What recomputation costs within the budget; infinite where nothing fits."""
+    try:
+        made = plan(graph, budget, alignment=1)
+    except InfeasibleBudgetError:
+        return float("inf")
+    return made.cost_us - made.base_cost_us
 
 
 def test_inplace_pairs_save_their_bytes():
-    """In place both large tensors take 300 bytes, and the small one stays from 400 bytes on."""
-    pair = around({"inputs": [1], "outputs": [2], "inplace": [[2, 1]]})
-    bare = around({"inputs": [1], "outputs": [2]})
-    costs = {300: (1, None), 400: (0, None), 600: (0, 1), 700: (0, 0)}
-    for budget, (with_pair, without) in costs.items():
-        made = plan(pair, budget, alignment=1)
-        assert (made.recomputed_ops, made.arena_bytes <= budget) == (with_pair, True)
-        if without is None:
-            assert overhead(bare, budget, alignment=1) == float("inf")
-        else:
-            assert plan(bare, budget, alignment=1).recomputed_ops == without
-    assert plan(pair, "min", alignment=1).arena_bytes == 300
-    assert plan(bare, "min", alignment=1).arena_bytes == 600
+    """In place the two large tensors take 300 bytes, and the budget decides what stays beside."""
+    pair, bare = around(inplace=[[3, 2]]), around()
+    budgets = (299, 300, 399, 400, 499, 500)
+    assert [extra_us(pair, budget) for budget in budgets] == [float("inf"), 11, 11, 1, 1, 0]
+    assert [extra_us(bare, budget + 300) for budget in budgets] == [float("inf"), 11, 11, 1, 1, 0]
+    assert extra_us(bare, 500) == float("inf")
+    assert plan(pair, "100%", alignment=1).arena_bytes == 500
 
 
 def test_workspace_counts():
-    """The op in the middle needs 150 bytes of scratch, for which the small tensor has to go."""
-    graph = around({"inputs": [1], "outputs": [2], "workspace_bytes": 150})
+    """The op in the middle needs 150 bytes of scratch beside its 600."""
+    graph = around(workspace_bytes=150)
+    budgets = (749, 750, 849, 850, 949, 950)
+    assert [extra_us(graph, budget) for budget in budgets] == [float("inf"), 11, 11, 1, 1, 0]
     assert plan(graph, "min", alignment=1).arena_bytes == 750
-    for budget, recomputed in ((750, 1), (849, 1), (850, 0)):
-        made = plan(graph, budget, alignment=1)
-        assert (made.recomputed_ops, made.arena_bytes) == (recomputed, 750 + 100 * (not recomputed))
 
 
 def test_many_live_tensors_are_planned_from_pools():
