@@ -55,6 +55,13 @@ def test_where_all_is_pinned_nothing_fits(rule):
     assert caught.value.op == 2
 
 
+def test_an_op_that_is_wanted_twice_runs_once():
+    """G lacks x and y, which one op makes: it is asked for once each."""
+    step = Step().make("a").make("xy", "a").make("w", size=3, cost=9).make("V", "w")
+    run = step.make("G", "xy").make("A", "a").run(4)
+    assert step.told(run) == "a x y -x -y w V -w x y G -x -y A -a"
+
+
 def test_what_was_recomputed_for_others_goes_at_once():
     """a and b serve c alone the second time, and leave when they have."""
     step = Step().make("a").make("b", "a").make("c", "b").make("w", size=3).make("V", "w")

@@ -95,3 +95,13 @@ def test_cheap_and_expensive_tensors_grow_from_opposite_ends(mixed):
     assert mixed.placed(run) == {"y": 0, "w": 4, "z": 8, "x": 10}
     run = mixed.run(12, partition=False)
     assert mixed.placed(run) == {"x": 0, "y": 2, "z": 6, "w": 8}
+
+
+def test_what_needed_an_eviction_goes_to_its_end_as_well():
+    """y goes for v, which is expensive and takes the right half of y's block."""
+    step = Step().make("x", size=2, cost=5.0).make("y", size=4, cost=2.0)
+    step.make("z", size=2, cost=3.0).make("w", size=4, cost=2.0).make("v", size=2, cost=6.0)
+    step.make("R", "xzwv", size=0, cost=0.0).make("Y", "y", size=0, cost=0.0)
+    run = step.run(12, partition=True)
+    assert step.told(run).startswith("x y z w -y v R")
+    assert step.placed(run)["v"] == 2
