@@ -44,6 +44,15 @@ def test_a_component_touched_twice_counts_once():
     assert memory.closure_cost("x") == 111
 
 
+def test_a_component_met_twice_on_eviction_is_joined_once():
+    memory = Memory(
+        Block("y", cost=1),
+        gone=[Block("p", cost=10), Block("q", cost=100), Block("x", cost=1000)],
+        edges="pq px qx xy",
+    )
+    assert memory.closure_cost("y") == 1111
+
+
 def test_separate_components_count_each():
     memory = chain("b", "d")
     assert memory.closure_cost("c") == 4 + 2 + 8
@@ -70,9 +79,10 @@ def test_a_component_is_not_split():
     assert memory.closure_cost("c") == 4 + 2 + 8
 
 
-def test_evicted_again_it_starts_a_component_of_its_own():
+@pytest.mark.parametrize("order", ["bcd", "dcb", "cbd", "bdc"])
+def test_evicted_again_it_starts_a_component_of_its_own(order):
     """b was with d once, through c; now nothing but its neighbours counts."""
-    memory = chain("b", "c", "d")
+    memory = chain(*order)
     memory.compute("c")
     memory.compute("b")
     memory.evict("b")

@@ -90,6 +90,16 @@ def test_e_star_counts_what_was_evicted_before(method):
 
 
 @ONLINE
+def test_e_star_forgets_what_was_computed_again(method):
+    """As above, but p is back (and was read just now) when w comes: a goes, cheaper than b."""
+    step = Step().make("p", cost=1).make("a", "p", cost=2).make("b", cost=2.5)
+    step.make("T", size=0, cost=1000).make("v").make("V", "v", size=0)
+    step.make("U", size=0, cost=1000).make("P", "p", size=0).make("w").make("W", "w", size=0)
+    step.make("Q", "p", size=0).make("A", "a", size=0).make("B", "b", size=0)
+    assert step.planned(method, 3).startswith("p a b T -p v V -v U p P -a w W -w")
+
+
+@ONLINE
 def test_staleness_spares_what_was_just_read(method):
     """a and b cost the same; A reads a again after T, so that b is the staler one."""
     step = Step().make("a").make("b").make("T", size=0, cost=1000).make("A", "a", size=0)
