@@ -117,8 +117,8 @@ class Memory:
         self.arrays, self.s = to_arrays(problem), s
         owners = [number[b.name] if isinstance(b, Block) else state.FREE for b in layout]
         starts = np.cumsum([0, *sizes])[:-1]
-        holes = sorted((size, at) for size, at, owner in zip(sizes, starts, owners, strict=True)
-                       if owner == state.FREE)  # fmt: skip
+        blocks = zip(sizes, starts, owners, strict=True)
+        holes = sorted((size, at) for size, at, owner in blocks if owner == state.FREE)
         s.counts[state.BLOCKS], s.counts[state.HOLES] = len(sizes), len(holes)
         s.block[state.BLOCK_AT, : len(sizes)] = starts
         s.block[state.BLOCK_SIZE, : len(sizes)] = sizes
@@ -259,8 +259,11 @@ class Step:
         return simulate(self.problem(), Request(arena), rule, partition=partition, inplace=inplace)
 
     def components(self, run):
-        """The names of what is in a component of evicted tensors at the end of a run, and the
-        names of what is in one though it is there, or in none though it has gone."""
+        """
+        The names of what is in a component of evicted tensors at the end of a run.
+
+        And the names of what is in one though it is there, or in none though it has gone.
+        """
         node, live = run.state.tensor[[state.NODE, state.LIVE], : len(self.ids)]
         written = run.state.tensor[state.WRITTEN, : len(self.ids)] == 1
         wrong = written & ((node >= 0) == (live == 1)) & ~np.array(self.problem().outside)
