@@ -1,4 +1,4 @@
-"""What is built from the repository: one import package, and nothing a user's folders can shadow."""
+"""What is built from the repository: one package, and nothing that a user's folders shadow."""
 
 import json
 import os
@@ -92,9 +92,7 @@ def test_the_wheel_holds_the_package_and_its_metadata_only(wheel):
     assert "License-Expression: Apache-2.0\n" in text
 
 
-def test_the_source_distribution_holds_the_package_and_makes_the_same_wheel(
-    sdist, wheel, tmp_path
-):
+def test_the_source_distribution_holds_the_package_and_makes_the_same_wheel(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
         members = {m.name.partition("/")[2]: m for m in archive.getmembers()}
         assert not [name for name, m in members.items() if m.issym() or m.islnk()]
@@ -102,7 +100,14 @@ def test_the_source_distribution_holds_the_package_and_makes_the_same_wheel(
     files = {name for name, member in members.items() if member.isfile()}
     assert {name for name in files if name.startswith("coop_plan/")} == expected()
     rest = {name.partition("/")[0] for name in files} - {"coop_plan", "coop_plan.egg-info"}
-    assert rest == {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    assert rest == {
+        "LICENSE",
+        "MANIFEST.in",
+        "PKG-INFO",
+        "README.md",
+        "pyproject.toml",
+        "setup.cfg",
+    }
     [unpacked] = [path for path in tmp_path.iterdir() if path.is_dir()]
     again = build_wheel(unpacked, tmp_path)
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
@@ -162,7 +167,9 @@ def test_the_users_packages_are_the_first_to_be_found(call, users):
 
 def test_the_command_plans_and_verifies_beside_a_users_packages(call, users):
     paths = {"PYTHONPATH": str(users)}
-    assert re.fullmatch(r"coop-plan, version \d+\.\d+\.\d+\n", call("coop-plan", "--version", **paths))
+    assert re.fullmatch(
+        r"coop-plan, version \d+\.\d+\.\d+\n", call("coop-plan", "--version", **paths)
+    )
     shown = call("coop-plan", "graph.json", "--budget", "90%", "-o", "plan.json", **paths)
     assert shown.startswith("method ")
     assert call("coop-plan", "verify", "graph.json", "plan.json", **paths).startswith("valid: ")
