@@ -167,7 +167,7 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
         for share in shares:
             request = Request(int(share * peak) - problem.fixed_bytes)
             try:
-                cost = solve_coop_offline(problem, request, rules).schedule.cost_us
+                cost = solve_coop_offline(problem, request, rules).placed.cost_us
             except DoesNotFitError:
                 cost = math.inf
             found.append(cost / problem.base_cost_us - 1)

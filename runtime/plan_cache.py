@@ -6,7 +6,6 @@ Kept as the service keeps its plans, and apart from them; read again through the
 from contextlib import closing
 from pathlib import Path
 
-from coop_plan.planner import find_faults
 from coop_plan.planner.cache.store import SqliteStore, StoredPlan, planner_version
 from coop_plan.runtime.build import cache_dir
 from coop_plan.runtime.cache_file import going_on_without
@@ -25,12 +24,9 @@ def find(key: str, graph: Graph, options: Options) -> Plan | None:
         record = store.get(key)
         if record is None:
             return None
-        try:
-            candidate = record.for_graph(graph)
-            if _is_asked(candidate, options) and not find_faults(graph, candidate, limit=1):
-                return candidate
-        except (KeyError, ValueError):
-            pass  # it names what the graph has not
+        candidate = record.for_graph(graph)
+        if candidate is not None and _is_asked(candidate, options):
+            return candidate
         store.delete(key)
     return None
 

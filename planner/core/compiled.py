@@ -51,7 +51,7 @@ def _sources(folder: Path) -> str:
     """Digest of what a kernel in `folder` may be made of: its neighbours and the shared arrays."""
     common = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted({*folder.glob("*.py"), common / "arrays.py", common / "compiled.py"}):
+    for path in sorted({*folder.glob("*.py"), *common.glob("*.py")}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

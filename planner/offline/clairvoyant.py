@@ -24,15 +24,11 @@ from coop_plan.planner.offline.state import (
     CLOSURE,
     CURSOR,
     DIRTY,
-    DROP_EVENT,
-    DROPPED,
-    DROPS,
     DUE,
     EVENT_BYTES,
     EVENT_OP,
     EVENTS,
     EVICTABLE,
-    INPLACE_EVENT,
     INPLACE_OUT,
     INPLACE_SOURCE,
     LARGE,
@@ -79,7 +75,7 @@ def simulate(a: Arrays, s: State, cost_limit: float) -> tuple[int, float]:
 
     A run that outgrows its record or costs more than `cost_limit` (µs) stops as failed.
     """
-    n = a.cost.size
+    n = a.ops
     cost = 0.0
     for position in range(n):
         ops = _order(a, s, position)
@@ -88,11 +84,10 @@ def simulate(a: Arrays, s: State, cost_limit: float) -> tuple[int, float]:
             cost += a.cost[op]
             if s.counts[EVENTS] >= s.event.shape[1] or cost > cost_limit:
                 return position, cost
-            first_write = s.counts[WRITES]
             need = _choose_inplace(a, s, op, position)
             if not _make_room(a, s, need, position):
                 return position, cost
-            _run(a, s, op, need, first_write, position)
+            _run(a, s, op, need, position)
             _release(a, s, op, position, step == ops - 1)
         if s.counts[RETAINED_COUNT] > 0:
             _release_retained(a, s, position)
@@ -133,11 +128,11 @@ def _order(a: Arrays, s: State, goal: int) -> int:
 @inlined
 def _choose_inplace(a: Arrays, s: State, op: int, position: int) -> int:
     """
-    Record the in-place writes of `op`; returns the bytes it needs beside its inputs.
+    List the in-place writes of `op`; returns the bytes it needs beside its inputs.
 
     An input may be overwritten if it ends here and nothing evicted will want it.
     """
-    first = s.counts[WRITES]
+    s.counts[WRITES] = 0
     need = int(a.workspace[op])
     for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
         t = a.makes[k]
@@ -154,13 +149,12 @@ def _choose_inplace(a: Arrays, s: State, op: int, position: int) -> int:
             and _demand(a, s, source, position) == NEVER
         ):
             free = True
-            for j in range(first, s.counts[WRITES]):
-                if s.write[INPLACE_OUT, j] == out or s.write[INPLACE_SOURCE, j] == source:
+            for j in range(s.counts[WRITES]):
+                if s.pair[INPLACE_OUT, j] == out or s.pair[INPLACE_SOURCE, j] == source:
                     free = False
             if free:
-                s.write[INPLACE_EVENT, s.counts[WRITES]] = s.counts[EVENTS]
-                s.write[INPLACE_OUT, s.counts[WRITES]] = out
-                s.write[INPLACE_SOURCE, s.counts[WRITES]] = source
+                s.pair[INPLACE_OUT, s.counts[WRITES]] = out
+                s.pair[INPLACE_SOURCE, s.counts[WRITES]] = source
                 s.counts[WRITES] += 1
                 need -= a.size[out]
     return need
@@ -252,7 +246,7 @@ def _score(a: Arrays, s: State, t: int, short: int, position: int) -> float:
         s.tensor[DUE, t] = due
         s.value[CLOSURE, t] = _closure(a, s, t) * s.weight[slot]
         s.value[MERIT, t] = s.value[CLOSURE, t] / a.size[t]
-    n = a.cost.size
+    n = a.ops
     distance = s.price[min(s.tensor[DUE, t], n)] - s.price[position] + 1e-9
     if s.alpha == 0.5:
         distance = np.sqrt(distance)
@@ -267,13 +261,10 @@ def _score(a: Arrays, s: State, t: int, short: int, position: int) -> float:
 
 @inlined
 def _drop(a: Arrays, s: State, t: int) -> None:
-    """End live tensor `t` after the last event so far."""
+    """End live tensor `t`."""
     _take_off(a, s, t)
     s.tensor[LIVE, t] = 0
     s.counts[USED] -= a.size[t]
-    s.drop[DROPPED, s.counts[DROPS]] = t
-    s.drop[DROP_EVENT, s.counts[DROPS]] = s.counts[EVENTS] - 1
-    s.counts[DROPS] += 1
 
 
 @inlined
@@ -291,13 +282,13 @@ def _take_off(a: Arrays, s: State, t: int) -> None:
 
 
 @inlined
-def _run(a: Arrays, s: State, op: int, need: int, first_write: int, position: int) -> None:
+def _run(a: Arrays, s: State, op: int, need: int, position: int) -> None:
     """Record the event, end what is overwritten, bring the outputs to life, unpin the inputs."""
     s.event[EVENT_OP, s.counts[EVENTS]] = op
     s.event[EVENT_BYTES, s.counts[EVENTS]] = s.counts[USED] + need
     s.counts[EVENTS] += 1
-    for j in range(first_write, s.counts[WRITES]):
-        source = s.write[INPLACE_SOURCE, j]
+    for j in range(s.counts[WRITES]):
+        source = s.pair[INPLACE_SOURCE, j]
         _take_off(a, s, source)
         s.tensor[LIVE, source] = 0
         s.tensor[STORED, source] = NEVER

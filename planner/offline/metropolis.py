@@ -121,7 +121,7 @@ def _enter(a: Arrays, w: Walk, low: int, high: int) -> None:
     for t in range(a.size.size):
         w.tensor[READY, t] = w.tensor[GONE, t] = 0
         w.tensor[ALIVE, t] = a.is_output[t] - a.outside[t]
-    for op in range(a.cost.size):
+    for op in range(a.ops):
         w.op[RAN, op] = 0
     for e in range(low):
         op = w.ops[e]
@@ -133,7 +133,7 @@ def _enter(a: Arrays, w: Walk, low: int, high: int) -> None:
             for t in range(a.size.size):
                 w.tensor[NEEDED, t] = w.tensor[ALIVE, t]
         _look_back(a, w, w.ops[e])
-    for op in range(a.cost.size):
+    for op in range(a.ops):
         w.op[SEEN, op] = w.op[RAN, op]
     for e in range(low, high):
         w.op[SEEN, w.ops[e]] = 1
@@ -151,7 +151,7 @@ def _enter(a: Arrays, w: Walk, low: int, high: int) -> None:
         w.tensor[ALIVE, t] = w.tensor[NEEDED, t]
         w.tensor[LEFT, t] = w.tensor[GONE, t]
         w.tensor[CURRENT, t] = -1
-    for op in range(a.cost.size):
+    for op in range(a.ops):
         w.op[SEEN, op] = w.op[RAN, op]
         w.op[FIRST, op] = -1 if w.op[RAN, op] == 1 else NEVER
     w.counts[TRIAL] = high - low

@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 
 from coop_plan.planner.layout import WORK, WORK_PER_SECOND
-from coop_plan.planner.offline.lifetimes import lifetimes
 from coop_plan.planner.offline.metropolis import excess, walk
+from coop_plan.planner.offline.run import Record
 from coop_plan.planner.offline.search import Candidate, Search
-from coop_plan.planner.offline.sequence import LENGTH, go_to, leave_room, record, start
+from coop_plan.planner.offline.sequence import LENGTH, go_to, leave_room, start
 from coop_plan.planner.placement import place
 
 HEAT = 0.4
@@ -123,16 +123,17 @@ class Resequencing:
         """Make the sequence at hand the incumbent if there is a layout; else ask for more room."""
         search, arena = self.search, self.search.request.arena_bytes
         now = time.monotonic()
-        run = record(search.problem, search.arrays, self.walk.ops[: self.walk.counts[LENGTH]])
-        lives = lifetimes(search.arrays, run)
-        lower, upper, size, peak = lives
+        ops = self.walk.ops[: self.walk.counts[LENGTH]].copy()
+        run = Record(float(search.arrays.cost[ops].sum()), ops)
+        blocks = run.blocks(search.arrays)
+        lower, upper, size = blocks.lower, blocks.upper, blocks.size
         fit = partial(place, lower, upper, size, capacity=arena, alignment=search.problem.alignment)
         placement = fit(work=0)
         left = int(max(0.0, self.deadline - now) * WORK_PER_SECOND)
         if placement.peak > arena and left:
             placement = fit(work=min(self.work, left), order_hint=placement.order)
         if placement.peak <= arena:
-            search.keep(Candidate(peak, self.settings, run, lives), placement.offsets)
+            search.keep(Candidate(blocks.live, self.settings, run, blocks), placement.offsets)
         else:
             self.work = min(MOST_WORK, 2 * self.work)
             highest = int((placement.offsets + size).argmax())

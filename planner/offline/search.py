@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Ints, to_arrays
+from coop_plan.planner.core.lifetimes import Blocks
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.layout import WORK, assign
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.layout import WORK
 from coop_plan.planner.method import Progress, Request, Solution
-from coop_plan.planner.offline.lifetimes import lifetimes
-from coop_plan.planner.offline.rebuild import rebuild
-from coop_plan.planner.offline.run import Run, Runner, Settings
+from coop_plan.planner.offline.run import Record, Runner, Settings
 from coop_plan.planner.placement import place
 
 GRID_RATIO = 1.015
@@ -52,18 +53,15 @@ TRAIL_SPACING = 2
 SLOPE_STEPS = 3
 """Grid steps to either side over which a trail's start measures what memory is worth."""
 
-Lives = tuple[Ints, Ints, Ints, int]
-"""What `planner.offline.lifetimes` returns."""
-
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that completed, its lifetimes, the logical budget (bytes) and settings behind it."""
+    """A run that completed, its blocks, the logical budget (bytes) and settings behind it."""
 
     budget: int
     settings: Settings
-    run: Run
-    lives: Lives
+    run: Record
+    blocks: Blocks
 
     @property
     def cost_us(self) -> float:
@@ -73,7 +71,7 @@ class Candidate:
     @property
     def peak(self) -> int:
         """The most bytes that are live at once."""
-        return self.lives[3]
+        return self.blocks.live
 
 
 @dataclass
@@ -99,7 +97,7 @@ class Search:
         self.best = _Incumbent()
         self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
         self._counter = itertools.count()
-        self.failed_op = problem.largest_working_set[0]
+        self.failed_op = largest_working_set(problem).op
 
     def simulate(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
@@ -108,7 +106,7 @@ class Search:
         run = self.runner(budget, settings, cost_limit)
         if run is None:
             return None
-        return Candidate(budget, settings, run, lifetimes(self.arrays, run))
+        return Candidate(budget, settings, run, run.blocks(self.arrays))
 
     def consider(self, budget: int, settings: Settings) -> None:
         """Run at a logical budget; keep it if it is cheaper and its layout fits the arena."""
@@ -124,14 +122,15 @@ class Search:
 
         With the order of its greedy layout as `hint`, a layout is searched from there.
         """
-        lower, upper, size, peak = found.lives
-        arena = self.request.arena_bytes
-        if found.cost_us >= self.best.cost_us or peak > arena:
+        blocks, arena = found.blocks, self.request.arena_bytes
+        if found.cost_us >= self.best.cost_us or found.peak > self.request.units(
+            self.problem.alignment
+        ):
             return
         placement = place(
-            lower,
-            upper,
-            size,
+            blocks.lower,
+            blocks.upper,
+            blocks.size,
             capacity=arena,
             alignment=self.problem.alignment,
             work=0 if hint is None else WORK,
@@ -145,7 +144,7 @@ class Search:
             self._unplaced = sorted(self._unplaced)[:UNPLACED]
 
     def keep(self, found: Candidate, offsets: Ints) -> None:
-        """Make it the incumbent; offsets (bytes) in the order of its lifetimes."""
+        """Make it the incumbent; offsets (bytes) in the order of its blocks."""
         self.best = _Incumbent(found.cost_us, found, offsets)
 
     def place_the_unplaced(self, most: int = UNPLACED) -> None:
@@ -156,7 +155,7 @@ class Search:
             self.offer(found, order)
         self._unplaced.clear()
 
-    def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Run]]:
+    def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Record]]:
         """What each of these rules that completes makes of a logical budget, by its number."""
         for number in rules:
             run = self.runner(budget, self.settings[number])
@@ -166,9 +165,9 @@ class Search:
     def solution(self) -> Solution:
         """The incumbent as a placed schedule."""
         assert self.best.found is not None
-        schedule = rebuild(self.problem, self.best.found.run)
-        assign(schedule, self.best.offsets)
-        return Solution(schedule)
+        found = self.best.found
+        schedule = Schedule.of(self.problem, found.run.ops)
+        return Solution(schedule.place(self.best.offsets, found.blocks))
 
     def portfolio(self) -> None:
         """Every rule at the arena's own size, then the best rules over the grid around it."""
@@ -255,11 +254,11 @@ class Trail:
         for side in (-SLOPE_STEPS, SLOPE_STEPS):
             at = search.runner(int(GRID_RATIO ** (step + side)), settings)
             if at is not None:
-                ends.append((np.log(lifetimes(search.arrays, at)[3]), at.cost_us))
+                ends.append((np.log(at.blocks(search.arrays).live), at.cost_us))
         slope = 0.0
         if len(ends) == 2 and ends[1][0] > ends[0][0]:
             slope = max(0.0, (ends[0][1] - ends[1][1]) / (ends[1][0] - ends[0][0]))
-        value = cost + slope * np.log(lifetimes(search.arrays, run)[3])
+        value = cost + slope * np.log(run.blocks(search.arrays).live)
         random = np.random.default_rng([search.request.seed, max(step, 0)])
         return cls(random, settings, budget, value, slope)
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Flags, Ints
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.offline.run import Run
 
 CHAIN = 64
 """Ops that one change puts in at most."""
@@ -72,10 +71,10 @@ class Walk(NamedTuple):
 
 def start(problem: Problem, arrays: Arrays, room: int) -> Walk:
     """An empty walk with room for so many events."""
-    n, count = arrays.cost.size, arrays.size.size
+    n, count = arrays.ops, arrays.size.size
     makes = 1 + int(np.diff(arrays.makes_ptr).max(initial=1))
     return Walk(
-        again=_repeatable(problem),
+        again=np.array(problem.repeatable, dtype=np.uint8),
         ops=np.zeros(room, dtype=np.int64),
         window=np.zeros(room, dtype=np.int64),
         trial=np.zeros(room, dtype=np.int64),
@@ -89,23 +88,6 @@ def start(problem: Problem, arrays: Arrays, room: int) -> Walk:
         margin=np.zeros((3, MOST_MARGINS), dtype=np.int64),
         tight=np.zeros(n + 1, dtype=np.uint8),
         counts=np.zeros(11, dtype=np.int64),
-    )
-
-
-def _repeatable(problem: Problem) -> Flags:
-    """Ops that make something evictable and whose inputs are never overwritten afterwards."""
-    graph = problem.graph
-    last_change: dict[int, int] = {}
-    for position, op in enumerate(graph.ops):
-        last_change.update(dict.fromkeys(op.mutates, position))
-    return np.array(
-        [
-            op.recomputable
-            and any(problem.evictable[t] for t in problem.op_outputs[position])
-            and all(last_change.get(t, -1) < position for t in op.inputs)
-            for position, op in enumerate(graph.ops)
-        ],
-        dtype=np.uint8,
     )
 
 
@@ -126,40 +108,3 @@ def leave_room(walk: Walk, event: int, margin: int) -> None:
         walk.margin[:, known.shape[1]] = position, op, margin
         walk.tight[position] = 1
         walk.counts[MARGINS] += 1
-
-
-def record(problem: Problem, arrays: Arrays, ops: Ints) -> Run:
-    """The sequence as a run of the kernel's: with what is dropped when, and what is overwritten."""
-    ends: list[list[int]] = [[] for _ in range(ops.size)]
-    touched: dict[int, int] = {}  # the last event that touched the current copy
-    for event, op in enumerate(ops.tolist()):
-        touched.update(dict.fromkeys(problem.reads[op], event))
-        for t in problem.makes[op]:
-            if t not in touched:
-                touched[t] = event
-            elif problem.evictable[t]:
-                ends[touched[t]].append(t)
-                touched[t] = event
-    for t, event in touched.items():
-        if not problem.is_output[t]:
-            ends[event].append(t)
-    inplace = []
-    live: set[int] = set()
-    for event, op in enumerate(ops.tolist()):
-        for k in range(arrays.pairs_ptr[op], arrays.pairs_ptr[op + 1]):
-            out, source = int(arrays.pairs_out[k]), int(arrays.pairs_in[k])
-            if source in ends[event] and out not in live and not problem.outside[out]:
-                inplace.append((event, out, source))
-                ends[event].remove(source)
-                live.discard(source)
-                break
-        live.update(problem.makes[op])
-        live.difference_update(ends[event])
-    drops = [(t, event) for event, ended in enumerate(ends) for t in ended]
-    return Run(
-        float(arrays.cost[ops].sum()),
-        ops.copy(),
-        np.array([t for t, _ in drops], dtype=np.int64),
-        np.array([event for _, event in drops], dtype=np.int64),
-        np.array(inplace, dtype=np.int64).reshape(-1, 3),
-    )

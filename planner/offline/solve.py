@@ -44,9 +44,7 @@ class CoopOffline:
         if search.best.found is not None and request.any_schedule:
             return
         with contextlib.suppress(DoesNotFitError, TimeLimitError):
-            self._online = run_coop(
-                self.problem, replace(request, progress=None, off=frozenset()), search.arrays
-            )
+            self._online = run_coop(self.problem, replace(request, progress=None, off=frozenset()))
         if search.best.found is not None:
             steps = CLIMB_OPS // max(1, self.problem.op_count)
             search.climb(min(MOST_STEPS, max(FEWEST_STEPS, steps)))
@@ -88,7 +86,7 @@ class CoopOffline:
             return self.search.solution()
         if online is None:
             raise DoesNotFitError(self.search.failed_op)
-        return Solution(online.schedule(self.problem))
+        return Solution(online.placed)
 
 
 def solve_coop_offline(

@@ -14,7 +14,6 @@ POOL = 64
 (
     USED,
     EVENTS,
-    DROPS,
     WRITES,
     STAMP,
     LARGE_COUNT,
@@ -23,7 +22,7 @@ POOL = 64
     POOL_COUNT,
     POOL_UNTIL,
     RETAINED_COUNT,
-) = range(11)
+) = range(10)
 
 # Rows of `State.tensor`. LARGE, SMALL and CHANGED are lists, MARK and LISTED are for walks.
 (
@@ -52,8 +51,9 @@ SEEN, ORDER, CURSOR = range(3)
 
 # Rows of the record.
 EVENT_OP, EVENT_BYTES = range(2)
-DROPPED, DROP_EVENT = range(2)
-INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(3)
+
+# Rows of `State.pair`, of which `counts[WRITES]` are those of the op at hand.
+INPLACE_OUT, INPLACE_SOURCE = range(2)
 
 
 class State(NamedTuple):
@@ -79,5 +79,4 @@ class State(NamedTuple):
     pool: Ints
     pool_score: Floats
     event: Ints
-    drop: Ints
-    write: Ints
+    pair: Ints

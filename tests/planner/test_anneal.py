@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
-from coop_plan.planner.core.assemble import arena_bytes
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.method import Request
 from coop_plan.planner.offline import anneal
 from coop_plan.planner.offline.anneal import Annealing
@@ -31,7 +31,7 @@ def problem():
 @pytest.fixture
 def request_(problem):
     """An arena just above its largest working set."""
-    return Request(int(1.4 * problem.largest_working_set[1]))
+    return Request(int(1.4 * largest_working_set(problem).bytes))
 
 
 def after(steps):
@@ -68,11 +68,11 @@ def test_nothing_to_keep_is_no_trouble():
 def test_plans_get_cheaper_and_fit(problem, request_):
     method = CoopOffline(problem, request_)
     method.begin()
-    before = method.solution().schedule.cost_us
+    before = method.solution().placed.cost_us
     method.improve(time.monotonic() + FAR, after(2000))
-    schedule = method.solution().schedule
+    schedule = method.solution().placed
     assert schedule.cost_us < before
-    assert arena_bytes(schedule) <= request_.arena_bytes
+    assert schedule.arena_bytes <= request_.arena_bytes
 
 
 def test_it_comes_back_from_where_nothing_fits(problem, request_, monkeypatch):
@@ -90,7 +90,7 @@ def test_it_comes_back_from_where_nothing_fits(problem, request_, monkeypatch):
     )
     assert search.best.found is not found
     assert np.isfinite(search.best.cost_us)
-    assert arena_bytes(search.solution().schedule) <= request_.arena_bytes
+    assert search.solution().placed.arena_bytes <= request_.arena_bytes
 
 
 def test_it_ends_at_its_deadline(problem, request_):

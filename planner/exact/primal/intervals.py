@@ -9,16 +9,13 @@ interval also has an address (NoOverlap2D), and eviction and layout are decided 
 Ops that touch a tensor overwritten in the arena run once, as in the other methods.
 """
 
-from typing import Any
-
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.params import DEFAULTS
 from coop_plan.planner.exact.primal.tape import Tape
+from coop_plan.planner.exact.solver.jobs import ScheduleIntervals
 from coop_plan.planner.exact.solver.process import SolverProcess
-
-COPIES = 3
-"""Runs an op may have, the first one included."""
 
 
 def schedule_intervals(
@@ -27,34 +24,33 @@ def schedule_intervals(
     capacity: int,
     deadline: float,
     *,
-    copies: int = COPIES,
+    copies: int = DEFAULTS.search.joint_copies,
     joint: bool = False,
 ) -> tuple[Outcome, Schedule | None]:
     """
     The cheapest schedule within `capacity` bytes, without addresses, and how sure that is.
 
-    `deadline` is a `time.monotonic` value, s. With `joint` a layout exists, as far as in-place
-    pairs are used as the model used them.
+    `deadline` is a `time.monotonic` value, s; `copies` are the runs an op may have. With `joint` a
+    layout exists, as far as in-place pairs are used as the model used them.
     """
     problem = program.problem
     unit = problem.alignment
-    job: dict[str, Any] = {
-        "n": program.n,
-        "capacity": capacity // unit,
-        "joint": joint,
-        "copies": [1 if program.once(op) else copies for op in range(program.n)],
-        "reads": program.reads[: program.n],
-        "makes": program.makes[: program.n],
-        "pairs": problem.inplace,
-        "kept": program.reads[program.n],
-        "until": program.until,
-        "cost": problem.cost,
-        "workspace": [need // unit for need in problem.workspace],
-        "size": [size // unit for size in problem.size],
-        "again": [[t for t in outputs if problem.outside[t]] for outputs in problem.op_outputs],
-    }
-    outcome, ops = process.schedule(job, deadline)
-    return outcome, None if ops is None else in_order(program, ops)
+    job = ScheduleIntervals(
+        capacity=capacity // unit,
+        joint=joint,
+        copies=[1 if program.once(op) else copies for op in range(program.n)],
+        reads=program.reads[: program.n],
+        makes=program.makes[: program.n],
+        pairs=problem.inplace,
+        kept=program.reads[program.n],
+        until=program.until,
+        cost=problem.cost,
+        workspace=[need // unit for need in problem.workspace],
+        size=[size // unit for size in problem.size],
+        again=[[t for t in outputs if problem.outside[t]] for outputs in problem.op_outputs],
+    )
+    answer = process.schedule(job, deadline)
+    return answer.outcome, None if answer.ops is None else in_order(program, answer.ops)
 
 
 def in_order(program: Program, ops: list[int]) -> Schedule:
@@ -70,5 +66,5 @@ def in_order(program: Program, ops: list[int]) -> Schedule:
     for op, after in zip(ops, reversed(kept), strict=True):
         position = max(position, op)
         tape.run(op, position)
-        tape.close(after)
+        tape.keep(after)
     return tape.schedule()

@@ -1,92 +1,103 @@
-"""CP-SAT models, built and solved in the child process (see `planner.exact.solver.worker`)."""
+"""
+CP-SAT in the solver's process: layouts (NoOverlap2D), and schedules by retention intervals.
+
+The second is the model of Bartan et al., Moccasin, ICML 2023; `planner.exact.primal.intervals` says
+what is different here.
+"""
 
 from itertools import pairwise
 from typing import Any
 
 from ortools.sat.python import cp_model
 
-COST_SCALE = 10**9
+from coop_plan.planner.exact.model.milp import Outcome
+from coop_plan.planner.exact.solver.jobs import (
+    IntervalSchedule,
+    PackBlocks,
+    Packing,
+    ScheduleIntervals,
+)
+
+INTEGER_COSTS = 10**9
 """The sum of all costs in CP-SAT's integers."""
 
 
-def pack(job: dict[str, Any]) -> tuple[Any, ...]:
+def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
     """Offsets of blocks so that no two overlap in time and address, or None."""
     model = cp_model.CpModel()
-    capacity = job["capacity"]
     times, addresses, offsets = [], [], []
-    for first, last, height in zip(job["first"], job["last"], job["height"], strict=True):
-        offset = model.new_int_var(0, max(0, capacity - height), "")
+    for first, last, height in zip(job.first, job.last, job.height, strict=True):
+        offset = model.new_int_var(0, max(0, job.capacity - height), "")
         offsets.append(offset)
         if height and last > first:
             times.append(model.new_fixed_size_interval_var(first, last - first, ""))
             addresses.append(model.new_fixed_size_interval_var(offset, height, ""))
     model.add_no_overlap_2d(times, addresses)
-    for a, b in job["same"]:
+    for a, b in job.same:
         model.add(offsets[a] == offsets[b])
-    solver = _solver(job)
+    solver = _solver(seconds)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return "packed", None
-    return "packed", [solver.value(offset) for offset in offsets]
+        return Packing(None)
+    return Packing([solver.value(offset) for offset in offsets])
 
 
-def intervals(job: dict[str, Any]) -> tuple[Any, ...]:
-    """The retention-interval model of `planner.exact.model.intervals`."""
-    model = Intervals(job)
-    solver = _solver(job)
+def solve_intervals(job: ScheduleIntervals, seconds: float) -> IntervalSchedule:
+    """The ops of the cheapest schedule found, in the order they run."""
+    model = IntervalModel(job)
+    solver = _solver(seconds)
     status = solver.solve(model.model)
     if status == cp_model.INFEASIBLE:
-        return "scheduled", "infeasible", None
+        return IntervalSchedule(Outcome.INFEASIBLE, None)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return "scheduled", "unknown", None
-    outcome = "optimal" if status == cp_model.OPTIMAL else "feasible"
-    return "scheduled", outcome, model.read(solver)
+        return IntervalSchedule(Outcome.UNKNOWN, None)
+    outcome = Outcome.OPTIMAL if status == cp_model.OPTIMAL else Outcome.FEASIBLE
+    return IntervalSchedule(outcome, model.read(solver))
 
 
-def _solver(job: dict[str, Any]) -> cp_model.CpSolver:
+def _solver(seconds: float) -> cp_model.CpSolver:
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = job["seconds"]
+    solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 1
     return solver
 
 
-class Intervals:
+class IntervalModel:
     """
     Variables: copy c of op v runs at time start[v, c], if active[v, c]; what it makes, tensor d, is
     retained until end[d, c] (exclusive). Copy 0 is the first run. All sizes are in one unit.
     """
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: ScheduleIntervals) -> None:
         self.job = job
         self.model = cp_model.CpModel()
-        self.n: int = job["n"]
-        copies: list[int] = job["copies"]
-        self.horizon = sum(copies)
+        self.n = len(job.copies)
+        self.horizon = sum(job.copies)
         self.start: dict[tuple[int, int], Any] = {}
         self.active: dict[tuple[int, int], Any] = {}
         self.end: dict[tuple[int, int], Any] = {}
         self.offset: dict[tuple[int, int], Any] = {}
         self.boxes: list[tuple[Any, Any, int]] = []  # (interval in time, offset, size)
-        self.producer = {d: v for v, made in enumerate(job["makes"]) for d in made}
-        self.copies = [(v, c) for v in range(self.n) for c in range(copies[v])]
+        self.producer = {d: v for v, made in enumerate(job.makes) for d in made}
+        self.copies = [(v, c) for v in range(self.n) for c in range(job.copies[v])]
         for v, c in self.copies:
             self._run(v, c)
         self._order()
         for v, c in self.copies:
             self._inputs(v, c)
-        for d in job["kept"]:
+        for d in job.kept:
             self._cover(d, self.horizon, None)
         self._memory()
-        scale = COST_SCALE / (sum(job["cost"]) or 1.0)
+        scale = INTEGER_COSTS / (sum(job.cost) or 1.0)
         self.model.minimize(
-            sum(round(job["cost"][v] * scale) * self.active[v, c] for v, c in self.copies if c)
+            sum(round(job.cost[v] * scale) * self.active[v, c] for v, c in self.copies if c)
         )
 
     def _run(self, v: int, c: int) -> None:
         model, job = self.model, self.job
         self.active[v, c] = model.new_bool_var("") if c else model.new_constant(1)
         self.start[v, c] = start = model.new_int_var(0, self.horizon - 1, "")
-        for d in job["makes"][v]:
-            size = job["size"][d]
+        for d in job.makes[v]:
+            size = job.size[d]
             self.end[d, c] = end = model.new_int_var(1, self.horizon, "")
             model.add(end > start)
             length = model.new_int_var(1, self.horizon, "")
@@ -94,12 +105,12 @@ class Intervals:
             self.offset[d, c] = self._box(interval, size)
         # What lives only while the op runs: scratch, and copies of outputs that left the arena.
         moment = model.new_optional_fixed_size_interval_var(start, 1, self.active[v, c], "")
-        self._box(moment, job["workspace"][v])
-        for d in job["again"][v] if c else ():
-            self.offset[d, c] = self._box(moment, job["size"][d])
+        self._box(moment, job.workspace[v])
+        for d in job.again[v] if c else ():
+            self.offset[d, c] = self._box(moment, job.size[d])
 
     def _box(self, interval: Any, size: int) -> Any:
-        offset = self.model.new_int_var(0, max(0, self.job["capacity"] - size), "")
+        offset = self.model.new_int_var(0, max(0, self.job.capacity - size), "")
         self.boxes.append((interval, offset, size))
         return offset
 
@@ -113,11 +124,11 @@ class Intervals:
             if c:
                 model.add(self.start[v, c] > self.start[v, c - 1])
                 model.add_implication(self.active[v, c], self.active[v, c - 1])
-                for d in self.job["makes"][v]:
+                for d in self.job.makes[v]:
                     ended = self.end[d, c - 1] <= self.start[v, c]
                     model.add(ended).only_enforce_if(self.active[v, c])
-                if self.job["until"][v] < self.n:
-                    before = self.start[self.job["until"][v], 0]
+                if self.job.until[v] < self.n:
+                    before = self.start[self.job.until[v], 0]
                     model.add(self.start[v, c] < before).only_enforce_if(self.active[v, c])
         model.add_no_overlap(
             model.new_optional_fixed_size_interval_var(self.start[key], 1, self.active[key], "")
@@ -128,14 +139,14 @@ class Intervals:
         model, job = self.model, self.job
         start, active = self.start[v, c], self.active[v, c]
         shares: dict[tuple[int, int], Any] = {}
-        for out, source in job["pairs"][v]:
+        for out, source in job.pairs[v]:
             if (out, c) in self.offset:
                 shares[out, source] = model.new_bool_var("")
                 model.add_implication(shares[out, source], active)
         for side in (0, 1):
             for d in {pair[side] for pair in shares}:
                 model.add_at_most_one(z for pair, z in shares.items() if pair[side] == d)
-        for d in job["reads"][v]:
+        for d in job.reads[v]:
             mine = {pair: z for pair, z in shares.items() if pair[1] == d}
             links = self._cover(d, start, active, list(mine.values()))
             for (out, source), z in mine.items():
@@ -162,7 +173,7 @@ class Intervals:
 
     def _share(self, v: int, c: int, out: int, source: int, z: Any, links: dict[int, Any]) -> None:
         """The output lies where the input lay, which ends as op v begins; the rest of it lasts."""
-        model, size = self.model, self.job["size"]
+        model, size = self.model, self.job.size
         start = self.start[v, c]
         rest = size[source] - size[out]
         filler = None
@@ -177,10 +188,10 @@ class Intervals:
 
     def _memory(self) -> None:
         boxes = [box for box in self.boxes if box[2]]
-        capacity = self.job["capacity"]
+        capacity = self.job.capacity
         demands = [size for _, _, size in boxes]
         self.model.add_cumulative([interval for interval, _, _ in boxes], demands, capacity)
-        if self.job["joint"]:
+        if self.job.joint:
             self.model.add_no_overlap_2d(
                 [interval for interval, _, _ in boxes],
                 [
