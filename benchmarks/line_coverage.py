@@ -3,9 +3,10 @@ Lines of the planner that its tests run, compiled kernels included.
 
     python -m benchmarks.line_coverage [TEST ...] [--examples 5] [--seconds 30]
 
-The tests run with NUMBA_DISABLE_JIT=1, so that kernels are Python, and slow: properties are tried on
-few examples, and a long test is ended early (`tests/without_jit.py`). Everything is written to `build/coverage`: the measurements, `report.json`,
-and `table.md`, a table of the files with the functions of which no line ran.
+The tests run with NUMBA_DISABLE_JIT=1, so that kernels are Python, and slow: properties are tried
+on few examples, and a long test is ended early (`tests/without_jit.py`). Everything is written to
+`build/coverage`: the measurements, `report.json`, and `table.md`, a table of the files with the
+functions of which no line ran.
 """
 
 import argparse
@@ -16,13 +17,14 @@ import sys
 from pathlib import Path
 
 OUT = Path("build/coverage")
+TESTS = ["tests/planner", "tests/api/test_service.py", "tests/api/test_cli.py"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("tests", nargs="*", default=["tests/planner"])
+    parser.add_argument("tests", nargs="*", default=TESTS)
     parser.add_argument("--examples", type=int, default=5, help="of each property")
     parser.add_argument("--seconds", type=float, default=30, help="after which a test is ended")
     arguments = parser.parse_args()

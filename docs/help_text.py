@@ -18,7 +18,7 @@ from coop_plan.api.cli import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHOWN = re.compile(r"^\$ coop-plan ([^\n]*--help|methods)\n(.*?)(?=^```|^\$ )", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r"^\$ coop-plan (.*--help|methods)\n((?:(?!```|\$ ).*\n)*)", re.MULTILINE)
 WIDTH = 78
 
 
@@ -38,7 +38,9 @@ def main() -> None:
     stale = [page for page in PAGES if renewed(page.read_text()) != page.read_text()]
     for page in stale:
         if "--check" in sys.argv:
-            print(f"{page.relative_to(ROOT)}: help texts differ: python -m docs.help_text")
+            sys.stderr.write(
+                f"{page.relative_to(ROOT)}: help texts differ: python -m docs.help_text\n"
+            )
         else:
             page.write_text(renewed(page.read_text()))
     if stale and "--check" in sys.argv:

@@ -1,8 +1,8 @@
 """
 A plugin of pytest for `make coverage`: the planner's tests where kernels run as Python.
 
-Properties are tried on a few examples (`COOP_PLAN_EXAMPLES`), whatever their settings say. A test that
-takes longer than `COOP_PLAN_SECONDS` is ended there as skipped: the lines that it ran count.
+Properties are tried on a few examples (`COOP_PLAN_EXAMPLES`), whatever their settings say. A test
+that takes longer than `COOP_PLAN_SECONDS` is ended there as skipped: the lines that it ran count.
 """
 
 import os
