@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("api", "planner", "runtime", "schemas")
 SHIPPED = {".py", ".json", ".cpp", ".h", ".typed"}
 
-pytestmark = pytest.mark.slow
+# The installed package compiles its kernels anew, which takes minutes on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def run(*command, **options):

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 MARK = "@@@"
 
+pytestmark = pytest.mark.timeout(1200)  # commands start and profile as slowly as a busy machine does
+
 VOLATILE = (
     r"(?<=\w)=[\d.e-]+(?=[,)])",  # the figures of a report: profiled here
     r"(?<=^planning time   ).*",
