@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 MARK = "@@@"
 
-pytestmark = pytest.mark.timeout(1200)  # commands start and profile as slowly as a busy machine does
+pytestmark = pytest.mark.timeout(1200)  # commands start and profile slowly on a busy machine
 
 VOLATILE = (
     r"(?<=\w)=[\d.e-]+(?=[,)])",  # the figures of a report: profiled here
