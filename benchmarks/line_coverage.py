@@ -6,7 +6,7 @@ Lines of the planner that its tests run, compiled kernels included.
 The tests run with NUMBA_DISABLE_JIT=1, so that kernels are Python, and slow: properties are tried
 on few examples, and a long test is ended early (`tests/without_jit.py`). Everything is written to
 `build/coverage`: the measurements, `report.json`, and `table.md`, a table of the files with the
-functions of which no line ran.
+functions of which no line ran. A test may fail here for want of time: `make test` is what judges.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 OUT = Path("build/coverage")
+TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; others mean that it did not run
 TESTS = ["tests/planner", "tests/api/test_service.py", "tests/api/test_cli.py"]
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     text = table(json.loads((OUT / "report.json").read_text()))
     (OUT / "table.md").write_text(text)
     print(text)
-    sys.exit(code)
+    sys.exit(0 if code in (TESTS_PASSED, TESTS_FAILED) else code)
 
 
 def table(report: dict) -> str:
