@@ -1,4 +1,4 @@
-"""One call of the kernel with its settings and its record."""
+"""One clairvoyant run with its settings and its record."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +7,8 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
 from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
-from coop_plan.planner.offline.clairvoyant import simulate
+from coop_plan.planner.offline.clairvoyant import run_clairvoyant
+from coop_plan.planner.offline.params import ClairvoyantParams
 from coop_plan.planner.offline.state import (
     DIRTY,
     DUE,
@@ -16,17 +17,10 @@ from coop_plan.planner.offline.state import (
     EVICTABLE,
     NEVER,
     PLACE,
-    POOL,
     SLOT,
     STORED,
-    State,
+    ClairvoyantState,
 )
-
-MAX_RECOMPUTES_PER_OP = 8
-"""A run that computes more than this many times the program is given up."""
-
-SMALL_SHARE = 4096
-"""Tensors below budget / this are evicted only when nothing larger is left."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +56,13 @@ class Record:
 
 
 class Runner:
-    """Calls the kernel on one problem, reusing its record buffers."""
+    """Makes clairvoyant runs of one problem, reusing their record buffers."""
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, params: ClairvoyantParams) -> None:
         self.arrays = arrays
+        self.params = params
         n, count = arrays.ops, arrays.size.size
-        events = n * (MAX_RECOMPUTES_PER_OP + 1) + 1
+        events = n * (params.max_recomputes_per_op + 1) + 1
         pairs = max(1, int(np.diff(arrays.pairs_ptr).max(initial=1)))
         self._scratch = np.empty(max(n, count) + 2, dtype=np.int64)
         self._event = np.empty((2, events), dtype=np.int64)
@@ -78,12 +73,17 @@ class Runner:
         self, budget: int, settings: Settings, cost_limit: float = np.inf
     ) -> Record | None:
         """Run at `budget` logical bytes; None when it fails or costs more than the limit (µs)."""
+        params = self.params
         n, count = self.arrays.ops, self.arrays.size.size
-        state = State(
+        state = ClairvoyantState(
             budget=budget,
-            small=budget // SMALL_SHARE,
+            small=budget // params.small_divisor,
             alpha=settings.alpha,
             cap=settings.cap,
+            least_distance=params.least_distance,
+            closure_ops=params.closure_ops,
+            pool_from=params.pool_from,
+            pool_ops=params.pool_ops,
             price=settings.price,
             weight=settings.weight,
             counts=np.zeros(10, dtype=np.int64),
@@ -91,8 +91,8 @@ class Runner:
             value=np.zeros((2, count)),
             op=np.zeros((3, n + 1), dtype=np.int64),
             stack=self._scratch,
-            pool=np.empty(POOL, dtype=np.int64),
-            pool_score=np.empty(POOL),
+            pool=np.empty(params.pool, dtype=np.int64),
+            pool_score=np.empty(params.pool),
             event=self._event,
             pair=self._pair,
         )
@@ -101,7 +101,7 @@ class Runner:
         state.tensor[DIRTY] = 1
         state.tensor[PLACE] = -1
         state.tensor[EVICTABLE, :count] = self.arrays.evictable
-        self.failed_op, cost = simulate(self.arrays, state, cost_limit)
+        self.failed_op, cost = run_clairvoyant(self.arrays, state, cost_limit)
         if self.failed_op >= 0:
             return None
         return Record(cost, self._event[EVENT_OP, : state.counts[EVENTS]].copy())

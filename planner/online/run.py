@@ -11,6 +11,7 @@ from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import (
     CLOCK,
@@ -29,15 +30,9 @@ from coop_plan.planner.online.state import (
     OFFSET,
     OFFSETS,
     WRITES,
-    State,
-    new_state,
+    ArenaState,
+    empty_arena,
 )
-
-MAX_RECOMPUTES_PER_OP = 30
-"""More recomputed ops than this many times the program is thrashing, and counts as no fit."""
-
-CHUNK_OPS = 256
-"""Ops between two looks at the clock."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class OnlineRun:
     """The record of a completed run; see `planner.online.state` for its arrays."""
 
     problem: Problem
-    state: State
+    state: ArenaState
 
     @property
     def cost_us(self) -> float:
@@ -82,13 +77,14 @@ class OnlineRun:
         )
 
 
-def simulate(
+def simulate_arena(
     problem: Problem,
     request: Request,
     rule: int,
     *,
     partition: bool,
     inplace: bool,
+    params: OnlineParams = DEFAULTS,
 ) -> OnlineRun:
     """
     Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
@@ -100,32 +96,38 @@ def simulate(
     unit = problem.alignment
     floor, units = request.arena_bytes // unit * unit, request.units(unit)
     try:
-        return _simulate(problem, request, floor, rule, partition, inplace)
+        return _simulate(problem, request, floor, rule, partition, inplace, params)
     except DoesNotFitError:
         if units == floor:
             raise
     # The last unit is cut short: it serves whoever happens to end within the rest of it.
-    run = _simulate(problem, request, units, rule, partition, inplace)
+    run = _simulate(problem, request, units, rule, partition, inplace, params)
     if run.placed.arena_bytes > request.arena_bytes:
         raise DoesNotFitError(largest_working_set(problem).op)
     return run
 
 
 def _simulate(
-    problem: Problem, request: Request, capacity: int, rule: int, partition: bool, inplace: bool
+    problem: Problem,
+    request: Request,
+    capacity: int,
+    rule: int,
+    partition: bool,
+    inplace: bool,
+    params: OnlineParams,
 ) -> OnlineRun:
     arrays = to_arrays(problem)
     n = problem.op_count
-    most = n * (MAX_RECOMPUTES_PER_OP + 1)
-    record = min(most, 4 * n + 64)
+    most = n * (params.max_recomputes_per_op + 1)
+    record = min(most, params.first_record * n + 64)
     while True:
-        state = new_state(problem, capacity, record, partition=partition)
+        state = empty_arena(problem, capacity, record, params, partition=partition)
         status = DONE
-        for start in range(0, n, CHUNK_OPS):
+        for start in range(0, n, params.chunk_ops):
             request.check_time()
             if request.progress is not None:
                 request.progress(Progress("simulating", start / n))
-            stop = min(start + CHUNK_OPS, n)
+            stop = min(start + params.chunk_ops, n)
             status = advance(arrays, state, start, stop, most, rule, inplace)
             if status != DONE:
                 break

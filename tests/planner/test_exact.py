@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -15,6 +16,7 @@ from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.checkmate import CheckmateModel, solve_checkmate
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.milp import Milp, Outcome
@@ -36,6 +38,8 @@ from coop_plan.planner.exact.solver.process import Child, SolverError, SolverPro
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.layout import lay_out
 from coop_plan.planner.offline import solve
+from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
+from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import InvalidInputError
 from tests.planner.brute_force import cheapest
@@ -75,8 +79,10 @@ def cost_of(solve, problem, arena, **switches):
 @pytest.fixture(scope="module", autouse=True)
 def short_climb():
     """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
+    short = CoopOfflineParams(climb=ClimbParams(ops=1000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "CLIMB_OPS", 1000)
+        for module in (optimal, solve):
+            patch.setattr(module, "CoopOffline", partial(CoopOffline, params=short))
         yield
 
 
@@ -259,7 +265,13 @@ def test_plans_are_valid_and_no_worse_than_the_heuristic(method, graph, outputs,
     made = plan(graph, budget, method=method, time_limit=SECONDS, **options)
     assert find_faults(graph, made) == []
     assert made.cost_us <= heuristic.cost_us * (1 + 1e-9)
-    assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
+    more = any(op.variants for op in graph.ops) or graph.device.h2d_bytes_per_s
+    if made.lower_bound_us is None:
+        assert more
+        assert made.status == "feasible"
+    else:
+        assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
+        assert made.lower_bound_model == "any" if more else "program-order"
 
 
 def test_in_place_pairs_save_the_most_bytes():
@@ -355,7 +367,7 @@ def test_no_job_may_go_on_beyond_the_deadline(monkeypatch):
         return messages(process, job, deadline)
 
     monkeypatch.setattr(SolverProcess, "_messages", spy)
-    problem, deadline = Problem.from_graph(chain(120), 1), time.monotonic() + 2
+    problem, deadline = Problem.from_graph(chain(120), 1), time.monotonic() + 10
     solution = solve_optimal(problem, Request(12, deadline=deadline))
     assert solution.lower_bound_us <= solution.placed.cost_us
     assert deadlines

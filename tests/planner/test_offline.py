@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coop_plan.planner import InfeasibleBudgetError, plan
+from coop_plan.planner import InfeasibleBudgetError, Problem, plan
+from coop_plan.planner.method import Request
+from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.schemas import load_graph
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -20,6 +22,7 @@ TRACES = {
     "densenet121": (11_021_068_288, (4.4, 10.1, 14.5, 17.1, 22.8), 0.17),
     "transformer": (9_864_438_784, (1.5, 4.2, 5.6, 7.3, 9.4), 0.15),
 }
+INFINITE = float("inf")
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3)
 
 
@@ -56,7 +59,7 @@ def overhead(graph, budget, **options):
     try:
         return plan(graph, budget, **options).overhead
     except InfeasibleBudgetError:
-        return float("inf")
+        return INFINITE
 
 
 @settings(max_examples=25, deadline=None)
@@ -75,16 +78,17 @@ def test_overhead_never_rises_with_the_budget(outputs):
     budgets = [least + (most - least) * k // 24 for k in range(25)]
     found = [overhead(graph, b, outputs=outputs, alignment=1) for b in budgets]
     assert found == sorted(found, reverse=True)
-    assert found[0] < float("inf")
+    assert found[0] < INFINITE
     assert found[-1] == 0.0
 
 
-def test_one_seed_one_plan_and_another_seed_may_differ():
+def test_one_seed_one_plan_and_other_seeds_other_plans():
     graph = training_graph(12)
     first, second = (plan(graph, "45%", alignment=1) for _ in range(2))
     assert first.steps == second.steps
-    others = [plan(graph, "45%", alignment=1, seed=seed).overhead for seed in range(1, 9)]
-    assert max(others) <= 1.15 * first.overhead
+    others = [plan(graph, "45%", alignment=1, seed=seed) for seed in range(1, 5)]
+    assert any(other.steps != first.steps for other in others)
+    assert max(other.overhead for other in others) <= 1.15 * first.overhead
 
 
 def test_more_time_is_never_worse():
@@ -94,19 +98,38 @@ def test_more_time_is_never_worse():
     assert long <= overhead(graph, "45%", alignment=1) + 1e-12
 
 
-def test_inplace_pairs_save_their_bytes():
-    graph = training_graph(12)
-    bare = graph.model_copy(
-        update={"ops": [op.model_copy(update={"inplace": []}) for op in graph.ops]}
-    )
-    assert overhead(graph, 1900, alignment=1) <= overhead(bare, 1900, alignment=1)
+def cost_within(tensors, ops, arena):
+    """Cost of the portfolio's best: no other method's plan stands in for it. Infinite without."""
+    portfolio = Portfolio(Problem.from_graph(make_graph(tensors, ops), 1), Request(arena))
+    portfolio.sweep()
+    return portfolio.best.cost_us
 
 
-def test_workspace_counts():
-    small = plan(training_graph(8), "min", alignment=1)
-    assert small.arena_bytes >= max(
-        op.workspace_bytes + sum(100 for _ in op.outputs) for op in training_graph(8).ops
-    )
+@pytest.mark.parametrize(("inplace", "cost"), [([[3, 2]], 15.0), ([], 22.0)])
+def test_inplace_pairs_save_their_bytes(inplace, cost):
+    """What is kept, the input and the output fit only where two of them share an address."""
+    tensors = {0: ("input", 8), 5: ("output", 8)} | dict.fromkeys((1, 2, 3), ("activation", 100))
+    tensors[4] = ("activation", 10)
+    ops = [
+        {"inputs": [0], "outputs": [1], "cost_us": 7.0},
+        {"inputs": [0], "outputs": [2], "cost_us": 5.0},
+        {"inputs": [2], "outputs": [3], "inplace": inplace},
+        {"inputs": [3], "outputs": [4]},
+        {"inputs": [1, 4], "outputs": [5]},
+    ]
+    assert cost_within(tensors, ops, 210) == cost
+
+
+@pytest.mark.parametrize(("arena", "cost"), [(410, 9.0), (409, 16.0), (310, 16.0), (309, INFINITE)])
+def test_workspace_counts(arena, cost):
+    """Beside a workspace of 300 bytes there is room for what is kept, or it is made again."""
+    tensors = {0: ("input", 8), 1: ("activation", 100), 2: ("activation", 10), 3: ("output", 8)}
+    ops = [
+        {"inputs": [0], "outputs": [1], "cost_us": 7.0},
+        {"inputs": [0], "outputs": [2], "workspace_bytes": 300},
+        {"inputs": [1, 2], "outputs": [3]},
+    ]
+    assert cost_within(tensors, ops, arena) == cost
 
 
 def test_many_live_tensors_are_planned_from_pools():

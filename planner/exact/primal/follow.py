@@ -15,8 +15,8 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import OUTSIDE, PlacedSchedule, Schedule
 from coop_plan.planner.exact.params import DEFAULTS, FollowParams
 from coop_plan.planner.method import Request
+from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.run import Settings
-from coop_plan.planner.offline.search import Search
 
 
 class PlanFollower:
@@ -26,7 +26,7 @@ class PlanFollower:
         self, problem: Problem, request: Request, params: FollowParams = DEFAULTS.follow
     ) -> None:
         self._params = params
-        self._search = Search(problem, replace(request, progress=None))
+        self._search = Portfolio(problem, replace(request, progress=None))
 
     def follow(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
         """A placed schedule that fits the arena and costs less than the limit (µs), or None."""

@@ -1,12 +1,12 @@
 """
 Exact search under a node budget: a portfolio of orders, restarted with what dead ends taught.
 
-The instance is cut into components that share no time; each is given to `kernel.search` again and
-again: under orders that solve different instances, from every order in two ways of choosing (lowest
-buffer first, or near the section with the most dead ends), with Luby's restart budgets (Luby,
-Sinclair and Zuckerman 1993), and from the second round on with the buffers of the sections that
-failed most moved forward ("squeaky wheel", Joslin and Clements 1999). Everything is deterministic
-but the clock.
+The instance is cut into components that share no time; each is given to `canonical.depth_first`
+again and again: under orders that solve different instances, from every order in two ways of
+choosing (lowest buffer first, or near the section with the most dead ends), with Luby's restart
+budgets (Luby, Sinclair and Zuckerman 1993), and from the second round on with the buffers of the
+sections that failed most moved forward ("squeaky wheel", Joslin and Clements 1999). Everything is
+deterministic but the clock.
 """
 
 import time
@@ -15,23 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from coop_plan.planner.core.compiled import njit
-from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, Task, search
+from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, Task, depth_first
 from coop_plan.planner.placement.instance import Floats, Instance, Ints
 from coop_plan.planner.placement.keys import live_profile, order_by, sort_keys, spread
-
-ORDERS = ("TWA", "TAW", "WAT", "ATW", "UW")
-
-RESTART_NODES = 500
-"""One unit of Luby's sequence."""
-
-MEMORY = 0.9
-"""Share of the dead ends' weights kept from one restart to the next."""
-
-SHIFTS = (0.1, 0.3, 1.0)
-"""How far the worst section's buffers move forward, as shares of the order's length."""
-
-MAX_PAIRS = 4_000_000
-"""Components with more conflicts are left to the greedy orderings."""
+from coop_plan.planner.placement.params import RestartParams
 
 
 @dataclass
@@ -66,7 +53,16 @@ class Effort:
 class Component:
     """Buffers (indices into the instance) that nothing connects to the others, and its restarts."""
 
-    def __init__(self, instance: Instance, buffers: Ints, low: int, high: int, seed: int) -> None:
+    def __init__(
+        self,
+        instance: Instance,
+        buffers: Ints,
+        low: int,
+        high: int,
+        seed: int,
+        params: RestartParams,
+    ) -> None:
+        self.params = params
         self.buffers = buffers
         self.sections = high - low
         self.first = instance.first[buffers] - low
@@ -90,7 +86,7 @@ class Component:
         self.member = members(self.first, self.last, self.sections)
         self.looks = max(1, len(self.member[1]))
         keys = sort_keys(self.first, self.last, self.height, self.sections)
-        self.ranks = [np.argsort(order_by(name, keys)) for name in ORDERS]
+        self.ranks = [np.argsort(order_by(name, keys)) for name in params.orders]
         profile = live_profile(self.first, self.last, self.height, self.sections)
         self.weight: Floats = profile / max(1, profile.max(initial=0))
         self.taught = False
@@ -101,12 +97,12 @@ class Component:
         self.best = self.fixed
 
     def fit(self, capacity: int, effort: Effort) -> tuple[int, Ints]:
-        """Search under a capacity in bytes: the kernel's answer, and offsets in units if FOUND."""
+        """Search under a capacity in bytes: the search's answer, and offsets in units if FOUND."""
         if capacity <= self.impossible:
             return IMPOSSIBLE, self.fixed
         if self.peak <= capacity:
             return FOUND, self.best
-        grid = self.grid
+        params, grid = self.params, self.grid
         task = Task(
             self.first,
             self.last,
@@ -121,20 +117,20 @@ class Component:
         offset = np.zeros(len(self.buffers), np.int64)
         first_restart = self.restarts
         while not effort.spent:
-            turn = (self.restarts - first_restart) // len(ORDERS)
+            turn = (self.restarts - first_restart) // len(params.orders)
             failures = np.zeros(self.sections, np.int64)
             began = time.perf_counter()
-            answer, nodes = search(
+            answer, nodes = depth_first(
                 task,
                 self._rank(),
                 self.weight,
-                (self.restarts // len(ORDERS) + self.restarts) % 2,
-                min(RESTART_NODES * luby(turn + 1), effort.nodes(self.looks)),
+                (self.restarts // len(params.orders) + self.restarts) % 2,
+                min(params.restart_nodes * luby(turn + 1), effort.nodes(self.looks)),
                 offset,
                 failures,
             )
             effort.spend((nodes + 1) * self.looks, time.perf_counter() - began)
-            kept = MEMORY * self.weight if self.taught else np.zeros(self.sections)
+            kept = params.memory * self.weight if self.taught else np.zeros(self.sections)
             self.weight = kept + failures / max(1, failures.sum())
             self.taught = True
             self.restarts += 1
@@ -149,37 +145,38 @@ class Component:
 
     def _rank(self) -> Ints:
         """Position of each buffer in the next order of the portfolio."""
-        rank = self.ranks[self.restarts % len(ORDERS)]
-        if self.restarts < len(ORDERS):
+        rank = self.ranks[self.restarts % len(self.ranks)]
+        if self.restarts < len(self.ranks):
             return rank
         blame = spread(self.weight, self.first, self.last)
-        shift = self.random.choice(SHIFTS) * len(rank)
+        shift = self.random.choice(self.params.shifts) * len(rank)
         order = np.argsort(rank - shift * blame, kind="stable")
         moved = np.empty_like(rank)
         moved[order] = np.arange(len(rank))
         return moved
 
 
-def components(instance: Instance, seed: int) -> list[Component] | None:
+def components(instance: Instance, seed: int, params: RestartParams) -> list[Component] | None:
     """The instance cut where no lifetime and no conflict crosses; None when it is too large."""
     real = instance.height > 0
     links = instance.conflict_links
     a = np.repeat(np.arange(instance.count), np.diff(links.start))
-    low = np.minimum(instance.first[a], instance.first[links.items])
-    high = np.maximum(instance.last[a], instance.last[links.items])
+    begin = np.minimum(instance.first[a], instance.first[links.items])
+    end = np.maximum(instance.last[a], instance.last[links.items])
     change = np.zeros(instance.sections + 1, np.int64)
-    for start, end in ((instance.first[real], instance.last[real]), (low, high)):
-        np.add.at(change, start, 1)
-        np.add.at(change, end - 1, -1)
+    for born, dead in ((instance.first[real], instance.last[real]), (begin, end)):
+        np.add.at(change, born, 1)
+        np.add.at(change, dead - 1, -1)
     cuts = np.flatnonzero(change.cumsum()[: instance.sections] == 0) + 1
     cuts = np.concatenate([[0], cuts, [instance.sections]])
     where = np.searchsorted(cuts, instance.first, side="right") - 1
     result = []
     for k in np.unique(where[real]).tolist():
         buffers = np.flatnonzero(real & (where == k))
-        if pair_count(instance.first[buffers], instance.last[buffers]) > MAX_PAIRS:
+        if pair_count(instance.first[buffers], instance.last[buffers]) > params.most_pairs:
             return None
-        result.append(Component(instance, buffers, int(cuts[k]), int(cuts[k + 1]), seed))
+        low, high = int(cuts[k]), int(cuts[k + 1])
+        result.append(Component(instance, buffers, low, high, seed, params))
     return result
 
 
