@@ -37,19 +37,10 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
-<<<<<<< HEAD
-def test_the_examples_run_and_the_training_loop_prints_the_loss_shown(
-    tmp_path, monkeypatch, capsys, own_cache
-):
-    pytest.importorskip("torch")
-    from coop_plan import runtime
-    from coop_plan.runtime.capture.target import capture_target
-=======
 def console(word):
     """The commands of the one console block with `word` in a command, with what they print."""
     [text] = [b for b in blocks("console") if any(word in c for c, _ in commands(b))]
     return commands(text)
->>>>>>> wt-house
 
 
 def commands(block):
