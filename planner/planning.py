@@ -159,6 +159,7 @@ def plan(
         None if blocking is None else graph.ops[blocking].id,
         "" if blocking is None else graph.ops[blocking].name,
         0 if blocking is None else needs(problem).first[blocking],
+        problem.beyond_recomputation,
     )
 
 

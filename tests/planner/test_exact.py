@@ -264,7 +264,13 @@ def test_plans_are_valid_and_no_worse_than_the_heuristic(method, graph, outputs,
     made = plan(graph, budget, method=method, time_limit=SECONDS, **options)
     assert find_faults(graph, made) == []
     assert made.cost_us <= heuristic.cost_us * (1 + 1e-9)
-    assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
+    more = any(op.variants for op in graph.ops) or graph.device.h2d_bytes_per_s
+    if made.lower_bound_us is None:
+        assert more
+        assert made.status == "feasible"
+    else:
+        assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
+        assert made.lower_bound_model == "any" if more else "program-order"
 
 
 def test_in_place_pairs_save_the_most_bytes():
@@ -360,7 +366,7 @@ def test_no_job_may_go_on_beyond_the_deadline(monkeypatch):
         return messages(process, job, deadline)
 
     monkeypatch.setattr(SolverProcess, "_messages", spy)
-    problem, deadline = Problem.from_graph(chain(120), 1), time.monotonic() + 2
+    problem, deadline = Problem.from_graph(chain(120), 1), time.monotonic() + 10
     solution = solve_optimal(problem, Request(12, deadline=deadline))
     assert solution.lower_bound_us <= solution.placed.cost_us
     assert deadlines
