@@ -13,6 +13,7 @@ coop-offline: plans the whole step first, places second, keeps what fits.
 4. `resequence` anneals the `sequence` of ops itself, window by window: the compiled `metropolis`
    walk draws `moves` and judges the `trial` that comes of each.
 
-The cheapest run's ops become a `planner.core.schedule.Schedule`, its layout the addresses. Beside the portfolio, Coop's own plan (`planner.online`) is a candidate. `params` has a group of
+The cheapest run's ops become a `planner.core.schedule.Schedule`, and its layout their addresses.
+Beside the portfolio, Coop's own plan (`planner.online`) is a candidate. `params` has a group of
 parameters for each of these parts.
 """
