@@ -37,7 +37,7 @@ class _Task:
     def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
         """The method's solution within `arena` bytes; raises `DoesNotFitError`."""
         op, need = largest_working_set(self.problem)
-        if need > units_of(arena, self.problem.alignment):
+        if arena < 0 or need > units_of(arena, self.problem.alignment):
             raise DoesNotFitError(op)
         request = replace(self.request, arena_bytes=arena, any_schedule=any_schedule)
         solution = self.method.solve(self.problem, request)

@@ -61,11 +61,18 @@ def assemble(
     )
 
 
+ALL_SET: dict[type, set[str]] = {
+    model: set(model.model_fields)
+    for model in (Compute, Free, OffloadStep, PrefetchStep, WaitStep, TensorRead, Workspace, Write)
+}
+"""The fields of each part of a step, all of which are set."""
+
+
 class _Steps:
     """
     The plan's steps. Validation is left out: there are tens of thousands, all made here.
 
-    What most steps repeat is one object each: building them is the larger part of the work.
+    What most of them repeat is one object each: building them is the larger part of the work.
     """
 
     def __init__(self, placed: PlacedSchedule) -> None:
@@ -76,11 +83,11 @@ class _Steps:
         self.offset: list[int] = placed.offset.tolist()
         self.workspace: list[int] = placed.workspace_offset.tolist()
         self.named = {
-            t: TensorRead.model_construct(tensor=tensor.id)
+            t: TensorRead.model_construct(ALL_SET[TensorRead], tensor=tensor.id)
             for t, tensor in enumerate(tensors)
             if problem.resident[t] or problem.outside[t]
         }
-        self.no_workspace = Workspace.model_construct(offset=0, bytes=0)
+        self.no_workspace = Workspace.model_construct(ALL_SET[Workspace], offset=0, bytes=0)
         self.next_buffer = len(self.tensor)  # ids of outputs outside the arena follow the others
 
     def copied_bytes(self, moved: Ints) -> int:
@@ -97,13 +104,19 @@ class _Steps:
                 case Run():
                     steps.append(self._compute(event, self.workspace[number]))
                 case Offload(buffer):
-                    steps.append(OffloadStep.model_construct(do="offload", buffer=buffer))
+                    steps.append(
+                        OffloadStep.model_construct(
+                            ALL_SET[OffloadStep], do="offload", buffer=buffer
+                        )
+                    )
                 case Prefetch():
                     steps.append(self._prefetch(event))
                 case Wait(buffer):
-                    steps.append(WaitStep.model_construct(do="wait", buffer=buffer))
+                    steps.append(
+                        WaitStep.model_construct(ALL_SET[WaitStep], do="wait", buffer=buffer)
+                    )
             if ends[number]:
-                steps.append(Free.model_construct(do="free", buffers=ends[number]))
+                steps.append(Free.model_construct(ALL_SET[Free], do="free", buffers=ends[number]))
         return steps
 
     def _ends(self) -> list[list[int]]:
@@ -129,6 +142,7 @@ class _Steps:
                 offset, number = self.offset[buffer], buffer
             writes.append(
                 Write.model_construct(
+                    ALL_SET[Write],
                     buffer=number,
                     tensor=problem.graph.tensors[t].id,
                     offset=offset,
@@ -138,9 +152,10 @@ class _Steps:
         workspace = self.no_workspace
         if body.workspace_bytes:
             workspace = Workspace.model_construct(
-                offset=workspace_offset, bytes=body.workspace_bytes
+                ALL_SET[Workspace], offset=workspace_offset, bytes=body.workspace_bytes
             )
         return Compute.model_construct(
+            ALL_SET[Compute],
             do="compute",
             op=problem.graph.ops[body.op].id,
             variant=body.variant,
@@ -155,6 +170,7 @@ class _Steps:
     def _prefetch(self, event: Prefetch) -> PrefetchStep:
         t = self.tensor[event.buffer]
         return PrefetchStep.model_construct(
+            ALL_SET[PrefetchStep],
             do="prefetch",
             buffer=event.buffer,
             tensor=self.problem.graph.tensors[t].id,

@@ -1,7 +1,6 @@
 """What a plan's values must be before anything is replayed, whoever made or parsed it."""
 
 import math
-from collections.abc import Iterable
 
 from coop_plan.planner.verifier.replay import Fault
 from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, Step, TensorRead, Wait
@@ -15,52 +14,58 @@ NUMBERS = ("base_cost_us", "cost_us", "overhead", "fragmentation")
 
 def malformed(plan: Plan) -> list[Fault]:
     """The values that are no whole numbers from 0 up, no finite numbers, or no known step."""
-    entries: list[tuple[str, object, int]] = [
-        (f"/{name}", getattr(plan, name), 0) for name in COUNTS
-    ]
-    entries.append(("/alignment", plan.alignment, 1))
-    for number, step in enumerate(plan.steps):
-        entries += ((f"/steps/{number}{place}", value, 0) for place, value in _counts(step))
-    faults = [
-        Fault("malformed", place, f"{value!r} is no whole number of at least {least}")
-        for place, value, least in entries
-        if type(value) is not int or value < least
-    ]
-    numbers = [(f"/{name}", getattr(plan, name)) for name in NUMBERS]
+    check = _Check()
+    for name in COUNTS:
+        check.count(getattr(plan, name), f"/{name}")
+    check.count(plan.alignment, "/alignment", least=1)
+    for name in NUMBERS:
+        check.number(getattr(plan, name), f"/{name}")
     if plan.lower_bound_us is not None:
-        numbers.append(("/lower_bound_us", plan.lower_bound_us))
-    faults += [
-        Fault("malformed", place, f"{value!r} is no finite number")
-        for place, value in numbers
-        if type(value) not in (int, float) or not math.isfinite(value)
-    ]
-    return faults
+        check.number(plan.lower_bound_us, "/lower_bound_us")
+    for number, step in enumerate(plan.steps):
+        check.step(step, number)
+    return check.faults
 
 
-def _counts(step: Step) -> Iterable[tuple[str, object]]:
-    """Where a step has a count, and its value; an unknown step is none itself."""
-    match step:
-        case Compute():
-            yield "/op", step.op
-            for index, read in enumerate(step.reads):
-                yield f"/reads/{index}", read.tensor if isinstance(read, TensorRead) else read
-            for index, write in enumerate(step.writes):
-                at = f"/writes/{index}"
-                yield f"{at}/buffer", write.buffer
-                yield f"{at}/tensor", write.tensor
-                yield f"{at}/bytes", write.bytes
-                if write.offset is not None:
-                    yield f"{at}/offset", write.offset
-            yield "/workspace/offset", step.workspace.offset
-            yield "/workspace/bytes", step.workspace.bytes
-        case Free():
-            for index, buffer in enumerate(step.buffers):
-                yield f"/buffers/{index}", buffer
-        case Prefetch():
-            for name in ("buffer", "tensor", "offset", "bytes"):
-                yield f"/{name}", getattr(step, name)
-            yield "/from", step.from_
-        case Offload() | Wait():
-            yield "/buffer", step.buffer
-        case _:
-            yield "", step
+class _Check:
+    """Collects faults. Places are put together only where something is wrong."""
+
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+
+    def count(self, value: object, *place: object, least: int = 0) -> None:
+        if type(value) is not int or value < least:
+            at = "/".join(map(str, place))
+            message = f"{value!r} is no whole number of at least {least}"
+            self.faults.append(Fault("malformed", at, message))
+
+    def number(self, value: object, place: str) -> None:
+        if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+            self.faults.append(Fault("malformed", place, f"{value!r} is no finite number"))
+
+    def step(self, step: Step, number: int) -> None:
+        match step:
+            case Compute():
+                self.count(step.op, "/steps", number, "op")
+                for index, read in enumerate(step.reads):
+                    entry = read.tensor if isinstance(read, TensorRead) else read
+                    self.count(entry, "/steps", number, "reads", index)
+                for index, write in enumerate(step.writes):
+                    self.count(write.buffer, "/steps", number, "writes", index, "buffer")
+                    self.count(write.tensor, "/steps", number, "writes", index, "tensor")
+                    self.count(write.bytes, "/steps", number, "writes", index, "bytes")
+                    if write.offset is not None:
+                        self.count(write.offset, "/steps", number, "writes", index, "offset")
+                self.count(step.workspace.offset, "/steps", number, "workspace/offset")
+                self.count(step.workspace.bytes, "/steps", number, "workspace/bytes")
+            case Free():
+                for index, buffer in enumerate(step.buffers):
+                    self.count(buffer, "/steps", number, "buffers", index)
+            case Prefetch():
+                for name in ("buffer", "tensor", "offset", "bytes"):
+                    self.count(getattr(step, name), "/steps", number, name)
+                self.count(step.from_, "/steps", number, "from")
+            case Offload() | Wait():
+                self.count(step.buffer, "/steps", number, "buffer")
+            case _:
+                self.count(step, "/steps", number)
