@@ -6,6 +6,7 @@ the command that needs them.
 """
 
 import contextlib
+import gc
 import json
 import signal
 import sys
@@ -121,7 +122,7 @@ def plan(
     from coop_plan.planner.planning import plan as make_plan
 
     try:
-        with _progress() as progress:
+        with _progress() as progress, _without_collections():
             made = make_plan(document, options, progress=progress)
     except InfeasibleBudgetError as error:
         if as_json:
@@ -186,7 +187,7 @@ def capture(target: str, output: str) -> None:
     check_writable(output)
     sys.path.insert(0, str(Path.cwd()))
     try:
-        from coop_plan.runtime.target import capture_target
+        from coop_plan.runtime.capture.target import capture_target
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -273,6 +274,18 @@ def _progress() -> Iterator["Callable[[Progress], None] | None"]:
             )
 
         yield show
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pause the cyclic garbage collector: a plan is tens of thousands of objects and no cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 cli.add_command(place)

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from coop_plan.api import problems
 from coop_plan.api.problems import ProblemError
-from coop_plan.planner import find_faults, plan
+from coop_plan.planner import plan
 from coop_plan.planner.cache.store import PlanStore, StoredPlan, planner_version
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import (
@@ -91,23 +91,20 @@ class Planner:
             task.add_done_callback(lambda _: self._running.pop(key, None))
         # A client that goes away must not take the others' solve with it.
         stored = await asyncio.shield(task)
-        return key, stored.for_graph(graph), False
+        made = stored.for_graph(graph)
+        if made is None:  # a graph whose structure differs has another key
+            raise AssertionError("a plan does not hold for the graph it was made for")
+        return key, made, False
 
     def stored(self, key: str) -> Plan | None:
-        """The plan of a key, in the ids of the graph it was made for."""
+        """The plan of a key, in the ids of the graph it was made for, if it still holds."""
         record = self._store.get(key)
-        return None if record is None else record.plan
+        return None if record is None else record.as_made()
 
     def _cached(self, key: str, graph: Graph) -> Plan | None:
-        """The stored plan in this graph's ids, if it passes the verifier."""
+        """The stored plan in this graph's ids, if it holds."""
         record = self._store.get(key)
-        if record is None:
-            return None
-        try:
-            candidate = record.for_graph(graph)
-        except (KeyError, ValueError):
-            return None
-        return None if find_faults(graph, candidate, limit=1) else candidate
+        return None if record is None else record.for_graph(graph)
 
     def _solve(self, key: str, graph: Graph, request: PlanRequest) -> StoredPlan:
         made = plan(graph, request)

@@ -21,10 +21,9 @@ from pathlib import Path
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
-from coop_plan.planner.core.assemble import arena_bytes
 from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.exact.incumbent import Incumbent
-from coop_plan.planner.exact.model.milp import Milp
+from coop_plan.planner.exact.model.milp import Milp, Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, TimePointModel
 from coop_plan.planner.exact.refine import Refinement
@@ -147,9 +146,8 @@ def files(graphs: Iterable[tuple[str, Graph]], budgets: list[str], limit: float)
 def models(graph: Graph, share: float, limit: float) -> Iterator[tuple[int, Milp, float]]:
     """The models of successive rounds: time points, model, and the base cost in its units."""
     problem = Problem.from_graph(graph, 1)
-    everything = keep_all_schedule(problem)
-    lay_out(everything)
-    arena = int((problem.fixed_bytes + arena_bytes(everything)) * share) - problem.fixed_bytes
+    everything, _ = lay_out(keep_all_schedule(problem))
+    arena = int((problem.fixed_bytes + everything.arena_bytes) * share) - problem.fixed_bytes
     program = Program.of(problem)
     capacity = program.capacity(arena)
     with SolverProcess() as process:
@@ -176,9 +174,9 @@ def solvers(folder: Path, limit: float) -> None:
             with SolverProcess() as process:
                 until = time.monotonic() + limit
                 if solver == "cbc":
-                    outcome, values = process.solve_pulp(as_pulp(milp), until, "PULP_CBC_CMD")
-                    objective = None if values is None else objective_of(milp, values)
-                    bound = objective if outcome.value == "optimal" else None
+                    found = process.solve_pulp(as_pulp(milp), until, "PULP_CBC_CMD")
+                    objective = None if found.values is None else objective_of(milp, found.values)
+                    bound = objective if found.outcome is Outcome.OPTIMAL else None
                 else:
                     answer = process.solve(milp, until, solver=solver, gap=1e-6 * scale)
                     objective = answer.objective if answer.values else None

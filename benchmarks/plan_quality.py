@@ -14,8 +14,7 @@ import argparse
 import csv
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +23,7 @@ from rich.table import Table
 from coop_plan.planner import METHODS, InfeasibleBudgetError, plan
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.offline.search import RULES
+from coop_plan.planner.offline.params import DEFAULTS, Rule
 from coop_plan.planner.offline.solve import solve_coop_offline
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import Graph, load_graph
@@ -160,30 +159,32 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
     """Each graph with the one rule that is best on the others, and with the whole portfolio."""
     shares = [float(share) for share in args.shares.split(",") if share != "min"]
 
-    def overheads(name: str, rules: Sequence[tuple[float, bool]]) -> list[float]:
+    def overheads(name: str, rules: tuple[Rule, ...]) -> list[float]:
         graph, peak = graphs[name]
         problem = Problem.from_graph(graph, args.alignment, args.outputs)
+        params = replace(DEFAULTS, portfolio=replace(DEFAULTS.portfolio, rules=rules))
         found = []
         for share in shares:
             request = Request(int(share * peak) - problem.fixed_bytes)
             try:
-                cost = solve_coop_offline(problem, request, rules).schedule.cost_us
+                cost = solve_coop_offline(problem, request, params).placed.cost_us
             except DoesNotFitError:
                 cost = math.inf
             found.append(cost / problem.base_cost_us - 1)
         return found
 
-    single = {name: {rule: overheads(name, [rule]) for rule in RULES} for name in graphs}
+    rules = DEFAULTS.portfolio.rules
+    single = {name: {rule: overheads(name, (rule,)) for rule in rules} for name in graphs}
     table = Table(title="leave one out: overhead %", title_justify="left", box=None)
     for column in ("graph", "rule (alpha, cap)", *map(str, shares)):
         table.add_column(column)
     for name in graphs:
         others = [other for other in graphs if other != name]
         rule = min(
-            RULES,
+            rules,
             key=lambda rule: sum(min(x, 10.0) for other in others for x in single[other][rule]),
         )
-        for label, found in ((str(rule), single[name][rule]), ("all", overheads(name, RULES))):
+        for label, found in ((str(rule), single[name][rule]), ("all", overheads(name, rules))):
             table.add_row(name, label, *(f"{100 * x:.2f}" for x in found))
     Console(width=120, highlight=False).print(table)
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from coop_plan.planner.core.errors import TimeLimitError
+from coop_plan.planner.core.lifetimes import units_of
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.schedule import PlacedSchedule
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class Request:
     """Whether the first schedule that fits will do, however dear."""
     progress: Callable[[Progress], None] | None = None
 
+    def units(self, alignment: int) -> int:
+        """The rounded bytes that may be live in the arena (`planner.core.lifetimes`)."""
+        return units_of(self.arena_bytes, alignment)
+
     def check_time(self) -> None:
         """Raise `TimeLimitError` once the deadline has passed."""
         if self.out_of_time():
@@ -48,11 +53,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule (with addresses, if the method chose them) and what the method proved."""
+    """
+    A placed schedule and what the method proved.
 
-    schedule: Schedule
+    `bound_model` says for which schedules the lower bound (µs) holds: "any", or those in
+    "program-order" that recompute only, in default bodies and without transfers.
+    """
+
+    placed: PlacedSchedule
     status: Literal["optimal", "feasible"] = "feasible"
     lower_bound_us: float | None = None
+    bound_model: Literal["any", "program-order"] | None = None
     eviction_free_ratio: float | None = None
     """Mean of free bytes / arena right after forced evictions, for online methods."""
     evictions: int | None = None

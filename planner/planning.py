@@ -1,17 +1,18 @@
-"""The door: a graph, a budget and a method in, one verified plan out."""
+"""The door: a graph and what is asked in, one verified plan out."""
 
 import contextlib
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Unpack
 
-from coop_plan.planner.core.assemble import arena_bytes, assemble
+from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError
+from coop_plan.planner.core.lifetimes import units_of
+from coop_plan.planner.core.needs import largest_working_set, needs
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.keep_all import keep_all_schedule
+from coop_plan.planner.core.schedule import PlacedSchedule
+from coop_plan.planner.keep_all import keep_all_schedule, kept
 from coop_plan.planner.layout import WORK, lay_out
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import OptionFields, PlanOptions
@@ -27,49 +28,52 @@ COARSE_PROBES = 10
 
 @dataclass(frozen=True)
 class _Task:
+    """A method on a problem, at whatever arena."""
+
     problem: Problem
     method: MethodInfo
     request: Request
 
     def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
-        """The method's placed schedule within `arena` bytes; raises `DoesNotFitError`."""
-        op, need = self.problem.largest_working_set
-        if need > arena:
+        """The method's solution within `arena` bytes; raises `DoesNotFitError`."""
+        op, need = largest_working_set(self.problem)
+        if need > units_of(arena, self.problem.alignment):
             raise DoesNotFitError(op)
         request = replace(self.request, arena_bytes=arena, any_schedule=any_schedule)
         solution = self.method.solve(self.problem, request)
-        schedule = solution.schedule
-        if schedule.offset is None:
-            lay_out(schedule, arena)
-        if arena_bytes(schedule) > arena:
+        if solution.placed.arena_bytes > arena:
             raise DoesNotFitError(op)
         return solution
 
-    def search_minimum(self, keep_all_arena: int) -> int:
+    def minimum(self, everything: PlacedSchedule) -> Solution:
         """
-        The smallest arena at which bisection saw `solve` succeed, in bytes.
+        The solution in the smallest arena that bisection found, at most keep-everything's.
 
-        Keep-everything is feasible at `keep_all_arena` and above. A method need not be monotone:
-        what is returned works, but a smaller arena may work as well.
+        A method need not be monotone: it may succeed in a smaller arena as well. The search does
+        not depend on the budget that was asked for, so that everybody is told the same.
         """
         step = self.problem.alignment
-        low = self.problem.largest_working_set[1] - step
-        best = keep_all_arena
+        low = largest_working_set(self.problem).bytes - step
+        best = kept(everything)
+        least = everything.arena_bytes
         probes = 64 if self.problem.op_count <= SMALL_PROBLEM_OPS else COARSE_PROBES
-        guess = low + step
+        guess = max(0, low + step)
         for probe in range(probes):
-            if guess >= best:
+            if guess >= least:
                 break
             self.request.check_time()
             if self.request.progress is not None:
                 message = "searching the smallest feasible budget"
                 self.request.progress(Progress(message, probe / probes))
             try:
-                self.solve(guess, any_schedule=True)
-                best = guess
+                best = self.solve(guess, any_schedule=True)
+                least = best.placed.arena_bytes
             except DoesNotFitError:
                 low = guess
-            guess = max((low + best) // 2 // step * step, low + step)
+            guess = max((low + least) // 2 // step * step, low + step)
+        if least < everything.arena_bytes:  # found in haste: there may be a cheaper one in it
+            with contextlib.suppress(DoesNotFitError):
+                best = self.solve(least)
         return best
 
 
@@ -97,36 +101,34 @@ def plan(
         InfeasibleBudgetError: the method cannot meet the budget.
         TimeLimitError: no plan before the time limit.
     """
+    started = time.monotonic()
     options = (
         budget
         if isinstance(budget, PlanOptions)
         else PlanOptions.of({"budget": budget} | dict(fields))
     )
-    with _without_collections():
-        return _plan(graph, options, progress)
-
-
-def _plan(graph: Graph, options: PlanOptions, progress: Callable[[Progress], None] | None) -> Plan:
-    started = time.monotonic()
-    info, parsed = options.info, options.budget
+    info = options.info
     problem = Problem.from_graph(graph, options.alignment, options.outputs)
     deadline = None if options.time_limit is None else started + options.time_limit
     request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
     task = _Task(problem, info, request)
 
-    everything = keep_all_schedule(problem)
+    schedule = keep_all_schedule(problem)
     # Only a share is of the very best placement; in bytes there is a second try below.
-    placement = lay_out(everything, work=WORK if parsed.kind == "share" else 0)
-    keep_arena = arena_bytes(everything)
-    budget_bytes = parsed.resolve(problem.fixed_bytes + keep_arena)
+    everything, placement = lay_out(schedule, work=WORK if options.budget.kind == "share" else 0)
+    budget_bytes = options.budget.resolve(problem.fixed_bytes + everything.arena_bytes)
 
-    def finish(solution: Solution, within: int) -> Plan:
+    def finish(solution: Solution, within: int | None = None) -> Plan:
+        solution = _published(solution)
         made = assemble(
-            solution.schedule,
+            solution.placed,
             method=info.name,
-            budget_bytes=within,
+            budget_bytes=problem.fixed_bytes + solution.placed.arena_bytes
+            if within is None
+            else within,
             status=solution.status,
             lower_bound_us=solution.lower_bound_us,
+            lower_bound_model=solution.bound_model,
             eviction_free_ratio=solution.eviction_free_ratio,
             evictions=solution.evictions,
             solve_seconds=time.monotonic() - started,
@@ -135,50 +137,42 @@ def _plan(graph: Graph, options: PlanOptions, progress: Callable[[Progress], Non
         return made
 
     if budget_bytes is None:
-        arena = task.search_minimum(keep_arena)
-        solution = _kept(everything) if arena == keep_arena else task.solve(arena)
-        return finish(solution, problem.fixed_bytes + arena)
+        return finish(task.minimum(everything))
     limit = budget_bytes - problem.fixed_bytes
-    if keep_arena > limit >= placement.lower_bound:
+    if everything.arena_bytes > limit >= placement.lower_bound:
         # Try harder, from the layout that is there: this much is not ruled out.
-        placement = lay_out(everything, limit, order_hint=placement.order)
-        keep_arena = min(keep_arena, arena_bytes(everything))
-    if keep_arena <= limit:
-        return finish(_kept(everything), budget_bytes)
+        again, _ = lay_out(schedule, limit, order_hint=placement.order)
+        everything = min(everything, again, key=lambda placed: placed.arena_bytes)
+    if everything.arena_bytes <= limit:
+        return finish(kept(everything), budget_bytes)
     try:
         return finish(task.solve(limit), budget_bytes)
     except DoesNotFitError as error:
         blocking = None if limit < 0 else error.op
-    minimum = problem.fixed_bytes + task.search_minimum(keep_arena)
-    if minimum <= budget_bytes:  # the method is not monotone: a smaller arena worked
-        return finish(task.solve(minimum - problem.fixed_bytes), budget_bytes)
+    least = task.minimum(everything)
+    if least.placed.arena_bytes <= limit:  # the method is not monotone: a smaller arena worked
+        return finish(least, budget_bytes)
     raise InfeasibleBudgetError(
         info.name,
         budget_bytes,
-        minimum,
+        problem.fixed_bytes + least.placed.arena_bytes,
         None if blocking is None else graph.ops[blocking].id,
         "" if blocking is None else graph.ops[blocking].name,
-        0 if blocking is None else problem.working_set(blocking),
+        0 if blocking is None else needs(problem).first[blocking],
+        problem.beyond_recomputation,
     )
 
 
-def _kept(schedule: Schedule) -> Solution:
-    """Keep-everything costs every op once, which is a lower bound by itself."""
-    return Solution(schedule, "optimal", schedule.problem.base_cost_us)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
+def _published(solution: Solution) -> Solution:
     """
-    Pause the cyclic garbage collector: a plan is tens of thousands of objects and no cycle.
+    Without what was not proved for all that the graph offers.
 
-    Full collections would cost a fifth of the planning time, and more in a process that has
-    imported much.
+    No method models op variants or transfers yet: where there are some, a schedule that uses them
+    may cost less than a bound for schedules that do not.
     """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    problem, cost = solution.placed.problem, solution.placed.cost_us
+    if solution.bound_model != "program-order" or not problem.beyond_recomputation:
+        return solution
+    if cost <= problem.floor_us:
+        return replace(solution, status="optimal", lower_bound_us=cost, bound_model="any")
+    return replace(solution, status="feasible", lower_bound_us=None, bound_model=None)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 
-from coop_plan.schemas.graph import Graph
+from coop_plan.schemas.graph import Graph, Op, Tensor, Variant
 
 
 def fingerprint(graph: Graph) -> str:
@@ -16,7 +16,13 @@ def fingerprint(graph: Graph) -> str:
     """
     by_id = {tensor.id: tensor for tensor in graph.tensors}
     number = {t: position for position, t in enumerate(tensor_order(graph))}
-    shapes = [(by_id[t].kind, by_id[t].bytes) for t in number]
+
+    def shape(tensor: Tensor) -> list[object]:
+        return [tensor.kind, tensor.bytes, *(["movable"] if tensor.movable else [])]
+
+    def pairs(form: Op | Variant) -> list[list[int]]:
+        return sorted([number[a], number[b]] for a, b in form.inplace)
+
     ops = [
         [
             op.name,
@@ -27,12 +33,13 @@ def fingerprint(graph: Graph) -> str:
             op.recomputable,
             op.rng,
             sorted(number[t] for t in op.mutates),
-            sorted([number[a], number[b]] for a, b in op.inplace),
+            pairs(op),
             [
                 [
                     v.name,
                     v.workspace_bytes,
-                    v.extra_bytes,
+                    v.approximate,
+                    pairs(v),
                     [number[t] for t in v.inputs],
                     [number[t] for t in v.outputs],
                 ]
@@ -41,8 +48,8 @@ def fingerprint(graph: Graph) -> str:
         ]
         for op in graph.ops
     ]
-    untouched = sorted((t.kind, t.bytes) for t in graph.tensors if t.id not in number)
-    return _digest([graph.schema_, ops, shapes, untouched])
+    untouched = sorted(shape(t) for t in graph.tensors if t.id not in number)
+    return _digest([graph.schema_, ops, [shape(by_id[t]) for t in number], untouched])
 
 
 def tensor_order(graph: Graph) -> list[int]:

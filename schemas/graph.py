@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from coop_plan.schemas import _parse
 from coop_plan.schemas._parse import INT64_MAX, Model
@@ -20,22 +20,33 @@ RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"
 
 
 class Device(Model):
-    """Where the graph was profiled; bandwidths are in bytes per second, 0 when unknown."""
+    """
+    Where the graph was profiled.
+
+    Bandwidths are in bytes per second; 0 means that there is no such engine, and no swap. Every
+    copy takes `copy_latency_us` more than its bytes.
+    """
 
     kind: str = "cpu"
     name: str = ""
     memory_bytes: Bytes = 0
     h2d_bytes_per_s: Annotated[float, Field(ge=0, strict=True)] = 0.0
     d2h_bytes_per_s: Annotated[float, Field(ge=0, strict=True)] = 0.0
+    copy_latency_us: Micros = 0.0
 
 
 class Tensor(Model):
-    """One storage (an allocation), never a view; `bytes` is its exact size."""
+    """
+    One storage (an allocation), never a view; `bytes` is its exact size.
+
+    A resident one that is `movable` may lie on the host between its uses.
+    """
 
     id: Id
     name: str = ""
     bytes: Bytes
     kind: TensorKind
+    movable: Flag = False
 
     @property
     def resident(self) -> bool:
@@ -43,21 +54,33 @@ class Tensor(Model):
         return self.kind in RESIDENT
 
 
-class Variant(Model):
-    """Another implementation of an op (MONeT, ICLR 2021, section 4.2)."""
+Pairs = list[Annotated[list[Id], Field(min_length=2, max_length=2)]]
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+class Variant(Model):
+    """
+    Another implementation of an op (MONeT, ICLR 2021, section 4.2).
+
+    It has reads, outputs, cost, workspace and in-place pairs of its own. It may make tensors that
+    only variants of other ops read, and need not make what only default bodies read. Its results
+    are the same to the bit unless it is `approximate`.
+    """
 
     name: str
     cost_us: Micros
     workspace_bytes: Bytes = 0
     inputs: list[Id]
     outputs: list[Id]
-    extra_bytes: Bytes = 0
+    inplace: Pairs = []
+    approximate: Flag = False
 
 
 class Op(Model):
-    """One operator in program order; `name` is its target, for example `aten.addmm.default`."""
+    """
+    One operator in program order; `name` is its target, for example `aten.addmm.default`.
+
+    `source` is for people: module path and `file:line` of what made it.
+    """
 
     id: Id
     name: str
@@ -69,8 +92,9 @@ class Op(Model):
     recomputable: Flag = True
     rng: Flag = False
     mutates: list[Id] = []
-    inplace: list[Annotated[list[Id], Field(min_length=2, max_length=2)]] = []
+    inplace: Pairs = []
     variants: list[Variant] = []
+    source: str = ""
 
 
 class Graph(Model):
@@ -155,6 +179,8 @@ def _check_ids(op: Op, at: str, tensors: dict[int, Tensor]) -> None:
     for number, variant in enumerate(op.variants):
         lists.append((f"variants/{number}/inputs", variant.inputs))
         lists.append((f"variants/{number}/outputs", variant.outputs))
+        for index, pair in enumerate(variant.inplace):
+            lists.append((f"variants/{number}/inplace/{index}", pair))
     for number, pair in enumerate(op.inplace):
         lists.append((f"inplace/{number}", pair))
     for field, ids in lists:
@@ -169,12 +195,15 @@ def _check_ids(op: Op, at: str, tensors: dict[int, Tensor]) -> None:
                 f"op {op.id} mutates tensor {tensor_id}, which is not among its inputs",
                 f"{at}/mutates/{index}",
             )
-    for index, (output, source) in enumerate(op.inplace):
-        if output not in op.outputs or source not in op.inputs:
-            raise InvalidInputError(
-                f"op {op.id}: an in-place pair is [output, input] of the op itself",
-                f"{at}/inplace/{index}",
-            )
+    forms: list[tuple[str, Op | Variant]] = [(at, op)]
+    forms += [(f"{at}/variants/{number}", variant) for number, variant in enumerate(op.variants)]
+    for place, form in forms:
+        for index, (output, source) in enumerate(form.inplace):
+            if output not in form.outputs or source not in form.inputs:
+                raise InvalidInputError(
+                    f"op {op.id}: an in-place pair is [output, input] of the op itself",
+                    f"{place}/inplace/{index}",
+                )
 
 
 def _check_order(graph: Graph, tensors: dict[int, Tensor], producer: dict[int, int]) -> None:

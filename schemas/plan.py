@@ -96,7 +96,9 @@ class Plan(Model):
     Beside the fields of the design, `alignment` and `outputs` name the options that the figures
     depend on, and `eviction_free_ratio` is Coop's own fragmentation figure (NeurIPS 2023, section
     5.3): the mean over forced evictions of free bytes / arena, for online methods; `evictions`
-    counts the tensors that a full arena forced out.
+    counts the tensors that a full arena forced out. `lower_bound_model` says for which schedules
+    `lower_bound_us` holds: "any", or those in "program-order": every op runs for the first time in
+    that order, in its default body, and nothing is moved to the host.
     """
 
     schema_: Literal["coop-plan/plan/1"] = Field(alias="schema")
@@ -111,6 +113,7 @@ class Plan(Model):
     cost_us: Micros
     overhead: Ratio
     lower_bound_us: Micros | None = None
+    lower_bound_model: Literal["any", "program-order"] | None = None
     fragmentation: Ratio
     eviction_free_ratio: Ratio | None = None
     evictions: Annotated[int, Field(ge=0, strict=True)] | None = None

@@ -22,7 +22,7 @@ def compiled_kernels():
 def own_cache(tmp_path_factory, monkeypatch):
     """Profiles and plans of this test only; the extension stays in the user's cache."""
     pytest.importorskip("torch")
-    from coop_plan.runtime import build
+    from coop_plan.runtime.device import build
 
     build.arena()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

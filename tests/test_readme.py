@@ -26,7 +26,7 @@ def test_the_examples_run_and_the_training_loop_prints_the_loss_shown(
 ):
     pytest.importorskip("torch")
     from coop_plan import runtime
-    from coop_plan.runtime.target import capture_target
+    from coop_plan.runtime.capture.target import capture_target
 
     runtime.clear_reports()
     module, loop, planning = CODE

@@ -5,39 +5,43 @@ appearance, under other ids and with other costs. A cached plan is for the ids i
 """
 
 from collections.abc import Sequence
+from math import fsum
 
+from coop_plan.planner.core.timeline import plan_cost_us
 from coop_plan.schemas import Compute, Graph, Plan, Prefetch, Step, TensorRead, Write
 from coop_plan.schemas.fingerprint import tensor_order
 
 
-def carry_over(plan: Plan, ops: Sequence[int], tensors: Sequence[int], graph: Graph) -> Plan:
+def carry_over(
+    plan: Plan, ops: Sequence[int], tensors: Sequence[int], graph: Graph, *, same_costs: bool
+) -> Plan:
     """`plan`, made with these op ids and tensor ids in order, as a plan for `graph`.
 
-    Cost figures are those of `graph`. Where its costs are not the ones the plan was made with, a
-    proved bound no longer holds and is left out.
+    Cost figures are those of `graph`. Where its costs are not the ones the plan was made with
+    (`same_costs`), a proved bound no longer holds and is left out.
+
+    Raises:
+        KeyError, ValueError: the graph has not what the plan names.
     """
     op_ids = dict(zip(ops, (op.id for op in graph.ops), strict=True))
     tensor_ids = dict(zip(tensors, tensor_order(graph), strict=True))
     steps = [_step(step, op_ids, tensor_ids) for step in plan.steps]
-    cost_of = {op.id: op.cost_us for op in graph.ops}
-    variants = {(op.id, v.name): v.cost_us for op in graph.ops for v in op.variants}
-    base = sum(cost_of.values())
-    cost = sum(
-        cost_of[step.op] if step.variant is None else variants[step.op, step.variant]
-        for step in steps
-        if isinstance(step, Compute)
-    )
-    update: dict[str, object] = {"steps": steps}
-    if (base, cost) != (plan.base_cost_us, plan.cost_us):
-        untouched = plan.recomputed_ops == 0 and plan.swapped_bytes == 0 and cost == base
-        update |= {
+    carried = plan.model_copy(update={"steps": steps})
+    if same_costs:
+        return carried
+    base = fsum(op.cost_us for op in graph.ops)
+    cost = plan_cost_us(graph, carried)
+    least = fsum(min([op.cost_us, *(v.cost_us for v in op.variants)]) for op in graph.ops)
+    return carried.model_copy(
+        update={
             "base_cost_us": base,
             "cost_us": cost,
             "overhead": cost / base - 1 if base else 0.0,
-            "status": "optimal" if untouched else "feasible",
-            "lower_bound_us": base if untouched else None,
+            "status": "optimal" if cost <= least else "feasible",
+            "lower_bound_us": cost if cost <= least else None,
+            "lower_bound_model": "any" if cost <= least else None,
         }
-    return plan.model_copy(update=update)
+    )
 
 
 def _step(step: Step, op_ids: dict[int, int], tensor_ids: dict[int, int]) -> Step:

@@ -1,17 +1,20 @@
 """Where plans are kept: one small interface, SQLite behind it."""
 
+import base64
 import functools
 import hashlib
 import json
 import os
 import sqlite3
 import threading
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from coop_plan.planner.cache.carry_over import carry_over
-from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_plan
+from coop_plan.planner.verifier import find_faults
+from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_graph, parse_plan
 from coop_plan.schemas.fingerprint import tensor_order
 
 
@@ -28,34 +31,64 @@ def planner_version() -> str:
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """A plan and the ids of the graph it was made for, in order."""
+    """
+    A plan and the graph it was made for: its ids in order, a digest of its costs, and itself.
+
+    `packed` is the graph's document, compressed: it is only read where no other graph is at hand.
+    """
 
     plan: Plan
     ops: list[int]
     tensors: list[int]
+    costs: str
+    packed: str
 
     @classmethod
     def of(cls, plan: Plan, graph: Graph) -> "StoredPlan":
         """What to keep of a plan for `graph`."""
-        return cls(plan, [op.id for op in graph.ops], tensor_order(graph))
+        packed = base64.b64encode(zlib.compress(graph.to_json().encode())).decode()
+        ops = [op.id for op in graph.ops]
+        return cls(plan, ops, tensor_order(graph), _exact_costs(graph), packed)
 
-    def for_graph(self, graph: Graph) -> Plan:
-        """The plan in the ids and costs of a graph of the same structure."""
-        return carry_over(self.plan, self.ops, self.tensors, graph)
+    def for_graph(self, graph: Graph) -> Plan | None:
+        """The plan in the ids and costs of a graph, or None where it does not hold for it."""
+        try:
+            same = self.costs == _exact_costs(graph)
+            carried = carry_over(self.plan, self.ops, self.tensors, graph, same_costs=same)
+        except (KeyError, ValueError):  # it names what the graph has not
+            return None
+        return None if find_faults(graph, carried, limit=1) else carried
+
+    def as_made(self) -> Plan | None:
+        """The plan for the graph it was made for, or None where it does not hold."""
+        try:
+            graph = parse_graph(zlib.decompress(base64.b64decode(self.packed)))
+        except (ValueError, zlib.error):
+            return None
+        return self.for_graph(graph)
 
     def to_json(self) -> str:
         """The record as text."""
-        ids = json.dumps({"ops": self.ops, "tensors": self.tensors})
-        return f'{ids[:-1]}, "plan": {self.plan.to_json()}}}'
+        rest = {name: getattr(self, name) for name in ("ops", "tensors", "costs", "packed")}
+        return f'{json.dumps(rest)[:-1]}, "plan": {self.plan.to_json()}}}'
 
     @classmethod
     def from_json(cls, text: str) -> "StoredPlan":
         """The record of a text; raises `InvalidInputError` when it is damaged."""
         try:
             record = json.loads(text)
-            return cls(parse_plan(record["plan"]), list(record["ops"]), list(record["tensors"]))
+            ids = list(record["ops"]), list(record["tensors"])
+            return cls(parse_plan(record["plan"]), *ids, record["costs"], record["packed"])
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInputError(f"damaged record: {error}") from None
+
+
+def _exact_costs(graph: Graph) -> str:
+    """Digest of all costs to the last digit: a proof holds for these alone."""
+    device = graph.device
+    costs: list[object] = [device.d2h_bytes_per_s, device.h2d_bytes_per_s, device.copy_latency_us]
+    costs += [[op.cost_us, *(variant.cost_us for variant in op.variants)] for op in graph.ops]
+    return hashlib.sha256(json.dumps(costs).encode()).hexdigest()
 
 
 class PlanStore(Protocol):

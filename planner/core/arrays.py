@@ -17,12 +17,22 @@ class Arrays(NamedTuple):
     """
     Flat copy of `Problem`; row i of a list is `index[pointer[i]:pointer[i + 1]]`.
 
-    `reads` are distinct arena tensors; `makes` all outputs, those outside the arena included.
-    Sizes are aligned bytes, costs µs, flags 0 or 1.
+    `reads`, `inputs`, `makes`, `pairs`, `cost`, `workspace` and `scratch` have a row per body, the
+    default bodies first, so that an op is its own default body; `op` tells the op of a body and
+    `ops` how many ops there are. `reads` are the distinct inputs in the arena, `inputs` all of
+    them; `makes` all outputs, those outside the arena included. `shares` are the pairs that may
+    share one address, the largest outputs first; `pairs` are those of them with which a block
+    passes on as it is: equal sizes, and an input that is no output of the step. `size` and
+    `workspace` are bytes rounded up to the alignment, `bytes` and `scratch` exact, costs µs, flags
+    0 or 1.
     """
 
+    ops: int
+    op: Ints
     reads_ptr: Ints
     reads: Ints
+    inputs_ptr: Ints
+    inputs: Ints
     makes_ptr: Ints
     makes: Ints
     uses_ptr: Ints
@@ -30,53 +40,82 @@ class Arrays(NamedTuple):
     pairs_ptr: Ints
     pairs_out: Ints
     pairs_in: Ints
+    shares_ptr: Ints
+    shares_out: Ints
+    shares_in: Ints
     size: Ints
+    bytes: Ints
     cost: Floats
     workspace: Ints
+    scratch: Ints
     producer: Ints
     last_use: Ints
-    evictable: Ints
-    is_output: Ints
-    outside: Ints
-
-
-def _alike(problem: Problem, op: int) -> list[tuple[int, int]]:
-    """The op's in-place pairs of equal size in the arena: a kernel's block passes on as it is."""
-    size, kept = problem.size, problem.is_output
-    return [(a, b) for a, b in problem.first_inplace(op) if size[a] == size[b] and not kept[b]]
+    evictable: Flags
+    is_output: Flags
+    outside: Flags
+    resident: Flags
 
 
 def to_arrays(problem: Problem) -> Arrays:
-    """The arrays of `problem`."""
-    reads_ptr, reads = _rows(problem.reads)
-    makes_ptr, makes = _rows(problem.op_outputs)
+    """The arrays of `problem`, made once."""
+    found = problem.__dict__.get("_arrays")
+    if found is None:
+        found = problem.__dict__["_arrays"] = _convert(problem)
+    arrays: Arrays = found
+    return arrays
+
+
+def _convert(problem: Problem) -> Arrays:
+    bodies, size = problem.bodies, problem.size
+    kept, outside = problem.is_output, problem.outside
+    reads_ptr, reads = _rows([body.reads for body in bodies])
+    inputs_ptr, inputs = _rows([body.inputs for body in bodies])
+    makes_ptr, makes = _rows([body.outputs for body in bodies])
     uses_ptr, uses = _rows(problem.consumers)
-    alike = [_alike(problem, op) for op in range(problem.op_count)]
-    pairs_ptr, pairs_out = _rows([[out for out, _ in pairs] for pairs in alike])
-    _, pairs_in = _rows([[source for _, source in pairs] for pairs in alike])
+    shares = [sorted(body.inplace, key=lambda pair: (-size[pair[0]], pair[0])) for body in bodies]
+    pairs = [
+        [(a, b) for a, b in body.inplace if size[a] == size[b] and not kept[b] and not outside[a]]
+        for body in bodies
+    ]
     return Arrays(
+        ops=problem.op_count,
+        op=_ints(body.op for body in bodies),
         reads_ptr=reads_ptr,
         reads=reads,
+        inputs_ptr=inputs_ptr,
+        inputs=inputs,
         makes_ptr=makes_ptr,
         makes=makes,
         uses_ptr=uses_ptr,
         uses=uses,
-        pairs_ptr=pairs_ptr,
-        pairs_out=pairs_out,
-        pairs_in=pairs_in,
-        size=_ints(problem.size),
-        cost=np.array(problem.cost, dtype=np.float64),
-        workspace=_ints(problem.workspace),
+        **_pairs("pairs", pairs),
+        **_pairs("shares", shares),
+        size=_ints(size),
+        bytes=_ints(problem.bytes),
+        cost=np.array([body.cost_us for body in bodies], dtype=np.float64),
+        workspace=_ints(problem.rounded(body.workspace_bytes) for body in bodies),
+        scratch=_ints(body.workspace_bytes for body in bodies),
         producer=_ints(problem.producer),
         last_use=_ints(problem.last_use),
-        evictable=_ints(problem.evictable),
-        is_output=_ints(problem.is_output),
-        outside=_ints(problem.outside),
+        evictable=_flags(problem.evictable),
+        is_output=_flags(kept),
+        outside=_flags(outside),
+        resident=_flags(problem.resident),
     )
+
+
+def _pairs(name: str, rows: Sequence[Sequence[tuple[int, int]]]) -> dict[str, Ints]:
+    pointer, outs = _rows([[out for out, _ in row] for row in rows])
+    _, sources = _rows([[source for _, source in row] for row in rows])
+    return {f"{name}_ptr": pointer, f"{name}_out": outs, f"{name}_in": sources}
 
 
 def _ints(values: Iterable[int]) -> Ints:
     return np.array(list(values), dtype=np.int64)
+
+
+def _flags(values: Iterable[bool]) -> Flags:
+    return np.array(list(values), dtype=np.uint8)
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:

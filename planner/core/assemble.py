@@ -1,69 +1,39 @@
-"""From a placed schedule to the plan document and its figures."""
+"""From a placed schedule to the plan document and its figures (DESIGN.md, section 4)."""
 
 import platform
 from typing import Literal
 
 import numpy
 
-from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import OUTSIDE, Schedule
-from coop_plan.schemas import Compute, Free, Plan, TensorRead, Workspace, Write, fingerprint
-
-
-def arena_bytes(schedule: Schedule) -> int:
-    """Exact size of the arena in bytes: the highest end of a buffer or a workspace."""
-    assert schedule.offset is not None
-    assert schedule.workspace_offset is not None
-    problem = schedule.problem
-    ends = [
-        offset + problem.bytes[t]
-        for offset, t in zip(schedule.offset, schedule.tensor, strict=True)
-        if problem.bytes[t]
-    ]
-    for offset, op in zip(schedule.workspace_offset, schedule.ops, strict=True):
-        workspace = problem.graph.ops[op].workspace_bytes
-        if workspace:
-            ends.append(offset + workspace)
-    return max(ends, default=0)
-
-
-def peak_live_bytes(schedule: Schedule) -> int:
-    """Largest sum of exact bytes live in the arena at any event, workspace included."""
-    problem = schedule.problem
-    change = [0] * (len(schedule.ops) + 1)
-    for buffer, t in enumerate(schedule.tensor):
-        size = problem.bytes[t]
-        source = schedule.shares[buffer]
-        change[schedule.first[buffer]] += size
-        change[schedule.last[buffer] + 1] -= size
-        if source >= 0:  # during the event both names mean one address: count the larger once
-            shared = min(size, problem.bytes[schedule.tensor[source]])
-            change[schedule.first[buffer]] -= shared
-            change[schedule.first[buffer] + 1] += shared
-    live = peak = 0
-    for event, op in enumerate(schedule.ops):
-        live += change[event]
-        peak = max(peak, live + problem.graph.ops[op].workspace_bytes)
-    return peak
+from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.core.lifetimes import OUTSIDE
+from coop_plan.planner.core.schedule import Offload, PlacedSchedule, Prefetch, Run, Wait
+from coop_plan.schemas import Compute, Free, Plan, Step, TensorRead, Workspace, Write, fingerprint
+from coop_plan.schemas import Offload as OffloadStep
+from coop_plan.schemas import Prefetch as PrefetchStep
+from coop_plan.schemas import Wait as WaitStep
 
 
 def assemble(
-    schedule: Schedule,
+    placed: PlacedSchedule,
     *,
     method: str,
     budget_bytes: int,
     status: Literal["optimal", "feasible"],
     lower_bound_us: float | None,
+    lower_bound_model: Literal["any", "program-order"] | None,
     eviction_free_ratio: float | None,
     evictions: int | None,
     solve_seconds: float,
 ) -> Plan:
-    """The plan of a placed schedule; figures as DESIGN.md section 4 defines them."""
-    problem = schedule.problem
-    arena = arena_bytes(schedule)
-    base = problem.base_cost_us
-    cost = schedule.cost_us if len(schedule.ops) > problem.op_count else base
-    live = peak_live_bytes(schedule)
+    """The plan of a placed schedule."""
+    problem, schedule = placed.problem, placed.schedule
+    arena = placed.arena_bytes
+    base, cost = problem.base_cost_us, schedule.cost_us
+    live = int(schedule.live_bytes(exact=True).max(initial=0))
+    runs = sum(body >= 0 for body in schedule.bodies)
+    moved = schedule.trace.moved[schedule.trace.moved >= 0]
+    steps = _Steps(placed)
     return Plan(
         schema="coop-plan/plan/1",
         graph=fingerprint(problem.graph),
@@ -77,69 +47,118 @@ def assemble(
         cost_us=cost,
         overhead=cost / base - 1 if base else 0.0,
         lower_bound_us=lower_bound_us,
+        lower_bound_model=lower_bound_model,
         fragmentation=1 - live / arena if arena else 0.0,
         eviction_free_ratio=eviction_free_ratio,
         evictions=evictions,
-        recomputed_ops=len(schedule.ops) - problem.op_count,
-        swapped_bytes=0,
+        recomputed_ops=runs - problem.op_count,
+        swapped_bytes=steps.copied_bytes(moved),
         solve_seconds=solve_seconds,
         alignment=problem.alignment,
         outputs=problem.outputs,
         versions={"python": platform.python_version(), "numpy": numpy.__version__},
-        steps=_steps(problem, schedule),
+        steps=steps.build(),
     )
 
 
-def _steps(problem: Problem, schedule: Schedule) -> list[Compute | Free]:
-    assert schedule.offset is not None
-    assert schedule.workspace_offset is not None
-    tensors, ops = problem.graph.tensors, problem.graph.ops
-    ends: list[list[int]] = [[] for _ in schedule.ops]
-    overwritten = {source for source in schedule.shares if source >= 0}
-    for buffer, event in enumerate(schedule.last):
-        if buffer not in overwritten and buffer not in schedule.survivors:
-            ends[event].append(buffer)
-    steps: list[Compute | Free] = []
-    # One object each for what most steps repeat: building them is the larger part of the work.
-    no_workspace = Workspace.model_construct(offset=0, bytes=0)
-    named = {
-        t: TensorRead.model_construct(tensor=tensor.id)
-        for t, tensor in enumerate(tensors)
-        if problem.resident[t] or problem.outside[t]
-    }
-    next_buffer = len(schedule.tensor)  # ids of the outputs outside the arena follow the others
-    for event, op in enumerate(schedule.ops):
+class _Steps:
+    """
+    The plan's steps. Validation is left out: there are tens of thousands, all made here.
+
+    What most steps repeat is one object each: building them is the larger part of the work.
+    """
+
+    def __init__(self, placed: PlacedSchedule) -> None:
+        problem, schedule = placed.problem, placed.schedule
+        tensors = problem.graph.tensors
+        self.problem, self.schedule = problem, schedule
+        self.tensor = schedule.tensor
+        self.offset: list[int] = placed.offset.tolist()
+        self.workspace: list[int] = placed.workspace_offset.tolist()
+        self.named = {
+            t: TensorRead.model_construct(tensor=tensor.id)
+            for t, tensor in enumerate(tensors)
+            if problem.resident[t] or problem.outside[t]
+        }
+        self.no_workspace = Workspace.model_construct(offset=0, bytes=0)
+        self.next_buffer = len(self.tensor)  # ids of outputs outside the arena follow the others
+
+    def copied_bytes(self, moved: Ints) -> int:
+        """Bytes of all transfers; each has one step that begins it and one that waits for it."""
+        total: int = sum(self.problem.bytes[self.tensor[b]] for b in moved.tolist())
+        return total // 2
+
+    def build(self) -> list[Step]:
+        """All steps, with a free step wherever buffers end."""
+        ends = self._ends()
+        steps: list[Step] = []
+        for number, event in enumerate(self.schedule.events()):
+            match event:
+                case Run():
+                    steps.append(self._compute(event, self.workspace[number]))
+                case Offload(buffer):
+                    steps.append(OffloadStep.model_construct(do="offload", buffer=buffer))
+                case Prefetch():
+                    steps.append(self._prefetch(event))
+                case Wait(buffer):
+                    steps.append(WaitStep.model_construct(do="wait", buffer=buffer))
+            if ends[number]:
+                steps.append(Free.model_construct(do="free", buffers=ends[number]))
+        return steps
+
+    def _ends(self) -> list[list[int]]:
+        """By event the buffers that end after it, but for those whose address is taken over."""
+        t = self.schedule.trace
+        ends: list[list[int]] = [[] for _ in range(len(self.schedule))]
+        freed = t.survives == 0
+        freed[t.shares[t.shares >= 0]] = False
+        for buffer in numpy.flatnonzero(freed).tolist():
+            ends[self.schedule.last[buffer]].append(buffer)
+        return ends
+
+    def _compute(self, run: Run, workspace_offset: int) -> Compute:
+        problem = self.problem
+        body = problem.bodies[run.body]
         writes = []
-        for t, buffer in zip(problem.op_outputs[op], schedule.writes[event], strict=True):
+        for t, buffer in zip(body.outputs, run.writes, strict=True):
+            offset: int | None
             if buffer == OUTSIDE:
-                offset, number = None, next_buffer
-                next_buffer += 1
+                offset, number = None, self.next_buffer
+                self.next_buffer += 1
             else:
-                offset, number = schedule.offset[buffer], buffer
+                offset, number = self.offset[buffer], buffer
             writes.append(
                 Write.model_construct(
-                    buffer=number, tensor=tensors[t].id, offset=offset, bytes=problem.bytes[t]
+                    buffer=number,
+                    tensor=problem.graph.tensors[t].id,
+                    offset=offset,
+                    bytes=problem.bytes[t],
                 )
             )
-        reads = [
-            named[t] if buffer == OUTSIDE else buffer
-            for t, buffer in zip(problem.op_inputs[op], schedule.reads[event], strict=True)
-        ]
-        workspace = no_workspace
-        if ops[op].workspace_bytes:
+        workspace = self.no_workspace
+        if body.workspace_bytes:
             workspace = Workspace.model_construct(
-                offset=schedule.workspace_offset[event], bytes=ops[op].workspace_bytes
+                offset=workspace_offset, bytes=body.workspace_bytes
             )
-        steps.append(
-            Compute.model_construct(
-                do="compute",
-                op=ops[op].id,
-                variant=None,
-                reads=reads,
-                writes=writes,
-                workspace=workspace,
-            )
+        return Compute.model_construct(
+            do="compute",
+            op=problem.graph.ops[body.op].id,
+            variant=body.variant,
+            reads=[
+                self.named[t] if buffer == OUTSIDE else buffer
+                for t, buffer in zip(body.inputs, run.reads, strict=True)
+            ],
+            writes=writes,
+            workspace=workspace,
         )
-        if ends[event]:
-            steps.append(Free.model_construct(do="free", buffers=ends[event]))
-    return steps
+
+    def _prefetch(self, event: Prefetch) -> PrefetchStep:
+        t = self.tensor[event.buffer]
+        return PrefetchStep.model_construct(
+            do="prefetch",
+            buffer=event.buffer,
+            tensor=self.problem.graph.tensors[t].id,
+            offset=self.offset[event.buffer],
+            bytes=self.problem.bytes[t],
+            from_=event.source,
+        )

@@ -18,6 +18,9 @@ from numba.core.caching import FunctionCache
 
 log = logging.getLogger("coop-plan")
 
+SHARED = ("arrays.py", "compiled.py", "inplace.py", "lifetimes.py")
+"""Modules beside this one that kernels elsewhere are made of."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -48,10 +51,10 @@ class _Cache(FunctionCache):
 
 @functools.cache
 def _sources(folder: Path) -> str:
-    """Digest of what a kernel in `folder` may be made of: its neighbours and the shared arrays."""
-    common = Path(__file__).parent
+    """Digest of what a kernel in `folder` may be made of: its neighbours, and those in core."""
+    shared = (Path(__file__).with_name(name) for name in SHARED)
     digest = hashlib.sha256()
-    for path in sorted({*folder.glob("*.py"), common / "arrays.py", common / "compiled.py"}):
+    for path in sorted({*folder.glob("*.py"), *shared}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

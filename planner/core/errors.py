@@ -1,5 +1,7 @@
 """What planning can answer instead of a plan."""
 
+from collections.abc import Sequence
+
 from coop_plan.schemas import format_bytes
 
 
@@ -14,6 +16,7 @@ class InfeasibleBudgetError(ValueError):
         blocking_op: id of the op that did not fit, and `blocking_op_name` its target.
         working_set_bytes: what that op needs in the arena at once (inputs, outputs, workspace,
             each rounded up to the alignment).
+        unused: what the graph offers and the method does not use: "variants", "transfers".
     """
 
     def __init__(
@@ -24,6 +27,7 @@ class InfeasibleBudgetError(ValueError):
         blocking_op: int | None,
         blocking_op_name: str,
         working_set_bytes: int,
+        unused: Sequence[str] = (),
     ) -> None:
         self.method = method
         self.budget_bytes = budget_bytes
@@ -31,6 +35,7 @@ class InfeasibleBudgetError(ValueError):
         self.blocking_op = blocking_op
         self.blocking_op_name = blocking_op_name
         self.working_set_bytes = working_set_bytes
+        self.unused = tuple(unused)
         blocked = (
             f"; op {blocking_op} ({blocking_op_name}) blocks it with a working set of"
             f" {working_set_bytes} bytes ({format_bytes(working_set_bytes)})"
@@ -41,6 +46,7 @@ class InfeasibleBudgetError(ValueError):
             f"{method} cannot meet a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)});"
             f" the smallest it can meet is {min_feasible_bytes} bytes"
             f" ({format_bytes(min_feasible_bytes)}){blocked}"
+            + (f"; {method} does not use the graph's {' and '.join(unused)}" if unused else "")
         )
 
 

@@ -1,42 +1,62 @@
 """
 The planning problem: one graph turned into flat lists, once, for every method.
 
-Ops and tensors are positions in the graph's lists, not ids. Sizes are bytes rounded up to the
-alignment; `bytes` keeps the exact ones.
+Ops, bodies and tensors are positions, not ids. Sizes are bytes rounded up to the alignment; `bytes`
+keeps the exact ones (see `planner.core.lifetimes` for the one rule of both).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import fsum
 
-from coop_plan.schemas import Graph, InvalidInputError, Outputs
+from coop_plan.schemas import Device, Graph, InvalidInputError, Op, Outputs, Variant
 
 MAX_ALIGNMENT = 1 << 30
+
+Pair = tuple[int, int]
+"""An output and an input that may share one address."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """
+    One way to run an op: its default, or one of its variants (MONeT, ICLR 2021, section 4.2).
+
+    `inputs` and `outputs` follow the document, tensor by tensor; `reads` and `makes` are the
+    distinct ones of them whose place is the arena. `cost_us` is µs, `workspace_bytes` exact.
+    `inplace` lists the pairs that may share one address: inputs in the arena that the op does not
+    overwrite, and outputs that are not larger; an output that leaves the arena can share when it
+    is made again.
+    """
+
+    op: int
+    variant: str | None
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    cost_us: float
+    workspace_bytes: int
+    inplace: tuple[Pair, ...]
 
 
 @dataclass(frozen=True)
 class Problem:
     """
-    One step's ops and storages under an alignment and an outputs rule.
+    One step's bodies and storages under an alignment and an outputs rule.
 
-    `op_inputs` and `op_outputs` follow the graph, position by position; `reads` and `makes` hold
-    the distinct tensors of them that live in the arena. `last_use[t]` is the last op that reads t
-    in program order: the producer itself for a dead tensor, `len(ops)` for an output of the step.
-    `evictable[t]` says whether t may be dropped and recomputed at any time before its last use.
-    `inplace[o]` lists the (output, input) pairs that may share one address: inputs in the arena,
-    and outputs that are not larger; an output that leaves the arena can share when made again.
+    `bodies` begins with the default body of every op in program order, so that an op's number is
+    also that of its default body; variants follow. `producer[t]` is the op that makes t, and −1 for
+    a tensor that is there before the step. `consumers[t]` are the ops whose default bodies read t,
+    `last_use[t]` the last of them in program order: the producer itself for a dead tensor,
+    `op_count` for an output of the step.
     """
 
     graph: Graph
     alignment: int
     outputs: Outputs
-    op_inputs: list[tuple[int, ...]]
-    op_outputs: list[tuple[int, ...]]
-    reads: list[tuple[int, ...]]
-    makes: list[tuple[int, ...]]
-    cost: list[float]
-    workspace: list[int]
-    inplace: list[tuple[tuple[int, int], ...]]
+    op_count: int
+    bodies: list[Body]
     bytes: list[int]
     size: list[int]
     producer: list[int]
@@ -45,7 +65,6 @@ class Problem:
     resident: list[bool]
     outside: list[bool]
     is_output: list[bool]
-    evictable: list[bool]
 
     @classmethod
     def from_graph(
@@ -71,62 +90,119 @@ class Problem:
             and (outputs == "outside" or (outputs == "gradients" and tensor.id not in late))
             for tensor in graph.tensors
         ]
-        op_inputs = [tuple(index[t] for t in op.inputs) for op in graph.ops]
-        op_outputs = [tuple(index[t] for t in op.outputs) for op in graph.ops]
         in_arena = [not (r or o) for r, o in zip(resident, outside, strict=True)]
-        reads = [tuple(t for t in dict.fromkeys(ts) if in_arena[t]) for ts in op_inputs]
-        makes = [tuple(t for t in ts if in_arena[t]) for ts in op_outputs]
+        tensor_bytes = [tensor.bytes for tensor in graph.tensors]
+
+        def body(position: int, op: Op, variant: Variant | None) -> Body:
+            form = op if variant is None else variant
+            inputs = tuple(index[t] for t in form.inputs)
+            made = tuple(index[t] for t in form.outputs)
+            overwritten = {index[t] for t in op.mutates}
+            pairs = [(index[a], index[b]) for a, b in form.inplace]
+            return Body(
+                op=position,
+                variant=None if variant is None else variant.name,
+                inputs=inputs,
+                outputs=made,
+                reads=tuple(t for t in dict.fromkeys(inputs) if in_arena[t]),
+                makes=tuple(t for t in made if in_arena[t]),
+                cost_us=form.cost_us,
+                workspace_bytes=form.workspace_bytes,
+                inplace=tuple(
+                    (out, source)
+                    for out, source in pairs
+                    if in_arena[source]
+                    and source not in overwritten
+                    and 0 < tensor_bytes[out] <= tensor_bytes[source]
+                ),
+            )
+
+        bodies = [body(position, op, None) for position, op in enumerate(graph.ops)]
+        bodies += [
+            body(position, op, variant)
+            for position, op in enumerate(graph.ops)
+            for variant in op.variants
+        ]
         count, n = len(graph.tensors), len(graph.ops)
         producer = [-1] * count
-        for op, tensors in enumerate(op_outputs):
-            for t in tensors:
-                producer[t] = op
+        for made_by in bodies:
+            for t in made_by.outputs:
+                producer[t] = made_by.op
         consumers: list[list[int]] = [[] for _ in range(count)]
-        for op, tensors in enumerate(op_inputs):
-            for t in dict.fromkeys(tensors):
-                consumers[t].append(op)
-        last_use = [
-            n if is_output[t] else (consumers[t][-1] if consumers[t] else producer[t])
-            for t in range(count)
-        ]
+        for read_by in bodies[:n]:
+            for t in dict.fromkeys(read_by.inputs):
+                consumers[t].append(read_by.op)
         mask = alignment - 1
-        tensor_bytes = [tensor.bytes for tensor in graph.tensors]
-        size = [(count + mask) & ~mask for count in tensor_bytes]
         return cls(
             graph=graph,
             alignment=alignment,
             outputs=outputs,
-            op_inputs=op_inputs,
-            op_outputs=op_outputs,
-            reads=reads,
-            makes=makes,
-            cost=[op.cost_us for op in graph.ops],
-            workspace=[(op.workspace_bytes + mask) & ~mask for op in graph.ops],
-            inplace=[
-                tuple(
-                    (index[out], index[source])
-                    for out, source in op.inplace
-                    if in_arena[index[source]]
-                    and source not in op.mutates
-                    and 0 < tensor_bytes[index[out]] <= tensor_bytes[index[source]]
-                )
-                for op in graph.ops
-            ],
+            op_count=n,
+            bodies=bodies,
             bytes=tensor_bytes,
-            size=size,
+            size=[(count + mask) & ~mask for count in tensor_bytes],
             producer=producer,
             consumers=[tuple(ops) for ops in consumers],
-            last_use=last_use,
+            last_use=[
+                n if is_output[t] else (consumers[t][-1] if consumers[t] else producer[t])
+                for t in range(count)
+            ],
             resident=resident,
             outside=outside,
             is_output=is_output,
-            evictable=_evictable(graph, index, producer, last_use),
         )
 
+    # Columns of the default bodies, op by op, for all who know of no others.
+
     @property
-    def op_count(self) -> int:
-        """Number of ops."""
-        return len(self.op_inputs)
+    def _defaults(self) -> list[Body]:
+        return self.bodies[: self.op_count]
+
+    @cached_property
+    def op_inputs(self) -> list[tuple[int, ...]]:
+        """Per op its inputs."""
+        return [body.inputs for body in self._defaults]
+
+    @cached_property
+    def op_outputs(self) -> list[tuple[int, ...]]:
+        """Per op its outputs."""
+        return [body.outputs for body in self._defaults]
+
+    @cached_property
+    def reads(self) -> list[tuple[int, ...]]:
+        """Per op the distinct inputs in the arena."""
+        return [body.reads for body in self._defaults]
+
+    @cached_property
+    def makes(self) -> list[tuple[int, ...]]:
+        """Per op the outputs in the arena."""
+        return [body.makes for body in self._defaults]
+
+    @cached_property
+    def cost(self) -> list[float]:
+        """Per op its cost, µs."""
+        return [body.cost_us for body in self._defaults]
+
+    @cached_property
+    def workspace(self) -> list[int]:
+        """Per op its scratch, bytes rounded up to the alignment."""
+        return [self.rounded(body.workspace_bytes) for body in self._defaults]
+
+    @cached_property
+    def inplace(self) -> list[tuple[Pair, ...]]:
+        """Per op the pairs that may share one address."""
+        return [body.inplace for body in self._defaults]
+
+    def rounded(self, size: int) -> int:
+        """Bytes rounded up to the alignment."""
+        return -(-size // self.alignment) * self.alignment
+
+    # What the step is and costs.
+
+    @property
+    def device(self) -> Device:
+        """Where the step runs, with the bandwidths of its copy engines."""
+        return self.graph.device
 
     @property
     def tensor_count(self) -> int:
@@ -135,8 +211,27 @@ class Problem:
 
     @cached_property
     def base_cost_us(self) -> float:
-        """Every op once, in µs."""
-        return sum(self.cost)
+        """Every op once in its default body, µs."""
+        return fsum(self.cost)
+
+    @cached_property
+    def floor_us(self) -> float:
+        """Every op once in its cheapest body, µs: no schedule at all costs less."""
+        least = list(self.cost)
+        for body in self.bodies[self.op_count :]:
+            least[body.op] = min(least[body.op], body.cost_us)
+        return fsum(least)
+
+    @cached_property
+    def beyond_recomputation(self) -> list[str]:
+        """
+        What the graph offers beside recomputation: op variants, transfers to the host.
+
+        A bound of a model that has none of it holds only where this is empty.
+        """
+        links = self.device.d2h_bytes_per_s and self.device.h2d_bytes_per_s
+        variants = len(self.bodies) > self.op_count
+        return [*(["variants"] if variants else []), *(["transfers"] if links else [])]
 
     @cached_property
     def resident_bytes(self) -> int:
@@ -153,84 +248,85 @@ class Problem:
         """What counts against the budget beside the arena."""
         return self.resident_bytes + self.outside_bytes
 
-    def working_set(self, op: int) -> int:
-        """Arena bytes that op `op` needs at least: inputs, outputs, workspace, in-place shared."""
-        need = self.workspace[op] + sum(self.size[t] for t in self.reads[op] + self.makes[op])
-        pairs = self.in_place(self.first_inplace(op))
-        return need - sum(self.size[out] for out, _ in pairs)
-
-    def first_inplace(self, op: int) -> list[tuple[int, int]]:
-        """The in-place pairs that the first run of the op may use: outputs in the arena."""
-        return [pair for pair in self.inplace[op] if not self.outside[pair[0]]]
-
-    def in_place(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """
-        Of the in-place `pairs` of an op, those to use, each tensor once: they save the most bytes.
-
-        Larger outputs first, moving earlier ones to other inputs where they can (outputs that can
-        be matched at once form a transversal matroid, so that greedy is best).
-        """
-        sources: dict[int, list[int]] = {}
-        for out, source in pairs:
-            sources.setdefault(out, []).append(source)
-        user: dict[int, int] = {}  # input → output that takes it over
-
-        def match(out: int, tried: set[int]) -> bool:
-            for source in sources[out]:
-                if source not in tried:
-                    tried.add(source)
-                    if source not in user or match(user[source], tried):
-                        user[source] = out
-                        return True
-            return False
-
-        for out in sorted(sources, key=lambda out: -self.size[out]):
-            match(out, set())
-        return tuple((out, source) for source, out in user.items())
+    # What may run again: one rule, from which everybody takes what they need.
 
     @cached_property
-    def largest_working_set(self) -> tuple[int, int]:
-        """The op whose working set is the largest, and that many bytes: a bound on any arena."""
-        if not self.op_count:
-            return -1, 0
-        op = max(range(self.op_count), key=self.working_set)
-        return op, self.working_set(op)
+    def _overwriters(self) -> dict[int, list[int]]:
+        """By tensor the ops that overwrite it, in program order."""
+        index = {tensor.id: t for t, tensor in enumerate(self.graph.tensors)}
+        found: dict[int, list[int]] = {}
+        for position, op in enumerate(self.graph.ops):
+            for tensor_id in op.mutates:
+                found.setdefault(index[tensor_id], []).append(position)
+        return found
 
+    @cached_property
+    def overwritten(self) -> list[bool]:
+        """Tensors in the arena that an op overwrites: kept to their last use, never made again."""
+        return [
+            t in self._overwriters and not (self.resident[t] or self.outside[t])
+            for t in range(self.tensor_count)
+        ]
 
-def _evictable(
-    graph: Graph, index: dict[int, int], producer: list[int], last_use: list[int]
-) -> list[bool]:
-    """
-    Which tensors may be dropped and recomputed until their last use.
+    def _until(self, op: int, *, arena: bool) -> int:
+        """The first op from `op` on that overwrites what `op` reads (`arena`: there too), or n."""
+        limit = self.op_count if self.graph.ops[op].recomputable else op
+        for t in self.op_inputs[op]:
+            if arena or self.resident[t] or self.outside[t]:
+                later = [p for p in self._overwriters.get(t, ()) if p >= op]
+                limit = min([limit, *later])
+        return limit
 
-    Not evictable: outputs of the step, products of ops that run once, tensors that are overwritten
-    in place, and tensors whose recomputation may read a version that is overwritten before their
-    last use. The last is taken over the whole ancestry, because a recomputed op may need its own
-    inputs recomputed at that later time.
-    """
-    n = len(graph.ops)
-    overwritten: dict[int, list[int]] = {}
-    for position, op in enumerate(graph.ops):
-        for t in op.mutates:
-            overwritten.setdefault(index[t], []).append(position)
-    # deadline[o]: from this position on, op o cannot be repeated as it was.
-    deadline = [n + 1] * n
-    for position, op in enumerate(graph.ops):
-        limit = n + 1
-        for tensor_id in op.inputs:
-            t = index[tensor_id]
-            for mutator in overwritten.get(t, ()):
-                if mutator >= position:
-                    limit = min(limit, mutator)
-                    break
-            if producer[t] >= 0:
-                limit = min(limit, deadline[producer[t]])
-        deadline[position] = limit
-    return [
-        tensor.kind == "activation"
-        and producer[t] >= 0
-        and graph.ops[producer[t]].recomputable
-        and t not in overwritten
-        and deadline[producer[t]] > last_use[t]
-        for t, tensor in enumerate(graph.tensors)
-    ]
+    @cached_property
+    def until(self) -> list[int]:
+        """
+        Per op the last position before which it can run again, at most itself if it runs once.
+
+        Beyond it something that the op reads outside the arena has been overwritten. What is
+        overwritten in the arena can be made again at its old version, so this is all that every
+        schedule has to keep to.
+        """
+        return [self._until(op, arena=False) for op in range(self.op_count)]
+
+    def once(self, op: int) -> bool:
+        """Whether methods run the op once: it must be, or it touches an overwritten tensor."""
+        return self.until[op] <= op or any(
+            self.overwritten[t] for t in self.reads[op] + self.makes[op]
+        )
+
+    @cached_property
+    def evictable(self) -> list[bool]:
+        """
+        Which tensors may be dropped and made again at any time before their last use.
+
+        Not outputs of the step, products of ops that run once, tensors that are overwritten, nor
+        tensors whose recomputation may read a version that is overwritten before their last use.
+        The last is taken over the whole ancestry, because an op that runs again may need its own
+        inputs made again at that later time.
+        """
+        n = self.op_count
+        deadline: list[int] = []
+        for op in range(n):
+            makers = (self.producer[t] for t in self.op_inputs[op])
+            limits = [deadline[maker] for maker in makers if maker >= 0]
+            overwritten = [
+                p for t in self.op_inputs[op] for p in self._overwriters.get(t, ()) if p >= op
+            ]
+            deadline.append(min([n + 1, *limits, *overwritten]))
+        return [
+            tensor.kind == "activation"
+            and (maker := self.producer[t]) >= 0
+            and self.graph.ops[maker].recomputable
+            and t not in self._overwriters
+            and deadline[maker] > self.last_use[t]
+            for t, tensor in enumerate(self.graph.tensors)
+        ]
+
+    @cached_property
+    def repeatable(self) -> list[bool]:
+        """Ops that make something evictable and may run again anywhere after their first run."""
+        return [
+            self._until(op, arena=True) == self.op_count
+            and any(self.evictable[t] for t in self.op_outputs[op])
+            for op in range(self.op_count)
+        ]

@@ -1,108 +1,270 @@
-"""A schedule before it is a plan: which op runs when, on which buffers."""
+"""A schedule before it is a plan: typed events in order, and the buffers they make and read."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+
+from coop_plan.planner.core.arrays import Ints, to_arrays
+from coop_plan.planner.core.lifetimes import (
+    MISSING,
+    OFFLOAD,
+    OUTSIDE,
+    PREFETCH,
+    RUN,
+    WAIT,
+    Blocks,
+    Trace,
+    blocks_of,
+    live_bytes,
+    trace,
+    trace_as_told,
+    units_of,
+)
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.timeline import Timeline
 
-OUTSIDE = -1
-"""Marks a read or a write that does not touch the arena."""
+__all__ = ["OUTSIDE", "Event", "Offload", "PlacedSchedule", "Prefetch", "Run", "Schedule", "Wait"]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Run:
+    """
+    Body `body` runs. `reads` follow its inputs and `writes` its outputs, buffer by buffer.
+
+    `OUTSIDE` stands for resident tensors and outputs outside the arena.
+    """
+
+    body: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A copy of `buffer` to the host begins; the buffer stays until a `Wait` on it."""
+
+    buffer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """A copy of what the host has of buffer `source` begins, into the new buffer `buffer`."""
+
+    buffer: int
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Compute waits for the copy that was last begun on `buffer`."""
+
+    buffer: int
+
+
+Event = Run | Offload | Prefetch | Wait
+
+ORDERS = {"run": RUN, "offload": OFFLOAD, "prefetch": PREFETCH, "wait": WAIT}
+"""What can be asked for in order, and of what: a body to run, and else a tensor."""
+
+
+class NoScheduleError(ValueError):
+    """An order of events that reads, copies or waits for something that is not there."""
+
+
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """
-    Compute events in order, and the buffers they read and write.
+    Events in order, without addresses: kind `do[e]` (see `planner.core.lifetimes`) of `what[e]`.
 
-    Events and buffers are numbered from 0. `reads[e]` and `writes[e]` follow the op's inputs and
-    outputs; `OUTSIDE` stands for resident tensors and outputs outside the arena. Buffer b holds
-    tensor `tensor[b]`, is written by event `first[b]` and ends after event `last[b]`. `shares[b]`
-    is the buffer whose address b takes over in place, or -1. `offset` (bytes) and
-    `workspace_offset` are filled by the method or by placement; None means not placed yet.
+    Everything else follows from that order (`trace`). Events and buffers are numbered from 0.
     """
 
     problem: Problem
-    ops: list[int] = field(default_factory=list)
-    reads: list[tuple[int, ...]] = field(default_factory=list)
-    writes: list[tuple[int, ...]] = field(default_factory=list)
-    tensor: list[int] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    last: list[int] = field(default_factory=list)
-    shares: list[int] = field(default_factory=list)
-    offset: list[int] | None = None
-    workspace_offset: list[int] | None = None
+    do: Ints
+    what: Ints
+    trace: Trace
 
-    def __post_init__(self) -> None:
-        self._current: dict[int, int] = {}
-        self._written_outside: set[int] = set()
-        self.survivors: frozenset[int] = frozenset()
+    @classmethod
+    def of(cls, problem: Problem, bodies: Sequence[int] | Ints) -> "Schedule":
+        """
+        The schedule that runs these bodies in that order, and keeps nothing longer than it is read.
+
+        Raises:
+            NoScheduleError: one of them reads what is not there.
+        """
+        what = np.array(bodies, dtype=np.int64)
+        return cls._of(problem, np.full(what.size, RUN, dtype=np.int64), what)
+
+    @classmethod
+    def of_orders(cls, problem: Problem, orders: Iterable[tuple[str, int]]) -> "Schedule":
+        """
+        The schedule of ("run", body), ("offload", tensor), ("prefetch", tensor), ("wait", tensor).
+
+        A wait is for the last copy of that tensor.
+
+        Raises:
+            NoScheduleError: one of them needs what is not there.
+        """
+        listed = [(ORDERS[do], what) for do, what in orders]
+        table = np.array(listed, dtype=np.int64).reshape(-1, 2)
+        return cls._of(problem, table[:, 0].copy(), table[:, 1].copy())
+
+    @classmethod
+    def as_told(cls, problem: Problem, bodies: Ints, taken: Ints, dropped: Ints) -> "Schedule":
+        """
+        The schedule of a run that has decided what ends when (`planner.core.lifetimes`).
+
+        Raises:
+            NoScheduleError: it read what it had dropped.
+        """
+        do = np.full(bodies.size, RUN, dtype=np.int64)
+        made = trace_as_told(to_arrays(problem), do, bodies, taken, dropped)
+        return cls(problem, do, bodies, _complete(made, do))
+
+    @classmethod
+    def _of(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":
+        return cls(problem, do, what, _complete(trace(to_arrays(problem), do, what), do))
+
+    def __len__(self) -> int:
+        return int(self.do.size)
+
+    @cached_property
+    def bodies(self) -> list[int]:
+        """Per event the body it runs, −1 for a transfer."""
+        found: list[int] = np.where(self.do == RUN, self.what, -1).tolist()
+        return found
+
+    @cached_property
+    def tensor(self) -> list[int]:
+        """Per buffer the tensor that it holds."""
+        found: list[int] = self.trace.tensor.tolist()
+        return found
+
+    @cached_property
+    def first(self) -> list[int]:
+        """Per buffer the event that makes it."""
+        found: list[int] = self.trace.first.tolist()
+        return found
+
+    @cached_property
+    def last(self) -> list[int]:
+        """Per buffer the last event that touches it."""
+        found: list[int] = self.trace.last.tolist()
+        return found
+
+    def reads(self, event: int) -> list[int]:
+        """The buffers that a run reads, input by input; `OUTSIDE` for those not in the arena."""
+        begin, end = self.trace.reads_ptr[event : event + 2]
+        found: list[int] = self.trace.reads[begin:end].tolist()
+        return found
+
+    def events(self) -> Iterator[Event]:
+        """The events."""
+        t = self.trace
+        reads, reads_ptr = t.reads.tolist(), t.reads_ptr.tolist()
+        writes, writes_ptr = t.writes.tolist(), t.writes_ptr.tolist()
+        moved, source = t.moved.tolist(), t.source.tolist()
+        for e, (do, what) in enumerate(zip(self.do.tolist(), self.what.tolist(), strict=True)):
+            if do == RUN:
+                yield Run(
+                    what,
+                    tuple(reads[reads_ptr[e] : reads_ptr[e + 1]]),
+                    tuple(writes[writes_ptr[e] : writes_ptr[e + 1]]),
+                )
+            elif do == OFFLOAD:
+                yield Offload(moved[e])
+            elif do == PREFETCH:
+                yield Prefetch(moved[e], source[e])
+            else:
+                yield Wait(moved[e])
+
+    @cached_property
+    def cost_us(self) -> float:
+        """The makespan, µs; see `planner.core.timeline`."""
+        problem, timeline = self.problem, Timeline(self.problem.device)
+        moved = self.trace.moved.tolist()
+        for e, (do, what) in enumerate(zip(self.do.tolist(), self.what.tolist(), strict=True)):
+            if do == RUN:
+                timeline.compute(problem.bodies[what].cost_us)
+            elif do == WAIT:
+                timeline.wait(moved[e])
+            else:
+                copy = timeline.offload if do == OFFLOAD else timeline.prefetch
+                copy(moved[e], problem.bytes[what])
+        return timeline.end_us
+
+    def live_bytes(self, *, exact: bool = False) -> Ints:
+        """Arena bytes live at each event, workspace included; rounded up unless `exact`."""
+        a = to_arrays(self.problem)
+        sizes = (a.bytes, a.scratch) if exact else (a.size, a.workspace)
+        return live_bytes(self.do, self.what, self.trace, *sizes)
+
+    def live_buffers(self, event: int) -> list[int]:
+        """The buffers that live at an event, whether or not they share an address."""
+        there = (self.trace.first <= event) & (event <= self.trace.last)
+        found: list[int] = np.flatnonzero(there).tolist()
+        return found
+
+    def blocks(self) -> Blocks:
+        """What is placed."""
+        return blocks_of(to_arrays(self.problem), self.do, self.what, self.trace)
+
+    def fits(self, arena_bytes: int) -> bool:
+        """Whether what is live never exceeds an arena; a layout may still need more."""
+        units = units_of(arena_bytes, self.problem.alignment)
+        return int(self.live_bytes().max(initial=0)) <= units
+
+    def place(self, offsets: Ints, blocks: Blocks | None = None) -> "PlacedSchedule":
+        """
+        With offsets (bytes) of its `blocks`, given where they are known.
+
+        Of buffers that share an address in place, the first one's counts.
+        """
+        blocks = blocks or self.blocks()
+        buffers = self.trace.tensor.size
+        offset = offsets[:buffers].copy()
+        for b in np.flatnonzero(self.trace.shares >= 0).tolist():  # a source is an earlier buffer
+            offset[b] = offset[self.trace.shares[b]]
+        workspace = np.zeros(len(self), dtype=np.int64)
+        workspace[blocks.event] = offsets[buffers:]
+        return PlacedSchedule(self, offset, workspace)
+
+
+def _complete(made: Trace, do: Ints) -> Trace:
+    if (made.reads == MISSING).any() or (made.moved[do != RUN] < 0).any():
+        raise NoScheduleError("something is used that is not there")
+    if (made.source[do == PREFETCH] < 0).any():
+        raise NoScheduleError("something is fetched of which the host has no copy")
+    return made
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedSchedule:
+    """A schedule with addresses: offsets in bytes per buffer, and of the workspace per event."""
+
+    schedule: Schedule
+    offset: Ints
+    workspace_offset: Ints
+
+    @property
+    def problem(self) -> Problem:
+        """What is scheduled."""
+        return self.schedule.problem
 
     @property
     def cost_us(self) -> float:
-        """Sum of the costs of all events, in µs."""
-        return sum(self.problem.cost[op] for op in self.ops)
+        """The makespan, µs."""
+        return self.schedule.cost_us
 
-    def holds(self, tensor: int) -> bool:
-        """Whether the tensor has a live buffer now."""
-        return tensor in self._current
-
-    def leaves(self, tensor: int) -> bool:
-        """Whether the next production of the tensor goes outside the arena."""
-        return self.problem.outside[tensor] and tensor not in self._written_outside
-
-    def run(self, op: int, inplace: tuple[tuple[int, int], ...] = ()) -> list[int]:
-        """
-        Append a compute of `op` on the live buffers; returns the buffers made, in output order.
-
-        `inplace` lists (output, input) pairs that share one address: the input's buffer ends here.
-        A materialization that replaces a live one of the same tensor (a sibling output that was
-        still there when its op was recomputed) ends at this event; the older stays.
-        """
-        event = len(self.ops)
-        problem = self.problem
-        self.ops.append(op)
-        reads = tuple(
-            OUTSIDE if problem.resident[t] or t in self._written_outside else self._current[t]
-            for t in problem.op_inputs[op]
-        )
-        self.reads.append(reads)
-        for buffer in reads:
-            if buffer != OUTSIDE:
-                self.last[buffer] = event
-        taken = dict(inplace)
-        made: list[int] = []
-        for t in problem.op_outputs[op]:
-            if self.leaves(t):
-                self._written_outside.add(t)
-                made.append(OUTSIDE)
-                continue
-            source = taken.get(t)
-            buffer = len(self.tensor)
-            self.tensor.append(t)
-            self.first.append(event)
-            self.last.append(event)
-            self.shares.append(-1 if source is None else self._current.pop(source))
-            made.append(buffer)
-            if t not in self._current and t not in self._written_outside:
-                self._current[t] = buffer
-        self.writes.append(tuple(made))
-        return made
-
-    def drop(self, tensor: int, *, at_last_touch: bool = False) -> int:
-        """
-        End the tensor's live buffer after the last event so far; returns the buffer.
-
-        With `at_last_touch` it ends after the last event that wrote or read it, which may be
-        earlier: nobody missed it in between.
-        """
-        buffer = self._current.pop(tensor)
-        if not at_last_touch:
-            self.last[buffer] = len(self.ops) - 1
-        return buffer
-
-    def finish(self) -> None:
-        """Close the schedule: outputs in the arena survive, all else that is live ends."""
-        for buffer in self._current.values():
-            self.last[buffer] = len(self.ops) - 1
-        self.survivors = frozenset(
-            buffer for t, buffer in self._current.items() if self.problem.is_output[t]
-        )
+    @cached_property
+    def arena_bytes(self) -> int:
+        """Exact size of the arena: the highest end of a buffer or a workspace."""
+        a, schedule = to_arrays(self.problem), self.schedule
+        size = a.bytes[schedule.trace.tensor]
+        runs = schedule.do == RUN
+        scratch = a.scratch[schedule.what[runs]]
+        ends = np.where(size > 0, self.offset + size, 0)
+        scratch_ends = np.where(scratch > 0, self.workspace_offset[runs] + scratch, 0)
+        return max(int(ends.max(initial=0)), int(scratch_ends.max(initial=0)))

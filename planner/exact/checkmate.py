@@ -23,26 +23,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.params import DEFAULTS, CheckmateParams
 from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.exact.primal.tape import Tape
 from coop_plan.planner.exact.solver.process import SolverProcess, require
 from coop_plan.planner.method import Request, Solution
 from coop_plan.schemas import InvalidInputError
-
-MAX_VARIABLES = 50_000
-"""More are refused: CBC closes about 10 000 in a minute."""
-
-DEFAULT_SECONDS = 3600.0
-"""Time limit of a request without one, the paper's own."""
-
-SOLVER = "PULP_CBC_CMD"
-
-ALLOWANCES = (0.0, 0.1, 0.2, 0.3)
-"""Shares of the budget that the relaxation is denied, so that rounding may exceed it."""
 
 
 @dataclass
@@ -126,7 +117,7 @@ class CheckmateModel:
         else:
             holds = constraint.valid()
         if not holds:
-            raise DoesNotFitError(self.program.problem.largest_working_set[0])
+            raise DoesNotFitError(largest_working_set(self.program.problem).op)
 
     def _memory(self, t: int) -> None:
         program, r, s = self.program, self.r, self.s
@@ -200,14 +191,17 @@ class CheckmateModel:
         )
 
 
-def solve_checkmate(problem: Problem, request: Request) -> Solution:
+def solve_checkmate(
+    problem: Problem, request: Request, params: CheckmateParams = DEFAULTS.checkmate
+) -> Solution:
     """
     The cheapest schedule of Checkmate's class that the solver finds by the deadline.
 
     Args:
-        problem: of at most `MAX_VARIABLES` variables.
+        problem: of at most `max_variables` variables.
         request: with the switch `integral` off, the relaxation is rounded; `solver` is a name in
             `pulp.listSolvers()`, for instance `GUROBI_CMD`.
+        params: limits, the default solver, and how the relaxation is rounded.
 
     Raises:
         InvalidInputError: too many variables, or a solver that PuLP does not have.
@@ -217,24 +211,25 @@ def solve_checkmate(problem: Problem, request: Request) -> Solution:
     require("pulp")
     program = Program.of(problem)
     count = CheckmateModel.variable_count(program)
-    if count > MAX_VARIABLES:
+    if count > params.max_variables:
         raise InvalidInputError(
             f"checkmate's program has up to {count} variables on this graph, and more than"
-            f" {MAX_VARIABLES} are hopeless: use optimal",
+            f" {params.max_variables} are hopeless: use optimal",
             "/method",
         )
     if request.deadline is None:
-        request = replace(request, deadline=time.monotonic() + DEFAULT_SECONDS)
+        request = replace(request, deadline=time.monotonic() + params.default_seconds)
     assert request.deadline is not None
     integral = "integral" not in request.off
-    solver = request.solver or SOLVER
+    solver = request.solver or params.solver
     with SolverProcess() as process:
-        for allowance in (0.0,) if integral else ALLOWANCES:
+        for allowance in (0.0,) if integral else params.allowances:
             capacity = int(program.capacity(request.arena_bytes) * (1 - allowance))
             schedule = _solve(process, program, capacity, request, integral, solver)
-            if place_or_pack(process, schedule, request.arena_bytes, request.deadline):
-                return Solution(schedule)
-    raise DoesNotFitError(problem.largest_working_set[0])
+            placed = place_or_pack(process, schedule, request.arena_bytes, request.deadline)
+            if placed is not None:
+                return Solution(placed)
+    raise DoesNotFitError(largest_working_set(problem).op)
 
 
 def _solve(
@@ -251,13 +246,14 @@ def _solve(
         known = ", ".join(pulp.listSolvers(onlyAvailable=True))
         raise InvalidInputError(f"PuLP has no solver '{solver}' here: it has {known}", "/solver")
     assert request.deadline is not None
-    blocked = DoesNotFitError(program.problem.largest_working_set[0])
-    if capacity < program.problem.largest_working_set[1]:
+    blocked = DoesNotFitError(largest_working_set(program.problem).op)
+    if capacity < largest_working_set(program.problem).bytes:
         raise blocked
     model = CheckmateModel(program, capacity, pulp, integral)
-    outcome, values = process.solve_pulp(model.lp.toDict(), request.deadline, solver)
-    if outcome is Outcome.INFEASIBLE:
+    answer = process.solve_pulp(model.lp.toDict(), request.deadline, solver)
+    if answer.outcome is Outcome.INFEASIBLE:
         raise blocked
+    values = answer.values
     if values is None:
         raise TimeLimitError("time limit reached before checkmate found any plan")
     chosen = {key for key, s in model.s.items() if _value(s, values) > 0.5}
@@ -271,7 +267,7 @@ def _solve(
             if (t, i) in computed:
                 tape.run(i, t)
         last = t == program.n
-        tape.close(set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1})
+        tape.keep(set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1})
     return tape.schedule()
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.method import Progress, Solution
 
@@ -14,9 +15,6 @@ SOLVER_TOLERANCE = 1e-7
 
 PROOF = 1e-6
 """A plan is optimal when its cost is within this share of the bound."""
-
-WIDE_GAP = 0.12
-"""Gaps above this one are worth a second process for bounds, and longer climbs of coop-offline."""
 
 
 class Incumbent:
@@ -38,7 +36,7 @@ class Incumbent:
     @property
     def cost_us(self) -> float:
         """Cost of the best plan, infinite without one."""
-        return float("inf") if self.solution is None else self.solution.schedule.cost_us
+        return float("inf") if self.solution is None else self.solution.placed.cost_us
 
     @property
     def proved(self) -> bool:
@@ -49,11 +47,6 @@ class Incumbent:
     def gap(self) -> float:
         """Cost over bound, minus one."""
         return self.cost_us / max(self.bound_us, 1e-12) - 1
-
-    @property
-    def wide(self) -> bool:
-        """Whether the gap is so wide that models alone will hardly close it."""
-        return self.gap > WIDE_GAP
 
     def raise_bound(self, bound_us: float) -> None:
         """Take a proved lower bound; a worse one changes nothing."""
@@ -71,10 +64,10 @@ class Incumbent:
         if self._tell is not None:
             self._tell(Progress(f"bound given up: {why}"))
 
-    def offer(self, schedule: Schedule) -> None:
+    def offer(self, placed: PlacedSchedule) -> None:
         """A schedule with addresses within the arena; the cheapest is kept."""
-        if schedule.cost_us < self.cost_us:
-            self.solution = Solution(schedule)
+        if placed.cost_us < self.cost_us:
+            self.solution = Solution(placed)
             self.report()
 
     def report(self, bound_us: float = 0.0) -> None:
@@ -102,9 +95,10 @@ class Incumbent:
             DoesNotFitError: there is no plan.
         """
         if self.solution is None:
-            raise DoesNotFitError(self.problem.largest_working_set[0])
+            raise DoesNotFitError(largest_working_set(self.problem).op)
         return replace(
             self.solution,
             status="optimal" if self.proved else "feasible",
             lower_bound_us=min(self.bound_us, self.cost_us),
+            bound_model="program-order",
         )

@@ -2,90 +2,54 @@
 optimal: the time-point MILP, refined until what is read out of it fits; a proved bound at any time.
 
 coop-offline's plan is the incumbent from the start. Each round solves one model (see
-`planner.exact.model.timepoint`): its bound holds for good, and its solution is read out and placed; where
-it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and the
-model looks closer. Where a model is hard and the gap wide, the time goes to coop-offline and,
-beside it, to relaxations for a better bound (`planner.exact.dual.bounding`). Other hard models get path
-cuts (`planner.exact.model.paths`), and where time does not suffice for one, a dive leads from its
-solution to a plan (`planner.exact.primal.fix_and_refine`). When only placement is in the way, slightly smaller
-logical budgets are tried.
+`planner.exact.model.timepoint`): its bound holds for good, and its solution is read out and placed;
+where it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and
+the model looks closer. Where a model is hard and the gap wide, the time goes to coop-offline and,
+beside it, to relaxations for a better bound (`planner.exact.dual.bounding`). Other hard models get
+path cuts (`planner.exact.model.paths`), and where time does not suffice for one, fix-and-refine
+leads from its solution to a plan (`planner.exact.primal.fix_and_refine`). When only placement is in
+the way, slightly smaller logical budgets are tried.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from coop_plan.planner.core.assemble import arena_bytes
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import Incumbent
-from coop_plan.planner.exact.model.intervals import schedule_intervals
-from coop_plan.planner.exact.model.paths import PathCuts
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.primal.fix_and_refine import Dive
-from coop_plan.planner.exact.primal.follow import Guide
+from coop_plan.planner.exact.params import DEFAULTS, ExactParams
+from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
+from coop_plan.planner.exact.primal.follow import PlanFollower
+from coop_plan.planner.exact.primal.intervals import schedule_intervals
 from coop_plan.planner.exact.primal.packing import Crowded, place_or_pack, place_or_tell
 from coop_plan.planner.exact.primal.readout import Readout
 from coop_plan.planner.exact.refine import Refinement
 from coop_plan.planner.exact.solver.process import SolverProcess, require
-from coop_plan.planner.layout import WORK_PER_SECOND, lay_out
+from coop_plan.planner.layout import WORK_PER_SECOND
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.solve import CoopOffline
 
-DEFAULT_SECONDS = 60.0
-"""Time limit of a request without one."""
 
-PROBE_SECONDS = 10.0
-"""The same, where any schedule will do: one of many budgets tried in search of the smallest."""
+class _OptimalSolve:
+    """One request: what is known so far, and what is tried next."""
 
-SMALL_OPS = 3000
-LONG_SECONDS = 10.0
-HEURISTIC_SHARE = 0.25
-"""coop-offline takes its own time on graphs up to SMALL_OPS when there are more than LONG_SECONDS
-left, and else this share of what is left."""
-
-BLIND_SHARE = 0.25
-"""Share of the time left for finding any plan at all where coop-offline finds none."""
-
-JOINT_OPS = 20
-"""Up to here eviction and layout are decided as one, by CP-SAT, where both in turn fail."""
-
-JOINT_SECONDS = 2.0
-"""How long it may look for a better plan; for any plan at all, as long as there is time."""
-
-SHRINK = (0.995, 0.99, 0.98, 0.96, 0.93)
-"""Logical budgets, as shares of the arena, for plans that are easier to place."""
-
-CLIMB_SHARE = 0.2
-"""Share of the time left for more of coop-offline once a model took all of its own."""
-
-DIVE_SHARE = 0.9
-"""Share of the time left that a dive may take."""
-
-DIVE_SHRINK = (1.0, 0.99, 0.975)
-"""Shares of the arena to dive within, in turn as long as only a layout is missing."""
-
-PLACE_WORK = 1_000_000_000
-"""Effort of `planner.placement.place` for the layout of what it finds, as far as time allows."""
-
-GOOD_GAP = 1e-4
-"""Below this gap smaller logical budgets are not worth trying."""
-
-
-class _Search:
     def __init__(
         self,
         problem: Problem,
         request: Request,
         process: SolverProcess,
         bounding: BoundingProcess,
+        params: ExactParams,
     ) -> None:
         self.request = request
+        self.params = params
         self.process = process
         self.program = Program.of(problem)
-        self.guide = Guide(problem, request)
+        self.follower = PlanFollower(problem, request, params.follow)
         self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
         assert request.deadline is not None
         self.deadline = request.deadline
@@ -98,30 +62,29 @@ class _Search:
 
         The caller may ask for other budgets next, within the same deadline.
         """
+        params = self.params.search
         now = time.monotonic()
-        share = self.deadline - now
-        if share > LONG_SECONDS and self.program.n <= SMALL_OPS:
+        left = self.deadline - now
+        if left > params.long_seconds and self.program.n <= params.small_ops:
             limit = None
         else:
-            limit = now + share * HEURISTIC_SHARE
+            limit = now + left * params.heuristic_share
         self.offline = CoopOffline(self.program.problem, replace(self.request, deadline=limit))
         self.offline.begin()
         self._offer_heuristic()
         if self.incumbent.solution is None:
             now = time.monotonic()
-            self.deadline = now + (self.deadline - now) * BLIND_SHARE
+            self.deadline = now + (self.deadline - now) * params.blind_share
 
     def _offer_heuristic(self) -> None:
         """Offer coop-offline's plan, if it has one."""
         arena = self.request.arena_bytes
         try:
-            schedule = self.offline.solution().schedule
+            placed = self.offline.solution().placed
         except DoesNotFitError:
             return
-        if schedule.offset is None:
-            lay_out(schedule, arena)
-        if arena_bytes(schedule) <= arena:
-            self.incumbent.offer(schedule)
+        if placed.arena_bytes <= arena:
+            self.incumbent.offer(placed)
 
     def finished(self) -> bool:
         """Whether there is nothing left to look for, or no time."""
@@ -141,12 +104,18 @@ class _Search:
         capacity = self.program.capacity(self.request.arena_bytes)
         bounding = None if self.request.any_schedule else self.bounding
         rounds = Refinement(
-            self.program, self.process, bounding, self.incumbent, capacity, self.deadline
+            self.program,
+            self.process,
+            bounding,
+            self.incumbent,
+            capacity,
+            self.deadline,
+            self.params,
         )
-        placed = self._refine(rounds)
+        placed = self._iterate(rounds)
         if rounds.gave_way:
             self._climb(1.0, lambda: self.finished() or self.bounding.ended)
-            placed = self._refine(rounds)
+            placed = self._iterate(rounds)
         if rounds.infeasible:
             return
         if not placed:
@@ -154,27 +123,33 @@ class _Search:
         if rounds.cut_short:
             rounds.tighten()
             rounds.last = True
-            self._refine(rounds)
-        if not self.finished() and self.program.n <= JOINT_OPS:
-            until = self.deadline
-            if self.incumbent.solution is not None:
-                until = min(until, time.monotonic() + JOINT_SECONDS)
-            _, schedule = schedule_intervals(
-                self.process, self.program, capacity, until, joint=True
-            )
-            if schedule is not None:
-                self._use(Readout(schedule, [], []))
+            self._iterate(rounds)
+        if not self.finished() and self.program.n <= self.params.search.joint_ops:
+            self._solve_jointly(capacity)
+
+    def _solve_jointly(self, capacity: int) -> None:
+        """Eviction and layout as one model."""
+        until = self.deadline
+        if self.incumbent.solution is not None:
+            until = min(until, time.monotonic() + self.params.search.joint_seconds)
+        copies = self.params.search.joint_copies
+        _, schedule = schedule_intervals(
+            self.process, self.program, capacity, until, copies=copies, joint=True
+        )
+        if schedule is not None:
+            self._use(Readout(schedule, [], []))
 
     def _shrink(self, rounds: Refinement) -> None:
         """Rounds at smaller capacities until a plan is placed."""
-        for share in SHRINK:
-            if self.incumbent.gap < GOOD_GAP or self.finished():
+        params = self.params.search
+        for share in params.shrink:
+            if self.incumbent.gap < params.good_gap or self.finished():
                 return
             smaller = self._smaller(rounds, int(self.request.arena_bytes * share))
-            if self._refine(smaller):
+            if self._iterate(smaller):
                 return
 
-    def _refine(self, rounds: Refinement) -> bool:
+    def _iterate(self, rounds: Refinement) -> bool:
         """Rounds until done; whether the last plan was placed."""
         while not self.finished():
             readout = rounds.round()
@@ -185,8 +160,8 @@ class _Search:
                 if rounds.cut_short:
                     if not self.climbed:
                         self.climbed = True
-                        self._climb(CLIMB_SHARE, self.finished)
-                    self._dive(rounds)
+                        self._climb(self.params.search.climb_share, self.finished)
+                    self._fix_and_refine(rounds)
                 if not rounds.refine(readout.overflows):
                     return False
             elif not rounds.proves or rounds.cut_short or not rounds.tighten():
@@ -201,42 +176,45 @@ class _Search:
         finally:
             self._offer_heuristic()
 
-    def _dive(self, rounds: Refinement) -> None:
+    def _fix_and_refine(self, rounds: Refinement) -> None:
         """Look for a plan near the last round's solution, and at smaller capacities if need be."""
-        arena = self.request.arena_bytes
+        arena, params = self.request.arena_bytes, self.params.search
         unit = self.program.problem.alignment
-        for share in DIVE_SHRINK:
+        for share in params.fix_arenas:
             if share < 1:
                 rounds = self._smaller(rounds, int(arena * share))
                 if rounds.round() is None:
                     return
             assert rounds.outline is not None
             now = time.monotonic()
-            until = now + (self.deadline - now) * DIVE_SHARE
+            until = now + (self.deadline - now) * params.fix_share
             capacity = min(rounds.capacity, arena // unit * unit)
-            dive = Dive(self.program, self.process, capacity, until, self._place)
-            schedule = dive.run(rounds.outline, self.incumbent.cost_us)
-            if schedule is not None:
-                self.incumbent.offer(schedule)
-            if schedule is not None or not dive.margins:
+            search = FixAndRefine(
+                self.program, self.process, capacity, until, self._place, self.params
+            )
+            placed = search.run(rounds.outline, self.incumbent.cost_us)
+            if placed is not None:
+                self.incumbent.offer(placed)
+            if placed is not None or not search.margins:
                 return
 
     def _smaller(self, rounds: Refinement, arena: int) -> Refinement:
         """The rounds' state within a smaller arena (bytes), where it proves nothing."""
-        return replace(
+        smaller = replace(
             rounds,
             capacity=self.program.capacity(arena),
             proves=False,
-            gap=GOOD_GAP,
             points=list(rounds.points),
             cuts=set(rounds.cuts),
-            paths=PathCuts(list(rounds.paths.paths)),
         )
+        smaller.gap = self.params.search.good_gap
+        smaller.paths.paths = list(rounds.paths.paths)
+        return smaller
 
-    def _place(self, schedule: Schedule) -> Crowded | None:
-        """Give a schedule its offsets within the arena, or say where that fails."""
+    def _place(self, schedule: Schedule) -> PlacedSchedule | Crowded:
+        """A schedule with offsets within the arena, or where that fails."""
         left = max(0.0, self.deadline - time.monotonic())
-        work = min(PLACE_WORK, int(left * WORK_PER_SECOND))
+        work = min(self.params.search.place_work, int(left * WORK_PER_SECOND))
         return place_or_tell(schedule, self.request.arena_bytes, work)
 
     def _use(self, readout: Readout) -> bool:
@@ -245,18 +223,20 @@ class _Search:
         if schedule.cost_us >= self.incumbent.cost_us:
             return True
         arena = self.request.arena_bytes
-        if not readout.overflows and place_or_pack(self.process, schedule, arena, self.deadline):
-            self.incumbent.offer(schedule)
-            return True
-        followed = self.guide.follow(schedule, self.incumbent.cost_us)
+        if not readout.overflows:
+            placed = place_or_pack(self.process, schedule, arena, self.deadline)
+            if placed is not None:
+                self.incumbent.offer(placed)
+                return True
+        followed = self.follower.follow(schedule, self.incumbent.cost_us)
         if followed is not None:
             self.incumbent.offer(followed)
         return False
 
 
-def solve_optimal(problem: Problem, request: Request) -> Solution:
+def solve_optimal(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
     """
-    The cheapest schedule found until the deadline (or for `DEFAULT_SECONDS`), with its bound.
+    The cheapest schedule found until the deadline, or else in the default time, with its bound.
 
     An interruption (SIGINT) ends the search early; without any plan it goes on as what it is.
 
@@ -265,15 +245,16 @@ def solve_optimal(problem: Problem, request: Request) -> Solution:
     """
     require("ortools")
     if request.deadline is None:
-        seconds = PROBE_SECONDS if request.any_schedule else DEFAULT_SECONDS
+        times = params.search
+        seconds = times.probe_seconds if request.any_schedule else times.default_seconds
         request = replace(request, deadline=time.monotonic() + seconds)
-    with SolverProcess() as process, BoundingProcess() as bounding:
-        search = _Search(problem, request, process, bounding)
+    with SolverProcess(params.solver) as process, BoundingProcess(params) as bounding:
+        solve = _OptimalSolve(problem, request, process, bounding, params)
         try:
-            if not search.finished():
-                search.run()
-                search.finish()
+            if not solve.finished():
+                solve.run()
+                solve.finish()
         except KeyboardInterrupt:  # whoever has seen enough gets the best so far
-            if search.incumbent.solution is None:
+            if solve.incumbent.solution is None:
                 raise
-    return search.incumbent.answer()
+    return solve.incumbent.answer()

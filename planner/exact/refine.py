@@ -11,7 +11,8 @@ from coop_plan.planner.exact.model.paths import PathCuts
 from coop_plan.planner.exact.model.points import initial_points, segment, worst_of_groups
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, TimePointModel
-from coop_plan.planner.exact.primal.lns import polish
+from coop_plan.planner.exact.params import DEFAULTS, ExactParams
+from coop_plan.planner.exact.primal.lns import improve_by_lns
 from coop_plan.planner.exact.primal.readout import (
     Outline,
     Overflow,
@@ -19,33 +20,8 @@ from coop_plan.planner.exact.primal.readout import (
     UnreadableError,
     read_out,
 )
-from coop_plan.planner.exact.solver.process import News, SolverProcess
-
-FIRST_GAP = 5e-4
-"""Share of the base cost to which models are solved until a solution fits."""
-
-FIRST_POINTS = 3
-"""Time points to begin with: often these are enough."""
-
-POINTS_AT_ONCE = 4
-"""Time points, or else cuts, that a round adds where a solution overflows a little."""
-
-LARGE_EXCESS = 1.0
-MOST_POINTS = 12
-"""From so large an excess on, in capacities, there is one in each segment, up to so many."""
-
-EASY_SHARE, EASY_SECONDS = 0.05, 1.0
-"""Share of the time left, and s, within which a model may be solved as it is."""
-
-ALONE_SHARE = 0.3
-"""Share of the time left for bounds in the background where there is one processor only."""
-
-SHARES = 0.12, 0.12, 0.05
-"""Shares of the time left where it was not: for path cuts, for the solve after that, and for
-improving the solution if that ran out of time. The rest is for dives and closer looks."""
-
-LAST_SHARES = 0.25, 0.9, 0.5
-"""The same once nothing else is left to do."""
+from coop_plan.planner.exact.solver.jobs import News
+from coop_plan.planner.exact.solver.process import SolverProcess
 
 NOTHING = Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
 """What is known of a model that was given up."""
@@ -66,8 +42,8 @@ class Refinement:
     incumbent: Incumbent
     capacity: int
     deadline: float
+    params: ExactParams = DEFAULTS
     proves: bool = True
-    gap: float = FIRST_GAP
     points: list[int] = field(default_factory=list)
     cuts: set[tuple[int, int]] = field(default_factory=set)
     infeasible: bool = False
@@ -84,16 +60,23 @@ class Refinement:
     """Whether rounds may take all the time."""
     outline: Outline | None = None
     """What the last readout was made of; none if the last model had no solution in its time."""
-    paths: PathCuts = field(default_factory=PathCuts)
+    gap: float = field(init=False)
+    """Share of the base cost to which models are solved."""
+    paths: PathCuts = field(init=False)
 
     def __post_init__(self) -> None:
+        self.gap = self.params.refinement.first_gap
+        self.paths = PathCuts(self.params.path_cuts)
         if not self.points:
-            self.points = initial_points(self.program, self.capacity, FIRST_POINTS)
+            count = self.params.refinement.first_points
+            self.points = initial_points(self.program, self.capacity, count)
 
     def round(self) -> Readout | None:
         """Solve once; None when there is no solution to read, for want of time or because of it."""
         while True:
-            model = TimePointModel(self.program, self.capacity, self.points, self.cuts)
+            model = TimePointModel(
+                self.program, self.capacity, self.points, self.cuts, self.params.model
+            )
             answer = self._solve(model)
             if answer.values is None:
                 self.outline = None
@@ -109,20 +92,22 @@ class Refinement:
     def _solve(self, model: TimePointModel) -> Answer:
         now = time.monotonic()
         left = self.deadline - now
-        cuts_share, round_share, polish_share = LAST_SHARES if self.last else SHARES
+        params = self.params.refinement
+        shares = params.last_shares if self.last else params.shares
         if not (self.hard and self.far):
-            easy = now + max(left * EASY_SHARE, EASY_SECONDS)
+            easy = now + max(left * params.easy_share, params.easy_seconds)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
             if self.hard and self._gives_way():
                 return NOTHING
         if self.hard:
-            bound = self.paths.strengthen(self.process.relax, model, now + left * cuts_share)
+            bound = self.paths.strengthen(self.process.relax, model, now + left * shares.cuts)
             self._prove(bound * model.cost_unit)
             if self._gives_way():
                 return NOTHING
             now = time.monotonic()
-            until = now + max((self.deadline - now) * round_share, min(5.0, self.deadline - now))
+            left = self.deadline - now
+            until = now + max(left * shares.solve, min(params.least_seconds, left))
             answer = self._attempt(model, until)
         if answer.outcome is Outcome.INFEASIBLE:
             self.infeasible = self.proves
@@ -131,8 +116,8 @@ class Refinement:
         self.cut_short = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.cut_short and answer.values is not None:
             now = time.monotonic()
-            until = now + (self.deadline - now) * polish_share
-            answer = polish(self.process, model, answer, until)
+            until = now + (self.deadline - now) * shares.lns
+            answer = improve_by_lns(self.process, model, answer, until, self.params.lns)
         return answer
 
     def _gives_way(self) -> bool:
@@ -143,15 +128,16 @@ class Refinement:
         processor only, bounds come before whatever is done meanwhile. As long as nothing is proved,
         the gap says nothing.
         """
-        bounding, incumbent = self.bounding, self.incumbent
+        bounding, incumbent, params = self.bounding, self.incumbent, self.params.refinement
         if bounding is None or self.gave_way or not self.proves:
             return False
-        if not incumbent.wide or incumbent.bound_us <= incumbent.problem.base_cost_us:
+        known = incumbent.bound_us > incumbent.problem.base_cost_us
+        if not known or incumbent.gap <= params.wide_gap:
             return False
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if processors() == 1:
             now = time.monotonic()
-            until = now + (self.deadline - now) * ALONE_SHARE
+            until = now + (self.deadline - now) * params.alone_share
             while bounding.running and time.monotonic() < until:
                 self._prove(bounding.proved(until))
             bounding.kill()
@@ -176,13 +162,15 @@ class Refinement:
 
     def refine(self, overflows: list[Overflow]) -> bool:
         """Look closer where the last readout overflowed; false when nothing is left to add."""
+        params = self.params.refinement
         points, cuts = set(self.points), set(self.cuts)
         first = [overflow for overflow in overflows if overflow.position == overflow.op]
-        self.far = any(o.excess > LARGE_EXCESS * self.capacity for o in first)
+        self.far = any(o.excess > params.large_excess * self.capacity for o in first)
         if self.far:
             looked_at = self._one_per_segment(first)
         else:
-            looked_at = worst_of_groups(first or overflows, POINTS_AT_ONCE, key=lambda o: o.excess)
+            among, count = first or overflows, params.points_at_once
+            looked_at = worst_of_groups(among, count, key=lambda o: o.excess)
         for overflow in looked_at:
             position, op = overflow.position, overflow.op
             if position == op or (position, op) in cuts:
@@ -204,7 +192,7 @@ class Refinement:
         new = [overflow for overflow in first if overflow.position not in self.points]
         segments = groupby(new, key=lambda o: segment(self.points, o.position))
         chosen = [max(group, key=fullness) for _, group in segments]
-        return sorted(chosen, key=lambda o: -o.excess)[:MOST_POINTS]
+        return sorted(chosen, key=lambda o: -o.excess)[: self.params.refinement.most_points]
 
     def tighten(self) -> bool:
         """Ask for a proof from the next round on; false when it was asked for already."""

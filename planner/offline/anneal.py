@@ -16,96 +16,79 @@ import numpy as np
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
 from coop_plan.planner.core.blocks import repetitions
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.offline.portfolio import Candidate, Portfolio
 from coop_plan.planner.offline.run import Settings
-from coop_plan.planner.offline.search import ALPHAS, Candidate, Search
-
-TEMPERATURE = 1e-3
-"""By how much a run may be worse and taken on average, at the beginning: share of the base cost."""
-
-STEEP = 5.0
-"""What an arena that is too small by a factor e costs at least, in base costs."""
-
-STEEPER = 1.3
-"""Factor on that while nothing fits."""
-
-LAYOUT_SHARE = 0.3
-"""Share of the time for layouts that the greedy placements do not find."""
-
-LOOSER, TIGHTER = 1.005, 1.001
-"""Factors on the estimate of what a layout needs above the live peak."""
-
-IDLE = 200
-"""Runs without one whose layout was tried, after which more must fit or less is asked of memory."""
-
-WORTH_PLACING = 1e-4
-"""Share of the incumbent's cost that a run must save before its layout is tried."""
 
 
 class Annealing:
     """
-    Improves a search's incumbent until a deadline (a `time.monotonic` value, s).
+    Improves a portfolio's incumbent until a deadline (a `time.monotonic` value, s).
 
     `kinds` is what `alike` returns.
     """
 
-    def __init__(self, search: Search, kinds: Ints, deadline: float) -> None:
-        self.search = search
+    def __init__(self, portfolio: Portfolio, kinds: Ints, deadline: float) -> None:
+        self.portfolio = portfolio
+        self.params = portfolio.params.annealing
         self.begin, self.deadline = time.monotonic(), deadline
-        self.random = np.random.default_rng(search.request.seed)
+        self.random = np.random.default_rng(portfolio.request.seed)
         self.kinds = kinds
-        self.where = np.append(search.arrays.uses, search.problem.op_count)
+        self.where = np.append(portfolio.arrays.uses, portfolio.problem.op_count)
         self.over = 1.0  # layout over live peak, as it turned out
-        self.steep = STEEP
+        self.steep = self.params.steep
         self.idle = 0
         self.layouts = 0.0  # seconds
 
     def run(self, enough: Callable[[], bool]) -> None:
         """Steps from the incumbent until the deadline or `enough`."""
-        search, here = self.search, self.search.best.found
+        params, portfolio, here = self.params, self.portfolio, self.portfolio.best.found
         assert here is not None
+        base_cost = portfolio.problem.base_cost_us
         step = 0
         while (now := time.monotonic()) < self.deadline:
-            heat = ((self.deadline - now) / (self.deadline - self.begin)) ** 2
-            worse = heat * TEMPERATURE * search.problem.base_cost_us * self.random.exponential()
+            heat = ((self.deadline - now) / (self.deadline - self.begin)) ** params.cooling
+            worse = heat * params.temperature * base_cost * self.random.exponential()
             found = self._neighbour(here, self._value(here) + worse)
             if found is not None:
                 here = found
-            if step % 64 == 0:
+            if step % params.check_steps == 0:
                 if enough():
                     return
-                search.report(None)
+                portfolio.report(None)
             step += 1
 
     def _value(self, found: Candidate) -> float:
-        excess = np.log(found.peak * self.over / self.search.request.arena_bytes)
+        excess = np.log(found.peak * self.over / self.portfolio.request.arena_bytes)
         return float(
-            found.cost_us + self.steep * self.search.problem.base_cost_us * max(0.0, excess)
+            found.cost_us + self.steep * self.portfolio.problem.base_cost_us * max(0.0, excess)
         )
 
     def _neighbour(self, here: Candidate, limit: float) -> Candidate | None:
         """Perturb a run and offer what comes of it; None where that fails or is over the limit."""
-        search, random = self.search, self.random
+        params, portfolio, random = self.params, self.portfolio, self.random
         settings, budget = self._perturbed(here.settings), here.budget
-        if random.random() < 0.7:
-            budget = int(budget * np.exp(random.normal(0.0, 0.01)))
-        found = search.simulate(budget, settings, limit)
+        if random.random() < params.budget_chance:
+            spread = portfolio.params.perturbation.budget_spread
+            budget = int(budget * np.exp(random.normal(0.0, spread)))
+        found = portfolio.candidate(budget, settings, limit)
         if found is None:
             self._idle(here)
             return None
-        worthy = found.cost_us < search.best.cost_us * (1 - WORTH_PLACING)
-        if worthy and found.peak * self.over <= search.request.arena_bytes:
+        worthy = found.cost_us < portfolio.best.cost_us * (1 - params.worth_placing)
+        if worthy and found.peak * self.over <= portfolio.request.arena_bytes:
             self.idle = 0
-            self.steep = max(STEEP, self.steep / STEEPER)
-            before = search.best.found
-            search.offer(found)
+            self.steep = max(params.steep, self.steep / params.steeper)
+            before = portfolio.best.found
+            portfolio.offer(found)
             now = time.monotonic()
-            if search.best.found is before and self.layouts < LAYOUT_SHARE * (now - self.begin):
-                search.place_the_unplaced(1)
+            spare = params.layout_share * (now - self.begin) - self.layouts
+            if portfolio.best.found is before and spare > 0:
+                portfolio.place_the_unplaced(1)
                 self.layouts += time.monotonic() - now
-            if search.best.found is before:
-                self.over *= TIGHTER
+            if portfolio.best.found is before:
+                self.over *= params.tighter
             else:
-                self.over = max(1.0, self.over / LOOSER)
+                self.over = max(1.0, self.over / params.looser)
         else:
             self._idle(here)
         return found if self._value(found) < limit else None
@@ -113,29 +96,32 @@ class Annealing:
     def _idle(self, here: Candidate) -> None:
         """Note a run that was not worth a layout; after some of them, judge them otherwise."""
         self.idle += 1
-        if self.idle > IDLE:
+        if self.idle > self.params.idle_steps:
             self.idle = 0
-            if here.peak * self.over > self.search.request.arena_bytes:
-                self.steep *= STEEPER
+            if here.peak * self.over > self.portfolio.request.arena_bytes:
+                self.steep *= self.params.steeper
             else:
-                self.over = max(1.0, self.over / TIGHTER)
+                self.over = max(1.0, self.over / self.params.tighter)
 
     def _perturbed(self, base: Settings) -> Settings:
-        random = self.random
-        kind = self.kinds if random.random() < 0.5 else np.arange(self.kinds.size)
+        random, params, perturbation = self.random, self.params, self.portfolio.params.perturbation
+        kind = self.kinds if random.random() < params.alike_chance else np.arange(self.kinds.size)
         kinds = int(kind.max()) + 1
-        if random.random() < 0.2:
-            touched = np.isin(kind, random.choice(kinds, random.integers(1, 8)))
+        if random.random() < params.few_chance:
+            touched = np.isin(kind, random.choice(kinds, random.integers(1, params.few + 1)))
         else:
-            touched = (random.random(kinds) < random.choice([0.02, 0.1, 0.5]))[kind]
-        if random.random() < 0.5:
-            n = self.search.problem.op_count
-            width = random.integers(n // 50 + 1, n // 3 + 2)
+            touched = (random.random(kinds) < random.choice(perturbation.touched))[kind]
+        if random.random() < params.stretch_chance:
+            n = self.portfolio.problem.op_count
+            shortest, longest = params.stretch_divisors
+            width = random.integers(n // shortest + 1, n // longest + 2)
             low = random.integers(-width, n)
             touched &= (self.where >= low) & (self.where < low + width)
-        factor = np.exp(random.normal(0.0, random.choice([0.1, 0.3, 1.0]), kinds))[kind]
+        factor = np.exp(random.normal(0.0, random.choice(perturbation.spreads), kinds))[kind]
         weight: Floats = np.where(touched, base.weight * factor, base.weight)
-        alpha = float(random.choice(ALPHAS)) if random.random() < 0.05 else base.alpha
+        alpha = base.alpha
+        if random.random() < params.exponent_chance:
+            alpha = float(random.choice(perturbation.exponents))
         return Settings(base.price, weight, alpha, base.cap)
 
 

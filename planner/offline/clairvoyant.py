@@ -18,21 +18,25 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.compiled import inlined, njit
+from coop_plan.planner.offline.closures import (
+    announce,
+    banish,
+    changed,
+    closure_cost,
+    mark_relatives,
+    next_demand,
+)
 from coop_plan.planner.offline.state import (
     CHANGED,
     CHANGED_COUNT,
     CLOSURE,
     CURSOR,
     DIRTY,
-    DROP_EVENT,
-    DROPPED,
-    DROPS,
     DUE,
     EVENT_BYTES,
     EVENT_OP,
     EVENTS,
     EVICTABLE,
-    INPLACE_EVENT,
     INPLACE_OUT,
     INPLACE_SOURCE,
     LARGE,
@@ -40,13 +44,11 @@ from coop_plan.planner.offline.state import (
     LISTED,
     LIVE,
     MADE,
-    MARK,
     MERIT,
     NEVER,
     ORDER,
     PINS,
     PLACE,
-    POOL,
     POOL_COUNT,
     POOL_UNTIL,
     RETAINED,
@@ -59,27 +61,18 @@ from coop_plan.planner.offline.state import (
     STORED,
     USED,
     WRITES,
-    State,
+    ClairvoyantState,
 )
-
-CLOSURE_OPS = 64
-"""Ops after which the estimate of a closure's cost stops growing."""
-
-POOL_FROM = 512
-"""Live tensors from which on a look at all of them is kept for several evictions."""
-
-POOL_OPS = 64
-"""Program positions after which a pool is too old."""
 
 
 @njit
-def simulate(a: Arrays, s: State, cost_limit: float) -> tuple[int, float]:
+def run_clairvoyant(a: Arrays, s: ClairvoyantState, cost_limit: float) -> tuple[int, float]:
     """
     One run; returns (failed op or -1, cost in µs).
 
     A run that outgrows its record or costs more than `cost_limit` (µs) stops as failed.
     """
-    n = a.cost.size
+    n = a.ops
     cost = 0.0
     for position in range(n):
         ops = _order(a, s, position)
@@ -88,11 +81,10 @@ def simulate(a: Arrays, s: State, cost_limit: float) -> tuple[int, float]:
             cost += a.cost[op]
             if s.counts[EVENTS] >= s.event.shape[1] or cost > cost_limit:
                 return position, cost
-            first_write = s.counts[WRITES]
             need = _choose_inplace(a, s, op, position)
             if not _make_room(a, s, need, position):
                 return position, cost
-            _run(a, s, op, need, first_write, position)
+            _run(a, s, op, need, position)
             _release(a, s, op, position, step == ops - 1)
         if s.counts[RETAINED_COUNT] > 0:
             _release_retained(a, s, position)
@@ -100,7 +92,7 @@ def simulate(a: Arrays, s: State, cost_limit: float) -> tuple[int, float]:
 
 
 @inlined
-def _order(a: Arrays, s: State, goal: int) -> int:
+def _order(a: Arrays, s: ClairvoyantState, goal: int) -> int:
     """List the ops to run for `goal`, itself last, with their inputs pinned; returns how many."""
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
@@ -131,13 +123,13 @@ def _order(a: Arrays, s: State, goal: int) -> int:
 
 
 @inlined
-def _choose_inplace(a: Arrays, s: State, op: int, position: int) -> int:
+def _choose_inplace(a: Arrays, s: ClairvoyantState, op: int, position: int) -> int:
     """
-    Record the in-place writes of `op`; returns the bytes it needs beside its inputs.
+    List the in-place writes of `op`; returns the bytes it needs beside its inputs.
 
     An input may be overwritten if it ends here and nothing evicted will want it.
     """
-    first = s.counts[WRITES]
+    s.counts[WRITES] = 0
     need = int(a.workspace[op])
     for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
         t = a.makes[k]
@@ -151,36 +143,35 @@ def _choose_inplace(a: Arrays, s: State, op: int, position: int) -> int:
             and a.last_use[source] <= position
             and s.tensor[PINS, source] == 1
             and s.tensor[EVICTABLE, source] == 1
-            and _demand(a, s, source, position) == NEVER
+            and next_demand(a, s, source, position) == NEVER
         ):
             free = True
-            for j in range(first, s.counts[WRITES]):
-                if s.write[INPLACE_OUT, j] == out or s.write[INPLACE_SOURCE, j] == source:
+            for j in range(s.counts[WRITES]):
+                if s.pair[INPLACE_OUT, j] == out or s.pair[INPLACE_SOURCE, j] == source:
                     free = False
             if free:
-                s.write[INPLACE_EVENT, s.counts[WRITES]] = s.counts[EVENTS]
-                s.write[INPLACE_OUT, s.counts[WRITES]] = out
-                s.write[INPLACE_SOURCE, s.counts[WRITES]] = source
+                s.pair[INPLACE_OUT, s.counts[WRITES]] = out
+                s.pair[INPLACE_SOURCE, s.counts[WRITES]] = source
                 s.counts[WRITES] += 1
                 need -= a.size[out]
     return need
 
 
 @inlined
-def _make_room(a: Arrays, s: State, need: int, position: int) -> bool:
+def _make_room(a: Arrays, s: ClairvoyantState, need: int, position: int) -> bool:
     """Evict until `need` bytes are free; False when nothing more can be evicted."""
     while s.counts[USED] + need > s.budget:
         victim = _victim(a, s, s.counts[USED] + need - s.budget, position)
         if victim < 0:
             return False
         _drop(a, s, victim)
-        _announce(a, s, victim, position)
-        _soil(a, s, victim, position)
+        announce(a, s, victim, position)
+        mark_relatives(a, s, victim, position)
     return True
 
 
 @inlined
-def _victim(a: Arrays, s: State, short: int, position: int) -> int:
+def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
     """The tensor of least score: of the pool and what changed since, of all large ones, of all."""
     best_score = np.inf
     best = -1
@@ -196,10 +187,10 @@ def _victim(a: Arrays, s: State, short: int, position: int) -> int:
                 s.tensor[LISTED, s.tensor[CHANGED, i]] = 0
             s.counts[CHANGED_COUNT] = 0
             s.counts[POOL_COUNT] = 0
-            s.counts[POOL_UNTIL] = position + POOL_OPS
+            s.counts[POOL_UNTIL] = position + s.pool_ops
         else:
             row, length = SMALL, s.counts[SMALL_COUNT]
-        pooling = attempt == 1 and length > POOL_FROM
+        pooling = attempt == 1 and length > s.pool_from
         for i in range(length + extra):
             if attempt > 0:
                 t = s.tensor[row, i]
@@ -222,23 +213,23 @@ def _victim(a: Arrays, s: State, short: int, position: int) -> int:
 
 
 @inlined
-def _keep(s: State, t: int, score: float) -> float:
+def _keep(s: ClairvoyantState, t: int, score: float) -> float:
     """Sort `t` into the pool; returns the score above which the pool takes no more."""
-    at = min(s.counts[POOL_COUNT], POOL - 1)
+    at = min(s.counts[POOL_COUNT], s.pool.size - 1)
     while at > 0 and s.pool_score[at - 1] > score:
         s.pool_score[at] = s.pool_score[at - 1]
         s.pool[at] = s.pool[at - 1]
         at -= 1
     s.pool_score[at] = score
     s.pool[at] = t
-    s.counts[POOL_COUNT] = min(s.counts[POOL_COUNT] + 1, POOL)
-    if s.counts[POOL_COUNT] < POOL:
+    s.counts[POOL_COUNT] = min(s.counts[POOL_COUNT] + 1, s.pool.size)
+    if s.counts[POOL_COUNT] < s.pool.size:
         return np.inf
-    return float(s.pool_score[POOL - 1])
+    return float(s.pool_score[s.pool.size - 1])
 
 
 @inlined
-def _score(a: Arrays, s: State, t: int, short: int, position: int) -> float:
+def _score(a: Arrays, s: ClairvoyantState, t: int, short: int, position: int) -> float:
     """Closure cost x weight / (bytes x distance^alpha), for `short` bytes to be freed."""
     if s.tensor[DIRTY, t] == 1:
         s.tensor[DIRTY, t] = 0
@@ -246,14 +237,14 @@ def _score(a: Arrays, s: State, t: int, short: int, position: int) -> float:
         while slot < a.uses_ptr[t + 1] and a.uses[slot] <= position:
             slot += 1
         s.tensor[SLOT, t] = slot
-        due = _demand(a, s, t, position)
+        due = next_demand(a, s, t, position)
         if slot < a.uses_ptr[t + 1]:
             due = min(due, a.uses[slot])
         s.tensor[DUE, t] = due
-        s.value[CLOSURE, t] = _closure(a, s, t) * s.weight[slot]
+        s.value[CLOSURE, t] = closure_cost(a, s, t) * s.weight[slot]
         s.value[MERIT, t] = s.value[CLOSURE, t] / a.size[t]
-    n = a.cost.size
-    distance = s.price[min(s.tensor[DUE, t], n)] - s.price[position] + 1e-9
+    n = a.ops
+    distance = s.price[min(s.tensor[DUE, t], n)] - s.price[position] + s.least_distance
     if s.alpha == 0.5:
         distance = np.sqrt(distance)
     elif s.alpha == 0.25:
@@ -266,18 +257,15 @@ def _score(a: Arrays, s: State, t: int, short: int, position: int) -> float:
 
 
 @inlined
-def _drop(a: Arrays, s: State, t: int) -> None:
-    """End live tensor `t` after the last event so far."""
+def _drop(a: Arrays, s: ClairvoyantState, t: int) -> None:
+    """End live tensor `t`."""
     _take_off(a, s, t)
     s.tensor[LIVE, t] = 0
     s.counts[USED] -= a.size[t]
-    s.drop[DROPPED, s.counts[DROPS]] = t
-    s.drop[DROP_EVENT, s.counts[DROPS]] = s.counts[EVENTS] - 1
-    s.counts[DROPS] += 1
 
 
 @inlined
-def _take_off(a: Arrays, s: State, t: int) -> None:
+def _take_off(a: Arrays, s: ClairvoyantState, t: int) -> None:
     """Take `t` off its list of live tensors."""
     place = s.tensor[PLACE, t]
     if place < 0:
@@ -291,18 +279,18 @@ def _take_off(a: Arrays, s: State, t: int) -> None:
 
 
 @inlined
-def _run(a: Arrays, s: State, op: int, need: int, first_write: int, position: int) -> None:
+def _run(a: Arrays, s: ClairvoyantState, op: int, need: int, position: int) -> None:
     """Record the event, end what is overwritten, bring the outputs to life, unpin the inputs."""
     s.event[EVENT_OP, s.counts[EVENTS]] = op
     s.event[EVENT_BYTES, s.counts[EVENTS]] = s.counts[USED] + need
     s.counts[EVENTS] += 1
-    for j in range(first_write, s.counts[WRITES]):
-        source = s.write[INPLACE_SOURCE, j]
+    for j in range(s.counts[WRITES]):
+        source = s.pair[INPLACE_SOURCE, j]
         _take_off(a, s, source)
         s.tensor[LIVE, source] = 0
         s.tensor[STORED, source] = NEVER
         s.counts[USED] -= a.size[source]
-        _soil(a, s, source, position)
+        mark_relatives(a, s, source, position)
     for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
         t = a.makes[k]
         if s.tensor[LIVE, t] == 0 and a.outside[t] == 0:
@@ -313,27 +301,17 @@ def _run(a: Arrays, s: State, op: int, need: int, first_write: int, position: in
                 s.tensor[row, s.counts[count]] = t
                 s.tensor[PLACE, t] = s.counts[count]
                 s.counts[count] += 1
-            _changed(s, t)
+            changed(s, t)
             if s.tensor[MADE, t] == 1:
-                _soil(a, s, t, position)
+                mark_relatives(a, s, t, position)
         s.tensor[MADE, t] = 1
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         s.tensor[PINS, a.reads[k]] -= 1
-        _changed(s, a.reads[k])
+        changed(s, a.reads[k])
 
 
 @inlined
-def _changed(s: State, t: int) -> None:
-    """The closure or the next use of `t` may not be what they were."""
-    s.tensor[DIRTY, t] = 1
-    if s.tensor[LISTED, t] == 0 and s.counts[POOL_COUNT] > 0:
-        s.tensor[LISTED, t] = 1
-        s.tensor[CHANGED, s.counts[CHANGED_COUNT]] = t
-        s.counts[CHANGED_COUNT] += 1
-
-
-@inlined
-def _release(a: Arrays, s: State, op: int, position: int, is_goal: bool) -> None:
+def _release(a: Arrays, s: ClairvoyantState, op: int, position: int, is_goal: bool) -> None:
     """Let go of what `op` touched and nothing will read."""
     reads = a.reads_ptr[op + 1] - a.reads_ptr[op]
     makes = a.makes_ptr[op + 1] - a.makes_ptr[op]
@@ -348,162 +326,19 @@ def _release(a: Arrays, s: State, op: int, position: int, is_goal: bool) -> None
             continue
         if not is_goal and a.last_use[t] == position:
             continue  # this position's own op has still to read it
-        if _demand(a, s, t, position) < NEVER or a.size[t] == 0:
+        if next_demand(a, s, t, position) < NEVER or a.size[t] == 0:
             continue  # an evicted tensor will be made from it
         _drop(a, s, t)
         s.tensor[STORED, t] = NEVER
 
 
 @inlined
-def _release_retained(a: Arrays, s: State, position: int) -> None:
+def _release_retained(a: Arrays, s: ClairvoyantState, position: int) -> None:
     """Let go of tensors that cannot be recomputed once no evicted one needs them."""
     for t in range(a.size.size):
         if s.tensor[RETAINED, t] == 0 or s.tensor[LIVE, t] == 0 or s.tensor[PINS, t] > 0:
             continue
-        if _banish(a, s, t, position):
+        if banish(a, s, t, position):
             s.tensor[RETAINED, t] = 0
             s.counts[RETAINED_COUNT] -= 1
             _drop(a, s, t)
-
-
-@inlined
-def _demand(a: Arrays, s: State, t: int, position: int) -> int:
-    """First position at which an evicted tensor made from `t` is to be there again."""
-    found = NEVER
-    for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
-        op = a.uses[k]
-        if op > position:
-            break
-        for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
-            child = a.makes[j]
-            if (
-                s.tensor[LIVE, child] == 0
-                and s.tensor[MADE, child] == 1
-                and a.outside[child] == 0
-                and position < s.tensor[STORED, child] < found
-            ):
-                found = s.tensor[STORED, child]
-    return found
-
-
-@inlined
-def _announce(a: Arrays, s: State, t: int, position: int) -> None:
-    """Tensor `t` is gone until its next use: gone tensors it is made from are needed by then."""
-    due = s.tensor[DUE, t]
-    s.tensor[STORED, t] = due
-    depth = 0
-    s.stack[0] = t
-    while depth >= 0:
-        p = a.producer[s.stack[depth]]
-        depth -= 1
-        for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
-            source = a.reads[k]
-            known = s.tensor[STORED, source]
-            if s.tensor[LIVE, source] == 0 and (due < known or known <= position):
-                s.tensor[STORED, source] = due
-                depth += 1
-                s.stack[depth] = source
-
-
-@inlined
-def _soil(a: Arrays, s: State, t: int, position: int) -> None:
-    """
-    Tensor `t` came or went: mark live tensors whose closure or next use may have changed.
-
-    Those are its descendants and its ancestors, through tensors that are gone.
-    """
-    for down in range(2):
-        s.counts[STAMP] += 1
-        here = s.counts[STAMP]
-        depth = 0
-        s.stack[0] = t
-        s.tensor[MARK, t] = here
-        while depth >= 0:
-            x = s.stack[depth]
-            depth -= 1
-            if down == 1:
-                for k in range(a.uses_ptr[x], a.uses_ptr[x + 1]):
-                    op = a.uses[k]
-                    if op > position:
-                        break
-                    for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
-                        child = a.makes[j]
-                        if s.tensor[LIVE, child] == 1:
-                            _changed(s, child)
-                        elif s.tensor[MARK, child] != here and a.last_use[child] > position:
-                            s.tensor[MARK, child] = here
-                            depth += 1
-                            s.stack[depth] = child
-            else:
-                p = a.producer[x]
-                for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
-                    source = a.reads[k]
-                    if s.tensor[LIVE, source] == 1:
-                        _changed(s, source)
-                    elif s.tensor[MARK, source] != here:
-                        s.tensor[MARK, source] = here
-                        depth += 1
-                        s.stack[depth] = source
-
-
-@inlined
-def _closure(a: Arrays, s: State, t: int) -> float:
-    """Cost in µs of the ops to run again for `t` as things are now."""
-    s.counts[STAMP] += 1
-    stamp = s.counts[STAMP]
-    total = 0.0
-    visited = 0
-    depth = 0
-    s.stack[0] = a.producer[t]
-    s.op[SEEN, a.producer[t]] = stamp
-    while depth >= 0:
-        op = s.stack[depth]
-        depth -= 1
-        total += a.cost[op]
-        visited += 1
-        if visited >= CLOSURE_OPS:
-            break
-        for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-            source = a.reads[k]
-            p = a.producer[source]
-            if s.tensor[LIVE, source] == 0 and s.op[SEEN, p] != stamp:
-                s.op[SEEN, p] = stamp
-                depth += 1
-                s.stack[depth] = p
-    return total
-
-
-@inlined
-def _banish(a: Arrays, s: State, t: int, position: int) -> bool:
-    """
-    Let go of `t`, which cannot be recomputed, if no dropped tensor will need it.
-
-    Live tensors that depend on it can then no longer be evicted (DTR, appendix C.3).
-    """
-    for mark in range(2):  # look first, then mark
-        s.counts[STAMP] += 1
-        here = s.counts[STAMP]
-        depth = 0
-        s.stack[0] = t
-        s.tensor[MARK, t] = here
-        while depth >= 0:
-            parent = s.stack[depth]
-            depth -= 1
-            for k in range(a.uses_ptr[parent], a.uses_ptr[parent + 1]):
-                op = a.uses[k]
-                if op > position:
-                    break
-                for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
-                    child = a.makes[j]
-                    if s.tensor[MARK, child] == here or a.is_output[child] == 1:
-                        continue
-                    s.tensor[MARK, child] = here
-                    if s.tensor[LIVE, child] == 1:
-                        if mark == 1:
-                            s.tensor[EVICTABLE, child] = 0
-                    elif a.last_use[child] > position:
-                        return False
-                    else:
-                        depth += 1
-                        s.stack[depth] = child
-    return True

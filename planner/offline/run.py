@@ -1,34 +1,26 @@
-"""One call of the kernel with its settings and its record."""
+"""One clairvoyant run with its settings and its record."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
-from coop_plan.planner.offline.clairvoyant import simulate
+from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
+from coop_plan.planner.offline.clairvoyant import run_clairvoyant
+from coop_plan.planner.offline.params import ClairvoyantParams
 from coop_plan.planner.offline.state import (
     DIRTY,
-    DROP_EVENT,
-    DROPPED,
-    DROPS,
     DUE,
     EVENT_OP,
     EVENTS,
     EVICTABLE,
     NEVER,
     PLACE,
-    POOL,
     SLOT,
     STORED,
-    WRITES,
-    State,
+    ClairvoyantState,
 )
-
-MAX_RECOMPUTES_PER_OP = 8
-"""A run that computes more than this many times the program is given up."""
-
-SMALL_SHARE = 4096
-"""Tensors below budget / this are evicted only when nothing larger is left."""
 
 
 @dataclass(frozen=True)
@@ -47,70 +39,69 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Run:
-    """
-    The record of a run that completed.
-
-    Per event its op; per drop the tensor and the last event before it; per in-place write (event,
-    output, input).
-    """
+class Record:
+    """What a run that completed comes to: its cost (µs) and the ops in the order they ran."""
 
     cost_us: float
     ops: Ints
-    dropped: Ints
-    drop_event: Ints
-    inplace: Ints
+
+    @cached_property
+    def _kinds(self) -> Ints:
+        return np.full(self.ops.size, RUN, dtype=np.int64)
+
+    def blocks(self, arrays: Arrays) -> Blocks:
+        """What is placed of it; each buffer ends with its last touch, not when it was evicted."""
+        made = trace(arrays, self._kinds, self.ops)
+        return blocks_of(arrays, self._kinds, self.ops, made)
 
 
 class Runner:
-    """Calls the kernel on one problem, reusing its record buffers."""
+    """Makes clairvoyant runs of one problem, reusing their record buffers."""
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, params: ClairvoyantParams) -> None:
         self.arrays = arrays
-        n, count = arrays.cost.size, arrays.size.size
-        events = n * (MAX_RECOMPUTES_PER_OP + 1) + 1
-        most = 1 + max(1, int(np.diff(arrays.makes_ptr).max(initial=1)))
-        drops = n + count + (events - n) * most
+        self.params = params
+        n, count = arrays.ops, arrays.size.size
+        events = n * (params.max_recomputes_per_op + 1) + 1
+        pairs = max(1, int(np.diff(arrays.pairs_ptr).max(initial=1)))
         self._scratch = np.empty(max(n, count) + 2, dtype=np.int64)
         self._event = np.empty((2, events), dtype=np.int64)
-        self._drop = np.empty((2, drops), dtype=np.int64)
-        self._write = np.empty((3, drops), dtype=np.int64)
+        self._pair = np.empty((2, pairs), dtype=np.int64)
         self.failed_op = -1
 
-    def __call__(self, budget: int, settings: Settings, cost_limit: float = np.inf) -> Run | None:
+    def __call__(
+        self, budget: int, settings: Settings, cost_limit: float = np.inf
+    ) -> Record | None:
         """Run at `budget` logical bytes; None when it fails or costs more than the limit (µs)."""
-        n, count = self.arrays.cost.size, self.arrays.size.size
-        state = State(
+        params = self.params
+        n, count = self.arrays.ops, self.arrays.size.size
+        state = ClairvoyantState(
             budget=budget,
-            small=budget // SMALL_SHARE,
+            small=budget // params.small_divisor,
             alpha=settings.alpha,
             cap=settings.cap,
+            least_distance=params.least_distance,
+            closure_ops=params.closure_ops,
+            pool_from=params.pool_from,
+            pool_ops=params.pool_ops,
             price=settings.price,
             weight=settings.weight,
-            counts=np.zeros(11, dtype=np.int64),
+            counts=np.zeros(10, dtype=np.int64),
             tensor=np.zeros((15, count + 1), dtype=np.int64),
             value=np.zeros((2, count)),
             op=np.zeros((3, n + 1), dtype=np.int64),
             stack=self._scratch,
-            pool=np.empty(POOL, dtype=np.int64),
-            pool_score=np.empty(POOL),
+            pool=np.empty(params.pool, dtype=np.int64),
+            pool_score=np.empty(params.pool),
             event=self._event,
-            drop=self._drop,
-            write=self._write,
+            pair=self._pair,
         )
         state.tensor[SLOT] = self.arrays.uses_ptr
         state.tensor[[STORED, DUE]] = NEVER
         state.tensor[DIRTY] = 1
         state.tensor[PLACE] = -1
         state.tensor[EVICTABLE, :count] = self.arrays.evictable
-        self.failed_op, cost = simulate(self.arrays, state, cost_limit)
+        self.failed_op, cost = run_clairvoyant(self.arrays, state, cost_limit)
         if self.failed_op >= 0:
             return None
-        events, drops, writes = (int(state.counts[i]) for i in (EVENTS, DROPS, WRITES))
-        return Run(
-            cost,
-            self._event[EVENT_OP, :events].copy(),
-            self._drop[DROPPED, :drops].copy(),
-            self._drop[DROP_EVENT, :drops].copy(),
-            self._write[:, :writes].T.copy(),
-        )
+        return Record(cost, self._event[EVENT_OP, : state.counts[EVENTS]].copy())

@@ -5,31 +5,27 @@ Every sequence in which first runs come in program order is a schedule: an op re
 of each input, and a copy lives until its last read. `planner.offline.metropolis` changes sequences.
 """
 
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Flags, Ints
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.offline.run import Run
-
-CHAIN = 64
-"""Ops that one change puts in at most."""
+from coop_plan.planner.offline.params import DEFAULTS, MetropolisParams
 
 NEVER = 1 << 40
 """The first run of an op that is not in the window."""
 
-MOST_MARGINS = 256
-"""Places at which memory may be asked to stay free."""
-
-# Rows of `Walk.tensor`: copy that is read now; made before the window, or left the arena by then;
-# needed after it; needed later; left the arena; and lists: there when it begins, needed after it.
+# Rows of `MetropolisState.tensor`: copy that is read now; made before the window, or left the arena
+# by then; needed after it; needed later; left the arena; and lists: there when it begins, needed
+# after it.
 CURRENT, READY, GONE, NEEDED, ALIVE, LEFT, READY_LIST, NEEDED_LIST = range(8)
-# Rows of `Walk.op`: event of the first run, -1 before the window; whether it ran; for marks.
+# Rows of `MetropolisState.op`: event of the first run, -1 before the window; whether it ran; marks.
 FIRST, RAN, SEEN = range(3)
-# Rows of `Walk.copy`; events are those of the window, -1 for what is there when it begins.
+# Rows of `MetropolisState.copy`; events are the window's, -1 for what is there when it begins.
 TENSOR, BEGIN, END = range(3)
-# Entries of `Walk.counts`.
+# Entries of `MetropolisState.counts`.
 (
     LENGTH,
     WINDOW,
@@ -45,15 +41,44 @@ TENSOR, BEGIN, END = range(3)
 ) = range(11)
 
 
-class Walk(NamedTuple):
-    """
-    Where the walk is (`ops`, of which `counts[LENGTH]` are in use), and what it needs besides.
+class MetropolisNumbers(NamedTuple):
+    """`MetropolisParams` for compiled code; see there."""
 
+    repairs: int
+    least_excess: float
+    spread: float
+    mend_chance: float
+    recompute_chance: float
+    move_chance: float
+    tries: int
+    removed_block: float
+    moved_block: float
+    moved_block_chance: float
+    furthest: float
+    later_chance: float
+    earliest: float
+    early_chance: float
+    usually: float
+    kept_usually: float
+    kept_rarely: float
+    gone_usually: float
+    gone_rarely: float
+    insertion: int
+    margins: int
+
+
+class MetropolisState(NamedTuple):
+    """
+    Where the Metropolis walk is, and what it needs besides.
+
+    `ops` is the sequence, of which `counts[LENGTH]` are in use; `window` a part of it, and `trial`
+    what that may become. `inserted` lists what one change puts in.
     `again` says of an op whether it may be put in anywhere after its first run. `margin` lists
     (position, op, bytes to leave free while it runs between the first runs before and of that
     position), and `tight` flags the positions in it.
     """
 
+    numbers: MetropolisNumbers
     again: Flags
     ops: Ints
     window: Ints
@@ -64,18 +89,22 @@ class Walk(NamedTuple):
     tensor: Ints
     op: Ints
     copy: Ints
-    chain: Ints
+    inserted: Ints
     margin: Ints
     tight: Flags
     counts: Ints
 
 
-def start(problem: Problem, arrays: Arrays, room: int) -> Walk:
-    """An empty walk with room for so many events."""
-    n, count = arrays.cost.size, arrays.size.size
+def start(
+    problem: Problem, arrays: Arrays, room: int, params: MetropolisParams = DEFAULTS.metropolis
+) -> MetropolisState:
+    """A Metropolis walk at no sequence yet, with room for so many events."""
+    n, count = arrays.ops, arrays.size.size
     makes = 1 + int(np.diff(arrays.makes_ptr).max(initial=1))
-    return Walk(
-        again=_repeatable(problem),
+    numbers = MetropolisNumbers(**asdict(params))
+    return MetropolisState(
+        numbers=numbers,
+        again=np.array(problem.repeatable, dtype=np.uint8),
         ops=np.zeros(room, dtype=np.int64),
         window=np.zeros(room, dtype=np.int64),
         trial=np.zeros(room, dtype=np.int64),
@@ -85,81 +114,27 @@ def start(problem: Problem, arrays: Arrays, room: int) -> Walk:
         tensor=np.zeros((8, count), dtype=np.int64),
         op=np.zeros((3, n), dtype=np.int64),
         copy=np.zeros((3, room * makes + count), dtype=np.int64),
-        chain=np.zeros(CHAIN, dtype=np.int64),
-        margin=np.zeros((3, MOST_MARGINS), dtype=np.int64),
+        inserted=np.zeros(params.insertion, dtype=np.int64),
+        margin=np.zeros((3, params.margins), dtype=np.int64),
         tight=np.zeros(n + 1, dtype=np.uint8),
         counts=np.zeros(11, dtype=np.int64),
     )
 
 
-def _repeatable(problem: Problem) -> Flags:
-    """Ops that make something evictable and whose inputs are never overwritten afterwards."""
-    graph = problem.graph
-    last_change: dict[int, int] = {}
-    for position, op in enumerate(graph.ops):
-        last_change.update(dict.fromkeys(op.mutates, position))
-    return np.array(
-        [
-            op.recomputable
-            and any(problem.evictable[t] for t in problem.op_outputs[position])
-            and all(last_change.get(t, -1) < position for t in op.inputs)
-            for position, op in enumerate(graph.ops)
-        ],
-        dtype=np.uint8,
-    )
-
-
-def go_to(walk: Walk, ops: Ints) -> None:
+def go_to(state: MetropolisState, ops: Ints) -> None:
     """Be at the sequence `ops`."""
-    walk.ops[: ops.size] = ops
-    walk.counts[LENGTH] = ops.size
+    state.ops[: ops.size] = ops
+    state.counts[LENGTH] = ops.size
 
 
-def leave_room(walk: Walk, event: int, margin: int) -> None:
+def leave_room(state: MetropolisState, event: int, margin: int) -> None:
     """From now on leave so many bytes free when the event's op runs for the same position."""
-    position, op = np.unique(walk.ops[:event]).size, walk.ops[event]
-    known = walk.margin[:, : walk.counts[MARGINS]]
+    position, op = np.unique(state.ops[:event]).size, state.ops[event]
+    known = state.margin[:, : state.counts[MARGINS]]
     same = np.flatnonzero((known[0] == position) & (known[1] == op))
     if same.size:
         known[2, same[0]] = margin
-    elif known.shape[1] < MOST_MARGINS:
-        walk.margin[:, known.shape[1]] = position, op, margin
-        walk.tight[position] = 1
-        walk.counts[MARGINS] += 1
-
-
-def record(problem: Problem, arrays: Arrays, ops: Ints) -> Run:
-    """The sequence as a run of the kernel's: with what is dropped when, and what is overwritten."""
-    ends: list[list[int]] = [[] for _ in range(ops.size)]
-    touched: dict[int, int] = {}  # the last event that touched the current copy
-    for event, op in enumerate(ops.tolist()):
-        touched.update(dict.fromkeys(problem.reads[op], event))
-        for t in problem.makes[op]:
-            if t not in touched:
-                touched[t] = event
-            elif problem.evictable[t]:
-                ends[touched[t]].append(t)
-                touched[t] = event
-    for t, event in touched.items():
-        if not problem.is_output[t]:
-            ends[event].append(t)
-    inplace = []
-    live: set[int] = set()
-    for event, op in enumerate(ops.tolist()):
-        for k in range(arrays.pairs_ptr[op], arrays.pairs_ptr[op + 1]):
-            out, source = int(arrays.pairs_out[k]), int(arrays.pairs_in[k])
-            if source in ends[event] and out not in live and not problem.outside[out]:
-                inplace.append((event, out, source))
-                ends[event].remove(source)
-                live.discard(source)
-                break
-        live.update(problem.makes[op])
-        live.difference_update(ends[event])
-    drops = [(t, event) for event, ended in enumerate(ends) for t in ended]
-    return Run(
-        float(arrays.cost[ops].sum()),
-        ops.copy(),
-        np.array([t for t, _ in drops], dtype=np.int64),
-        np.array([event for _, event in drops], dtype=np.int64),
-        np.array(inplace, dtype=np.int64).reshape(-1, 3),
-    )
+    elif known.shape[1] < state.margin.shape[1]:
+        state.margin[:, known.shape[1]] = position, op, margin
+        state.tight[position] = 1
+        state.counts[MARGINS] += 1

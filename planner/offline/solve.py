@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
@@ -11,70 +11,67 @@ from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.anneal import Annealing, alike
+from coop_plan.planner.offline.climb import climb
+from coop_plan.planner.offline.params import DEFAULTS, CoopOfflineParams
+from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.resequence import Resequencing
-from coop_plan.planner.offline.search import RULES, Search
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.run import OnlineRun
-
-FEWEST_STEPS, MOST_STEPS = 20, 500
-CLIMB_OPS = 100_000
-"""The climb's length: this many simulated ops in all."""
-
-WEIGHTS_SHARE = 0.25
-"""Share of the time for annealing the weights, before the sequence."""
 
 
 class CoopOffline:
     """The method on one request, for those who ask for more than one plan."""
 
     def __init__(
-        self, problem: Problem, request: Request, rules: Sequence[tuple[float, bool]] = RULES
+        self, problem: Problem, request: Request, params: CoopOfflineParams = DEFAULTS
     ) -> None:
         self.problem = problem
         self.request = request
-        self.search = Search(problem, request, rules)
+        self.params = params
+        self.portfolio = Portfolio(problem, request, params)
         self._online: OnlineRun | None = None
 
     def begin(self) -> None:
         """What the method does on its request."""
-        search, request = self.search, self.request
-        search.portfolio()
-        if search.best.found is None:
-            search.place_the_unplaced()
-        if search.best.found is not None and request.any_schedule:
+        portfolio, request = self.portfolio, self.request
+        portfolio.sweep()
+        if portfolio.best.found is None:
+            portfolio.place_the_unplaced()
+        if portfolio.best.found is not None and request.any_schedule:
             return
         with contextlib.suppress(DoesNotFitError, TimeLimitError):
-            self._online = run_coop(
-                self.problem, replace(request, progress=None, off=frozenset()), search.arrays
-            )
-        if search.best.found is not None:
-            steps = CLIMB_OPS // max(1, self.problem.op_count)
-            search.climb(min(MOST_STEPS, max(FEWEST_STEPS, steps)))
-            search.place_the_unplaced()
+            self._online = run_coop(self.problem, replace(request, progress=None, off=frozenset()))
+        if portfolio.best.found is not None:
+            climb(portfolio)
+            portfolio.place_the_unplaced()
         if request.deadline is not None:
             self.improve(request.deadline)
 
     @cached_property
     def _alike(self) -> Ints:
-        return alike(self.problem, self.search.arrays)
+        return alike(self.problem, self.portfolio.arrays)
 
     def improve(self, deadline: float, enough: Callable[[], bool] = lambda: False) -> None:
         """
-        Look for better plans than the kernel's best, until the deadline or `enough`.
+        Look for better plans than the portfolio's and the climb's, until the deadline or `enough`.
 
         The deadline is a `time.monotonic` value (s).
         """
-        search = self.search
-        search.request = replace(search.request, deadline=deadline)
+        portfolio = self.portfolio
+        portfolio.request = replace(portfolio.request, deadline=deadline)
+
+        worth = min(self.params.annealing.worth_placing, self.params.resequencing.worth_placing)
 
         def done() -> bool:
-            return enough() or search.best.cost_us <= self.problem.base_cost_us
+            # What saves less is not placed, and no run costs less than every op once.
+            return enough() or portfolio.best.cost_us * (1 - worth) <= self.problem.base_cost_us
 
         now = time.monotonic()
-        if search.best.found is None or now >= deadline or done():
+        if portfolio.best.found is None or now >= deadline or done():
             return
-        Annealing(search, self._alike, now + WEIGHTS_SHARE * (deadline - now)).run(done)
-        Resequencing(search, deadline).run(done)
+        weights = now + self.params.weights_share * (deadline - now)
+        Annealing(portfolio, self._alike, weights).run(done)
+        Resequencing(portfolio, deadline).run(done)
 
     def solution(self) -> Solution:
         """
@@ -83,18 +80,18 @@ class CoopOffline:
         Raises:
             DoesNotFitError: there is none.
         """
-        best, online = self.search.best, self._online
+        best, online = self.portfolio.best, self._online
         if best.found is not None and (online is None or best.cost_us <= online.cost_us):
-            return self.search.solution()
+            return self.portfolio.solution()
         if online is None:
-            raise DoesNotFitError(self.search.failed_op)
-        return Solution(online.schedule(self.problem))
+            raise DoesNotFitError(self.portfolio.failed_op)
+        return Solution(online.placed)
 
 
 def solve_coop_offline(
-    problem: Problem, request: Request, rules: Sequence[tuple[float, bool]] = RULES
+    problem: Problem, request: Request, params: CoopOfflineParams = DEFAULTS
 ) -> Solution:
     """The cheapest schedule found that fits; time until `request.deadline` goes into annealing."""
-    method = CoopOffline(problem, request, rules)
+    method = CoopOffline(problem, request, params)
     method.begin()
     return method.solution()

@@ -7,14 +7,10 @@ from coop_plan.planner.core.arrays import Floats, Ints
 NEVER = 1 << 40
 """A next use that does not come."""
 
-POOL = 64
-"""Victims that one look at all live tensors keeps in hand."""
-
-# Entries of `State.counts`.
+# Entries of `ClairvoyantState.counts`.
 (
     USED,
     EVENTS,
-    DROPS,
     WRITES,
     STAMP,
     LARGE_COUNT,
@@ -23,9 +19,9 @@ POOL = 64
     POOL_COUNT,
     POOL_UNTIL,
     RETAINED_COUNT,
-) = range(11)
+) = range(10)
 
-# Rows of `State.tensor`. LARGE, SMALL and CHANGED are lists, MARK and LISTED are for walks.
+# Rows of `ClairvoyantState.tensor`. LARGE, SMALL and CHANGED are lists, MARK and LISTED are marks.
 (
     LIVE,
     MADE,
@@ -44,31 +40,37 @@ POOL = 64
     CHANGED,
 ) = range(15)
 
-# Rows of `State.value`: closure cost × weight / bytes, and closure cost × weight in µs.
+# Rows of `ClairvoyantState.value`: closure cost × weight / bytes, and closure cost × weight in µs.
 MERIT, CLOSURE = range(2)
 
-# Rows of `State.op`.
+# Rows of `ClairvoyantState.op`.
 SEEN, ORDER, CURSOR = range(3)
 
 # Rows of the record.
 EVENT_OP, EVENT_BYTES = range(2)
-DROPPED, DROP_EVENT = range(2)
-INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(3)
+
+# Rows of `ClairvoyantState.pair`, of which `counts[WRITES]` are those of the op at hand.
+INPLACE_OUT, INPLACE_SOURCE = range(2)
 
 
-class State(NamedTuple):
+class ClairvoyantState(NamedTuple):
     """
     What a run is asked, where it stands, and its record.
 
     `budget` and `small` are bytes; `price` is a prefix sum per program position, `weight` a factor
     per entry of `Arrays.uses` and one more for tensors without a further use. `cap` counts no more
-    bytes of a victim than are short; tensors below `small` bytes are looked at last.
+    bytes of a victim than are short; tensors below `small` bytes are looked at last. The
+    four after `cap` are those of `ClairvoyantParams`, and `pool` is as long as it says.
     """
 
     budget: int
     small: int
     alpha: float
     cap: bool
+    least_distance: float
+    closure_ops: int
+    pool_from: int
+    pool_ops: int
     price: Floats
     weight: Floats
     counts: Ints
@@ -79,5 +81,4 @@ class State(NamedTuple):
     pool: Ints
     pool_score: Floats
     event: Ints
-    drop: Ints
-    write: Ints
+    pair: Ints

@@ -14,45 +14,47 @@ implementation (oneflow/core/vm/remat): best fit, cost / staleness without the s
 closure pinning, eager eviction of recomputed tensors.
 """
 
-from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.online.run import OnlineRun, simulate
+from coop_plan.planner.online.params import DEFAULTS, OnlineParams
+from coop_plan.planner.online.run import OnlineRun, simulate_arena
 from coop_plan.planner.online.simulator import SINGLE, SINGLE_WITH_NEIGHBOURS, WINDOW
 
 
-def solve_coop(problem: Problem, request: Request) -> Solution:
+def solve_coop(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
     """Coop with its three ideas, each unless switched off."""
-    return _solution(problem, run_coop(problem, request))
+    return _solution(run_coop(problem, request, params))
 
 
-def run_coop(problem: Problem, request: Request, arrays: Arrays | None = None) -> OnlineRun:
+def run_coop(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> OnlineRun:
     """Coop's run, before it is made a schedule."""
-    return simulate(
+    return simulate_arena(
         problem,
         request,
         WINDOW if "sliding-window" not in request.off else SINGLE,
         partition="partitioning" not in request.off,
         inplace="recomputable-inplace" not in request.off,
-        arrays=arrays,
+        params=params,
     )
 
 
-def solve_dtr(problem: Problem, request: Request) -> Solution:
+def solve_dtr(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
     """DTR's h with e*: minimum of cost / (bytes × staleness), one tensor at a time."""
-    run = simulate(problem, request, SINGLE, partition=False, inplace=False)
-    return _solution(problem, run)
+    return _solution(_run_single(problem, request, SINGLE, params))
 
 
-def solve_dte(problem: Problem, request: Request) -> Solution:
+def solve_dte(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
     """DTR's rule with the free bytes next to a tensor counted as its own."""
-    run = simulate(problem, request, SINGLE_WITH_NEIGHBOURS, partition=False, inplace=False)
-    return _solution(problem, run)
+    return _solution(_run_single(problem, request, SINGLE_WITH_NEIGHBOURS, params))
 
 
-def _solution(problem: Problem, run: OnlineRun) -> Solution:
+def _run_single(problem: Problem, request: Request, rule: int, params: OnlineParams) -> OnlineRun:
+    return simulate_arena(problem, request, rule, partition=False, inplace=False, params=params)
+
+
+def _solution(run: OnlineRun) -> Solution:
     return Solution(
-        run.schedule(problem),
+        run.placed,
         eviction_free_ratio=run.eviction_free_ratio,
         evictions=run.evictions,
     )

@@ -7,11 +7,19 @@ are merged on eviction and reduced, without splitting, when a tensor is computed
 """
 
 from coop_plan.planner.core.compiled import inlined, inner
-from coop_plan.planner.online.state import NODE, NODES, OWN_COST, PARENT, ROOT_SEEN, STAMP, State
+from coop_plan.planner.online.state import (
+    NODE,
+    NODES,
+    OWN_COST,
+    PARENT,
+    ROOT_SEEN,
+    STAMP,
+    ArenaState,
+)
 
 
 @inner
-def evicted(s: State, tensor: int) -> None:
+def evicted(s: ArenaState, tensor: int) -> None:
     """The tensor has left the arena: join its evicted neighbours' components."""
     node = s.counts[NODES]  # a fresh one keeps it out of a component it was in before
     s.counts[NODES] += 1
@@ -28,7 +36,7 @@ def evicted(s: State, tensor: int) -> None:
 
 
 @inner
-def computed(s: State, tensor: int) -> None:
+def computed(s: ArenaState, tensor: int) -> None:
     """The tensor is in the arena again: take its cost out of its component."""
     if s.tensor[NODE, tensor] >= 0:
         root = _root(s, s.tensor[NODE, tensor])
@@ -37,7 +45,7 @@ def computed(s: State, tensor: int) -> None:
 
 
 @inlined
-def neighbour_cost(s: State, tensor: int) -> float:
+def neighbour_cost(s: ArenaState, tensor: int) -> float:
     """The tensor's cost and that of every evicted component next to it, in µs."""
     total = float(s.times[OWN_COST, tensor])
     s.counts[STAMP] += 1
@@ -53,7 +61,7 @@ def neighbour_cost(s: State, tensor: int) -> float:
 
 
 @inlined
-def _root(s: State, node: int) -> int:
+def _root(s: ArenaState, node: int) -> int:
     while s.part[PARENT, node] != node:
         s.part[PARENT, node] = s.part[PARENT, s.part[PARENT, node]]
         node = s.part[PARENT, node]

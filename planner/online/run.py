@@ -1,12 +1,17 @@
 """One run of the simulator on a problem, and its schedule."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from coop_plan.planner.core.arrays import Arrays, Ints, to_arrays
+import numpy as np
+
+from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import (
     CLOCK,
@@ -25,22 +30,17 @@ from coop_plan.planner.online.state import (
     OFFSET,
     OFFSETS,
     WRITES,
-    State,
-    new_state,
+    ArenaState,
+    empty_arena,
 )
-
-MAX_RECOMPUTES_PER_OP = 30
-"""More recomputed ops than this many times the program is thrashing, and counts as no fit."""
-
-CHUNK_OPS = 256
-"""Ops between two looks at the clock."""
 
 
 @dataclass(frozen=True)
 class OnlineRun:
     """The record of a completed run; see `planner.online.state` for its arrays."""
 
-    state: State
+    problem: Problem
+    state: ArenaState
 
     @property
     def cost_us(self) -> float:
@@ -58,44 +58,33 @@ class OnlineRun:
         """Tensors that failed allocations evicted."""
         return int(self.state.counts[EVICTED])
 
-    def schedule(self, problem: Problem) -> Schedule:
-        """The placed schedule."""
+    @cached_property
+    def placed(self) -> PlacedSchedule:
+        """The schedule with its addresses."""
         s, count = self.state, self.state.counts
-        drops = _by_event(s.record[DROP_EVENT], s.record[DROPPED], count[DROPS])
-        pairs: dict[int, list[tuple[int, int]]] = {}
-        for event, out, source in zip(
-            s.record[INPLACE_EVENT, : count[WRITES]].tolist(),
-            s.record[INPLACE_OUT, : count[WRITES]].tolist(),
-            s.record[INPLACE_SOURCE, : count[WRITES]].tolist(),
-            strict=True,
-        ):
-            pairs.setdefault(event, []).append((out, source))
-        schedule = Schedule(problem)
-        schedule.offset = s.record[OFFSET, : count[OFFSETS]].tolist()
-        schedule.workspace_offset = s.event[EVENT_WORKSPACE, : count[EVENTS]].tolist()
-        for event, op in enumerate(s.event[EVENT_OP, : count[EVENTS]].tolist()):
-            schedule.run(op, tuple(pairs.get(event, ())))
-            for t in drops.get(event, ()):
-                schedule.drop(t)
-        schedule.finish()
-        return schedule
+        events, writes, drops = count[EVENTS], count[WRITES], count[DROPS]
+        rows = [INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE]
+        schedule = Schedule.as_told(
+            self.problem,
+            s.event[EVENT_OP, :events].copy(),
+            taken=np.ascontiguousarray(s.record[rows, :writes].T),
+            dropped=np.ascontiguousarray(s.record[[DROP_EVENT, DROPPED], :drops].T),
+        )
+        return PlacedSchedule(
+            schedule,
+            offset=s.record[OFFSET, : count[OFFSETS]].copy(),
+            workspace_offset=s.event[EVENT_WORKSPACE, :events].copy(),
+        )
 
 
-def _by_event(events: Ints, tensors: Ints, count: int) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for event, t in zip(events[:count].tolist(), tensors[:count].tolist(), strict=True):
-        found.setdefault(event, []).append(t)
-    return found
-
-
-def simulate(
+def simulate_arena(
     problem: Problem,
     request: Request,
     rule: int,
     *,
     partition: bool,
     inplace: bool,
-    arrays: Arrays | None = None,
+    params: OnlineParams = DEFAULTS,
 ) -> OnlineRun:
     """
     Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
@@ -104,24 +93,46 @@ def simulate(
         DoesNotFitError: at the op that cannot be run.
         TimeLimitError: the request's deadline has passed.
     """
-    arrays = arrays or to_arrays(problem)
-    capacity = request.arena_bytes & -problem.alignment
+    unit = problem.alignment
+    floor, units = request.arena_bytes // unit * unit, request.units(unit)
+    try:
+        return _simulate(problem, request, floor, rule, partition, inplace, params)
+    except DoesNotFitError:
+        if units == floor:
+            raise
+    # The last unit is cut short: it serves whoever happens to end within the rest of it.
+    run = _simulate(problem, request, units, rule, partition, inplace, params)
+    if run.placed.arena_bytes > request.arena_bytes:
+        raise DoesNotFitError(largest_working_set(problem).op)
+    return run
+
+
+def _simulate(
+    problem: Problem,
+    request: Request,
+    capacity: int,
+    rule: int,
+    partition: bool,
+    inplace: bool,
+    params: OnlineParams,
+) -> OnlineRun:
+    arrays = to_arrays(problem)
     n = problem.op_count
-    most = n * (MAX_RECOMPUTES_PER_OP + 1)
-    record = min(most, 4 * n + 64)
+    most = n * (params.max_recomputes_per_op + 1)
+    record = min(most, params.first_record * n + 64)
     while True:
-        state = new_state(problem, capacity, record, partition=partition)
+        state = empty_arena(problem, capacity, record, params, partition=partition)
         status = DONE
-        for start in range(0, n, CHUNK_OPS):
+        for start in range(0, n, params.chunk_ops):
             request.check_time()
             if request.progress is not None:
                 request.progress(Progress("simulating", start / n))
-            stop = min(start + CHUNK_OPS, n)
+            stop = min(start + params.chunk_ops, n)
             status = advance(arrays, state, start, stop, most, rule, inplace)
             if status != DONE:
                 break
         if status == DONE:
-            return OnlineRun(state)
+            return OnlineRun(problem, state)
         if status != RECORD_FULL:
             raise DoesNotFitError(status)
         record *= 2

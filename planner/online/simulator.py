@@ -39,17 +39,14 @@ from coop_plan.planner.online.state import (
     RIGHT,
     SEEN,
     STAMP,
+    TO_VISIT,
     TRANSIENT,
     VICTIM,
     WAITING,
-    WALK,
     WRITES,
     WRITTEN,
-    State,
+    ArenaState,
 )
-
-MIN_STALENESS_US = 1e-3
-"""A tensor touched just now has no staleness; this keeps its cost finite."""
 
 WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS = range(3)
 """Eviction rules: Coop's, DTR's and DTE's."""
@@ -59,7 +56,7 @@ DONE, RECORD_FULL = -1, -2
 
 @njit
 def advance(
-    a: Arrays, s: State, start: int, stop: int, max_events: int, rule: int, inplace: bool
+    a: Arrays, s: ArenaState, start: int, stop: int, max_events: int, rule: int, inplace: bool
 ) -> int:
     """
     Execute the program from op `start` to before op `stop`.
@@ -78,7 +75,7 @@ def advance(
 
 
 @inner
-def _pin_closure(a: Arrays, s: State, goal: int) -> None:
+def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
     """Pin the inputs of `goal`, and of every op that must run again before it."""
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
@@ -99,7 +96,7 @@ def _pin_closure(a: Arrays, s: State, goal: int) -> None:
 
 
 @inner
-def _compute(a: Arrays, s: State, goal: int, max_events: int, rule: int, inplace: bool) -> int:
+def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, inplace: bool) -> int:
     """Run `goal` after the ops it needs, each unpinning its inputs when it is done."""
     s.stack[0] = goal
     depth = 1
@@ -139,7 +136,7 @@ def _compute(a: Arrays, s: State, goal: int, max_events: int, rule: int, inplace
 
 
 @inner
-def _execute(a: Arrays, s: State, op: int, position: int, rule: int, inplace: bool) -> bool:
+def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplace: bool) -> bool:
     """Run `op` once; False when its outputs or its workspace find no room."""
     low, high = a.makes_ptr[op], a.makes_ptr[op + 1]
     nobody = s.times.shape[1]
@@ -205,7 +202,7 @@ def _execute(a: Arrays, s: State, op: int, position: int, rule: int, inplace: bo
 
 
 @inner
-def _choose_inplace(a: Arrays, s: State, op: int, position: int) -> None:
+def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
     """Record the pairs whose input has no reader left, in the program and in the closure."""
     first = s.counts[WRITES]
     for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
@@ -231,7 +228,7 @@ def _choose_inplace(a: Arrays, s: State, op: int, position: int) -> None:
 
 
 @inner
-def _allocate(a: Arrays, s: State, size: int, owner: int, op: int, rule: int) -> int:
+def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: int) -> int:
     """The offset of `size` bytes, after as many evictions as it takes, or `NO_ROOM`."""
     if size == 0:
         return 0
@@ -253,16 +250,16 @@ def _allocate(a: Arrays, s: State, size: int, owner: int, op: int, rule: int) ->
 
 
 @inlined
-def _cost(s: State, t: int) -> float:
+def _cost(s: ArenaState, t: int) -> float:
     """e* over staleness, in µs per µs; infinite for what may not be evicted now."""
     if t >= s.times.shape[1] or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
         return np.inf
     staleness = float(s.total[CLOCK] - s.times[LAST_ACCESS, t])
-    return neighbour_cost(s, t) / max(staleness, MIN_STALENESS_US)
+    return neighbour_cost(s, t) / max(staleness, s.min_staleness_us)
 
 
 @inner
-def _cheapest_window(s: State, size: int) -> int:
+def _cheapest_window(s: ArenaState, size: int) -> int:
     """
     Coop's sliding window: the cheapest run of adjacent blocks of at least `size` bytes.
 
@@ -299,7 +296,7 @@ def _cheapest_window(s: State, size: int) -> int:
 
 
 @inner
-def _cheapest_tensor(s: State, rule: int) -> int:
+def _cheapest_tensor(s: ArenaState, rule: int) -> int:
     """
     DTR's and DTE's victim: the tensor of least cost / (bytes × staleness).
 
@@ -326,7 +323,7 @@ def _cheapest_tensor(s: State, rule: int) -> int:
 
 
 @inner
-def _drop(a: Arrays, s: State, t: int) -> None:
+def _drop(a: Arrays, s: ArenaState, t: int) -> None:
     """End tensor `t` after the last event so far."""
     s.record[DROPPED, s.counts[DROPS]] = t
     s.record[DROP_EVENT, s.counts[DROPS]] = s.counts[EVENTS] - 1
@@ -338,7 +335,7 @@ def _drop(a: Arrays, s: State, t: int) -> None:
 
 
 @inner
-def _release_touched(a: Arrays, s: State, op: int, before: int, position: int) -> None:
+def _release_touched(a: Arrays, s: ArenaState, op: int, before: int, position: int) -> None:
     """Drop what `op` read or made if its last use in the program is before op `before`."""
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         if a.last_use[a.reads[k]] < before:
@@ -349,7 +346,7 @@ def _release_touched(a: Arrays, s: State, op: int, before: int, position: int) -
 
 
 @inner
-def _release_if_dead(a: Arrays, s: State, t: int, position: int) -> None:
+def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
     """
     Drop `t` if the program reads it no more after op `position` and nothing pins it.
 
@@ -371,7 +368,7 @@ def _release_if_dead(a: Arrays, s: State, t: int, position: int) -> None:
 
 
 @inner
-def _forget_retained(s: State, t: int) -> None:
+def _forget_retained(s: ArenaState, t: int) -> None:
     s.tensor[RETAINED_NOW, t] = 0
     kept = 0
     for i in range(s.counts[RETAINED]):
@@ -382,20 +379,20 @@ def _forget_retained(s: State, t: int) -> None:
 
 
 @inner
-def _banish(a: Arrays, s: State, t: int, position: int) -> bool:
+def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
     """
     Whether no evicted tensor needs `t`; live ones made from it may then no longer be evicted.
 
-    The walk goes from `t` to its descendants, through those that are gone.
+    It looks at the descendants of `t`, through those that are gone.
     """
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
     s.tensor[MARK, t] = stamp
-    s.tensor[WALK, 0] = t
+    s.tensor[TO_VISIT, 0] = t
     depth, found = 1, 0
     while depth > 0:
         depth -= 1
-        x = s.tensor[WALK, depth]
+        x = s.tensor[TO_VISIT, depth]
         for k in range(a.uses_ptr[x], a.uses_ptr[x + 1]):
             op = a.uses[k]
             if op > position:
@@ -411,7 +408,7 @@ def _banish(a: Arrays, s: State, t: int, position: int) -> bool:
                 elif a.last_use[child] > position:
                     return False
                 else:
-                    s.tensor[WALK, depth] = child
+                    s.tensor[TO_VISIT, depth] = child
                     depth += 1
     for i in range(found):
         s.tensor[EVICTABLE, s.block[VICTIM, i]] = 0

@@ -11,14 +11,14 @@ from coop_plan.planner.online.state import (
     HOLE_SIZE,
     HOLES,
     OWNER,
-    State,
+    ArenaState,
 )
 
 NO_ROOM = -1
 
 
 @inner
-def allocate(s: State, size: int, owner: int, right: bool) -> int:
+def allocate(s: ArenaState, size: int, owner: int, right: bool) -> int:
     """
     Best fit: the smallest free block that holds `size` > 0 bytes; its offset, or `NO_ROOM`.
 
@@ -47,7 +47,7 @@ def allocate(s: State, size: int, owner: int, right: bool) -> int:
 
 
 @inner
-def release(s: State, offset: int) -> None:
+def release(s: ArenaState, offset: int) -> None:
     """Free the block at `offset` and merge it with its free neighbours."""
     block = find(s, offset)
     start, size = offset, s.block[BLOCK_SIZE, block]
@@ -73,7 +73,7 @@ def release(s: State, offset: int) -> None:
 
 
 @inlined
-def find(s: State, offset: int) -> int:
+def find(s: ArenaState, offset: int) -> int:
     """The index of the block at `offset`."""
     low, high = 0, s.counts[BLOCKS]
     while low < high:
@@ -86,7 +86,7 @@ def find(s: State, offset: int) -> int:
 
 
 @inner
-def free_bytes(s: State) -> int:
+def free_bytes(s: ArenaState) -> int:
     """Bytes in free blocks."""
     total = 0
     for hole in range(s.counts[HOLES]):
@@ -95,7 +95,7 @@ def free_bytes(s: State) -> int:
 
 
 @inlined
-def _hole(s: State, size: int, at: int) -> int:
+def _hole(s: ArenaState, size: int, at: int) -> int:
     """The first hole not before (size, at)."""
     low, high = 0, s.counts[HOLES]
     while low < high:
@@ -109,7 +109,7 @@ def _hole(s: State, size: int, at: int) -> int:
 
 
 @inner
-def _remember(s: State, at: int, size: int) -> None:
+def _remember(s: ArenaState, at: int, size: int) -> None:
     hole = _hole(s, size, at)
     _insert(s.block[HOLE_AT], hole, s.counts[HOLES], at)
     _insert(s.block[HOLE_SIZE], hole, s.counts[HOLES], size)
@@ -117,7 +117,7 @@ def _remember(s: State, at: int, size: int) -> None:
 
 
 @inner
-def _forget(s: State, at: int, size: int) -> None:
+def _forget(s: ArenaState, at: int, size: int) -> None:
     hole = _hole(s, size, at)
     _delete(s.block[HOLE_AT], hole, s.counts[HOLES])
     _delete(s.block[HOLE_SIZE], hole, s.counts[HOLES])

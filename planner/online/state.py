@@ -6,11 +6,12 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Flags, Floats, Ints
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.online.params import OnlineParams
 
 FREE = -1
 """Owner of a free block."""
 
-# Entries of `State.counts`.
+# Entries of `ArenaState.counts`.
 (
     BLOCKS,
     HOLES,
@@ -26,30 +27,31 @@ FREE = -1
     TRANSIENT,
 ) = range(12)
 
-# Entries of `State.total`, µs and a sum of shares.
+# Entries of `ArenaState.total`, µs and a sum of shares.
 CLOCK, FREE_RATIOS = range(2)
 
-# Rows of `State.block`: blocks in address order, free ones again by (size, offset), scratch.
+# Rows of `ArenaState.block`: blocks in address order, free ones again by (size, offset), scratch.
 BLOCK_AT, BLOCK_SIZE, OWNER, HOLE_AT, HOLE_SIZE, VICTIM = range(6)
 
-# Rows of `State.tensor`; the last three are lists and marks of walks.
-NODE, LIVE, KEPT, WRITTEN, RETAINED_NOW, PINS, EVICTABLE, ADDRESS, WAITING, WALK, MARK = range(11)
+# Rows of `ArenaState.tensor`; the last three are lists and marks.
+NODE, LIVE, KEPT, WRITTEN, RETAINED_NOW, PINS, EVICTABLE = range(7)
+ADDRESS, WAITING, TO_VISIT, MARK = range(7, 11)
 
-# Rows of `State.times`, µs.
+# Rows of `ArenaState.times`, µs.
 OWN_COST, LAST_ACCESS = range(2)
 
-# Rows of `State.op`.
+# Rows of `ArenaState.op`.
 RIGHT, SEEN = range(2)
 
-# Rows of `State.part`: the union-find over evicted tensors.
+# Rows of `ArenaState.part`: the union-find over evicted tensors.
 PARENT, ROOT_SEEN = range(2)
 
-# Rows of `State.event` and, each with a length of its own, of `State.record`.
+# Rows of `ArenaState.event` and, each with a length of its own, of `ArenaState.record`.
 EVENT_OP, EVENT_WORKSPACE = range(2)
 OFFSET, DROPPED, DROP_EVENT, INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(6)
 
 
-class State(NamedTuple):
+class ArenaState(NamedTuple):
     """
     Blocks, evicted components, tensors and the record of a run.
 
@@ -59,6 +61,7 @@ class State(NamedTuple):
     """
 
     capacity: int
+    min_staleness_us: float
     counts: Ints
     total: Floats
     block: Ints
@@ -76,7 +79,9 @@ class State(NamedTuple):
     transient: Ints
 
 
-def new_state(problem: Problem, capacity: int, events: int, *, partition: bool) -> State:
+def empty_arena(
+    problem: Problem, capacity: int, events: int, params: OnlineParams, *, partition: bool
+) -> ArenaState:
     """An empty arena of `capacity` bytes and a record of `events` events at most."""
     n, count = problem.op_count, problem.tensor_count
     most = max((len(tensors) for tensors in problem.op_outputs), default=0)
@@ -85,8 +90,9 @@ def new_state(problem: Problem, capacity: int, events: int, *, partition: bool) 
     # Between two events at most every tensor is dropped once.
     drops = -(-events * total // max(n, 1)) + 2 * count + 64
     near_ptr, near = _neighbours(problem)
-    state = State(
+    state = ArenaState(
         capacity=capacity,
+        min_staleness_us=params.min_staleness_us,
         counts=np.zeros(12, dtype=np.int64),
         total=np.zeros(2),
         block=np.empty((6, blocks), dtype=np.int64),

@@ -1,5 +1,5 @@
 """
-Canonical placements searched depth first: the compiled part of `search`.
+Canonical placements searched depth first: the compiled part of `restarts`.
 
 After Moffitt, *MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine
 Learning* (ASPLOS 2023), with the branching of Carlier's and Le Pape's schedule-or-postpone. A
@@ -45,7 +45,7 @@ class Task(NamedTuple):
     """Per boundary between sections: pairs across it that conflict without a common section."""
 
 
-class _State(NamedTuple):
+class PartialPlacement(NamedTuple):
     gap: Ints
     """Bottom of the lowest gap among the placed buffers."""
     least: Ints
@@ -77,7 +77,7 @@ class _State(NamedTuple):
 
 
 @inlined
-def _set(s: _State, where: int, to: int | np.int64) -> None:
+def _set(s: PartialPlacement, where: int, to: int | np.int64) -> None:
     s.trail_at[s.top[0]] = where
     s.trail_old[s.top[0]] = s.value[where]
     s.top[0] += 1
@@ -85,13 +85,13 @@ def _set(s: _State, where: int, to: int | np.int64) -> None:
 
 
 @inlined
-def _touch(task: Task, s: _State, i: int) -> None:
+def _touch(task: Task, s: PartialPlacement, i: int) -> None:
     s.touched[0] = min(s.touched[0], task.first[i])
     s.touched[1] = max(s.touched[1], task.last[i])
 
 
 @inlined
-def _take_out(task: Task, s: _State, i: int) -> None:
+def _take_out(task: Task, s: PartialPlacement, i: int) -> None:
     """Buffer i counts as placed."""
     s.placed[i] = 1
     s.after[s.before[i]] = s.after[i]
@@ -104,7 +104,7 @@ def _take_out(task: Task, s: _State, i: int) -> None:
 
 
 @inlined
-def _put_back(task: Task, s: _State, i: int) -> None:
+def _put_back(task: Task, s: PartialPlacement, i: int) -> None:
     """Undo the last `_take_out`."""
     s.placed[i] = 0
     s.after[s.before[i]] = i
@@ -117,14 +117,14 @@ def _put_back(task: Task, s: _State, i: int) -> None:
 
 
 @inlined
-def _rewind(s: _State, mark: int) -> None:
+def _rewind(s: PartialPlacement, mark: int) -> None:
     while s.top[0] > mark:
         s.top[0] -= 1
         s.value[s.trail_at[s.top[0]]] = s.trail_old[s.top[0]]
 
 
 @inlined
-def _gap(task: Task, s: _State, i: int, offset: int) -> int:
+def _gap(task: Task, s: PartialPlacement, i: int, offset: int) -> int:
     """Bottom of the lowest gap for i at or above `offset`."""
     again = True
     while again:
@@ -140,19 +140,19 @@ def _gap(task: Task, s: _State, i: int, offset: int) -> int:
 
 
 @inlined
-def _ready(s: _State, i: int) -> bool:
+def _ready(s: PartialPlacement, i: int) -> bool:
     return bool(s.gap[i] == s.least[i] and s.refused[i] != s.gap[i])
 
 
 @inlined
-def _lower(s: _State, rank: Ints, i: int, j: int) -> bool:
+def _lower(s: PartialPlacement, rank: Ints, i: int, j: int) -> bool:
     """Whether i comes before j: lower gap first, then the portfolio's order."""
     return j < 0 or s.gap[i] < s.gap[j] or (s.gap[i] == s.gap[j] and rank[i] < rank[j])
 
 
 @inlined
 def _choose(
-    task: Task, s: _State, rank: Ints, weight: Floats, focus: int, low: int, high: int
+    task: Task, s: PartialPlacement, rank: Ints, weight: Floats, focus: int, low: int, high: int
 ) -> int:
     """
     The next buffer to branch on in sections [low, high), -1 when none may go to its gap.
@@ -190,7 +190,7 @@ def _choose(
 
 
 @inlined
-def _put(task: Task, s: _State, i: int) -> int:
+def _put(task: Task, s: PartialPlacement, i: int) -> int:
     """
     Place i in its gap and raise the bounds around it.
 
@@ -227,7 +227,7 @@ def _put(task: Task, s: _State, i: int) -> int:
 
 
 @inlined
-def _postponed_fit(task: Task, s: _State, low: int, high: int) -> bool:
+def _postponed_fit(task: Task, s: PartialPlacement, low: int, high: int) -> bool:
     """
     Raise the bounds of the buffers that refused their gap.
 
@@ -258,7 +258,7 @@ def _postponed_fit(task: Task, s: _State, low: int, high: int) -> bool:
 
 
 @inlined
-def _sections_fit(task: Task, s: _State) -> bool:
+def _sections_fit(task: Task, s: PartialPlacement) -> bool:
     """
     Section inference: in each touched section what lies at or above a bound must fit above it.
 
@@ -305,13 +305,13 @@ def _sections_fit(task: Task, s: _State) -> bool:
 
 
 @njit
-def new_state(task: Task, failures: Ints) -> _State:
+def _root(task: Task, failures: Ints) -> PartialPlacement:
     """The root: only the fixed buffers are placed."""
     count, sections = len(task.first), len(task.member_start) - 1
     value = np.zeros(3 * count, np.int64)
     value[2 * count :] = -1
     trail = 4 * len(task.near) + 40 * count + 64
-    s = _State(
+    s = PartialPlacement(
         value[:count],
         value[count : 2 * count],
         value[2 * count :],
@@ -345,7 +345,7 @@ def new_state(task: Task, failures: Ints) -> _State:
 
 
 @njit
-def search(
+def depth_first(
     task: Task,
     rank: Ints,
     weight: Floats,
@@ -362,7 +362,7 @@ def search(
     past all that was decided in its siblings.
     """
     count = len(task.first)
-    s = new_state(task, failures)
+    s = _root(task, failures)
     for i in range(count):
         if not s.placed[i] and s.least[i] > task.highest[i]:
             return IMPOSSIBLE, 0

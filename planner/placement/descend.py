@@ -4,26 +4,28 @@ import numpy as np
 
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.instance import Instance, Ints
-from coop_plan.planner.placement.search import Component, Effort, fit
-
-FIRST_WORK = 10_000_000
-"""Work for one capacity in the first round; each round doubles it."""
+from coop_plan.planner.placement.restarts import Component, Effort, fit
 
 
 def descend(
-    instance: Instance, parts: list[Component], bound: int, peak: int, effort: Effort
+    instance: Instance,
+    parts: list[Component],
+    bound: int,
+    peak: int,
+    effort: Effort,
+    first_work: int,
 ) -> tuple[int, Ints | None]:
     """
     A placement lower than `peak` bytes if one is found, and the bound as far as it was raised.
 
     Each round tries the bound itself, then halves what is left between the largest capacity that
     failed and the incumbent. Only a refuted capacity raises the bound; one given up is tried again
-    in the next round, with more work.
+    in the next round, with more work; in the first it gets `first_work`.
     """
     step = peak_step(instance)
     best = None
     bound = -(-bound // step) * step
-    slice_work = FIRST_WORK
+    slice_work = first_work
     while bound < peak and not effort.spent:
         low = target = bound
         while low < peak and not effort.spent:

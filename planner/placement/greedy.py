@@ -1,93 +1,91 @@
-"""First-fit of buffers in a given order: the plain kernel that honours every kind of constraint."""
+"""The greedy placements, one after the other: plain orders first, then orders that learn."""
+
+from collections.abc import Iterator
 
 import numpy as np
 
-from coop_plan.planner.core.compiled import njit
-from coop_plan.planner.placement.instance import Instance, Ints
+from coop_plan.planner.placement.first_fit import first_fit
+from coop_plan.planner.placement.instance import Floats, Instance, Ints
+from coop_plan.planner.placement.keys import order_by, sort_keys, spread
+from coop_plan.planner.placement.params import GreedyParams
+from coop_plan.planner.placement.skyline import drop, skyline
 
 
-@njit
-def _first_fit(
-    order: Ints,
-    first: Ints,
-    last: Ints,
-    height: Ints,
-    fixed: Ints,
-    alias_start: Ints,
-    alias_items: Ints,
-    conflict_start: Ints,
-    conflict_items: Ints,
-) -> Ints:
-    """Each buffer of `order` at the lowest gap among those placed before it; fixed ones first."""
-    count = len(first)
-    offsets = np.zeros(count, np.int64)
-    by_offset = np.empty(count, np.int64)  # placed buffers, lowest offset first
-    placed = 0
-    near = np.full(count, -1, np.int64)  # near[j] == i: j is an extra conflict of i
-    partner = np.full(count, -1, np.int64)  # partner[j] == i: j may share i's offset
-    done = np.zeros(count, np.bool_)
-    for turn in range(2):
-        for i in order:
-            if height[i] == 0:
-                offsets[i] = max(fixed[i], 0)
-                continue
-            if (fixed[i] >= 0) != (turn == 0):
-                continue
-            for k in range(conflict_start[i], conflict_start[i + 1]):
-                near[conflict_items[k]] = i
-            for k in range(alias_start[i], alias_start[i + 1]):
-                partner[alias_items[k]] = i
-            best = np.int64(0)
-            if turn == 0:
-                best = fixed[i]
-            else:
-                for k in range(placed):
-                    j = by_offset[k]
-                    if offsets[j] >= best + height[i]:
-                        # A higher one cannot close this gap: all above lie higher still.
-                        break
-                    if (first[j] < last[i] and first[i] < last[j]) or near[j] == i:
-                        best = max(best, offsets[j] + height[j])
-                for k in range(alias_start[i], alias_start[i + 1]):
-                    a = alias_items[k]
-                    if not done[a] or offsets[a] >= best:
-                        continue
-                    # Would i fit exactly on its partner?
-                    free = True
-                    for m in range(placed):
-                        j = by_offset[m]
-                        if offsets[j] >= offsets[a] + height[i]:
-                            break
-                        if offsets[j] + height[j] <= offsets[a]:
-                            continue
-                        if partner[j] == i and offsets[j] == offsets[a]:
-                            continue
-                        if (first[j] < last[i] and first[i] < last[j]) or near[j] == i:
-                            free = False
-                            break
-                    if free:
-                        best = offsets[a]
-            offsets[i] = best
-            done[i] = True
-            k = placed
-            while k > 0 and offsets[by_offset[k - 1]] > best:
-                by_offset[k] = by_offset[k - 1]
-                k -= 1
-            by_offset[k] = i
-            placed += 1
-    return offsets
+def placements(
+    instance: Instance, hint: Ints | None, goal: int, seed: int, params: GreedyParams
+) -> Iterator[Ints]:
+    """
+    Offsets in units, without end; the first dozen are the plain orders.
+
+    `goal`: bytes that a placement should not go beyond; what does takes the blame. `hint`: buffers
+    in the order of an earlier placement's offsets, which is repeated or improved.
+    """
+    keys = sort_keys(instance.first, instance.last, instance.height, instance.sections)
+    orders = [order_by(name, keys) for name in params.orders]
+    pairs = len(instance.alias_links.items) + len(instance.conflict_links.items)
+    free = pairs == 0 and bool((instance.fixed < 0).all())
+    if hint is not None:
+        hint = completed(hint, orders[0])
+        yield drop(instance, hint) if free else first_fit(instance, hint)
+    if free:
+        for order in orders:
+            yield skyline(instance, order)
+    if not free or instance.count <= params.first_fit_most:
+        for order in orders if hint is None else [hint, *orders]:
+            yield first_fit(instance, order)
+    pack = skyline if free else first_fit
+    random = np.random.default_rng(seed)
+    chains = [_Chain(order, 0.0, params) for order in orders]
+    others = [_Chain(order, stride, params) for stride in params.strides for order in orders]
+    rounds = params.section_rounds if instance.count > params.large else 1
+    while True:
+        for chain in chains * rounds + others:
+            offsets = pack(instance, chain.order())
+            chain.blame(instance, offsets, goal, random)
+            yield offsets
 
 
-def first_fit(instance: Instance, order: Ints) -> Ints:
-    """Offsets in units, from `order`."""
-    return _first_fit(
-        order,
-        instance.first,
-        instance.last,
-        instance.height,
-        instance.fixed,
-        instance.alias_links.start,
-        instance.alias_links.items,
-        instance.conflict_links.start,
-        instance.conflict_links.items,
-    )
+class _Chain:
+    """
+    One order, changed after each pass ("squeaky wheel", Joslin and Clements 1999).
+
+    With a stride, the buffers that end above the goal move forward. With none, all that live in a
+    section where that happens do: by as much as it happens there.
+    """
+
+    def __init__(self, order: Ints, stride: float, params: GreedyParams) -> None:
+        self.params = params
+        self.rank: Floats = np.argsort(order) / max(1, len(order))
+        self.stride = stride
+        self.forward = np.zeros(len(order))
+        self.weight: Floats = np.zeros(0)
+
+    def order(self) -> Ints:
+        return np.argsort(self.rank - self.forward, kind="stable")
+
+    def blame(
+        self, instance: Instance, offsets: Ints, goal: int, random: np.random.Generator
+    ) -> None:
+        bad = offsets * instance.alignment + instance.size > goal
+        if self.stride:
+            self.forward[bad] += self.stride * random.random(int(bad.sum()))
+            self.forward *= self.params.memory
+            return
+        change = np.zeros(instance.sections + 1)
+        np.add.at(change, instance.first[bad], 1.0)
+        np.add.at(change, instance.last[bad], -1.0)
+        over = change.cumsum()[:-1]
+        kept = self.params.memory * self.weight if len(self.weight) else np.zeros(instance.sections)
+        self.weight = kept + over / max(1.0, over.max(initial=0.0))
+        share = spread(self.weight, instance.first, instance.last)
+        self.forward = random.choice(self.params.shifts) * share
+
+
+def completed(hint: Ints, order: Ints) -> Ints:
+    """`hint`, and the buffers it does not name as in `order`."""
+    count = len(order)
+    if hint.ndim != 1 or ((hint < 0) | (hint >= count)).any() or len(np.unique(hint)) < len(hint):
+        raise ValueError("order_hint must name buffers, each at most once")
+    missing = np.ones(count, np.bool_)
+    missing[hint] = False
+    return np.concatenate([hint, order[missing[order]]])

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,27 +11,10 @@ import numpy.typing as npt
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.descend import descend
+from coop_plan.planner.placement.greedy import placements
 from coop_plan.planner.placement.instance import Instance, Ints, Pairs, build
-from coop_plan.planner.placement.portfolio import placements
-from coop_plan.planner.placement.search import Effort, components, fit
-
-PASSES = 40
-"""Greedy placements tried before the search, at least; instances beyond its reach get more."""
-
-SMALL = 500
-"""Up to so many buffers the search is worth more than further greedy placements."""
-
-PASS_WORK, LONG_PASS_WORK = 200_000, 4_000_000
-"""Larger ones: passes times buffers, without and with a time limit (some 0.1 s and 2 s)."""
-
-QUICK_PASSES = 16
-"""Greedy placements where no search follows."""
-
-MAX_SEARCHED = 4_000
-"""Instances of more buffers get no exact search."""
-
-DEFAULT_WORK = 300_000_000
-"""Looks at live buffers, some 1 s: the search's effort where no time limit is given."""
+from coop_plan.planner.placement.params import DEFAULTS, PlacementParams, RestartParams
+from coop_plan.planner.placement.restarts import Effort, components, fit
 
 UNLIMITED = 1 << 62
 
@@ -73,7 +57,8 @@ def place(
     time_limit: float | None = None,
     seed: int = 0,
     order_hint: npt.ArrayLike | None = None,
-    work: int = DEFAULT_WORK,
+    work: int | None = None,
+    params: PlacementParams = DEFAULTS,
 ) -> Placement:
     """
     Give every buffer an offset so that no two overlap in time and address at once.
@@ -88,13 +73,15 @@ def place(
     - `time_limit`: seconds of wall clock; without it the effort is small and the answer the same at
       every call. With it, too, unless the limit was reached.
     - `work`: effort of the search without a time limit, in looks at live buffers of some 3.5 ns;
-      the answer is then deterministic. 0 leaves it at a few greedy placements.
+      the answer is then deterministic. 0 leaves it at a few greedy placements, None takes what
+      `params` says.
     - `order_hint`: buffers in the order of an earlier `Placement`, to start from it.
 
     ValueError: arguments that contradict each other or themselves.
     """
     if time_limit is not None:
         _warm_up()
+    work = params.restarts.work if work is None else work
     began = time.perf_counter()
     instance = build(
         _ints(lower),
@@ -109,11 +96,12 @@ def place(
     goal = bound if capacity is None else max(bound, capacity)
     deadline = None if time_limit is None else began + time_limit
     hint = None if order_hint is None else _ints(order_hint)
-    passes = _passes(instance.count, work > 0, deadline is not None)
-    best, peak = _greedy(instance, hint, goal, passes, deadline, seed)
+    passes = _passes(instance.count, work > 0, deadline is not None, params)
+    tried = placements(instance, hint, goal, seed, params.greedy)
+    best, peak = _greedy(instance, tried, goal, passes, deadline)
     effort = Effort(work if deadline is None else UNLIMITED, deadline)
-    if work and peak > goal and instance.count <= MAX_SEARCHED:
-        found, bound = _search(instance, bound, capacity, peak, effort, seed)
+    if work and peak > goal and instance.count <= params.restarts.most_buffers:
+        found, bound = _search(instance, bound, capacity, peak, effort, seed, params.restarts)
         if found is not None:
             best, peak = found, instance.peak(found)
     return Placement(
@@ -129,26 +117,27 @@ def place(
     )
 
 
-def _passes(count: int, search: bool, limited: bool) -> int:
+def _passes(count: int, search: bool, limited: bool, params: PlacementParams) -> int:
     """How many greedy placements to try."""
     if not search:
-        return QUICK_PASSES
-    if count <= SMALL:
-        return PASSES
-    if limited and count > MAX_SEARCHED:
+        return params.quick_passes
+    if count <= params.small:
+        return params.passes
+    if limited and count > params.restarts.most_buffers:
         return UNLIMITED  # nothing follows: all that the time limit allows
-    return max(PASSES, (LONG_PASS_WORK if limited else PASS_WORK) // count)
+    work = params.long_pass_work if limited else params.pass_work
+    return max(params.passes, work // count)
 
 
 def _greedy(
-    instance: Instance, hint: Ints | None, goal: int, passes: int, deadline: float | None, seed: int
+    instance: Instance, tried: Iterator[Ints], goal: int, passes: int, deadline: float | None
 ) -> tuple[Ints, int]:
     """The first of so many greedy placements within `goal` bytes, or the best; and its peak."""
     best = np.zeros(instance.count, np.int64)
     if instance.count == 0:
         return best, 0
     peak = -1
-    for number, offsets in enumerate(placements(instance, hint, goal, seed), start=1):
+    for number, offsets in enumerate(tried, start=1):
         if peak < 0 or instance.peak(offsets) < peak:
             best, peak = offsets, instance.peak(offsets)
         late = deadline is not None and time.perf_counter() >= deadline
@@ -158,14 +147,20 @@ def _greedy(
 
 
 def _search(
-    instance: Instance, bound: int, capacity: int | None, peak: int, effort: Effort, seed: int
+    instance: Instance,
+    bound: int,
+    capacity: int | None,
+    peak: int,
+    effort: Effort,
+    seed: int,
+    params: RestartParams,
 ) -> tuple[Ints | None, int]:
     """A placement that fits the capacity, or a lower one; and the bound as far as it was raised."""
-    parts = components(instance, seed)
+    parts = components(instance, seed, params)
     if parts is None or (capacity is not None and bound > capacity):
         return None, bound
     if capacity is None:
-        raised, found = descend(instance, parts, bound, peak, effort)
+        raised, found = descend(instance, parts, bound, peak, effort, params.first_work)
     else:
         answer, offsets = fit(instance, parts, capacity, effort)
         found = offsets if answer == FOUND else None
@@ -179,9 +174,9 @@ def _warm_up() -> None:
     """Have the kernels compiled (once on a machine, some 20 s): before a clock starts."""
     one = np.ones(1, np.int64)
     tiny = build(one - 1, one, one, 1, None, None, None)
-    for _ in zip(range(14), placements(tiny, one - 1, 1, 0), strict=False):
+    for _ in zip(range(14), placements(tiny, one - 1, 1, 0, DEFAULTS.greedy), strict=False):
         pass
-    parts = components(tiny, 0)
+    parts = components(tiny, 0, DEFAULTS.restarts)
     assert parts is not None
     fit(tiny, parts, 1, Effort(1))
 

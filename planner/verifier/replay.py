@@ -120,7 +120,7 @@ class Replay:
             self.fault("wrong-writes", f"{at}/writes", message)
         shrinking: list[int] = []
         for index, (write, tensor) in enumerate(zip(step.writes, body.outputs, strict=False)):
-            self._write(op, write, tensor, read, shrinking, f"{at}/writes/{index}")
+            self._write(op, body, write, tensor, read, shrinking, f"{at}/writes/{index}")
         self._workspace(op, body, step, at)
         # Only now do the buffers end that were taken over: within the step all live together.
         for taken in read:
@@ -288,6 +288,7 @@ class Replay:
     def _write(
         self,
         op: Op,
+        body: Op | Variant,
         write: Write,
         tensor: int,
         read: dict[int, _Buffer],
@@ -324,7 +325,7 @@ class Replay:
             self._allocate(write.buffer, write.tensor, write.offset, write.bytes, 0, at)
             return
         old = read[owner]
-        allowed = [write.tensor, old.tensor] in op.inplace and old.tensor not in op.mutates
+        allowed = [write.tensor, old.tensor] in body.inplace and old.tensor not in op.mutates
         if not allowed or write.bytes > old.bytes:
             why = "is larger than" if allowed else "may not take over"
             message = f"buffer {write.buffer} {why} buffer {owner}, which is read at that offset"
@@ -431,4 +432,4 @@ class Replay:
             message = f"the graph's device has no {engine}_bytes_per_s, which transfers need"
             self.fault("no-bandwidth", at, message)
             return 0.0
-        return size / bytes_per_s * 1e6
+        return self.device.copy_latency_us + size / bytes_per_s * 1e6

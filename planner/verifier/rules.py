@@ -10,9 +10,10 @@ write outside is never read). A write makes a new buffer of exactly the tensor's
 writes and workspace are live together and overlap neither each other nor any other live buffer.
 Offsets are multiples of `alignment` inside the arena; 0 bytes overlap nothing.
 
-In place. A write at the offset of a buffer that the step reads takes it over, if the op allows the
-pair, the op does not mutate that input, and the write is not larger: the old buffer ends here, and
-no `free` names it. A write takes over one buffer, and a buffer is taken over by one write.
+In place. A write at the offset of a buffer that the step reads takes it over, if the op (or its
+chosen variant) allows the pair, the op does not mutate that input, and the write is not larger: the
+old buffer ends here, and no `free` names it. A write takes over one buffer, and a buffer is taken
+over by one write.
 
 Versions. A tensor's version is the number of ops before, in program order, that mutate it. An op
 reads each input at the version it would see in program order, whenever it runs; a mutator turns
@@ -31,7 +32,8 @@ Transfers. `offload` copies a readable buffer to the host; `wait` on it complete
 until then it may be read but not freed, overwritten or mutated. `prefetch` copies a completed
 host copy, with the version it was taken at, into a new buffer, readable after `wait`. All are
 waited for. Times are those of one compute stream and one engine per direction: a transfer starts
-when the compute stream reaches it and its engine is free; `wait` stalls the compute stream.
+when the compute stream reaches it and its engine is free, and takes the device's latency and its
+bytes at the engine's bandwidth; `wait` stalls the compute stream.
 
 Figures. All are recomputed: `cost_us` is the compute stream's end; the live bytes in
 `fragmentation` are exact bytes at the fullest compute or prefetch step, workspace included, an
@@ -40,6 +42,7 @@ address shared in place counted once. They are compared only if the steps have n
 | code | fault |
 | --- | --- |
 | wrong-graph | the plan's fingerprint is another graph's (returned alone) |
+| malformed | a value that is negative, no whole number, or not finite (returned alone) |
 | unknown-op, unknown-variant | the graph has no such op, or the op no such variant |
 | wrong-reads, wrong-writes | not as many as the op has inputs or outputs |
 | wrong-tensor, wrong-bytes | another tensor, or another size, than the op and graph say |
@@ -65,6 +68,7 @@ address shared in place counted once. They are compared only if the steps have n
 import math
 
 from coop_plan.planner.verifier.replay import Fault, Replay
+from coop_plan.planner.verifier.wellformed import malformed
 from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, Wait, fingerprint
 
 __all__ = ["Fault", "InvalidPlanError", "find_faults", "verify"]
@@ -100,6 +104,9 @@ def find_faults(graph: Graph, plan: Plan, *, limit: int = 20) -> list[Fault]:
     if plan.graph != expected:
         message = f"the plan is for the graph {plan.graph}, not for {expected}"
         return [Fault("wrong-graph", "/graph", message)]
+    faults = malformed(plan)
+    if faults:
+        return faults[:limit]
     replay = Replay(graph, plan)
     for number, step in enumerate(plan.steps):
         at = f"/steps/{number}"

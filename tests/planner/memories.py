@@ -15,7 +15,8 @@ from coop_plan.planner import Problem, plan
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.method import Request
 from coop_plan.planner.online import neighbours, simulator, space, state
-from coop_plan.planner.online.run import simulate
+from coop_plan.planner.online.params import DEFAULTS
+from coop_plan.planner.online.run import simulate_arena
 from tests.support import make_graph
 
 WINDOW, SINGLE = simulator.WINDOW, simulator.SINGLE
@@ -72,6 +73,10 @@ def _closure_cost(s, t):
     return neighbours.neighbour_cost(s, t)
 
 
+def empty_arena(problem, capacity, *, partition=False):
+    return state.empty_arena(problem, capacity, MANY_EVENTS, DEFAULTS, partition=partition)
+
+
 class Block(NamedTuple):
     """A tensor: bytes, µs of the op that makes it, µs since it was last touched."""
 
@@ -113,7 +118,7 @@ class Memory:
         tensors = {t: ("activation", block.size) for t, block in enumerate(self.blocks)}
         problem = Problem.from_graph(make_graph(tensors, ops), 1)
         sizes = [block.size if isinstance(block, Block) else block for block in layout]
-        s = state.new_state(problem, sum(sizes), MANY_EVENTS, partition=False)
+        s = empty_arena(problem, sum(sizes))
         self.arrays, self.s = to_arrays(problem), s
         owners = [number[b.name] if isinstance(b, Block) else state.FREE for b in layout]
         starts = np.cumsum([0, *sizes])[:-1]
@@ -241,7 +246,7 @@ class Step:
     def closure_pins(self, goal, live):
         """The pins of each tensor, by name, when op `goal` is at hand and `live` are there."""
         problem = self.problem()
-        s = state.new_state(problem, 1, MANY_EVENTS, partition=False)
+        s = empty_arena(problem, 1)
         for name in live:
             s.tensor[state.LIVE, self.ids[name]] = 1
         _pin(to_arrays(problem), s, goal)
@@ -251,12 +256,13 @@ class Step:
     def expensive(self):
         """The names of what is allocated from the right end."""
         problem = self.problem()
-        right = state.new_state(problem, 1, MANY_EVENTS, partition=True).op[state.RIGHT]
+        right = empty_arena(problem, 1, partition=True).op[state.RIGHT]
         return "".join(self.name(problem.op_outputs[op][0]) for op in np.flatnonzero(right))
 
     def run(self, arena, rule=WINDOW, *, partition=False, inplace=False):
         """The simulator's run in `arena` bytes; `DoesNotFitError` if an op finds no room."""
-        return simulate(self.problem(), Request(arena), rule, partition=partition, inplace=inplace)
+        request = Request(arena)
+        return simulate_arena(self.problem(), request, rule, partition=partition, inplace=inplace)
 
     def components(self, run):
         """

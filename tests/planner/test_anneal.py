@@ -1,17 +1,19 @@
 """Annealing: copies are changed alike, plans get cheaper and fit, and it comes back to fit."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
-from coop_plan.planner.core.assemble import arena_bytes
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.method import Request
 from coop_plan.planner.offline import anneal
 from coop_plan.planner.offline.anneal import Annealing
-from coop_plan.planner.offline.search import Search
+from coop_plan.planner.offline.params import DEFAULTS
+from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.solve import CoopOffline
 from tests.support import make_graph
 
@@ -31,23 +33,23 @@ def problem():
 @pytest.fixture
 def request_(problem):
     """An arena just above its largest working set."""
-    return Request(int(1.4 * problem.largest_working_set[1]))
+    return Request(int(1.4 * largest_working_set(problem).bytes))
 
 
 def after(steps):
     """Enough once so many steps were made, counted as often as it is asked."""
-    asked = iter(range(steps // 64))
+    asked = iter(range(steps // DEFAULTS.annealing.check_steps))
     return lambda: next(asked, None) is None
 
 
 def test_copies_are_alike_and_others_are_not(problem, request_):
-    search = Search(problem, request_)
-    numbers = anneal.alike(problem, search.arrays)
-    assert numbers.size == search.arrays.uses.size + 1
+    portfolio = Portfolio(problem, request_)
+    numbers = anneal.alike(problem, portfolio.arrays)
+    assert numbers.size == portfolio.arrays.uses.size + 1
     number = {}
     for t, consumers in enumerate(problem.consumers):
         for slot, consumer in enumerate(consumers):
-            number[t, consumer] = numbers[search.arrays.uses_ptr[t] + slot]
+            number[t, consumer] = numbers[portfolio.arrays.uses_ptr[t] + slot]
 
     def between(layer, maker, user):
         """The interval from one op of a layer to another, both counted in the layer."""
@@ -61,33 +63,41 @@ def test_copies_are_alike_and_others_are_not(problem, request_):
 
 
 def test_nothing_to_keep_is_no_trouble():
-    search = Search(Problem.from_graph(make_graph({}, [])), Request(0))
-    assert anneal.alike(search.problem, search.arrays).size == 1
+    portfolio = Portfolio(Problem.from_graph(make_graph({}, [])), Request(0))
+    assert anneal.alike(portfolio.problem, portfolio.arrays).size == 1
 
 
 def test_plans_get_cheaper_and_fit(problem, request_):
     method = CoopOffline(problem, request_)
     method.begin()
-    before = method.solution().schedule.cost_us
+    before = method.solution().placed.cost_us
     method.improve(time.monotonic() + FAR, after(2000))
-    schedule = method.solution().schedule
+    schedule = method.solution().placed
     assert schedule.cost_us < before
-    assert arena_bytes(schedule) <= request_.arena_bytes
+    assert schedule.arena_bytes <= request_.arena_bytes
 
 
-def test_it_comes_back_from_where_nothing_fits(problem, request_, monkeypatch):
-    monkeypatch.setattr(anneal, "STEEP", 0.3)  # too little, as it stands
-    search = Search(problem, request_)
-    settings, budget = search.settings[0], int(1.2 * request_.arena_bytes)
-    found = search.simulate(budget, settings)
+def test_it_comes_back_from_where_nothing_fits(problem, request_):
+    too_little = replace(DEFAULTS.annealing, steep=0.3)
+    portfolio = Portfolio(problem, request_, replace(DEFAULTS, annealing=too_little))
+    settings, budget = portfolio.settings[0], int(1.2 * request_.arena_bytes)
+    found = portfolio.candidate(budget, settings)
     assert found is not None
     assert found.peak > request_.arena_bytes
-    search.best.found = found
+    portfolio.best.found = found
     spent = after(20_000)
-    kinds = anneal.alike(problem, search.arrays)
-    Annealing(search, kinds, time.monotonic() + FAR).run(
-        lambda: spent() or np.isfinite(search.best.cost_us)
+    kinds = anneal.alike(problem, portfolio.arrays)
+    Annealing(portfolio, kinds, time.monotonic() + FAR).run(
+        lambda: spent() or np.isfinite(portfolio.best.cost_us)
     )
-    assert search.best.found is not found
-    assert np.isfinite(search.best.cost_us)
-    assert arena_bytes(search.solution().schedule) <= request_.arena_bytes
+    assert portfolio.best.found is not found
+    assert np.isfinite(portfolio.best.cost_us)
+    assert portfolio.solution().placed.arena_bytes <= request_.arena_bytes
+
+
+def test_it_ends_at_its_deadline(problem, request_, clock):
+    portfolio = Portfolio(problem, request_)
+    portfolio.sweep()
+    deadline = clock.now + 3
+    Annealing(portfolio, anneal.alike(problem, portfolio.arrays), deadline).run(lambda: False)
+    assert deadline <= clock.now < deadline + 20 * clock.TICK

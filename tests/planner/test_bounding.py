@@ -1,6 +1,7 @@
 """Bounds from relaxations in the background, and the repeated blocks that they learn from."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,20 +10,23 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
-from coop_plan.planner import Problem, plan
+from coop_plan.planner import Problem
 from coop_plan.planner.core import blocks
 from coop_plan.planner.core.blocks import Repetition, repetitions
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.exact import refine
-from coop_plan.planner.exact.dual import bounding
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.milp import INFINITY, Milp
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.model.separation import Solution, most_violated
+from coop_plan.planner.exact.model.separation import RelaxedSolution, most_violated
 from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.optimal import solve_optimal
+from coop_plan.planner.exact.params import DEFAULTS, BoundingParams, RefinementParams
+from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
 from coop_plan.planner.exact.solver.process import SolverError, SolverProcess
-from coop_plan.planner.exact.solver.worker_lp import lagrangian_bound
+from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
 from tests.planner.test_exact import BUDGETS, SETTINGS, tight
 from tests.strategies import graphs
@@ -39,7 +43,7 @@ def program():
 @pytest.fixture
 def capacity(program):
     """Bytes just above its largest working set."""
-    return program.capacity(int(1.3 * program.problem.largest_working_set[1]))
+    return program.capacity(int(1.3 * largest_working_set(program.problem).bytes))
 
 
 def test_layers_are_recognised(program):
@@ -66,17 +70,23 @@ def test_cuts_are_violated_by_what_they_are_ranked_by(program, seed):
     chosen = sorted({*random.choice(program.n, 8).tolist(), program.n})
     model = TimePointModel(program, 1 << 30, chosen, ())
     values = random.random(len(model.milp.lower)) ** random.integers(1, 9)
-    short = []
+    short, params = [], DEFAULTS.path_cuts
     for low, start in enumerate(chosen[:-2]):
-        amounts, cuts, tensors = most_violated(Solution.of(model, values), low, paths.VIOLATION)
+        amounts, cuts, tensors = most_violated(
+            RelaxedSolution.of(model, values),
+            low,
+            params.violation,
+            params.cuts_per_interval,
+            params.cuts_per_op,
+        )
         for amount, (high, first, begin), (_, _, end) in zip(amounts, cuts, cuts[1:], strict=False):
             at = None if first else chosen[high]
             path = paths.Path(start, chosen[high], at, tuple(tensors[begin:end].tolist()))
-            assert amount > paths.VIOLATION
+            assert amount > params.violation
             assert amount == pytest.approx(-paths._slack(model, path, values))
             short.append(amount)
-    chosen_ones = paths._violated(model, values, (), INFINITY)
-    worst = sorted(short, reverse=True)[: paths.CUTS_PER_ROUND]
+    chosen_ones = paths._violated(model, values, (), INFINITY, params)
+    worst = sorted(short, reverse=True)[: params.cuts_per_round]
     assert [-paths._slack(model, path, values) for path in chosen_ones] == pytest.approx(worst)
 
 
@@ -88,11 +98,11 @@ def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
     best = cheapest(problem, arena)
     assume(best is not None)
     told = []
+    program = Program.of(problem)
+    params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "FEWEST", 2)
-        patch.setattr(bounding, "MOSTLY", 0.1)
-        patch.setattr(bounding, "SPREAD", 1)
-        Bounding(Program.of(problem), Program.of(problem).capacity(arena), set(), told.append).run()
+        Bounding(program, program.capacity(arena), set(), told.append, params).run()
     assert told
     assert max(told) <= (best - problem.base_cost_us) + 1e-6 * best
 
@@ -120,7 +130,7 @@ def programs(draw):
 def test_any_multipliers_give_a_bound(drawn):
     milp, solution, multipliers = drawn
     cost = sum(price * value for price, value in zip(milp.cost, solution, strict=True))
-    assert lagrangian_bound(vars(milp), multipliers) <= cost + 1e-9
+    assert lagrangian_bound(milp, multipliers) <= cost + 1e-9
 
 
 def test_a_relaxation_is_solved_and_goes_on_from_an_answer():
@@ -157,11 +167,11 @@ def test_a_process_that_fails_says_so(capacity):
 
 
 @pytest.mark.parametrize("processors", [1, 2])
-def test_hard_models_are_bounded_beside_or_before_the_search(monkeypatch, processors, capacity):
+def test_hard_models_are_bounded_beside_or_before_the_search(
+    monkeypatch, processors, program, capacity
+):
     """Either way the plan's bound is at least what the background proves at once."""
     monkeypatch.setattr(refine, "processors", lambda: processors)
-    monkeypatch.setattr(refine, "EASY_SHARE", 0.0)
-    monkeypatch.setattr(refine, "EASY_SECONDS", 0.0)
     begun = []
     begin = BoundingProcess.begin
 
@@ -170,11 +180,11 @@ def test_hard_models_are_bounded_beside_or_before_the_search(monkeypatch, proces
         begin(self, *arguments)
 
     monkeypatch.setattr(BoundingProcess, "begin", spy)
-    graph = gpt(LAYERS)
-    budget = Problem.from_graph(graph).fixed_bytes + capacity
-    found = plan(graph, budget, method="optimal", time_limit=12)
+    hard = replace(DEFAULTS, refinement=RefinementParams(easy_share=0.0, easy_seconds=0.0))
+    problem = program.problem
+    found = solve_optimal(problem, Request(capacity, deadline=time.monotonic() + 12), hard)
     assert begun
-    assert found.base_cost_us < found.lower_bound_us <= found.cost_us
+    assert problem.base_cost_us < found.lower_bound_us <= found.placed.cost_us
 
 
 def test_an_op_that_raises_no_bound_is_not_kept(monkeypatch, program, capacity):
@@ -201,7 +211,7 @@ def test_a_gap_is_wide_only_once_a_bound_is_known(monkeypatch, program, capacity
     begun = []
     bounding = SimpleNamespace(begin=lambda *job: begun.append(job))
     incumbent = SimpleNamespace(
-        problem=program.problem, wide=True, bound_us=base + known, solution=object()
+        problem=program.problem, gap=1.0, bound_us=base + known, solution=object()
     )
     rounds = refine.Refinement(program, None, bounding, incumbent, capacity, INFINITY)
     assert rounds._gives_way() == bool(begun) == known

@@ -1,31 +1,45 @@
 """The exact planners: against exhaustive search, against each other, and at the edges."""
 
 import math
+import subprocess
+import sys
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
-from coop_plan.planner.core.assemble import arena_bytes, assemble
+from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.exact import refine
-from coop_plan.planner.exact.checkmate import MAX_VARIABLES, solve_checkmate
+from coop_plan.planner.core.needs import largest_working_set
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.exact import optimal
+from coop_plan.planner.exact.checkmate import CheckmateModel, solve_checkmate
 from coop_plan.planner.exact.model import paths
-from coop_plan.planner.exact.model.intervals import COPIES, schedule_intervals
 from coop_plan.planner.exact.model.milp import Milp, Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.optimal import solve_optimal
-from coop_plan.planner.exact.primal.fix_and_refine import Dive
-from coop_plan.planner.exact.primal.live import live_bytes
+from coop_plan.planner.exact.params import (
+    DEFAULTS,
+    PathCutParams,
+    RefinementParams,
+    RoundShares,
+    SearchParams,
+)
+from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
+from coop_plan.planner.exact.primal.intervals import schedule_intervals
 from coop_plan.planner.exact.primal.packing import Crowded
 from coop_plan.planner.exact.primal.readout import Outline
-from coop_plan.planner.exact.solver.process import SolverError, SolverProcess, require
+from coop_plan.planner.exact.solver.process import Child, SolverError, SolverProcess, require
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.layout import lay_out
 from coop_plan.planner.offline import solve
+from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
+from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import InvalidInputError
 from tests.planner.brute_force import cheapest
@@ -46,7 +60,8 @@ def tight(graph, outputs, share, alignment):
     """A problem and an arena between its largest working set and what keeping all needs."""
     problem = Problem.from_graph(graph, alignment, outputs)
     assume(problem.op_count > 0 and problem.tensor_count <= 14)
-    most, least = max(live_bytes(keep_all_schedule(problem))), problem.largest_working_set[1]
+    most = int(keep_all_schedule(problem).live_bytes().max(initial=0))
+    least = largest_working_set(problem).bytes
     assume(least < most)
     arena = least + int((most - 1 - least) * share)
     return problem, -(-arena // alignment) * alignment
@@ -56,7 +71,7 @@ def cost_of(solve, problem, arena, **switches):
     """The cost of the method's schedule, None when it finds none."""
     off = frozenset(switches)
     try:
-        return solve(problem, Request(arena, off, time.monotonic() + SECONDS)).schedule.cost_us
+        return solve(problem, Request(arena, off, time.monotonic() + SECONDS)).placed.cost_us
     except DoesNotFitError:
         return None
 
@@ -64,8 +79,10 @@ def cost_of(solve, problem, arena, **switches):
 @pytest.fixture(scope="module", autouse=True)
 def short_climb():
     """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
+    short = CoopOfflineParams(climb=ClimbParams(ops=1000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(solve, "CLIMB_OPS", 1000)
+        for module in (optimal, solve):
+            patch.setattr(module, "CoopOffline", partial(CoopOffline, params=short))
         yield
 
 
@@ -93,9 +110,9 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
         solution = solve_optimal(problem, Request(arena, deadline=until))
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
-    assert solution.schedule.cost_us >= best * (1 - 1e-9)
+    assert solution.placed.cost_us >= best * (1 - 1e-9)
     if solution.status == "optimal":
-        assert solution.schedule.cost_us == pytest.approx(best, rel=1e-6)
+        assert solution.placed.cost_us == pytest.approx(best, rel=1e-6)
 
 
 @settings(SETTINGS, max_examples=40)
@@ -106,26 +123,32 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
     best = cheapest(problem, arena)
     told = []
     request = Request(arena, deadline=time.monotonic() + SECONDS, progress=told.append)
+    hard = RefinementParams(
+        easy_share=0.0,
+        easy_seconds=0.0,
+        first_points=6,
+        wide_gap=math.inf,  # bounds in the background: test_bounding.py
+    )
+    every_cut = PathCutParams(violation=-1.0)  # tight or not
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(refine, "EASY_SHARE", 0.0)
-        patch.setattr(refine, "EASY_SECONDS", 0.0)
-        patch.setattr(refine, "FIRST_POINTS", 6)
-        patch.setattr(refine.Refinement, "_gives_way", lambda *_: False)  # test_bounding.py
-        patch.setattr(paths, "VIOLATION", -1.0)  # every cut there is, tight or not
         patch.setattr(paths, "_slack", lambda *_: -2.0)
         try:
-            solution = solve_optimal(problem, request)
+            solution = solve_optimal(
+                problem, request, replace(DEFAULTS, refinement=hard, path_cuts=every_cut)
+            )
         except DoesNotFitError:
             return
     assert not any("given up" in progress.message for progress in told)
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
-    assert solution.schedule.cost_us >= best * (1 - 1e-9)
+    assert solution.placed.cost_us >= best * (1 - 1e-9)
 
 
 @settings(SETTINGS, max_examples=60)
 @given(graph=graphs(max_ops=9), point=st.integers(0, 8), spare=st.booleans(), **BUDGETS)
-def test_what_dives_find_is_a_plan(process, graph, point, spare, outputs, share, alignment):
+def test_what_fix_and_refine_finds_is_a_plan(
+    process, graph, point, spare, outputs, share, alignment
+):
     """From next to no time points: repairs and windows give valid schedules that fit.
 
     Also where a layout needs some bytes more than what is live.
@@ -139,22 +162,24 @@ def test_what_dives_find_is_a_plan(process, graph, point, spare, outputs, share,
     room = arena - spare * alignment
 
     def place(schedule):
-        live = live_bytes(schedule)
-        return Crowded(live.index(max(live)), 1) if max(live) > room else None
+        live = schedule.live_bytes()
+        if live.max() > room:
+            return Crowded(int(live.argmax()), 1)
+        return lay_out(schedule).placed
 
-    dive = Dive(program, process, arena, time.monotonic() + 2, place)
-    schedule = dive.run(Outline.of(model, answer.values), math.inf)
-    assume(schedule is not None)
+    search = FixAndRefine(program, process, arena, time.monotonic() + 2, place)
+    placed = search.run(Outline.of(model, answer.values), math.inf)
+    assume(placed is not None)
     assert best is not None
-    assert max(live_bytes(schedule)) <= room
-    assert schedule.cost_us >= best * (1 - 1e-9)
-    lay_out(schedule)
+    assert placed.schedule.live_bytes().max() <= room
+    assert placed.cost_us >= best * (1 - 1e-9)
     made = assemble(
-        schedule,
+        placed,
         method="optimal",
-        budget_bytes=problem.fixed_bytes + arena_bytes(schedule),
+        budget_bytes=problem.fixed_bytes + placed.arena_bytes,
         status="feasible",
         lower_bound_us=None,
+        lower_bound_model=None,
         eviction_free_ratio=None,
         evictions=None,
         solve_seconds=0.0,
@@ -163,20 +188,22 @@ def test_what_dives_find_is_a_plan(process, graph, point, spare, outputs, share,
 
 
 @pytest.mark.parametrize("arena", [6, 10])
-def test_a_dive_leaves_room_where_a_layout_needs_it(process, arena):
+def test_fix_and_refine_leaves_room_where_a_layout_needs_it(process, arena):
     problem = Problem.from_graph(chain(12), 1, "arena")
     program = Program.of(problem)
     model = TimePointModel(program, arena, [program.n], set())
     answer = process.solve(model.milp, time.monotonic() + SECONDS)
 
     def place(schedule):
-        live = live_bytes(schedule)
-        return Crowded(live.index(max(live)), 1) if max(live) == arena else None
+        live = schedule.live_bytes()
+        if live.max() == arena:
+            return Crowded(int(live.argmax()), 1)
+        return lay_out(schedule).placed
 
-    dive = Dive(program, process, arena, time.monotonic() + SECONDS, place)
-    schedule = dive.run(Outline.of(model, answer.values), math.inf)
-    assert schedule is not None
-    assert max(live_bytes(schedule)) == arena - 1
+    search = FixAndRefine(program, process, arena, time.monotonic() + SECONDS, place)
+    placed = search.run(Outline.of(model, answer.values), math.inf)
+    assert placed is not None
+    assert placed.schedule.live_bytes().max() == arena - 1
 
 
 @settings(SETTINGS, max_examples=15)
@@ -192,7 +219,7 @@ def test_bounds_hold_where_tensors_are_overwritten(graph, outputs, share, alignm
         return
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
-    assert solution.schedule.cost_us >= best * (1 - 1e-9)
+    assert solution.placed.cost_us >= best * (1 - 1e-9)
 
 
 @settings(SETTINGS, max_examples=25)
@@ -203,13 +230,13 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
     """CP-SAT finds the optimum of all schedules, Checkmate that of its class."""
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
-    for copies in (COPIES, COPIES + 2):
+    for copies in (3, 5):
         outcome, schedule = schedule_intervals(
             process, Program.of(problem), arena, time.monotonic() + SECONDS, copies=copies
         )
         if schedule is not None:
             assert schedule.cost_us >= best * (1 - 1e-6)
-            assert max(live_bytes(schedule)) <= arena
+            assert schedule.live_bytes().max(initial=0) <= arena
         if best is None or (schedule and schedule.cost_us <= best * (1 + 1e-6)):
             break  # some optima need an op more often than others
     assert outcome is (Outcome.INFEASIBLE if best is None else Outcome.OPTIMAL)
@@ -238,7 +265,13 @@ def test_plans_are_valid_and_no_worse_than_the_heuristic(method, graph, outputs,
     made = plan(graph, budget, method=method, time_limit=SECONDS, **options)
     assert find_faults(graph, made) == []
     assert made.cost_us <= heuristic.cost_us * (1 + 1e-9)
-    assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
+    more = any(op.variants for op in graph.ops) or graph.device.h2d_bytes_per_s
+    if made.lower_bound_us is None:
+        assert more
+        assert made.status == "feasible"
+    else:
+        assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
+        assert made.lower_bound_model == "any" if more else "program-order"
 
 
 def test_in_place_pairs_save_the_most_bytes():
@@ -249,8 +282,9 @@ def test_in_place_pairs_save_the_most_bytes():
     wide = Problem.from_graph(
         make_graph(tensors, [*reads, {**writes, "inplace": [[2, 0], [3, 0], [3, 1], [4, 0]]}]), 1
     )
-    assert sorted(wide.in_place(wide.inplace[1])) == [(3, 1), (4, 0)]
-    assert wide.largest_working_set == (1, 36)
+    shares = Schedule.of(wide, [0, 1]).trace.shares
+    assert shares.tolist() == [-1, -1, -1, 1, 0]  # buffers 3 and 4 lie where 1 and 0 did
+    assert largest_working_set(wide) == (1, 36)
     narrow = make_graph(tensors, [*reads, {**writes, "inplace": [[2, 0], [3, 0]]}])
     for method in ("keep-all", "optimal", "checkmate"):
         made = plan(narrow, 44, method=method, alignment=1, time_limit=SECONDS)
@@ -287,12 +321,11 @@ def test_a_chain_at_half_its_peak(method):
 
 
 @pytest.mark.parametrize("method", ["optimal", "auto", "checkmate"])
-def test_a_budget_that_needs_nothing(method):
-    """At keep-everything's peak: no overhead, proved, at once."""
-    started = time.monotonic()
+def test_a_budget_that_needs_nothing(monkeypatch, method):
+    """At keep-everything's peak: no overhead, proved, without a solver."""
+    monkeypatch.setattr(Child, "send", None)
     made = plan(chain(10), "100%", method=method, alignment=1)
     assert (made.overhead, made.status, made.lower_bound_us) == (0, "optimal", 20)
-    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("method", ["optimal", "auto"])
@@ -324,12 +357,31 @@ def test_no_time_at_all_returns_the_heuristic():
     assert made.lower_bound_us >= made.base_cost_us
 
 
-def test_the_time_limit_is_kept():
-    """A model that cannot be solved in time costs no more than a second above the limit."""
-    started = time.monotonic()
-    made = plan(chain(120), "8%", method="optimal", alignment=1, time_limit=2)
-    assert time.monotonic() - started < 3
-    assert made.lower_bound_us <= made.cost_us
+def test_no_job_may_go_on_beyond_the_deadline(monkeypatch):
+    """Whatever is asked of the solver for a model that cannot be solved in time."""
+    deadlines = []
+    messages = SolverProcess._messages
+
+    def spy(process, job, deadline):
+        deadlines.append(deadline)
+        return messages(process, job, deadline)
+
+    monkeypatch.setattr(SolverProcess, "_messages", spy)
+    problem, deadline = Problem.from_graph(chain(120), 1), time.monotonic() + 10
+    solution = solve_optimal(problem, Request(12, deadline=deadline))
+    assert solution.lower_bound_us <= solution.placed.cost_us
+    assert deadlines
+    assert max(deadlines) <= deadline
+
+
+def test_a_worker_that_is_late_is_ended(monkeypatch, process):
+    """What does not answer by the deadline has no answer, and is gone."""
+    process.kill()
+    asleep = [sys.executable, "-c", "import time; time.sleep(1e6)"]
+    monkeypatch.setattr(process, "_command", asleep)
+    answer = process.solve(knapsack(), time.monotonic() + 1)
+    assert (answer.outcome, answer.values) == (Outcome.UNKNOWN, None)
+    assert process._process is None
 
 
 def test_progress_tells_plan_bound_and_gap():
@@ -346,12 +398,12 @@ def test_progress_tells_plan_bound_and_gap():
     assert any("at least" in message and "gap" in message for message in messages)
 
 
-def test_too_many_variables_are_refused_at_once():
-    """Checkmate names the number of its variables instead of running for an hour."""
-    started = time.monotonic()
-    with pytest.raises(InvalidInputError, match=f"variables on this graph.*{MAX_VARIABLES}"):
+def test_too_many_variables_are_refused_at_once(monkeypatch):
+    """Checkmate names the number of its variables instead of building and solving them."""
+    monkeypatch.setattr(CheckmateModel, "__post_init__", None)
+    most = DEFAULTS.checkmate.max_variables
+    with pytest.raises(InvalidInputError, match=f"variables on this graph.*{most}"):
         plan(chain(200), "50%", method="checkmate", alignment=1)
-    assert time.monotonic() - started < 5
 
 
 def test_rounding_the_relaxation_is_no_better_than_the_program():
@@ -396,3 +448,57 @@ def test_a_worker_that_fails_says_so_and_one_that_is_killed_is_replaced(process)
     process.kill()
     assert process.solve(knapsack(), time.monotonic()).outcome is Outcome.UNKNOWN
     assert process.solve(knapsack(), time.monotonic() + SECONDS).outcome is Outcome.OPTIMAL
+
+
+@pytest.mark.parametrize("module", ["ortools", "pickle", "resource", "coop_plan"])
+def test_a_folder_of_the_users_takes_no_modules_place(monkeypatch, tmp_path, module):
+    """Neither one in the current folder nor, for the standard library, one found before it."""
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    if module in sys.stdlib_module_names:
+        monkeypatch.syspath_prepend(tmp_path)
+    with SolverProcess() as process:
+        answer = process.solve(knapsack(), time.monotonic() + SECONDS)
+    assert answer.outcome is Outcome.OPTIMAL
+
+
+def test_the_worker_starts_without_what_it_does_not_need():
+    """No kernel, no NumPy, nothing of the planner but what jobs are made of."""
+    loaded = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys, coop_plan.planner.exact.solver.worker; print(*sys.modules)",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert not {"numba", "numpy", "pydantic", "ortools"}.intersection(loaded)
+    ours = {name for name in loaded if name.startswith("coop_plan.planner.exact.")}
+    assert {name.rpartition(".")[2] for name in ours} == {
+        "model",
+        "milp",
+        "solver",
+        "jobs",
+        "worker",
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "fields"),
+    [
+        (SearchParams, {"climb_share": 1.1}),
+        (SearchParams, {"default_seconds": -1.0}),
+        (SearchParams, {"shrink": ()}),
+        (SearchParams, {"shrink": (0.9, math.nan)}),
+        (RefinementParams, {"first_points": 0}),
+        (RoundShares, {"cuts": 0.5, "solve": -0.1, "lns": 0.5}),
+        (PathCutParams, {"precision": ((0.1, 0.1), (0.1, 2.0))}),
+    ],
+)
+def test_parameters_out_of_range_are_refused(group, fields):
+    """By name, also inside of tuples."""
+    with pytest.raises(ValueError, match=rf"{group.__name__}\.(?:{'|'.join(fields)}) is"):
+        group(**fields)

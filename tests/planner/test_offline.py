@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coop_plan.planner import InfeasibleBudgetError, plan
+from coop_plan.planner import InfeasibleBudgetError, Problem, plan
+from coop_plan.planner.method import Request
+from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.schemas import load_graph
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -20,6 +22,7 @@ TRACES = {
     "densenet121": (11_021_068_288, (4.4, 10.1, 14.5, 17.1, 22.8), 0.17),
     "transformer": (9_864_438_784, (1.5, 4.2, 5.6, 7.3, 9.4), 0.15),
 }
+INFINITE = float("inf")
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3)
 
 
@@ -56,7 +59,7 @@ def overhead(graph, budget, **options):
     try:
         return plan(graph, budget, **options).overhead
     except InfeasibleBudgetError:
-        return float("inf")
+        return INFINITE
 
 
 @settings(max_examples=25, deadline=None)
@@ -75,11 +78,11 @@ def test_overhead_never_rises_with_the_budget(outputs):
     budgets = [least + (most - least) * k // 24 for k in range(25)]
     found = [overhead(graph, b, outputs=outputs, alignment=1) for b in budgets]
     assert found == sorted(found, reverse=True)
-    assert found[0] < float("inf")
+    assert found[0] < INFINITE
     assert found[-1] == 0.0
 
 
-def test_one_seed_one_plan_and_another_seed_another():
+def test_one_seed_one_plan_and_other_seeds_other_plans():
     graph = training_graph(12)
     first, second = (plan(graph, "45%", alignment=1) for _ in range(2))
     assert first.steps == second.steps
@@ -95,44 +98,38 @@ def test_more_time_is_never_worse():
     assert some <= overhead(graph, "45%", alignment=1) + 1e-12
 
 
-def around(**op):
-    """
-    An op from one tensor of 300 bytes to another, and two of 100 bytes that stay beside it.
-
-    Of these the dear one (10 µs) has aged by then, so that coop would evict it; the other costs 1.
-    """
-    sizes = {0: 100, 1: 100, 2: 300, 3: 300}
-    ops = [{"outputs": [0], "cost_us": 10.0}, {"cost_us": 1000.0}, {"outputs": [1]}]
-    ops += [{"outputs": [2]}, {"inputs": [2], "outputs": [3], **op}]
-    ops += [{"inputs": [t]} for t in (3, 0, 1)]
-    return make_graph({t: ("activation", size) for t, size in sizes.items()}, ops)
+def cost_within(tensors, ops, arena):
+    """Cost of the portfolio's best: no other method's plan stands in for it. Infinite without."""
+    portfolio = Portfolio(Problem.from_graph(make_graph(tensors, ops), 1), Request(arena))
+    portfolio.sweep()
+    return portfolio.best.cost_us
 
 
-def extra_us(graph, budget):
-    """What recomputation costs within the budget; infinite where nothing fits."""
-    try:
-        made = plan(graph, budget, alignment=1)
-    except InfeasibleBudgetError:
-        return float("inf")
-    return made.cost_us - made.base_cost_us
+@pytest.mark.parametrize(("inplace", "cost"), [([[3, 2]], 15.0), ([], 22.0)])
+def test_inplace_pairs_save_their_bytes(inplace, cost):
+    """What is kept, the input and the output fit only where two of them share an address."""
+    tensors = {0: ("input", 8), 5: ("output", 8)} | dict.fromkeys((1, 2, 3), ("activation", 100))
+    tensors[4] = ("activation", 10)
+    ops = [
+        {"inputs": [0], "outputs": [1], "cost_us": 7.0},
+        {"inputs": [0], "outputs": [2], "cost_us": 5.0},
+        {"inputs": [2], "outputs": [3], "inplace": inplace},
+        {"inputs": [3], "outputs": [4]},
+        {"inputs": [1, 4], "outputs": [5]},
+    ]
+    assert cost_within(tensors, ops, 210) == cost
 
 
-def test_inplace_pairs_save_their_bytes():
-    """In place the two large tensors take 300 bytes, and the budget decides what stays beside."""
-    pair, bare = around(inplace=[[3, 2]]), around()
-    budgets = (299, 300, 399, 400, 499, 500)
-    assert [extra_us(pair, budget) for budget in budgets] == [float("inf"), 11, 11, 1, 1, 0]
-    assert [extra_us(bare, budget + 300) for budget in budgets] == [float("inf"), 11, 11, 1, 1, 0]
-    assert extra_us(bare, 500) == float("inf")
-    assert plan(pair, "100%", alignment=1).arena_bytes == 500
-
-
-def test_workspace_counts():
-    """The op in the middle needs 150 bytes of scratch beside its 600."""
-    graph = around(workspace_bytes=150)
-    budgets = (749, 750, 849, 850, 949, 950)
-    assert [extra_us(graph, budget) for budget in budgets] == [float("inf"), 11, 11, 1, 1, 0]
-    assert plan(graph, "min", alignment=1).arena_bytes == 750
+@pytest.mark.parametrize(("arena", "cost"), [(410, 9.0), (409, 16.0), (310, 16.0), (309, INFINITE)])
+def test_workspace_counts(arena, cost):
+    """Beside a workspace of 300 bytes there is room for what is kept, or it is made again."""
+    tensors = {0: ("input", 8), 1: ("activation", 100), 2: ("activation", 10), 3: ("output", 8)}
+    ops = [
+        {"inputs": [0], "outputs": [1], "cost_us": 7.0},
+        {"inputs": [0], "outputs": [2], "workspace_bytes": 300},
+        {"inputs": [1, 2], "outputs": [3]},
+    ]
+    assert cost_within(tensors, ops, arena) == cost
 
 
 def test_many_live_tensors_are_planned_from_pools():

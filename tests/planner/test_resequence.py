@@ -1,6 +1,4 @@
-"""Sequences: every one that the walk comes by is a schedule that needs what it says."""
-
-import time
+"""Sequences: every one that the Metropolis walk comes by is a schedule that needs what it says."""
 
 import numpy as np
 import pytest
@@ -9,15 +7,13 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
-from coop_plan.planner.core.assemble import arena_bytes
-from coop_plan.planner.exact.primal.live import live_bytes
+from coop_plan.planner.core.needs import largest_working_set
+from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.method import Request
-from coop_plan.planner.offline.lifetimes import lifetimes
-from coop_plan.planner.offline.metropolis import excess, walk
-from coop_plan.planner.offline.rebuild import rebuild
+from coop_plan.planner.offline.metropolis import cost_and_excess, metropolis
+from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.resequence import Resequencing
-from coop_plan.planner.offline.search import Search
-from coop_plan.planner.offline.sequence import LENGTH, go_to, record, start
+from coop_plan.planner.offline.sequence import LENGTH, go_to, start
 from coop_plan.planner.offline.solve import CoopOffline
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -33,31 +29,33 @@ def problem():
 
 
 @pytest.fixture
-def search(problem):
-    """A search with a plan in an arena just above the largest working set."""
-    method = CoopOffline(problem, Request(int(1.4 * problem.largest_working_set[1])))
+def portfolio(problem):
+    """A portfolio with a plan in an arena just above the largest working set."""
+    method = CoopOffline(problem, Request(int(1.4 * largest_working_set(problem).bytes)))
     method.begin()
-    return method.search
+    return method.portfolio
 
 
-def sequence(w):
-    return w.ops[: w.counts[LENGTH]].copy()
+def sequence(state):
+    return state.ops[: state.counts[LENGTH]].copy()
 
 
-def check(problem, arrays, w, arena):
-    """The sequence is a schedule in program order, and `excess` says of it what it needs."""
-    ops = sequence(w)
+def check(problem, arrays, state, arena):
+    """The sequence is a schedule in program order, and it is known what it costs and needs."""
+    ops = sequence(state)
     assert list(dict.fromkeys(ops.tolist())) == list(range(problem.op_count))
-    run = record(problem, arrays, ops)
-    live = live_bytes(rebuild(problem, run))
-    assert lifetimes(arrays, run)[3] == max(live)
-    cost, over = excess(arrays, w, arena)
-    assert cost == pytest.approx(run.cost_us)
-    assert (over > 0) == (max(live) > arena)
+    schedule = Schedule.of(problem, ops)
+    most = int(schedule.live_bytes().max(initial=0))
+    assert schedule.blocks().live == most
+    cost, over = cost_and_excess(arrays, state, arena)
+    assert cost == pytest.approx(schedule.cost_us)
+    # The walk counts one in-place pair of an op, the schedule uses all that can be.
+    assert (over > 0) >= (most > arena)
     if over > 0:
-        assert over * arena >= max(live) - arena
-    assert excess(arrays, w, max(live))[1] == 0
-    assert excess(arrays, w, max(live) - 1)[1] > 0
+        assert over * arena >= most - arena
+    assert cost_and_excess(arrays, state, most - 1)[1] > 0
+    if not any(problem.inplace):
+        assert cost_and_excess(arrays, state, most)[1] == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -68,52 +66,59 @@ def check(problem, arrays, w, arena):
 )
 def test_what_it_says_of_memory_is_so(graph, outputs, seed):
     problem = Problem.from_graph(graph, 1, outputs)
-    search = Search(problem, Request(problem.largest_working_set[1]))
-    arrays, random = search.arrays, np.random.default_rng(seed)
-    for budget in (1 << 30, *(problem.largest_working_set[1] + extra for extra in (0, 8, 16))):
-        run = search.runner(budget, search.settings[0])
+    portfolio = Portfolio(problem, Request(largest_working_set(problem).bytes))
+    arrays, random = portfolio.arrays, np.random.default_rng(seed)
+    for budget in (1 << 30, *(largest_working_set(problem).bytes + extra for extra in (0, 8, 16))):
+        run = portfolio.runner(budget, portfolio.settings[0])
         if run is None or not run.ops.size:
             continue
-        w = start(problem, arrays, 3 * run.ops.size + 20)
-        go_to(w, run.ops)
-        check(problem, arrays, w, budget)
+        state = start(problem, arrays, 3 * run.ops.size + 20)
+        go_to(state, run.ops)
+        check(problem, arrays, state, budget)
         for _ in range(8):
-            length = int(w.counts[LENGTH])
+            length = int(state.counts[LENGTH])
             low = int(random.integers(length))
             high = int(random.integers(low, length)) + 1
-            before = sequence(w)
-            arena = problem.largest_working_set[1]
-            walk(arrays, w, low, high, 30, arena, 5.0, STEEP, int(random.integers(1 << 31)))
-            check(problem, arrays, w, arena)
-            after = sequence(w)
+            before = sequence(state)
+            arena = largest_working_set(problem).bytes
+            metropolis(
+                arrays, state, low, high, 30, arena, 5.0, STEEP, int(random.integers(1 << 31))
+            )
+            check(problem, arrays, state, arena)
+            after = sequence(state)
             np.testing.assert_array_equal(after[:low], before[:low])
             np.testing.assert_array_equal(after[after.size - (length - high) :], before[high:])
 
 
-def test_a_window_that_fits_keeps_fitting(search):
+def test_a_window_that_fits_keeps_fitting(portfolio):
     """Steep enough, no step within a window may need more than there is, anywhere."""
-    arrays, arena = search.arrays, search.request.arena_bytes
-    w = start(search.problem, arrays, 3000)
-    go_to(w, search.best.found.run.ops)
-    cost, over = excess(arrays, w, arena)
+    arrays, arena = portfolio.arrays, portfolio.request.arena_bytes
+    state = start(portfolio.problem, arrays, 3000)
+    go_to(state, portfolio.best.found.run.ops)
+    cost, over = cost_and_excess(arrays, state, arena)
     assert over == 0
-    for low in range(0, int(w.counts[LENGTH]) - 100, 50):
-        walk(arrays, w, low, low + 100, 300, arena, 0.0, 1e12, low)
-        assert excess(arrays, w, arena)[1] == 0
-        assert excess(arrays, w, arena)[0] <= cost * (1 + 1e-9)
-        cost = excess(arrays, w, arena)[0]
-    assert cost < search.best.cost_us
+    for low in range(0, int(state.counts[LENGTH]) - 100, 50):
+        metropolis(arrays, state, low, low + 100, 300, arena, 0.0, 1e12, low)
+        assert cost_and_excess(arrays, state, arena)[1] == 0
+        assert cost_and_excess(arrays, state, arena)[0] <= cost * (1 + 1e-9)
+        cost = cost_and_excess(arrays, state, arena)[0]
+    assert cost < portfolio.best.cost_us
 
 
-def test_plans_get_cheaper_and_fit(search):
-    before = search.best.cost_us
-    found = search.best.found
-    deadline = time.monotonic() + 600  # kernels may have to be compiled
-    Resequencing(search, deadline).run(lambda: search.best.found is not found)
-    assert search.best.cost_us < before
-    schedule = search.solution().schedule
-    assert schedule.cost_us == pytest.approx(search.best.cost_us)
-    assert arena_bytes(schedule) <= search.request.arena_bytes
+def test_plans_get_cheaper_and_fit(portfolio, clock):
+    before = portfolio.best.cost_us
+    found = portfolio.best.found
+    Resequencing(portfolio, clock.now + 60).run(lambda: portfolio.best.found is not found)
+    assert portfolio.best.cost_us < before
+    schedule = portfolio.solution().placed
+    assert schedule.cost_us == pytest.approx(portfolio.best.cost_us)
+    assert schedule.arena_bytes <= portfolio.request.arena_bytes
+
+
+def test_it_ends_at_its_deadline(portfolio, clock):
+    deadline = clock.now + 3
+    Resequencing(portfolio, deadline).run(lambda: False)
+    assert deadline <= clock.now < deadline + 20 * clock.TICK
 
 
 def test_nothing_is_run_again_after_what_it_reads_was_overwritten():
@@ -133,5 +138,13 @@ def test_nothing_is_run_again_after_what_it_reads_was_overwritten():
         ],
     )
     problem = Problem.from_graph(graph)
-    again = start(problem, Search(problem, Request(1 << 20)).arrays, 10).again
+    again = start(problem, Portfolio(problem, Request(1 << 20)).arrays, 10).again
     assert again.tolist() == [0, 1, 0, 0]
+
+
+def test_where_nothing_can_be_saved_it_is_not_tried(clock):
+    problem = Problem.from_graph(gpt(2))
+    method = CoopOffline(problem, Request(1 << 40, deadline=clock.now + 1000))
+    method.begin()
+    assert clock.now < 100
+    assert method.portfolio.best.cost_us == pytest.approx(problem.base_cost_us)

@@ -66,7 +66,9 @@ STRUCTURE = [
     ("ops", 0, "variants", [variant("other")]),
     ("ops", 0, "variants", [variant(inputs=[7, 3])]),
     ("ops", 0, "variants", [variant(workspace_bytes=1)]),
-    ("ops", 0, "variants", [variant(extra_bytes=1)]),
+    ("ops", 0, "variants", [variant(approximate=True)]),
+    ("ops", 0, "variants", [variant(inplace=[[9, 7]])]),
+    ("tensors", 0, "movable", True),
 ]
 
 

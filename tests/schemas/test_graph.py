@@ -164,7 +164,7 @@ def test_read_before_production():
 
 def test_tensors_of_a_variants_own():
     """A variant may make a tensor that only a later op's variant reads."""
-    document = changed("ops", 0, "variants", [variant(outputs=[9, 4], extra_bytes=8, note="any")])
+    document = changed("ops", 0, "variants", [variant(outputs=[9, 4], inplace=[[4, 7]])])
     document["ops"][1]["variants"] = [variant(inputs=[4, 3], outputs=[1])]
     assert parse_graph(document).ops[1].variants[0].inputs == [4, 3]
 

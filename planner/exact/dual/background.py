@@ -2,10 +2,11 @@
 
 import os
 import queue
-import sys
+from dataclasses import dataclass
 
 from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.solver.process import Child
 
 
@@ -16,15 +17,22 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
+@dataclass(frozen=True)
+class BoundingJob:
+    """What the process is sent: where to look for bounds, as in `Bounding`."""
+
+    program: Program
+    capacity: int
+    points: set[int]
+    params: ExactParams
+
+
 class BoundingProcess(Child):
     """A process that runs `Bounding`; what it has proved can be asked for at any time."""
 
-    def __init__(self) -> None:
-        paths = os.pathsep.join(filter(None, sys.path))
-        super().__init__(
-            [sys.executable, "-P", "-m", "coop_plan.planner.exact.dual.bounding"],
-            os.environ | {"PYTHONPATH": paths},
-        )
+    def __init__(self, params: ExactParams = DEFAULTS) -> None:
+        super().__init__("coop_plan.planner.exact.dual.bounding", params.solver)
+        self._params = params
         self.running = self._begun = False
         self.ended = False
         """Whether it ran to its end: it has no more time points to add."""
@@ -37,7 +45,8 @@ class BoundingProcess(Child):
     def begin(self, program: Program, capacity: int, points: set[int]) -> None:
         """Start, with time points that are known to matter; once only."""
         if not self._begun:
-            self._begun = self.running = self.send((program, capacity, points))
+            job = BoundingJob(program, capacity, points, self._params)
+            self._begun = self.running = self.send(job)
 
     def proved(self, until: float = 0.0) -> float:
         """
@@ -51,7 +60,7 @@ class BoundingProcess(Child):
         best = -INFINITY
         while self.running:
             try:
-                news = self.receive(until if best == -INFINITY else 0.0)
+                news: float | None = self.receive(until if best == -INFINITY else 0.0)
             except queue.Empty:
                 break
             if news is None:

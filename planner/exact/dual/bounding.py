@@ -3,38 +3,26 @@ A bound for hard models: their relaxation with path cuts, at many more time poin
 
 Where blocks repeat, the time points are the same op in every copy: which op is learned from a few
 of the copies, then all of them have it. Elsewhere they are spread over the program. This is run as
-a process of its own (`planner.exact.dual.background`), and only ends when everything is a time point.
+a process of its own (`planner.exact.dual.background`), and only ends when everything is a time
+point.
 """
 
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from coop_plan.planner.core.blocks import repetitions
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Relaxation, relaxation_job
-from coop_plan.planner.exact.model.paths import PathCuts, Relax
+from coop_plan.planner.exact.dual.background import BoundingJob
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Relaxation
+from coop_plan.planner.exact.model.paths import Path, PathCuts, Relax
 from coop_plan.planner.exact.model.points import initial_points, too_full
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
-from coop_plan.planner.exact.solver.process import MEMORY_BYTES
+from coop_plan.planner.exact.params import DEFAULTS, ExactParams
+from coop_plan.planner.exact.solver.jobs import Failure, RelaxMilp
+from coop_plan.planner.exact.solver.pdlp import Relaxations
 from coop_plan.planner.exact.solver.worker import connect
-from coop_plan.planner.exact.solver.worker_lp import Relaxations
-
-SPREAD = 10
-"""Time points of the first step where nothing repeats; each step has twice as many."""
-
-SAMPLES = 4
-"""Copies of a block from which the choice of an op is learned."""
-
-TRIED = 4
-"""How many ops are tried beside those that were chosen before."""
-
-WORTH_KEEPING = 2e-3
-"""Share by which an op must raise the bound to be a time point from then on."""
-
-MOSTLY = 0.5
-"""Blocks are used if so much of where keeping everything does not fit lies in them."""
 
 
 @dataclass
@@ -50,11 +38,16 @@ class Bounding:
     capacity: int
     points: set[int]
     tell: Callable[[float], None]
-    paths: PathCuts = field(default_factory=PathCuts)
-    _spread: int = SPREAD
+    params: ExactParams = DEFAULTS
+    paths: PathCuts = field(init=False)
+    _spread: int = field(init=False)
     _ranked: list[list[int]] = field(default_factory=list)
     _chosen: list[list[int]] = field(default_factory=list)
     _compare: bool = True
+
+    def __post_init__(self) -> None:
+        self.paths = self._cuts()
+        self._spread = self.params.bounding.spread
 
     def run(self) -> None:
         """One step after the other, as long as there are time points to add."""
@@ -68,20 +61,25 @@ class Bounding:
                 continue
             if copies and len(self._chosen) == 2:
                 # Alone it is solved sooner, and its cuts are of use in what follows.
-                alone = PathCuts(quick=True)
+                alone = self._cuts(quick=True)
                 self._relax(set(found), alone)
                 paths += alone.paths
-            cuts = PathCuts(paths)
+            cuts = self._cuts(paths)
             bound = self._relax(points, cuts)
-            if copies and bound < best * (1 + WORTH_KEEPING):
+            if copies and bound < best * (1 + self.params.bounding.worth_keeping):
                 self._chosen.pop()
                 self._compare = False
             else:
                 self.points, self.paths, best = points, cuts, max(best, bound)
 
+    def _cuts(
+        self, paths: Iterable[Path] = (), *, quick: bool = False, rounds: int | None = None
+    ) -> PathCuts:
+        return PathCuts(self.params.path_cuts, list(paths), quick, rounds)
+
     def _relax(self, points: set[int], paths: PathCuts) -> float:
         chosen = sorted({*points, self.program.n})
-        model = TimePointModel(self.program, self.capacity, chosen, ())
+        model = TimePointModel(self.program, self.capacity, chosen, (), self.params.model)
         unit = model.cost_unit
         return paths.strengthen(_relaxing(), model, INFINITY, lambda bound: self.tell(bound * unit))
 
@@ -101,11 +99,12 @@ class Bounding:
         if not self._chosen:
             self._rank()
         elif self._compare:
-            before = {point for copies in self._chosen for point in _sample(copies)}
-            self._ranked[:TRIED] = sorted(
-                self._ranked[:TRIED],
+            before = {point for copies in self._chosen for point in self._sample(copies)}
+            tried = self.params.bounding.tried
+            self._ranked[:tried] = sorted(
+                self._ranked[:tried],
                 key=lambda copies: (
-                    -self._relax(before.union(_sample(copies)), PathCuts(quick=True))
+                    -self._relax(before.union(self._sample(copies)), self._cuts(quick=True))
                 ),
             )
         self._compare = True
@@ -115,7 +114,7 @@ class Bounding:
     def _rank(self) -> None:
         """Ops that alone prove most come first, but those next to better ones last."""
         alone = [
-            self._relax(set(_sample(copies)), PathCuts(quick=True, rounds=1))
+            self._relax(set(self._sample(copies)), self._cuts(quick=True, rounds=1))
             for copies in self._ranked
         ]
         beside = [-INFINITY, *alone, -INFINITY]
@@ -134,40 +133,38 @@ class Bounding:
                 copies = [op for op in run.copies(offset) if op in over]
                 if len(copies) > 1:
                     classes.append(copies)
-        if sum(len(copies) for copies in classes) < MOSTLY * len(over):
+        if sum(len(copies) for copies in classes) < self.params.bounding.mostly * len(over):
             return []
         return classes
 
-
-def _sample(copies: list[int]) -> list[int]:
-    """Some of the copies, evenly spread, the first and the last among them."""
-    if len(copies) <= SAMPLES:
-        return copies
-    return [copies[i * (len(copies) - 1) // (SAMPLES - 1)] for i in range(SAMPLES)]
+    def _sample(self, copies: list[int]) -> list[int]:
+        """Some of the copies, evenly spread, the first and the last among them."""
+        count = self.params.bounding.samples
+        if len(copies) <= count:
+            return copies
+        return [copies[i * (len(copies) - 1) // (count - 1)] for i in range(count)]
 
 
 def _relaxing() -> Relax:
-    """As `planner.exact.solver.process.SolverProcess.relax`, in this process; for one growing program."""
+    """As `SolverProcess.relax`, in this process; for one growing program."""
     relaxations = Relaxations()
 
     def relax(milp: Milp, deadline: float, accuracy: float, start: Relaxation | None) -> Relaxation:
-        job = relaxation_job(milp, accuracy, start) | {"seconds": deadline}  # as good as never
-        _, bound, values, multipliers = relaxations.solve(job)
-        return Relaxation(bound, values, multipliers)
+        return relaxations.solve(RelaxMilp(milp, accuracy, start), deadline)  # as good as never
 
     return relax
 
 
 def main() -> None:
-    """The process: a program, a capacity and time points come in, bounds go out."""
-    send = connect(MEMORY_BYTES)
-    program, capacity, points = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our parent)
+    """The process: one job comes in, bounds go out."""
+    send = connect(int(sys.argv[1]))
+    job: BoundingJob = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our parent)
     try:
-        Bounding(program, capacity, points, send).run()
+        Bounding(job.program, job.capacity, job.points, send, job.params).run()
     except MemoryError:
         return
     except Exception as error:
-        send(("failure", f"{type(error).__name__}: {error}"))
+        send(Failure(f"{type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # the solver's process, which starts for every plan, needs no NumPy for a MILP
+    import numpy as np
+    from numpy.typing import NDArray
 
 INFINITY = math.inf
 
@@ -90,11 +91,5 @@ class Relaxation:
     """
 
     bound: float
-    values: NDArray[np.float64] | None
-    multipliers: NDArray[np.float64] | None
-
-
-def relaxation_job(milp: Milp, accuracy: float, start: Relaxation | None) -> dict[str, Any]:
-    """What `planner.exact.solver.worker_lp` is asked, but for the time; see there."""
-    known = None if start is None else (start.values, start.multipliers)
-    return dict(vars(milp)) | {"accuracy": accuracy, "start": known}
+    values: "NDArray[np.float64] | None"
+    multipliers: "NDArray[np.float64] | None"

@@ -21,28 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Relaxation
-from coop_plan.planner.exact.model.separation import Solution, most_violated
+from coop_plan.planner.exact.model.separation import RelaxedSolution, most_violated
 from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.params import DEFAULTS, PathCutParams
 
 Vector = NDArray[np.float64]
 
 Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
 """`planner.exact.solver.process.SolverProcess.relax`, or the same in this process."""
-
-VIOLATION = 0.02
-"""Cuts that are violated by less are not worth a row."""
-
-PRECISION = ((1e-2, 2e-2), (3e-3, 5e-3), (1e-3, 5e-4), (1e-3, 5e-4))
-"""Relative accuracy of relaxations, and the share of the bound by which a round must raise it.
-
-After one that does not, the next pair holds; it ends after the last. What is proved does not depend
-on this."""
-
-QUICK_PRECISION = ((1e-2, 2e-2), (1e-2, 2e-2))
-"""The same where it has to be quick."""
-
-CUTS_PER_ROUND = 3000
-"""New cuts before the relaxation is solved again."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +54,7 @@ class PathCuts:
     relaxation is solved.
     """
 
+    params: PathCutParams = DEFAULTS.path_cuts
     paths: list[Path] = field(default_factory=list)
     quick: bool = False
     rounds: int | None = None
@@ -90,7 +77,7 @@ class PathCuts:
             _add(relaxed, model, path)
         bound = -INFINITY
         last: Relaxation | None = None
-        precision = QUICK_PRECISION if self.quick else PRECISION
+        precision = self.params.quick_precision if self.quick else self.params.precision
         stalled = 0
         solved = 0
         while stalled < len(precision) and time.monotonic() < deadline:
@@ -106,15 +93,15 @@ class PathCuts:
             last = answer
             if solved == self.rounds:
                 break
-            found = _violated(model, answer.values, set(self.paths), deadline)
+            found = _violated(model, answer.values, set(self.paths), deadline, self.params)
             for path in found:
                 _add(relaxed, model, path)
             self.paths += found
             if not found or not gained:
                 stalled += 1
         if last is not None and last.values is not None:
-            values = last.values
-            self.paths = [path for path in self.paths if _slack(model, path, values) < VIOLATION]
+            values, loose = last.values, self.params.violation
+            self.paths = [path for path in self.paths if _slack(model, path, values) < loose]
         for path in self.paths:
             _add(model.milp, model, path)
         return bound
@@ -152,13 +139,19 @@ def _slack(model: TimePointModel, path: Path, values: Vector) -> float:
 
 
 def _violated(
-    model: TimePointModel, values: Vector, known: Collection[Path], deadline: float
+    model: TimePointModel,
+    values: Vector,
+    known: Collection[Path],
+    deadline: float,
+    params: PathCutParams,
 ) -> list[Path]:
     """The most violated of the worst cuts between every two time points, but for those known."""
-    solution = Solution.of(model, values)
+    solution = RelaxedSolution.of(model, values)
     found = []
     for low, start in enumerate(model.points[:-2]):
-        amounts, cuts, tensors = most_violated(solution, low, VIOLATION)
+        amounts, cuts, tensors = most_violated(
+            solution, low, params.violation, params.cuts_per_interval, params.cuts_per_op
+        )
         found += [(-amount, start, cuts[i : i + 2], tensors) for i, amount in enumerate(amounts)]
         if time.monotonic() > deadline:
             break
@@ -169,6 +162,6 @@ def _violated(
         path = Path(start, point, None if first else point, tuple(tensors[begin:end].tolist()))
         if path not in known:
             chosen.append(path)
-        if len(chosen) == CUTS_PER_ROUND:
+        if len(chosen) == params.cuts_per_round:
             break
     return chosen

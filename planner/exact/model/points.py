@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import TypeVar
 
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.primal.live import live_bytes
 from coop_plan.planner.keep_all import keep_all_schedule
 
 T = TypeVar("T")
@@ -25,7 +24,7 @@ def initial_points(program: Program, capacity: int, count: int) -> list[int]:
 
 def too_full(program: Program, capacity: int) -> list[int]:
     """The ops at which keeping everything exceeds the capacity (bytes), in program order."""
-    live = live_bytes(keep_all_schedule(program.problem))
+    live = keep_all_schedule(program.problem).live_bytes().tolist()
     return [op for op, used in enumerate(live) if used > capacity]
 
 

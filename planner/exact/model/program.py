@@ -8,6 +8,8 @@ that do not swap. So what a model proves on it holds for all of those.
 
 from dataclasses import dataclass
 
+from coop_plan.planner.core.lifetimes import units_of
+from coop_plan.planner.core.needs import needs
 from coop_plan.planner.core.problem import Problem
 
 
@@ -44,49 +46,33 @@ class Program:
     def of(cls, problem: Problem) -> "Program":
         """The program of `problem`."""
         n = problem.op_count
-        graph = problem.graph
         kept = [t for t in range(problem.tensor_count) if problem.is_output[t]]
         reads = [*problem.reads, tuple(t for t in kept if not problem.outside[t])]
         makes = [*problem.makes, ()]
-        index = {tensor.id: t for t, tensor in enumerate(graph.tensors)}
-        overwritten: dict[int, list[int]] = {}
-        for position, op in enumerate(graph.ops):
-            for tensor_id in op.mutates:
-                overwritten.setdefault(index[tensor_id], []).append(position)
-        always = [size == 0 or t in overwritten for t, size in enumerate(problem.size)]
-        until = []
-        for position, op in enumerate(graph.ops):
-            limit = n if op.recomputable else position
-            for t in problem.op_inputs[position]:
-                if problem.resident[t] or problem.outside[t]:
-                    later = [p for p in overwritten.get(t, ()) if p >= position]
-                    limit = min([limit, *later])
-            until.append(limit)
-        until.append(n)
+        overwritten = problem.overwritten
+        always = [size == 0 or overwritten[t] for t, size in enumerate(problem.size)]
+        until = [*problem.until, n]
         useful = [problem.producer[t] for t in range(problem.tensor_count)]
         for position in range(n, -1, -1):
             last = max((useful[t] for t in makes[position]), default=position)
             last = max(position, min(last, until[position]))
             for t in reads[position]:
                 useful[t] = max(useful[t], last)
-        pairs = [tuple(problem.first_inplace(op)) for op in range(n)]
+        pairs = [
+            tuple(pair for pair in problem.inplace[op] if not problem.outside[pair[0]])
+            for op in range(n)
+        ]
         again = [
             sum(problem.size[t] for t in outputs if problem.outside[t])
             for outputs in problem.op_outputs
         ]
-        changed = [
-            t in overwritten and not (problem.resident[t] or problem.outside[t])
-            for t in range(problem.tensor_count)
-        ]
         return cls(
-            problem, n, reads, makes, always, changed, until, useful, [*pairs, ()], [*again, 0]
+            problem, n, reads, makes, always, overwritten, until, useful, [*pairs, ()], [*again, 0]
         )
 
     def once(self, op: int) -> bool:
         """Whether methods run the op once: it must be, or it touches an overwritten tensor."""
-        return self.until[op] <= op or any(
-            self.overwritten[t] for t in self.reads[op] + self.makes[op]
-        )
+        return self.problem.once(op)
 
     def workspace(self, op: int) -> int:
         """Scratch bytes of the op; the end of the step needs none."""
@@ -99,14 +85,8 @@ class Program:
 
     def rerun_need(self, op: int) -> int:
         """Arena bytes that a recompute of the op needs at least, in-place pairs shared."""
-        pairs = self.problem.in_place(self.problem.inplace[op])
-        shared = sum(self.problem.size[out] for out, _ in pairs)
-        return self.touched(op) + self.rerun_bytes[op] - shared
+        return needs(self.problem).again[op]
 
     def capacity(self, arena_bytes: int) -> int:
-        """
-        The bytes that rounded sizes may sum up to within an arena of so many exact bytes.
-
-        The last buffer may end short of its rounded size, so this rounds up.
-        """
-        return -(-arena_bytes // self.problem.alignment) * self.problem.alignment
+        """The bytes that rounded sizes may sum up to in an arena (`planner.core.lifetimes`)."""
+        return units_of(arena_bytes, self.problem.alignment)

@@ -1,5 +1,5 @@
 """
-Which path cuts a solution violates most (see `planner.exact.model.paths`), by the shortest path for each.
+Which path cuts a relaxation violates most (see `planner.exact.model.paths`): a shortest path each.
 
 Compiled, as there are as many intervals as pairs of time points, and every op matters in each.
 """
@@ -16,12 +16,8 @@ from coop_plan.planner.exact.model.timepoint import TimePointModel
 Vector = NDArray[np.float64]
 Matrix = NDArray[np.float64]
 
-CUTS_PER_INTERVAL = 40
-CUTS_PER_OP = 2
-"""How many cuts between the same two time points end at the same op, in one go."""
 
-
-class Solution(NamedTuple):
+class RelaxedSolution(NamedTuple):
     """
     A relaxation's values by number of time point and op, or tensor.
 
@@ -40,7 +36,7 @@ class Solution(NamedTuple):
     reads: Ints
 
     @classmethod
-    def of(cls, model: TimePointModel, values: Vector) -> "Solution":
+    def of(cls, model: TimePointModel, values: Vector) -> "RelaxedSolution":
         """`values` per column of `model`."""
         program = model.program
         producer = np.array(program.problem.producer, dtype=np.int64)
@@ -71,12 +67,15 @@ class Solution(NamedTuple):
 
 
 @njit
-def most_violated(s: Solution, low: int, least: float) -> tuple[Vector, Ints, Ints]:
+def most_violated(
+    s: RelaxedSolution, low: int, least: float, per_interval: int, per_op: int
+) -> tuple[Vector, Ints, Ints]:
     """
     Cuts that begin at time point number `low`, the worst of each interval.
 
-    By how much they are violated, more than `least`; a row for each, and a last one that ends the
-    last path: the number of the later time point, whether the tensor is needed by a first run, and
+    There are few per interval, and per op at the end of a path (see `PathCutParams`). Returned: by
+    how much they are violated, more than `least`; a row for each, and a last one that ends the last
+    path: the number of the later time point, whether the tensor is needed by a first run, and
     where its path begins among the tensors; these.
     """
     count, n, tensors = s.points.size, s.again.shape[1], s.producer.size
@@ -119,7 +118,7 @@ def most_violated(s: Solution, low: int, least: float) -> tuple[Vector, Ints, In
                 candidates += 1
         ending[:] = 0
         order = np.argsort(short[:candidates], kind="mergesort")
-        for i in order[: 4 * CUTS_PER_INTERVAL]:
+        for i in order[: 4 * per_interval]:
             begin = length
             t = which[i]
             first = 1 if s.first[high, t] else 0
@@ -131,7 +130,7 @@ def most_violated(s: Solution, low: int, least: float) -> tuple[Vector, Ints, In
                 maker = s.producer[t]
                 t = through[maker] if 0 <= maker < start else -1
             ending[first, maker] += 1
-            if ending[first, maker] > CUTS_PER_OP:
+            if ending[first, maker] > per_op:
                 length = begin
                 continue
             if found + 1 == len(cuts):

@@ -13,8 +13,8 @@ symbols of Jain et al., Checkmate, MLSys 2020, section 4:
 Only what every schedule must do is asked for, so the minimum is a lower bound for any schedule that
 the verifier accepts, that first computes in program order, and that neither swaps nor chooses op
 variants: nothing is said of the order of recomputes in a segment, nor of how often an op runs in
-it. A schedule is read out of a solution (`planner.exact.primal.readout`); where that overflows, the model
-is refined by more time points and by cuts.
+it. A schedule is read out of a solution (`planner.exact.primal.readout`); where that overflows, the
+model is refined by more time points and by cuts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,15 +22,13 @@ from dataclasses import dataclass, field
 
 from coop_plan.planner.exact.model.milp import INFINITY, Milp
 from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.params import DEFAULTS, ModelParams
 
 COST_SCALE = 1e4
 """What the base cost is in a model: far from a solver's tolerances."""
 
 ROUNDING = 1e-9
 """Relative slack of memory rows, so that scaling by the capacity never cuts off a solution."""
-
-FINEST = 40
-"""Memory rows are also rounded to multiples of sizes down to this fraction of the room."""
 
 
 @dataclass
@@ -48,6 +46,7 @@ class TimePointModel:
     capacity: int
     points: list[int]
     cuts: Iterable[tuple[int, int]]
+    params: ModelParams = DEFAULTS.model
     cost_unit: float = field(init=False)
     milp: Milp = field(default_factory=Milp)
     x: list[dict[int, int | None]] = field(default_factory=list)
@@ -187,7 +186,7 @@ class TimePointModel:
 
         In bytes, half of a tensor fits where only half of it has room.
         """
-        for s in sorted({w for w in weights.values() if w * FINEST >= max(room, 1)}):
+        for s in sorted({w for w in weights.values() if w * self.params.finest >= max(room, 1)}):
             terms = [(c, float(w // s)) for c, w in weights.items() if w // s]
             yield self.milp.row(terms, -INFINITY, room // s)
 

@@ -1,14 +1,15 @@
 """
-Diving: from a solution of a coarse time-point model to a schedule that fits at full resolution.
+Fix and refine: from a solution of a coarse time-point model to a schedule that fits everywhere.
 
 What is resident at the time points stays as it is; segments that overflow are repaired if that can
-be (`planner.exact.primal.repair`). Where it cannot, time points are added, and a small model of the window
-between two fixed ones is solved. Where recomputes between two neighbouring first runs overflow, the
-tensors that lay beside the op in question may not all be there again: Checkmate's U, for one op, in
-the order of the last solution. So better schedules may be cut off: a dive proves nothing.
+be (`planner.exact.primal.repair`). Where it cannot, time points are added, and a small model of the
+window between two fixed ones is solved. Where recomputes between two neighbouring first runs
+overflow, the tensors that lay beside the op in question may not all be there again: Checkmate's U,
+for one op, in the order of the last solution. So better schedules may be cut off: this proves
+nothing.
 
 A schedule that fits logically may find no layout. Then some room is asked for beside the op that
-runs where the layout is fullest, and the dive goes on from there.
+runs where the layout is fullest, and the search goes on from there.
 """
 
 import time
@@ -17,12 +18,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.needs import needs
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.model.milp import INFINITY, Outcome
 from coop_plan.planner.exact.model.points import segment, worst_of_groups
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING, TimePointModel
-from coop_plan.planner.exact.primal.live import live_buffers, live_bytes
+from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.primal.packing import Crowded
 from coop_plan.planner.exact.primal.readout import (
     Margins,
@@ -33,21 +35,6 @@ from coop_plan.planner.exact.primal.readout import (
 )
 from coop_plan.planner.exact.primal.repair import Repair
 from coop_plan.planner.exact.solver.process import SolverProcess
-
-GAP = 5e-3
-"""Share of the base cost to which windows are solved."""
-
-WINDOW_SHARE = 0.25
-"""Share of the time left that one window may take."""
-
-POINTS_AT_ONCE = 4
-"""Time points that a window gets at once."""
-
-MARGIN, MARGIN_SHARE = 0.01, 0.33
-"""Share of the capacity, or else of the excess, to free where a layout did not fit."""
-
-MOST_CROWDS = 3
-"""Crowds of the same op at the same position before it may not run there again."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +61,9 @@ class Crowd:
 
 
 @dataclass
-class Dive:
+class FixAndRefine:
     """
-    One dive within `capacity` bytes, until `deadline` (a `time.monotonic` value, s).
+    One search within `capacity` bytes, until `deadline` (a `time.monotonic` value, s).
 
     `place` gives a schedule its offsets, or tells where it does not fit the arena.
     """
@@ -85,7 +72,8 @@ class Dive:
     process: SolverProcess
     capacity: int
     deadline: float
-    place: Callable[[Schedule], Crowded | None]
+    place: Callable[[Schedule], PlacedSchedule | Crowded]
+    params: ExactParams = DEFAULTS
     crowds: list[Crowd] = field(default_factory=list)
     large: set[int] = field(default_factory=set)
     """Ops that overflowed as recomputes: every window has cuts for them."""
@@ -94,9 +82,9 @@ class Dive:
     repair: Repair = field(init=False)
 
     def __post_init__(self) -> None:
-        self.repair = Repair(self.program, self.capacity, self.margins)
+        self.repair = Repair(self.program, self.capacity, self.margins, self.params.repair)
 
-    def run(self, outline: Outline, cost_limit_us: float) -> Schedule | None:
+    def run(self, outline: Outline, cost_limit_us: float) -> PlacedSchedule | None:
         """A placed schedule that costs less than the limit (µs), found from the outline."""
         while time.monotonic() < self.deadline:
             try:
@@ -107,10 +95,10 @@ class Dive:
             if schedule.cost_us >= cost_limit_us:
                 return None
             if not readout.overflows:
-                crowded = self.place(schedule)
-                if crowded is None:
-                    return schedule
-                self._leave_room(readout, crowded)
+                placed = self.place(schedule)
+                if isinstance(placed, PlacedSchedule):
+                    return placed
+                self._leave_room(readout, placed)
                 continue
             closer = self._look_closer(outline, readout)
             if closer is None:
@@ -121,9 +109,10 @@ class Dive:
     def _leave_room(self, readout: Readout, crowded: Crowded) -> None:
         """Ask for less than what is live at the event."""
         op, position = readout.runs[crowded.event]
-        spare = self.capacity - live_bytes(readout.schedule)[crowded.event]
-        shares = int(MARGIN * self.capacity), int(MARGIN_SHARE * crowded.excess)
-        step = max(self.program.problem.alignment, *shares)
+        spare = self.capacity - int(readout.schedule.live_bytes()[crowded.event])
+        params = self.params.fix_and_refine
+        shares = params.margin_share * self.capacity, params.excess_share * crowded.excess
+        step = max(self.program.problem.alignment, *map(int, shares))
         self.margins[position, op] = spare + step
 
     def _look_closer(self, outline: Outline, readout: Readout) -> Outline | None:
@@ -132,8 +121,9 @@ class Dive:
         first = [o for o in overflows if o.position == o.op and o.position not in points]
         if first:
             low, high = segment(outline.points, max(first, key=lambda o: o.excess).position)
+            at_once = self.params.fix_and_refine.points_at_once
             inside = [o for o in first if low < o.position <= high]
-            worst = worst_of_groups(inside, POINTS_AT_ONCE, key=lambda o: o.excess)
+            worst = worst_of_groups(inside, at_once, key=lambda o: o.excess)
             return self._window(outline, [overflow.position for overflow in worst])
         position = max(overflows, key=lambda o: o.excess).position
         ends = sorted({max(0, position - 1), position})
@@ -145,12 +135,13 @@ class Dive:
 
     def _window(self, outline: Outline, free: list[int]) -> Outline | None:
         """Solve anew with these points free, and more beside them where that is infeasible."""
+        params = self.params.fix_and_refine
         points = sorted({*outline.points, *free})
         begin, end = bisect_left(points, free[0]) - 1, bisect_left(points, free[-1]) + 1
         while (now := time.monotonic()) < self.deadline:
             inside = points[max(0, begin) : end + 1]
             cuts = [(point, op) for point in inside for op in self.large]
-            model = TimePointModel(self.program, self.capacity, inside, cuts)
+            model = TimePointModel(self.program, self.capacity, inside, cuts, self.params.model)
             if begin >= 0:
                 _fix(model, 0, outline)
             if end < len(points) - 1:
@@ -164,10 +155,11 @@ class Dive:
                 _part(model, crowd, self.margins.get((crowd.position, crowd.op), 0))
             for (position, op), count in Counter((c.position, c.op) for c in here).items():
                 again = model.y[inside.index(position)]
-                if count >= MOST_CROWDS and op in again:
+                if count >= params.most_crowds and op in again:
                     model.milp.upper[again[op]] = 0.0
-            until = min(self.deadline, now + max(1.0, (self.deadline - now) * WINDOW_SHARE))
-            answer = self.process.solve(model.milp, until, gap=GAP * COST_SCALE)
+            seconds = max(params.window_seconds, (self.deadline - now) * params.window_share)
+            until = min(self.deadline, now + seconds)
+            answer = self.process.solve(model.milp, until, gap=params.gap * COST_SCALE)
             if answer.values is not None:
                 self.repair.forget(inside[0] if begin >= 0 else -1, inside[-1])
                 solved = Outline.of(model, answer.values)
@@ -204,7 +196,7 @@ def _crowd(readout: Readout, overflow: Overflow) -> Crowd:
 
     beside = tuple(
         Neighbour(t, between(schedule.first[buffer]), between(schedule.last[buffer]))
-        for buffer in live_buffers(schedule, event)
+        for buffer in schedule.live_buffers(event)
         if (t := schedule.tensor[buffer]) not in touched and problem.size[t]
     )
     return Crowd(overflow.position, overflow.op, beside)
@@ -218,7 +210,7 @@ def _part(model: TimePointModel, crowd: Crowd, margin: int) -> None:
     if not first and crowd.op not in model.y[k]:
         return
     runs = [] if first else [model.y[k][crowd.op]]
-    need = program.problem.working_set(crowd.op) if first else program.rerun_need(crowd.op)
+    need = needs(program.problem).first[crowd.op] if first else program.rerun_need(crowd.op)
     terms: list[tuple[int, float]] = []
     for neighbour in crowd.beside:
         certain, reasons = _reasons(model, k, neighbour)

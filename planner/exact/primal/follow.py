@@ -12,35 +12,31 @@ from dataclasses import replace
 import numpy as np
 
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import OUTSIDE, Schedule
+from coop_plan.planner.core.schedule import OUTSIDE, PlacedSchedule, Schedule
+from coop_plan.planner.exact.params import DEFAULTS, FollowParams
 from coop_plan.planner.method import Request
+from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.run import Settings
-from coop_plan.planner.offline.search import Search
-
-EVICTED, KEPT = 1e-3, 1e3
-"""Weights of intervals that the plan gives up, and of those that it does not."""
-
-LOGICAL_SHARES = (1.04, 1.02, 1.01, 1.0, 0.99, 0.98, 0.97, 0.95, 0.93)
-"""Logical budgets to try, as shares of the arena."""
-
-ALPHAS = (1.0, 0.25)
 
 
-class Guide:
+class PlanFollower:
     """Remembers the kernel's arrays and the best run between plans to follow."""
 
-    def __init__(self, problem: Problem, request: Request) -> None:
-        self._search = Search(problem, replace(request, progress=None))
+    def __init__(
+        self, problem: Problem, request: Request, params: FollowParams = DEFAULTS.follow
+    ) -> None:
+        self._params = params
+        self._search = Portfolio(problem, replace(request, progress=None))
 
-    def follow(self, plan: Schedule, cost_limit_us: float) -> Schedule | None:
+    def follow(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
         """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
         search = self._search
         search.best.cost_us = min(search.best.cost_us, cost_limit_us)
         before = search.best.found
         weight = self._weights(plan)
         price = np.arange(search.problem.op_count + 1, dtype=np.float64)
-        for share in LOGICAL_SHARES:
-            for alpha in ALPHAS:
+        for share in self._params.arenas:
+            for alpha in self._params.alphas:
                 if search.request.out_of_time():
                     break
                 settings = Settings(price, weight, alpha, cap=False)
@@ -48,24 +44,24 @@ class Guide:
         found = search.best.found
         if found is None or found is before:
             return None
-        return search.solution().schedule
+        return search.solution().placed
 
     def _weights(self, plan: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """A factor per row entry of `Arrays.uses`: was the tensor made anew for that use?"""
         problem, arrays = plan.problem, self._search.arrays
-        weight = np.full(arrays.uses.size + 1, KEPT)
+        weight = np.full(arrays.uses.size + 1, self._params.kept_weight)
         touched: dict[
             int, int
         ] = {}  # tensor → event of its production or last use in program order
         seen: set[int] = set()
-        for event, op in enumerate(plan.ops):
+        for event, op in enumerate(plan.bodies):
             if op in seen:
                 continue
             seen.add(op)
-            for t, buffer in zip(problem.op_inputs[op], plan.reads[event], strict=True):
+            for t, buffer in zip(problem.op_inputs[op], plan.reads(event), strict=True):
                 if buffer != OUTSIDE and plan.first[buffer] > touched[t]:
                     slot = int(arrays.uses_ptr[t]) + problem.consumers[t].index(op)
-                    weight[slot] = EVICTED
+                    weight[slot] = self._params.evicted_weight
                 touched[t] = event
             for t in problem.makes[op]:
                 touched[t] = event

@@ -11,19 +11,16 @@ from dataclasses import replace
 
 from coop_plan.planner.exact.model.milp import Answer, Outcome
 from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.params import DEFAULTS, LnsParams
 from coop_plan.planner.exact.solver.process import SolverProcess
 
-WIDTHS = (0.1, 0.2, 0.3)
-"""Shares of the program that are set free at a time."""
 
-STEP_SECONDS = 3.0
-
-PATIENCE = 12
-"""Stretches without success before giving up."""
-
-
-def polish(
-    process: SolverProcess, model: TimePointModel, answer: Answer, deadline: float
+def improve_by_lns(
+    process: SolverProcess,
+    model: TimePointModel,
+    answer: Answer,
+    deadline: float,
+    params: LnsParams = DEFAULTS.lns,
 ) -> Answer:
     """The answer, or one with better values; its bound stays. `deadline` is monotonic, s."""
     assert answer.values is not None
@@ -31,18 +28,17 @@ def polish(
     place = _positions(model)
     best = answer
     failures = 0
-    while failures < PATIENCE and time.monotonic() < deadline:
+    while failures < params.patience and time.monotonic() < deadline:
         assert best.values is not None
-        width = int(model.program.n * draw.choice(WIDTHS)) + 1
+        width = int(model.program.n * draw.choice(params.widths)) + 1
         low = draw.randrange(-width // 2, model.program.n)
         lower, upper = list(model.milp.lower), list(model.milp.upper)
         for column, position in place.items():
             if not low <= position < low + width:
                 lower[column] = upper[column] = float(round(best.values[column]))
-        until = min(deadline, time.monotonic() + STEP_SECONDS)
-        found = process.solve(
-            replace(model.milp, lower=lower, upper=upper), until, relative_gap=1e-3
-        )
+        until = min(deadline, time.monotonic() + params.step_seconds)
+        stretch = replace(model.milp, lower=lower, upper=upper)
+        found = process.solve(stretch, until, relative_gap=params.relative_gap)
         if found.values is None and found.outcome is Outcome.INFEASIBLE:
             return best  # the solution was feasible within tolerances only
         if found.values is not None and found.objective < best.objective - 1e-9:

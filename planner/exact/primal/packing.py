@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coop_plan.planner.core.assemble import arena_bytes
-from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact.primal.live import Blocks, live_bytes
+from coop_plan.planner.core.arrays import to_arrays
+from coop_plan.planner.core.lifetimes import units_of
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.layout import WORK, lay_out
 
@@ -18,33 +18,32 @@ MAX_BLOCKS = 1500
 """Beyond so many blocks that share memory over time the model is not worth building."""
 
 
-def pack(process: SolverProcess, schedule: Schedule, arena: int, deadline: float) -> bool:
+def pack(
+    process: SolverProcess, schedule: Schedule, arena: int, deadline: float
+) -> PlacedSchedule | None:
     """
-    Give the schedule offsets within the arena (bytes) by CP-SAT's NoOverlap2D; whether it did.
+    The schedule with offsets within the arena (bytes) by CP-SAT's NoOverlap2D, if it found some.
 
-    `deadline` is a `time.monotonic` value, s.
+    `deadline` is a `time.monotonic` value, s. A buffer that takes over an address begins after
+    that event, within which it lies in the block it takes over.
     """
-    blocks = Blocks.of(schedule)
-    if len(blocks.size) > MAX_BLOCKS:
-        return False
-    unit = schedule.problem.alignment
+    problem, t = schedule.problem, schedule.trace
+    scratch = schedule.blocks().event
+    unit = problem.alignment
+    if t.tensor.size + scratch.size > MAX_BLOCKS:
+        return None
+    size = to_arrays(problem).size[t.tensor]
+    workspace = to_arrays(problem).workspace[schedule.what[scratch]]
+    later = np.flatnonzero(t.shares >= 0)
     offsets = process.pack(
-        blocks.lower.tolist(),
-        blocks.upper.tolist(),
-        (blocks.size // unit).tolist(),
-        blocks.same,
-        # The last block may end short of its rounded size.
-        -(-arena // unit),
+        np.concatenate([t.first + (t.shares >= 0), scratch]).tolist(),
+        np.concatenate([t.last + 1, scratch + 1]).tolist(),
+        (np.concatenate([size, workspace]) // unit).tolist(),
+        list(zip(later.tolist(), t.shares[later].tolist(), strict=True)),
+        units_of(arena, unit) // unit,
         deadline,
     )
-    if offsets is None:
-        return False
-    count = len(schedule.tensor)
-    schedule.offset = [offset * unit for offset in offsets[:count]]
-    schedule.workspace_offset = [0] * len(schedule.ops)
-    for event, offset in zip(blocks.scratch, offsets[count:], strict=True):
-        schedule.workspace_offset[event] = offset * unit
-    return True
+    return None if offsets is None else schedule.place(np.array(offsets, dtype=np.int64) * unit)
 
 
 @dataclass(frozen=True)
@@ -55,38 +54,32 @@ class Crowded:
     excess: int
 
 
-def place_or_tell(schedule: Schedule, arena: int, work: int = WORK) -> Crowded | None:
+def place_or_tell(schedule: Schedule, arena: int, work: int = WORK) -> PlacedSchedule | Crowded:
     """
-    Lay the schedule out within the arena (bytes) by `lay_out` with that work.
+    The schedule laid out within the arena (bytes) by `lay_out` with that work.
 
-    Where that fails, the fullest event of the block that ends highest; then there are no offsets.
+    Where that fails, the fullest event of the block that ends highest.
     """
-    lay_out(schedule, arena, work=work)
-    if arena_bytes(schedule) <= arena:
-        return None
-    assert schedule.offset is not None
-    assert schedule.workspace_offset is not None
-    blocks = Blocks.of(schedule)
-    offsets = schedule.offset + [schedule.workspace_offset[event] for event in blocks.scratch]
-    schedule.offset = schedule.workspace_offset = None
-    ends = np.array(offsets) + blocks.size
+    placed, placement = lay_out(schedule, arena, work=work)
+    if placed.arena_bytes <= arena:
+        return placed
+    blocks = schedule.blocks()
+    ends = placement.offsets + blocks.size
     worst = int(ends.argmax())
-    first = (schedule.first + blocks.scratch)[worst]
-    last = (schedule.last + blocks.scratch)[worst]
-    live = blocks.live(len(schedule.ops))[first : last + 1]
+    first, last = int(blocks.lower[worst]), int(blocks.upper[worst])
+    live = schedule.live_bytes()[first:last]
     return Crowded(first + int(live.argmax()), int(ends[worst]) - arena)
 
 
-def place_or_pack(process: SolverProcess, schedule: Schedule, arena: int, deadline: float) -> bool:
-    """Lay the schedule out within the arena (bytes) by placement, or else by `pack`."""
-    if place_or_tell(schedule, arena) is None:
-        return True
-    if max(live_bytes(schedule), default=0) > -(-arena // schedule.problem.alignment) * (
-        schedule.problem.alignment
-    ):
-        return False
+def place_or_pack(
+    process: SolverProcess, schedule: Schedule, arena: int, deadline: float
+) -> PlacedSchedule | None:
+    """The schedule laid out within the arena (bytes) by placement, or else by `pack`."""
+    placed = place_or_tell(schedule, arena)
+    if isinstance(placed, PlacedSchedule):
+        return placed
+    if not schedule.fits(arena):
+        return None
     until = min(deadline, time.monotonic() + PACK_SECONDS)
-    if pack(process, schedule, arena, until) and arena_bytes(schedule) <= arena:
-        return True
-    schedule.offset = schedule.workspace_offset = None
-    return False
+    packed = pack(process, schedule, arena, until)
+    return packed if packed is not None and packed.arena_bytes <= arena else None

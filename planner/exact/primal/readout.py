@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
-from coop_plan.planner.exact.primal.live import live_bytes
+from coop_plan.planner.exact.params import DEFAULTS
 from coop_plan.planner.exact.primal.tape import Tape
 
 
@@ -68,9 +68,6 @@ Drops = dict[tuple[int, int], set[int]]
 Margins = dict[tuple[int, int], int]
 """By (position, op): bytes to leave free while the op runs for that position."""
 
-MOST_RUNS = 3
-"""How often an op may run for the same position."""
-
 
 class StuckError(Exception):
     """Drops that take from each other, at this position."""
@@ -99,20 +96,22 @@ def read_out(
     capacity: int,
     drops: Drops | None = None,
     margins: Margins | None = None,
+    most_runs: int = DEFAULTS.repair.most_runs,
 ) -> Readout:
     """
     The schedule of an outline, and where it needs more than `capacity` bytes, less margins.
 
     Within a segment everything is computed again as late as possible, right before its first need,
-    and dropped after its last touch unless it is resident at the next time point.
+    and dropped after its last touch unless it is resident at the next time point. With `drops` an
+    op may run `most_runs` times for the same position.
 
     Raises:
         UnreadableError: only on graphs with tensors that are overwritten.
         StuckError: only with drops.
     """
-    tape = _Reader(program, outline, drops or {}).read()
+    tape = _Reader(program, outline, drops or {}, most_runs).read()
     schedule = tape.schedule()
-    live = live_bytes(schedule)
+    live = schedule.live_bytes().tolist()
     margins = margins or {}
     overflows = [
         Overflow(position, op, event, excess)
@@ -123,10 +122,11 @@ def read_out(
 
 
 class _Reader:
-    def __init__(self, program: Program, outline: Outline, drops: Drops) -> None:
+    def __init__(self, program: Program, outline: Outline, drops: Drops, most_runs: int) -> None:
         self.program = program
         self.outline = outline
         self.drops = drops
+        self.most_runs = most_runs
         self.tape = Tape(program)
         self._runs: Counter[tuple[int, int]] = Counter()
 
@@ -144,10 +144,10 @@ class _Reader:
             if op < program.n:
                 self._run(op, op)
         if point == program.n:
-            self.tape.close(set(program.reads[point]))
+            self.tape.keep(set(program.reads[point]))
             return
         held = {t for t in self.tape.here if self._held(t, point)}
-        self.tape.close((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
+        self.tape.keep((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
 
     def _held(self, t: int, point: int) -> bool:
         """Whether t stays anyway: it has no bytes, or it is overwritten and has a use to come."""
@@ -181,7 +181,7 @@ class _Reader:
             self.tape.drop(told.difference(self.program.reads[op]))
         self.tape.run(op, position)
         self._runs[position, op] += 1
-        if self._runs[position, op] > MOST_RUNS:
+        if self._runs[position, op] > self.most_runs:
             raise StuckError(position)
 
     def _missing(self, tensors: Iterable[int], needs: dict[int, int]) -> list[int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from coop_plan.planner.exact.model.points import segment
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.primal.live import live_buffers
+from coop_plan.planner.exact.params import DEFAULTS, RepairParams
 from coop_plan.planner.exact.primal.readout import (
     Drops,
     Margins,
@@ -21,9 +21,6 @@ from coop_plan.planner.exact.primal.readout import (
     read_out,
 )
 
-DEAREST = 0.02
-"""Share of the base cost that what goes for one overflow may cost at most."""
-
 
 @dataclass
 class Repair:
@@ -32,6 +29,7 @@ class Repair:
     program: Program
     capacity: int
     margins: Margins
+    params: RepairParams = DEFAULTS.repair
     drops: Drops = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
     """Segments, by the time point that ends them."""
@@ -47,7 +45,14 @@ class Repair:
         """
         while True:
             try:
-                readout = read_out(self.program, outline, self.capacity, self.drops, self.margins)
+                readout = read_out(
+                    self.program,
+                    outline,
+                    self.capacity,
+                    self.drops,
+                    self.margins,
+                    self.params.most_runs,
+                )
             except StuckError as stuck:
                 self._give_up(outline, stuck.position)
                 if time.monotonic() > deadline:
@@ -89,7 +94,7 @@ class Repair:
         """Cheap tensors that make up for the excess, if there are enough of them."""
         program, schedule, event = self.program, readout.schedule, overflow.event
         size = program.problem.size
-        live = {schedule.tensor[buffer] for buffer in live_buffers(schedule, event)}
+        live = {schedule.tensor[buffer] for buffer in schedule.live_buffers(event)}
         beside = live.difference(program.reads[overflow.op], program.makes[overflow.op], stay)
         costs = {t: self._again(t, live) for t in beside if not program.always[t]}
         left = overflow.excess
@@ -104,7 +109,7 @@ class Repair:
             if left + size[t] <= 0:
                 chosen.remove(t)
                 left += size[t]
-        if sum(costs[t] for t in chosen) > DEAREST * program.problem.base_cost_us:
+        if sum(costs[t] for t in chosen) > self.params.dearest * program.problem.base_cost_us:
             return set()
         return set(chosen)
 

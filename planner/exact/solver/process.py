@@ -8,40 +8,32 @@ import queue
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, TypeVar
 
-from coop_plan.planner.exact.model.milp import (
-    INFINITY,
-    Answer,
-    Milp,
-    Outcome,
-    Relaxation,
-    relaxation_job,
+from coop_plan.planner.exact.model.milp import INFINITY, Answer, Milp, Outcome, Relaxation
+from coop_plan.planner.exact.params import DEFAULTS, SolverParams
+from coop_plan.planner.exact.solver.jobs import (
+    Failure,
+    IntervalSchedule,
+    Job,
+    News,
+    PackBlocks,
+    Packing,
+    PulpAnswer,
+    RelaxMilp,
+    ScheduleIntervals,
+    SolveMilp,
+    SolvePulp,
 )
 from coop_plan.schemas import InvalidInputError
 
-MEMORY_BYTES = 8 << 30
-"""Address space that a solver's process may take."""
-
-GRACE_SECONDS = 0.3
-"""How much earlier than the kill a solver is asked to stop by itself."""
-
-
-WORKER = Path(__file__).with_name("worker.py")
-
-
-@dataclass(frozen=True)
-class News:
-    """A proved bound and the best objective so far, while a solve runs."""
-
-    bound: float
-    objective: float
+A = TypeVar("A")
 
 
 class MissingSolverError(InvalidInputError):
@@ -67,15 +59,16 @@ class SolverError(RuntimeError):
 
 class Child:
     """
-    A process of ours that is sent pickles and answers with pickles; started when first needed.
+    A process that runs a module of ours, is sent pickles and answers with pickles.
 
-    As a context manager it ends the process, whatever that is doing.
+    It is started when it is first needed. As a context manager it ends the process, whatever that
+    is doing.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(self, module: str, params: SolverParams) -> None:
         require("ortools")
-        self._command = command
-        self._environment = environment
+        # -P: nothing that lies in the current folder is taken for a module.
+        self._command = [sys.executable, "-P", "-m", module, str(params.memory_bytes)]
         self._process: subprocess.Popen[bytes] | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
 
@@ -112,7 +105,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a solver may be a process of its own: kill both
-                env=self._environment,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(_module_path())},
             )
             assert self._process.stdout is not None
             self._inbox = queue.SimpleQueue()
@@ -136,17 +129,22 @@ class Child:
             SolverError: the process raised an exception.
         """
         message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
-        match message:
-            case ("failure", text):
-                raise SolverError(text)
+        if isinstance(message, Failure):
+            raise SolverError(message.text)
         return message
 
 
 class SolverProcess(Child):
-    """The worker: every job has a deadline, at which it is killed if need be."""
+    """
+    The worker: every job has a deadline (a `time.monotonic` value, s), at which it is killed.
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
-        super().__init__([sys.executable, str(WORKER), str(memory_bytes)])
+    A worker that dies or has to be killed has not answered. All methods raise SolverError when the
+    worker raised an exception.
+    """
+
+    def __init__(self, params: SolverParams = DEFAULTS.solver) -> None:
+        super().__init__("coop_plan.planner.exact.solver.worker", params)
+        self._grace_seconds = params.grace_seconds
 
     def solve(
         self,
@@ -158,22 +156,13 @@ class SolverProcess(Child):
         relative_gap: float = 0.0,
         progress: Callable[[News], None] | None = None,
     ) -> Answer:
-        """
-        Solve until `deadline` (a `time.monotonic` value, s), at most.
-
-        A worker that dies or has to be killed leaves the last bound that it proved. `gap` and
-        `relative_gap` are of the objective.
-
-        Raises:
-            SolverError: the worker raised an exception.
-        """
+        """See `SolveMilp`. Without an answer what it proved last is left."""
         last = News(-INFINITY, INFINITY)
-        job = dict(vars(milp)) | {"solver": solver, "gap": gap, "relative_gap": relative_gap}
-        for message in self._messages(job, deadline):
+        for message in self._messages(SolveMilp(milp, solver, gap, relative_gap), deadline):
             match message:
-                case ("answer", outcome, bound, objective, values):
-                    return Answer(Outcome(outcome), bound, objective, values)
-                case ("news", bound, objective):
+                case Answer():
+                    return message
+                case News(bound, objective):
                     last = News(max(last.bound, bound), min(last.objective, objective))
                     if progress is not None:
                         progress(last)
@@ -182,48 +171,19 @@ class SolverProcess(Child):
     def relax(
         self, milp: Milp, deadline: float, accuracy: float, start: Relaxation | None = None
     ) -> Relaxation:
-        """
-        Solve the relaxation to a relative accuracy, or until `deadline` (monotonic, s).
+        """See `RelaxMilp`."""
+        answer = self._ask(RelaxMilp(milp, accuracy, start), deadline, Relaxation)
+        return answer or Relaxation(-INFINITY, None, None)
 
-        Every column must have finite bounds. `start` is the answer to the same program, or to one
-        with fewer rows.
+    def solve_pulp(self, problem: dict[str, Any], deadline: float, solver: str) -> PulpAnswer:
+        """See `SolvePulp`."""
+        answer = self._ask(SolvePulp(problem, solver), deadline, PulpAnswer)
+        return answer or PulpAnswer(Outcome.UNKNOWN, None)
 
-        Raises:
-            SolverError: the worker raised an exception.
-        """
-        for message in self._messages(relaxation_job(milp, accuracy, start), deadline):
-            match message:
-                case ("relaxed", bound, values, multipliers):
-                    return Relaxation(bound, values, multipliers)
-        return Relaxation(-INFINITY, None, None)
-
-    def solve_pulp(
-        self, problem: dict[str, Any], deadline: float, solver: str
-    ) -> tuple[Outcome, dict[str, float] | None]:
-        """
-        Solve `LpProblem.toDict()` with a solver of PuLP: the outcome, and values by name if any.
-
-        Raises:
-            SolverError: the worker raised an exception.
-        """
-        for message in self._messages({"pulp": problem, "solver": solver}, deadline):
-            match message:
-                case ("solved", outcome, values):
-                    return Outcome(outcome), values
-        return Outcome.UNKNOWN, None
-
-    def schedule(self, job: dict[str, Any], deadline: float) -> tuple[Outcome, list[int] | None]:
-        """
-        Solve the job of `planner.exact.model.intervals`: the outcome, and the ops in order if any.
-
-        Raises:
-            SolverError: the worker raised an exception.
-        """
-        for message in self._messages(job, deadline):
-            match message:
-                case ("scheduled", outcome, ops):
-                    return Outcome(outcome), ops
-        return Outcome.UNKNOWN, None
+    def schedule(self, job: ScheduleIntervals, deadline: float) -> IntervalSchedule:
+        """See `ScheduleIntervals`."""
+        answer = self._ask(job, deadline, IntervalSchedule)
+        return answer or IntervalSchedule(Outcome.UNKNOWN, None)
 
     def pack(
         self,
@@ -234,32 +194,37 @@ class SolverProcess(Child):
         capacity: int,
         deadline: float,
     ) -> list[int] | None:
-        """
-        Offsets of blocks with half-open lifetimes, or None if none were found in time.
+        """Offsets of blocks, or None if none were found in time; see `PackBlocks`."""
+        job = PackBlocks(first, last, height, same, capacity)
+        answer = self._ask(job, deadline, Packing)
+        return None if answer is None else answer.offsets
 
-        Heights, capacity and offsets are in one unit of the caller's; `same` are pairs of blocks
-        that lie at one offset.
+    def _ask(self, job: Job, deadline: float, kind: type[A]) -> A | None:
+        """The answer to a job, None without one."""
+        messages = self._messages(job, deadline)
+        return next((message for message in messages if isinstance(message, kind)), None)
 
-        Raises:
-            SolverError: the worker raised an exception.
-        """
-        job = {"first": first, "last": last, "height": height, "same": same, "capacity": capacity}
-        for message in self._messages(job, deadline):
-            match message:
-                case ("packed", offsets):
-                    return cast("list[int] | None", offsets)
-        return None
-
-    def _messages(self, job: dict[str, Any], deadline: float) -> Iterator[Any]:
+    def _messages(self, job: Job, deadline: float) -> Iterator[object]:
         """What the worker says of a job; a worker that is late or dies is ended."""
-        seconds = deadline - time.monotonic() - GRACE_SECONDS
+        seconds = deadline - time.monotonic() - self._grace_seconds
         if seconds <= 0:
             return
-        if self.send(job | {"seconds": seconds}):
+        if self.send((job, seconds)):
             with contextlib.suppress(queue.Empty):
                 while (message := self.receive(deadline)) is not None:
                     yield message
         self.kill()
+
+
+def _module_path() -> list[str]:
+    """
+    Where a child finds modules: where this process does, the standard library first.
+
+    Otherwise a module of a user's, beside the script that was started, could take its place.
+    """
+    standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
+    standard |= {str(Path(folder) / "lib-dynload") for folder in standard}
+    return sorted(filter(None, sys.path), key=lambda path: path not in standard)
 
 
 def _read(stream: BinaryIO, messages: "queue.SimpleQueue[object]") -> None:

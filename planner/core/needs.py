@@ -1,0 +1,48 @@
+"""What single ops need: lower bounds on every arena."""
+
+from typing import NamedTuple
+
+from coop_plan.planner.core.arrays import to_arrays
+from coop_plan.planner.core.inplace import working_sets
+from coop_plan.planner.core.problem import Problem
+
+
+class Needs(NamedTuple):
+    """
+    Per body the arena bytes that it needs at least, in its first run and when it runs again.
+
+    Inputs, outputs and workspace, rounded up; what can share one address in place counts once.
+    """
+
+    first: list[int]
+    again: list[int]
+
+
+class WorkingSet(NamedTuple):
+    """An op and the arena bytes that it needs at least, in whichever body."""
+
+    op: int
+    bytes: int
+
+
+def needs(problem: Problem) -> Needs:
+    """The needs of a problem's bodies, found once."""
+    found = problem.__dict__.get("_needs")
+    if found is None:
+        first, again = working_sets(to_arrays(problem)).tolist()
+        found = problem.__dict__["_needs"] = Needs(first, again)
+    made: Needs = found
+    return made
+
+
+def largest_working_set(problem: Problem) -> WorkingSet:
+    """
+    The op whose default body needs most, and that many bytes; (−1, 0) without ops.
+
+    A bound on the arena of every schedule of default bodies.
+    """
+    first = needs(problem).first[: problem.op_count]
+    if not first:
+        return WorkingSet(-1, 0)
+    op = max(range(len(first)), key=first.__getitem__)
+    return WorkingSet(op, first[op])

@@ -1,0 +1,206 @@
+"""
+CP-SAT in the solver's process: layouts (NoOverlap2D), and schedules by retention intervals.
+
+The second is the model of Bartan et al., Moccasin, ICML 2023; `planner.exact.primal.intervals` says
+what is different here.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+from coop_plan.planner.exact.model.milp import Outcome
+from coop_plan.planner.exact.solver.jobs import (
+    IntervalSchedule,
+    PackBlocks,
+    Packing,
+    ScheduleIntervals,
+)
+
+INTEGER_COSTS = 10**9
+"""The sum of all costs in CP-SAT's integers."""
+
+
+def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
+    """Offsets of blocks so that no two overlap in time and address, or None."""
+    model = cp_model.CpModel()
+    times, addresses, offsets = [], [], []
+    for first, last, height in zip(job.first, job.last, job.height, strict=True):
+        offset = model.new_int_var(0, max(0, job.capacity - height), "")
+        offsets.append(offset)
+        if height and last > first:
+            times.append(model.new_fixed_size_interval_var(first, last - first, ""))
+            addresses.append(model.new_fixed_size_interval_var(offset, height, ""))
+    model.add_no_overlap_2d(times, addresses)
+    for a, b in job.same:
+        model.add(offsets[a] == offsets[b])
+    solver = _solver(seconds)
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Packing(None)
+    return Packing([solver.value(offset) for offset in offsets])
+
+
+def solve_intervals(job: ScheduleIntervals, seconds: float) -> IntervalSchedule:
+    """The ops of the cheapest schedule found, in the order they run."""
+    model = IntervalModel(job)
+    solver = _solver(seconds)
+    status = solver.solve(model.model)
+    if status == cp_model.INFEASIBLE:
+        return IntervalSchedule(Outcome.INFEASIBLE, None)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return IntervalSchedule(Outcome.UNKNOWN, None)
+    outcome = Outcome.OPTIMAL if status == cp_model.OPTIMAL else Outcome.FEASIBLE
+    return IntervalSchedule(outcome, model.read(solver))
+
+
+def _solver(seconds: float) -> cp_model.CpSolver:
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = 1
+    return solver
+
+
+class IntervalModel:
+    """
+    Variables: copy c of op v runs at time start[v, c], if active[v, c]; what it makes, tensor d, is
+    retained until end[d, c] (exclusive). Copy 0 is the first run. All sizes are in one unit.
+    """
+
+    def __init__(self, job: ScheduleIntervals) -> None:
+        self.job = job
+        self.model = cp_model.CpModel()
+        self.n = len(job.copies)
+        self.horizon = sum(job.copies)
+        self.start: dict[tuple[int, int], Any] = {}
+        self.active: dict[tuple[int, int], Any] = {}
+        self.end: dict[tuple[int, int], Any] = {}
+        self.offset: dict[tuple[int, int], Any] = {}
+        self.boxes: list[tuple[Any, Any, int]] = []  # (interval in time, offset, size)
+        self.producer = {d: v for v, made in enumerate(job.makes) for d in made}
+        self.copies = [(v, c) for v in range(self.n) for c in range(job.copies[v])]
+        for v, c in self.copies:
+            self._run(v, c)
+        self._order()
+        for v, c in self.copies:
+            self._inputs(v, c)
+        for d in job.kept:
+            self._cover(d, self.horizon, None)
+        self._memory()
+        scale = INTEGER_COSTS / (sum(job.cost) or 1.0)
+        self.model.minimize(
+            sum(round(job.cost[v] * scale) * self.active[v, c] for v, c in self.copies if c)
+        )
+
+    def _run(self, v: int, c: int) -> None:
+        model, job = self.model, self.job
+        self.active[v, c] = model.new_bool_var("") if c else model.new_constant(1)
+        self.start[v, c] = start = model.new_int_var(0, self.horizon - 1, "")
+        for d in job.makes[v]:
+            size = job.size[d]
+            self.end[d, c] = end = model.new_int_var(1, self.horizon, "")
+            model.add(end > start)
+            length = model.new_int_var(1, self.horizon, "")
+            interval = model.new_optional_interval_var(start, length, end, self.active[v, c], "")
+            self.offset[d, c] = self._box(interval, size)
+        # What lives only while the op runs: scratch, and copies of outputs that left the arena.
+        moment = model.new_optional_fixed_size_interval_var(start, 1, self.active[v, c], "")
+        self._box(moment, job.workspace[v])
+        for d in job.again[v] if c else ():
+            self.offset[d, c] = self._box(moment, job.size[d])
+
+    def _box(self, interval: Any, size: int) -> Any:
+        offset = self.model.new_int_var(0, max(0, self.job.capacity - size), "")
+        self.boxes.append((interval, offset, size))
+        return offset
+
+    def _order(self) -> None:
+        model = self.model
+        # First runs in program order; a recompute after the one before it, which frees what that
+        # made, as the newer copy serves as well; one op at a time.
+        for v, w in pairwise(range(self.n)):
+            model.add(self.start[v, 0] < self.start[w, 0])
+        for v, c in self.copies:
+            if c:
+                model.add(self.start[v, c] > self.start[v, c - 1])
+                model.add_implication(self.active[v, c], self.active[v, c - 1])
+                for d in self.job.makes[v]:
+                    ended = self.end[d, c - 1] <= self.start[v, c]
+                    model.add(ended).only_enforce_if(self.active[v, c])
+                if self.job.until[v] < self.n:
+                    before = self.start[self.job.until[v], 0]
+                    model.add(self.start[v, c] < before).only_enforce_if(self.active[v, c])
+        model.add_no_overlap(
+            model.new_optional_fixed_size_interval_var(self.start[key], 1, self.active[key], "")
+            for key in self.copies
+        )
+
+    def _inputs(self, v: int, c: int) -> None:
+        model, job = self.model, self.job
+        start, active = self.start[v, c], self.active[v, c]
+        shares: dict[tuple[int, int], Any] = {}
+        for out, source in job.pairs[v]:
+            if (out, c) in self.offset:
+                shares[out, source] = model.new_bool_var("")
+                model.add_implication(shares[out, source], active)
+        for side in (0, 1):
+            for d in {pair[side] for pair in shares}:
+                model.add_at_most_one(z for pair, z in shares.items() if pair[side] == d)
+        for d in job.reads[v]:
+            mine = {pair: z for pair, z in shares.items() if pair[1] == d}
+            links = self._cover(d, start, active, list(mine.values()))
+            for (out, source), z in mine.items():
+                self._share(v, c, out, source, z, links)
+
+    def _cover(self, d: int, time: Any, active: Any, shared: Any = ()) -> dict[int, Any]:
+        """One copy of d is retained over `time`; over all but its last instant if shared."""
+        model = self.model
+        links = {}
+        for p, c in self.copies:
+            if p != self.producer[d]:
+                continue
+            link = links[c] = model.new_bool_var("")
+            model.add_implication(link, self.active[p, c])
+            model.add(self.start[p, c] < time).only_enforce_if(link)
+            taken = sum(shared) if shared else 0
+            lasts = self.end[d, c] >= (time if active is None else time + 1 - taken)
+            model.add(lasts).only_enforce_if(link)
+        if active is None:
+            model.add_exactly_one(links.values())
+        else:
+            model.add(sum(links.values()) == 1).only_enforce_if(active)
+        return links
+
+    def _share(self, v: int, c: int, out: int, source: int, z: Any, links: dict[int, Any]) -> None:
+        """The output lies where the input lay, which ends as op v begins; the rest of it lasts."""
+        model, size = self.model, self.job.size
+        start = self.start[v, c]
+        rest = size[source] - size[out]
+        filler = None
+        if rest:
+            filler = self._box(model.new_optional_fixed_size_interval_var(start, 1, z, ""), rest)
+        for k, link in links.items():
+            both = [link, z]
+            model.add(self.end[source, k] == start).only_enforce_if(both)
+            model.add(self.offset[out, c] == self.offset[source, k]).only_enforce_if(both)
+            if filler is not None:
+                model.add(filler == self.offset[out, c] + size[out]).only_enforce_if(both)
+
+    def _memory(self) -> None:
+        boxes = [box for box in self.boxes if box[2]]
+        capacity = self.job.capacity
+        demands = [size for _, _, size in boxes]
+        self.model.add_cumulative([interval for interval, _, _ in boxes], demands, capacity)
+        if self.job.joint:
+            self.model.add_no_overlap_2d(
+                [interval for interval, _, _ in boxes],
+                [
+                    self.model.new_fixed_size_interval_var(offset, size, "")
+                    for _, offset, size in boxes
+                ],
+            )
+
+    def read(self, solver: cp_model.CpSolver) -> list[int]:
+        """The ops in the order they run."""
+        runs = [key for key in self.copies if solver.value(self.active[key])]
+        return [v for v, _ in sorted(runs, key=lambda key: solver.value(self.start[key]))]

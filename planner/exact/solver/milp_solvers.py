@@ -1,0 +1,110 @@
+"""Mixed-integer programs in the solver's process: OR-Tools' MathOpt, and whatever PuLP has."""
+
+import datetime
+import re
+from collections.abc import Callable
+from typing import Any
+
+from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
+from coop_plan.planner.exact.solver.jobs import News, PulpAnswer, SolveMilp, SolvePulp
+
+SOLVERS = {
+    "highs": "SOLVER_TYPE_HIGHS",
+    "scip": "SOLVER_TYPE_GSCIP",
+    "cp-sat": "SOLVER_TYPE_CP_SAT",
+}
+
+OUTCOMES = {
+    "TERMINATION_REASON_OPTIMAL": Outcome.OPTIMAL,
+    "TERMINATION_REASON_INFEASIBLE": Outcome.INFEASIBLE,
+}
+
+HIGHS_LOG = re.compile(r"%\s+(-?inf|-?[\d.e+]+)\s+(-?inf|-?[\d.e+]+)\s+(?:[\d.]+%|Large)")
+"""The dual bound and the best objective in a line of HiGHS's branch-and-bound table."""
+
+
+def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answer:
+    """Solve one program with a solver of OR-Tools, on one thread; only HiGHS has news."""
+    from ortools.math_opt import callback_pb2, parameters_pb2, result_pb2
+    from ortools.math_opt import model_parameters_pb2 as model_parameters
+    from ortools.math_opt.core.python import solver as core
+
+    highs = job.solver == "highs"
+    parameters = parameters_pb2.SolveParametersProto()
+    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=seconds))
+    parameters.absolute_gap_tolerance = job.gap
+    parameters.relative_gap_tolerance = job.relative_gap
+    if highs:
+        parameters.highs.string_options["parallel"] = "off"
+    else:
+        parameters.threads = 1
+
+    def read_log(lines: list[str]) -> None:
+        for line in lines:
+            found = HIGHS_LOG.search(line)
+            if found:
+                tell(News(float(found[1]), float(found[2])))
+
+    result = core.solve(
+        _proto(job.milp),
+        getattr(parameters_pb2, SOLVERS[job.solver]),
+        parameters_pb2.SolverInitializerProto(),
+        parameters,
+        model_parameters.ModelSolveParametersProto(),
+        read_log if highs else None,
+        callback_pb2.CallbackRegistrationProto(),
+        None,
+        None,
+    )
+    bounds = result.termination.objective_bounds
+    values = None
+    for solution in result.solutions:
+        primal = solution.primal_solution
+        if primal.feasibility_status == 2 and values is None:  # SOLUTION_STATUS_FEASIBLE
+            values = [0.0] * len(job.milp.lower)
+            known = primal.variable_values
+            for column, value in zip(known.ids, known.values, strict=True):
+                values[column] = value
+    reason = result_pb2.TerminationReasonProto.Name(result.termination.reason)
+    outcome = OUTCOMES.get(reason, Outcome.UNKNOWN if values is None else Outcome.FEASIBLE)
+    return Answer(outcome, bounds.dual_bound, bounds.primal_bound, values)
+
+
+def _proto(milp: Milp) -> Any:
+    """The program as MathOpt's protocol buffer, filled column-wise: its Python API is too slow."""
+    from ortools.math_opt import model_pb2
+
+    model = model_pb2.ModelProto()
+    model.variables.ids.extend(range(len(milp.lower)))
+    model.variables.lower_bounds.extend(milp.lower)
+    model.variables.upper_bounds.extend(milp.upper)
+    model.variables.integers.extend(milp.integer)
+    priced = [column for column, cost in enumerate(milp.cost) if cost]
+    model.objective.linear_coefficients.ids.extend(priced)
+    model.objective.linear_coefficients.values.extend(milp.cost[column] for column in priced)
+    model.linear_constraints.ids.extend(range(len(milp.row_lower)))
+    model.linear_constraints.lower_bounds.extend(milp.row_lower)
+    model.linear_constraints.upper_bounds.extend(milp.row_upper)
+    matrix = model.linear_constraint_matrix  # MathOpt wants it sorted by row, then column
+    entries = zip(milp.entry_row, milp.entry_column, milp.entry_value, strict=True)
+    rows, columns, values = zip(*sorted(entries), strict=True) if milp.entry_row else ((),) * 3
+    matrix.row_ids.extend(rows)
+    matrix.column_ids.extend(columns)
+    matrix.coefficients.extend(values)
+    return model
+
+
+def solve_pulp(job: SolvePulp, seconds: float) -> PulpAnswer:
+    """Solve a PuLP problem with the solver of that name, on one thread."""
+    import pulp
+
+    variables, problem = pulp.LpProblem.fromDict(job.problem)
+    options = {"msg": False, "timeLimit": seconds, "threads": 1}
+    status = problem.solve(pulp.getSolver(job.solver, **options))
+    if status == pulp.LpStatusInfeasible:
+        return PulpAnswer(Outcome.INFEASIBLE, None)
+    if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return PulpAnswer(Outcome.UNKNOWN, None)
+    optimal = problem.sol_status == pulp.LpSolutionOptimal
+    values = {name: variable.value() for name, variable in variables.items()}
+    return PulpAnswer(Outcome.OPTIMAL if optimal else Outcome.FEASIBLE, values)

@@ -1,0 +1,104 @@
+"""
+The hill climb: from plans about as large as the arena, towards less cost for less memory.
+
+Several climbs, which do not know the arena, perturb the weights of single retention intervals.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from coop_plan.planner.offline.portfolio import Portfolio
+from coop_plan.planner.offline.run import Settings
+
+
+def climb(portfolio: Portfolio) -> None:
+    """Climbs around the arena in turn, each of them as often; their plans go to the portfolio."""
+    params = portfolio.params.climb
+    steps = params.ops // max(1, portfolio.problem.op_count)
+    steps = min(params.most_steps, max(params.fewest_steps, steps))
+    climbs = _starts(portfolio)
+    turns = -(-steps // max(1, len(climbs)))
+    for done, one in enumerate(climbs * turns):
+        if portfolio.request.out_of_time():
+            return
+        if done % params.report_steps == 0:
+            portfolio.report(done / (turns * len(climbs)))
+        one.step(portfolio)
+
+
+def _starts(portfolio: Portfolio) -> list["HillClimb"]:
+    """Climbs from the grid steps whose plans need about as much as there is."""
+    assert portfolio.best.found is not None
+    params = portfolio.params.climb
+    spacing, rank = params.spacing, params.rank_steps
+    middle = portfolio.step(portfolio.best.found.budget) // spacing * spacing
+    # Ranked at a coarser step, so that neighbouring arenas agree on the rules.
+    rules = portfolio.best_rules(middle // rank * rank)
+    climbs = []
+    for number in range(-params.climbs_below, params.climbs_above + 1):
+        one = HillClimb.start(portfolio, middle + number * spacing, rules)
+        if one is not None:
+            climbs.append(one)
+    return climbs
+
+
+@dataclass
+class HillClimb:
+    """
+    A hill climb that does not know the arena: from a grid step, towards less cost for less memory.
+
+    Neighbouring arenas make the same climbs and so see the same plans, of which each takes the
+    cheapest that fits; that is what keeps overhead from rising with the budget. `slope` is what a
+    factor e of memory is worth, in µs, around the start.
+    """
+
+    random: np.random.Generator
+    settings: Settings
+    budget: int
+    value: float
+    slope: float
+
+    @classmethod
+    def start(cls, portfolio: Portfolio, step: int, rules: list[int]) -> "HillClimb | None":
+        """The best of these rules at this grid step; None when none of them completes there."""
+        budget = portfolio.budget(step)
+        found = [(run.cost_us, number, run) for number, run in portfolio.runs(budget, rules)]
+        if not found:
+            return None
+        cost, number, run = min(found, key=lambda entry: entry[:2])
+        settings = portfolio.settings[number]
+        ends = []
+        slope_steps = portfolio.params.climb.slope_steps
+        for side in (-slope_steps, slope_steps):
+            at = portfolio.runner(portfolio.budget(step + side), settings)
+            if at is not None:
+                ends.append((np.log(at.blocks(portfolio.arrays).live), at.cost_us))
+        slope = 0.0
+        if len(ends) == 2 and ends[1][0] > ends[0][0]:
+            slope = max(0.0, (ends[0][1] - ends[1][1]) / (ends[1][0] - ends[0][0]))
+        value = cost + slope * np.log(run.blocks(portfolio.arrays).live)
+        random = np.random.default_rng([portfolio.request.seed, max(step, 0)])
+        return cls(random, settings, budget, value, slope)
+
+    def step(self, portfolio: Portfolio) -> None:
+        """Perturb the weights and the budget; stay where cost and memory together got less."""
+        random, base, params = self.random, self.settings, portfolio.params.perturbation
+        spread = random.choice(params.spreads)
+        touched = random.random(base.weight.size) < random.choice(params.touched)
+        factor = np.exp(random.normal(0.0, spread, base.weight.size))
+        chance = portfolio.params.climb.exponent_chance
+        settings = Settings(
+            base.price,
+            np.where(touched, base.weight * factor, base.weight),
+            float(random.choice(params.exponents)) if random.random() < chance else base.alpha,
+            base.cap,
+        )
+        budget = int(self.budget * np.exp(random.normal(0.0, params.budget_spread)))
+        found = portfolio.candidate(budget, settings)
+        if found is None:
+            return
+        portfolio.offer(found)
+        value = found.cost_us + self.slope * np.log(found.peak)
+        if value < self.value:
+            self.settings, self.budget, self.value = settings, budget, value

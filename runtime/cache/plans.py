@@ -1,0 +1,55 @@
+"""Plans that outlive the process: a second start of the same step makes none.
+
+Kept as the service keeps its plans, and apart from them; read again through the verifier.
+"""
+
+from contextlib import closing
+from pathlib import Path
+
+from coop_plan.planner.cache.store import SqliteStore, StoredPlan, planner_version
+from coop_plan.runtime.cache.files import cache_dir, going_on_without
+from coop_plan.runtime.options import Options
+from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
+
+
+def key_of(graph: Graph, options: Options) -> str:
+    """What a plan is kept by: structure, costs, what was asked, and the planner's version."""
+    return options.plan.key(fingerprint(graph), planner_version(), cost_signature(graph))
+
+
+def find(key: str, graph: Graph, options: Options) -> Plan | None:
+    """The plan kept by this key, if there is one, it holds for `graph`, and is what was asked."""
+    with going_on_without(_path()), _open() as store:
+        record = store.get(key)
+        if record is None:
+            return None
+        candidate = record.for_graph(graph)
+        if candidate is not None and _is_asked(candidate, options):
+            return candidate
+        store.delete(key)
+    return None
+
+
+def keep(key: str, graph: Graph, plan: Plan) -> None:
+    """Keep a verified plan of `graph`."""
+    with going_on_without(_path()), _open() as store:
+        store.put(key, StoredPlan.of(plan, graph))
+
+
+def _is_asked(plan: Plan, options: Options) -> bool:
+    asked = options.plan
+    budget = int(asked.budget.value) if asked.budget.kind == "bytes" else plan.budget_bytes
+    return (plan.budget_bytes, plan.method, plan.outputs, plan.alignment) == (
+        budget,
+        asked.method,
+        asked.outputs,
+        asked.alignment,
+    )
+
+
+def _open() -> closing[SqliteStore]:
+    return closing(SqliteStore(_path(), wal=False))
+
+
+def _path() -> Path:
+    return cache_dir() / "step_plans.sqlite3"

@@ -1,0 +1,356 @@
+"""Measures ops one by one, on real tensors: time, and every allocation they make.
+
+Each op runs once to warm up, once with its allocations recorded, and then several times with the
+same allocations served from memory that was touched before, as they will be in the arena: the time
+then has no page faults in it. Ops of equal signature are measured once on a machine.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from coop_plan.planner.placement import place
+from coop_plan.runtime.cache.profiles import session
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory
+from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.options import CUDA_ALIGNMENT
+from coop_plan.runtime.torch_internals import (
+    OpOverload,
+    has_no_memory,
+    negative_view,
+    real_world,
+    tree_flatten,
+    tree_map,
+)
+
+MIN_REPEATS = 5
+MAX_REPEATS = 25
+REPEAT_US = 4_000.0
+"""An op is repeated until this much time is spent on it, within the two counts above."""
+
+SCRATCH_ALIGNMENT = 64
+
+LASTING_OPS = ("aten", "prims")
+"""Namespaces whose ops change with PyTorch's version only; others are measured by every process."""
+
+LASTING_VALUES = (
+    *(bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types whose `repr` says the same in every process."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor an op returns: the storage it made, or the input it is a view of.
+
+    `bytes` is the size of the allocation made for it, 0 for a view; `alias` is the position, among
+    the op's tensor arguments in flattened order, of the input whose storage it shares, or -1;
+    `twin` is the position of an earlier output that it is once more, or -1.
+    The rest is how the tensor lies in its storage.
+    """
+
+    bytes: int
+    alias: int
+    twin: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One allocation of an op: for output `output`, or scratch (-1) at `offset` in the workspace.
+
+    An allocation that neither belongs to an output nor is freed within the op has `output` -2: it
+    is served by PyTorch's allocator.
+    """
+
+    bytes: int
+    output: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """Facts about one op. `outputs` follows the flattened result; None stands for no tensor.
+
+    `cost_us` is the time of the device; what is started on CUDA is not waited for.
+    """
+
+    cost_us: float
+    outputs: tuple[Output | None, ...]
+    allocations: tuple[Allocation, ...]
+    workspace_bytes: int
+
+    @property
+    def allocated(self) -> set[int]:
+        """Positions of the outputs whose memory the op took on its device."""
+        return {allocation.output for allocation in self.allocations}
+
+
+_profiles: dict[object, OpProfile] = {}
+_measured = 0
+_record = TypeAdapter(OpProfile)
+
+
+def measured_ops() -> int:
+    """How many ops this process has measured."""
+    return _measured
+
+
+def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
+    """The profile of `target(*args, **kwargs)`; tensors in the arguments are fake ones.
+
+    Raises:
+        CaptureError: dynamic shapes, or an op that does not run on stand-in data.
+    """
+    key = _signature(target, args, kwargs)
+    found = _profiles.get(key)
+    if found is None:
+        cache, name = session(), _lasting(key)
+        if cache is None or name is None:
+            found = _measure_anew(target, args, kwargs)
+        else:
+            found = _parse(cache.get(name))
+            if found is None:
+                found = _measure_anew(target, args, kwargs)
+                cache.put(name, _record.dump_json(found).decode())
+        _profiles[key] = found
+    return found
+
+
+def _measure_anew(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
+    global _measured
+    with real_world():
+        made = _measure(target, *_inputs(target, args, kwargs))
+    _measured += 1
+    return made
+
+
+def _parse(record: str | None) -> OpProfile | None:
+    if record is None:
+        return None
+    try:
+        return _record.validate_json(record, strict=True)
+    except ValidationError:
+        return None  # damaged: what is measured now replaces it
+
+
+def _lasting(signature: tuple[object, ...]) -> str | None:
+    """The signature as text, or None if the text might stand for something else elsewhere."""
+    target, *rest = signature
+    if not isinstance(target, OpOverload) or target.namespace not in LASTING_OPS:
+        return None
+    types = [p[0] for p in rest if isinstance(p, tuple) and isinstance(p[0], type)]
+    if any(value_type not in LASTING_VALUES for value_type in types):
+        return None
+    text = f"{target} {rest!r}"
+    return None if " at 0x" in text else text
+
+
+def _signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
+    flat, spec = tree_flatten((args, kwargs))
+    parts: list[object] = [target, str(spec), torch.get_num_threads()]
+    for value in flat:
+        if isinstance(value, torch.Tensor):
+            if not all(isinstance(size, int) for size in value.shape):
+                raise CaptureError(
+                    f"{target} has dynamic shapes, which cannot be planned: compile with"
+                    " dynamic=False"
+                )
+            storage = value.untyped_storage().nbytes()
+            offset = value.storage_offset()
+            parts.append((tuple(value.shape), value.stride(), offset, storage, value.dtype))
+            parts.append((str(value.device), value.is_conj(), value.is_neg()))
+        else:
+            parts.append((type(value), repr(value)))
+    return tuple(parts)
+
+
+def _inputs(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Stand-in arguments that the op runs on.
+
+    Raises:
+        CaptureError: there are none.
+    """
+    for truth, number in ((None, 0), (False, 0), (True, 0), (None, 1)):
+        given, named = _stand_in((args, kwargs), truth, number)
+        if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            given = (*given[:22], _rnn_workspace(given))
+        try:
+            target(*given, **named)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            failed = error
+        else:
+            return given, named
+    first = str(failed).splitlines()[0]
+    raise CaptureError(f"{target} cannot be profiled on its own: {first}") from failed
+
+
+def _rnn_workspace(args: Any) -> torch.Tensor:
+    """What oneDNN's forward leaves to its backward, which crashes on anything else."""
+    reverse, mode, hidden, layers, biases, train, both_ways, sizes, batch_first = args[13:22]
+    workspace: torch.Tensor = torch.ops.coop_plan.lstm_layer.default(
+        *args[:7], reverse, sizes, mode, hidden, layers, biases, both_ways, batch_first, train
+    )[3]
+    return workspace
+
+
+def _stand_in(tree: Any, truth: bool | None, number: int) -> Any:
+    """Tensors for fake ones; `truth` is what all booleans are (None: both), `number` all integers.
+
+    0 is an index that is in range whatever it indexes, 1 is one where they are counted from 1.
+    """
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        count = value.untyped_storage().nbytes() // value.element_size()
+        flat = torch.empty(count, dtype=value.dtype, device=value.device)
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            # Positive and away from zero: no NaN and no denormals to slow a kernel down.
+            flat.uniform_(0.05, 1.0) if value.dtype.is_floating_point else flat.fill_(0.5)
+        elif value.dtype == torch.bool:
+            flat.bernoulli_(0.5) if truth is None else flat.fill_(truth)
+        else:
+            flat.fill_(number)
+        made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
+        made = made.conj() if value.is_conj() else made
+        return negative_view(made) if value.is_neg() else made
+
+    return tree_map(make, tree)
+
+
+def _measure(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
+    ext = extension()
+    flat = tree_flatten((args, kwargs))[0]
+    inputs = [v for v in flat if isinstance(v, torch.Tensor)]
+    device = _cuda_device(flat)
+    alignment = SCRATCH_ALIGNMENT if device is None else CUDA_ALIGNMENT
+    ext.record_begin(device is not None)
+    result = target(*args, **kwargs)
+    events = ext.record_end()
+    results = tree_flatten(result)[0]
+    outputs, allocations, workspace = _digest(events, inputs, results, target, alignment)
+    del result, results
+    slots = _scratch_slots(allocations, alignment)
+    size = max((offset + need for need, offset in slots), default=0)
+    arena = Arena(size, [slots], [False], Memory(), device)
+    timed = _cpu_us if device is None else partial(cuda.device_us, device)
+    times: list[float] = []
+    while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
+        arena.begin(fresh=False)
+        try:
+            arena.enter(0)
+            times.append(timed(lambda: target(*args, **kwargs)))
+        finally:
+            arena.leave()
+    return OpProfile(statistics.median(times[1:]), outputs, allocations, workspace)
+
+
+def _cuda_device(values: list[Any]) -> int | None:
+    """The number of the CUDA device that an op with these arguments runs on, if it does."""
+    devices = (v.device if isinstance(v, torch.Tensor) else v for v in values)
+    for device in devices:
+        if isinstance(device, torch.device) and device.type == "cuda":
+            return torch.cuda.current_device() if device.index is None else device.index
+    return None
+
+
+def _cpu_us(run: Callable[[], object]) -> float:
+    began = time.perf_counter_ns()
+    result = run()
+    elapsed = time.perf_counter_ns() - began
+    del result  # freeing is not the op's time
+    return elapsed / 1e3
+
+
+def _scratch_slots(allocations: tuple[Allocation, ...], alignment: int) -> list[tuple[int, int]]:
+    """Every allocation at an address of its own: for timing only."""
+    slots, end = [], 0
+    for allocation in allocations:
+        if allocation.output == -2:
+            slots.append((allocation.bytes, SERVED_OUTSIDE))
+            continue
+        slots.append((allocation.bytes, end))
+        end += -(-allocation.bytes // alignment) * alignment
+    return slots
+
+
+def _digest(
+    events: list[tuple[int, int, int]],
+    inputs: list[torch.Tensor],
+    results: list[Any],
+    target: object,
+    alignment: int,
+) -> tuple[tuple[Output | None, ...], tuple[Allocation, ...], int]:
+    """Turn recorded events into outputs, ordered allocations and a laid-out workspace."""
+    sources = {t.untyped_storage().data_ptr(): i for i, t in reversed(list(enumerate(inputs)))}
+    owner: dict[int, int] = {}
+    outputs: list[Output | None] = []
+    for position, value in enumerate(results):
+        if value is None or isinstance(value, (int, float)):  # numbers are known when traced
+            outputs.append(None)
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"{target} returns a {type(value).__name__}, which a planned step cannot hold"
+            )
+        # Zeros that autograd makes have no memory.
+        pointer = 0 if has_no_memory(value) else value.untyped_storage().data_ptr()
+        start = int(value.storage_offset())
+        layout = str(value.dtype), tuple(value.shape), value.stride(), start
+        size = value.untyped_storage().nbytes()
+        if pointer and pointer in sources:
+            outputs.append(Output(0, sources[pointer], -1, *layout))
+        elif pointer and pointer in owner:
+            made = Output(size, -1, owner[pointer], *layout)
+            if replace(made, twin=-1) != outputs[made.twin]:
+                raise CaptureError(f"{target} returns two views of one new tensor")
+            outputs.append(made)
+        else:
+            outputs.append(Output(size, -1, -1, *layout))
+            if pointer:
+                owner[pointer] = position
+    alive: dict[int, int] = {}
+    sizes: list[int] = []
+    spans: list[list[int]] = []
+    pointers: list[int] = []
+    for moment, (is_alloc, pointer, size) in enumerate(events):
+        if is_alloc:
+            alive[pointer] = len(sizes)
+            sizes.append(size)
+            pointers.append(pointer)
+            spans.append([moment, -1])
+        elif pointer in alive:
+            spans[alive.pop(pointer)][1] = moment
+    scratch = [i for i, span in enumerate(spans) if span[1] >= 0]
+    offsets = dict.fromkeys(range(len(sizes)), 0)
+    workspace = 0
+    if scratch:
+        placed = place(
+            np.array([spans[i][0] for i in scratch]),
+            np.array([spans[i][1] for i in scratch]),
+            np.array([sizes[i] for i in scratch]),
+            alignment=alignment,
+        )
+        workspace = placed.peak
+        offsets.update(zip(scratch, placed.offsets.tolist(), strict=True))
+    allocations = []
+    for i, size in enumerate(sizes):
+        if not size:
+            continue  # nothing is allocated for no bytes
+        output = -1 if spans[i][1] >= 0 else owner.get(pointers[i], -2)
+        allocations.append(Allocation(size, output, offsets[i]))
+    return tuple(outputs), tuple(allocations), workspace

@@ -1,0 +1,251 @@
+"""One compiled function at many input shapes: every shape is a static graph of its own."""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.torch_internals import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    compilation,
+    copy_dynamo_node,
+    dynamo_module,
+    example_value,
+    is_boxed_number,
+    is_static_input,
+    raise_recompile_limits,
+    source_name,
+    storage_key,
+)
+
+log = logging.getLogger("coop-plan")
+
+Number = int | float | bool
+Shape = tuple[tuple[int, ...], ...]
+"""Sizes of the tensors among a graph's inputs, in order, parameters and buffers left out."""
+
+CompileStatic = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+MANY_NUMBERS = 8
+"""Graphs of one shape, different in their Python numbers alone, from which on we warn."""
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def is_symbolic(gm: fx.GraphModule) -> bool:
+    """Whether sizes or numbers among the inputs of Dynamo's graph are symbols."""
+    return any(_Input.of(node).varies for node in gm.graph.find_nodes(op="placeholder"))
+
+
+def shape_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shape:
+    """The shape that `inputs` of `gm`, a static graph, have."""
+    nodes = gm.graph.find_nodes(op="placeholder")
+    return tuple(
+        tuple(value.shape)
+        for node, value in zip(nodes, inputs, strict=True)
+        if isinstance(value, torch.Tensor) and not _Input.of(node).static
+    )
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What of one graph input differs from call to call.
+
+    `number` is a Python number, which Dynamo passes `boxed` in a tensor if it is a float;
+    `sized` is a tensor with symbols in its layout, `static` a parameter or buffer.
+    """
+
+    node: fx.Node
+    number: bool
+    boxed: bool
+    sized: bool
+    static: bool
+
+    @classmethod
+    def of(cls, node: fx.Node) -> "_Input":
+        value, boxed = example_value(node), is_boxed_number(node)
+        sized = False
+        if isinstance(value, torch.Tensor) and not boxed:
+            layout = (*value.shape, *value.stride(), value.storage_offset())
+            sized = not all(isinstance(size, int) for size in layout)
+        number = boxed or isinstance(value, _NUMBERS)
+        return cls(node, number, boxed, sized, is_static_input(node))
+
+    @property
+    def varies(self) -> bool:
+        return self.number or self.sized
+
+
+class ByShape:
+    """Runs a graph with symbols in it: for each shape, as the static graph of that shape.
+
+    Dynamo's guards say for which shapes the graph holds. The static graph is traced when its
+    shape is first met, from fake copies: no input is kept alive.
+    """
+
+    def __init__(self, gm: fx.GraphModule, compile_static: CompileStatic) -> None:
+        self._gm = gm
+        self._compile = compile_static
+        self._inputs = [_Input.of(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self._kept = [i for i, given in enumerate(self._inputs) if not _vanishes(given)]
+        self._watched = [
+            i for i, given in enumerate(self._inputs) if given.varies or not given.static
+        ]
+        self._steps: dict[object, Callable[..., Any]] = {}
+        self._per_shape: dict[Shape, int] = {}
+
+    def run(self, *args: Any) -> Any:
+        """Run one call.
+
+        Raises:
+            CaptureError, planner.InfeasibleBudgetError: for a shape not met before.
+        """
+        key = self._key(args)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._specialise(args)
+        return step(*(args[i] for i in self._kept))
+
+    def _key(self, args: Sequence[Any]) -> object:
+        """All that the static graph depends on and Dynamo does not guard to be the same."""
+        key: list[object] = []
+        seen: dict[int, int] = {}
+        for i in self._watched:
+            given, value = self._inputs[i], args[i]
+            if given.number:
+                number = value.item() if given.boxed else value
+                key.append(number.hex() if isinstance(number, float) else number)  # NaN, -0.0
+                continue
+            if given.sized:
+                key.append((tuple(value.shape), value.stride()))
+            # AOTAutograd traces inputs that overlap in memory differently.
+            if isinstance(value, torch.Tensor) and not given.static:
+                first = seen.setdefault(storage_key(value), i)
+                if first != i:
+                    key.append((first, args[first].storage_offset(), value.storage_offset()))
+        return tuple(key)
+
+    def _specialise(self, args: Sequence[Any]) -> Callable[..., Any]:
+        numbers = {
+            given.node: value.item() if given.boxed else value
+            for given, value in zip(self._inputs, args, strict=True)
+            if given.number
+        }
+        kept = {self._inputs[i].node for i in self._kept}
+        mode = FakeTensorMode()
+        fakes = [
+            mode.from_tensor(args[i]) if isinstance(args[i], torch.Tensor) else args[i]
+            for i in self._kept
+        ]
+        static = _static(self._gm, numbers, kept)
+        self._count(shape_of(static, fakes))
+        try:
+            return self._compile(static, fakes)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise CaptureError(
+                f"{error.func} makes numbers or sizes out of data, which cannot be planned"
+            ) from error
+
+    def _count(self, shape: Shape) -> None:
+        count = self._per_shape[shape] = self._per_shape.get(shape, 0) + 1
+        if count == MANY_NUMBERS:
+            log.warning(
+                "%d graphs for one input shape, different in their Python numbers alone: pass a"
+                " number that changes with every call as a tensor",
+                count,
+            )
+
+
+def _vanishes(given: _Input) -> bool:
+    """Whether nothing is left of an input in the static graph."""
+    return given.number and (not given.boxed or all(map(_is_item, given.node.users)))
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "item"
+
+
+def _static(
+    gm: fx.GraphModule, numbers: Mapping[fx.Node, Number], kept: set[fx.Node]
+) -> fx.GraphModule:
+    """`gm` with inputs replaced by `numbers`, as Dynamo would give it with dynamic=False."""
+    graph = fx.Graph()
+    made: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder" and node not in kept:
+            made[node] = numbers[node]
+        elif _is_item(node) and node.args[0] in numbers:
+            made[node] = numbers[node.args[0]]
+        else:
+            made[node] = copy_dynamo_node(graph, node, made.__getitem__)
+    return dynamo_module(gm, graph)
+
+
+_firsts: "weakref.WeakKeyDictionary[object, dict[str, Shape]]" = weakref.WeakKeyDictionary()
+
+
+def first_shapes(memory: object) -> dict[str, Shape]:
+    """Of each function whose steps share `memory`: the shape that was planned first."""
+    return _firsts.setdefault(memory, {})
+
+
+def function_of(gm: fx.GraphModule) -> str:
+    """A name for the function that `gm` is a graph of, at whatever shape.
+
+    Graphs are of one function if they were traced from one code object and are equal but for
+    numbers: the same inputs, the same ops on the same values.
+    """
+    names: dict[fx.Node, str] = {}
+    lines = [str(compilation()[0])]
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return names.get(value, "number")
+        if isinstance(value, _NUMBERS) and not isinstance(value, bool):
+            return "number"
+        return value
+
+    for node in gm.graph.nodes:
+        if _is_number(node):
+            continue
+        names[node] = f"%{len(names)}"
+        target = source_name(node) or node.target
+        args = fx.node.map_aggregate((node.args, node.kwargs), plain)
+        lines.append(f"{node.op} {target} {args}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a node stands for numbers, which a static graph has as constants."""
+    if node.op == "placeholder":
+        return _Input.of(node).number
+    value = example_value(node)
+    if isinstance(value, (tuple, list)) and value:
+        return all(isinstance(part, _NUMBERS) for part in value)
+    return isinstance(value, _NUMBERS)
+
+
+def keep_recompiling(where: str) -> None:
+    """Let Dynamo compile the function at `where` once more after now.
+
+    From its recompile limit on Dynamo runs a function eagerly, without asking the backend: a new
+    shape would run outside any budget. A graph with symbols in it does not come near the limit.
+    """
+    _, earlier = compilation()
+    if earlier is None:
+        return
+    count = earlier + 1
+    for limit, raised in raise_recompile_limits(count).items():
+        log.warning(
+            "%s: compiled %d times, each time planned anew; its %s is now %d, or it would run as"
+            " eager autograd, not within the budget",
+            *(where, count, limit, raised),
+        )

@@ -1,0 +1,185 @@
+"""The CUDA side of the runtime: PyTorch's allocator, streams, times, and CUDA graphs.
+
+Nothing here is imported or called before a graph with CUDA tensors is captured.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.errors import BuildError, CudaGraphError
+from coop_plan.runtime.options import CUDA_ALIGNMENT
+from coop_plan.runtime.torch_internals import cuda_allocator, keep_busy, unset_fake_temporarily
+
+FIRST, AGAIN, NEITHER = range(3)
+"""Kinds of time that `Clock` tells apart: first computations, recomputations, and the rest."""
+
+BUSY_CYCLES = 400_000
+"""Of the device's clock, about 200 µs: it works so long while Python starts the op to be timed."""
+
+
+@functools.cache
+def take_over() -> None:
+    """Put the arena in front of PyTorch's CUDA allocator, and see that it is.
+
+    Raises:
+        BuildError: this PyTorch's allocator is not one we know how to reach.
+    """
+    ext: Any = extension()
+    fault = f"the CUDA allocator of PyTorch {torch.__version__} could not be taken over: "
+    try:
+        address = cuda_allocator()
+    except (OSError, ValueError) as error:
+        raise BuildError(f"{fault}{error}") from None
+    if not address or not ext.install_cuda(address):
+        raise BuildError(f"{fault}it is not laid out as expected")
+    with unset_fake_temporarily():
+        served = _is_served(ext)
+    if not served:
+        raise BuildError(f"{fault}it does not ask for memory where expected")
+
+
+def _is_served(ext: Any) -> bool:
+    """Whether a tensor made in an op of a program lies where the program says."""
+    device = torch.cuda.current_device()
+    block = Block(2 * CUDA_ALIGNMENT, device)
+    memory = ext.memory_adopt(device, block.address, block.size)
+    first, size, offset = (
+        b"".join(value.to_bytes(8, "little") for value in values)
+        for values in ((0, 1), (CUDA_ALIGNMENT,), (CUDA_ALIGNMENT,))
+    )
+    program = ext.program_create(first, size, offset, b"\0")
+    ext.begin(program, memory, True)
+    ext.enter(0)
+    try:
+        there = torch.empty(CUDA_ALIGNMENT, dtype=torch.uint8, device=f"cuda:{device}")
+    finally:
+        ext.leave()
+    served: bool = (
+        there.data_ptr() == block.address + CUDA_ALIGNMENT and ext.memory_live(memory) == 1
+    )
+    del there
+    served = served and ext.memory_live(memory) == 0
+    ext.program_destroy(program)
+    ext.memory_retire(memory)
+    return served
+
+
+class Block:
+    """Memory of an arena on a CUDA device, ordered between the streams that use it.
+
+    The CPU starts the steps one after the other; a stream that is not the last step's waits for it.
+    A CUDA graph captured in a block holds its addresses: the block is then kept for ever, since
+    nothing tells when the graph is gone.
+    """
+
+    def __init__(self, size: int, device: int) -> None:
+        self.size = size
+        self.device = device
+        self.captured = False
+        self._tensor = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+        self._stream = torch.cuda.current_stream(device)
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self._tensor.data_ptr()
+
+    def use(self) -> None:
+        """What this thread's stream does from now on comes after what used the block before."""
+        if capturing():  # torch.cuda.graph has waited for everything; the user orders the replays
+            if not self.captured:
+                self.captured = True
+                _captured.append(self)
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream != self._stream:
+            stream.wait_stream(self._stream)
+            self._tensor.record_stream(stream)
+            self._stream = stream
+
+
+_captured: list[Block] = []
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture_of(names: Sequence[str]) -> None:
+    """Refuse to capture the recomputation of random ops.
+
+    Raises:
+        CudaGraphError: there are some, and a CUDA graph is being captured.
+    """
+    if names and capturing():
+        kinds = ", ".join(sorted(set(names)))
+        raise CudaGraphError(
+            f"this plan recomputes {len(names)} random ops ({kinds}), and PyTorch does not let the"
+            " generator be set while a CUDA graph is captured: give it a budget at which they are"
+            " kept, or no dropout"
+        )
+
+
+def device_us(device: int, run: Callable[[], object]) -> float:
+    """Time of one run on the device's current stream, µs, the time to start it left out."""
+    begin, end = _event(), _event()
+    with torch.cuda.device(device):
+        keep_busy(BUSY_CYCLES)
+        begin.record()
+        result = run()
+        end.record()
+    end.synchronize()
+    del result
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class Clock:
+    """Time of steps on the device in first computations and in recomputations, by events.
+
+    A step is read when the device is through with it; the CPU never waits.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._marks: list[tuple[Any, int]] = []
+        self._done: list[list[tuple[Any, int]]] = []
+
+    def begin(self) -> None:
+        """A step begins; what the one before left unfinished is dropped."""
+        self._marks = []
+
+    def mark(self, kind: int) -> None:
+        """What the current stream does from here on is of this kind."""
+        if not capturing():
+            event = _event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append((event, kind))
+
+    def end(self) -> None:
+        """The step is over."""
+        if self._marks:
+            self._done.append(self._marks)
+        self._marks = []
+
+    def read(self) -> tuple[float, float] | None:
+        """The two times, µs, of the last step that the device has finished since it was asked."""
+        found = None
+        if capturing():  # CUDA forbids the question
+            return None
+        while self._done and self._done[0][-1][0].query():
+            marks = self._done.pop(0)
+            times = [0.0, 0.0, 0.0]
+            for (event, kind), (following, _) in itertools.pairwise(marks):
+                times[kind] += event.elapsed_time(following) * 1e3
+            found = times[FIRST], times[AGAIN]
+        return found

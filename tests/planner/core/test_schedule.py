@@ -1,0 +1,151 @@
+"""An order of events is a schedule: what follows from it is what the verifier sees."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coop_plan.planner.core.arrays import to_arrays
+from coop_plan.planner.core.assemble import assemble
+from coop_plan.planner.core.lifetimes import units_of
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import NoScheduleError, Offload, Prefetch, Run, Schedule, Wait
+from coop_plan.planner.core.timeline import plan_cost_us
+from coop_plan.planner.layout import lay_out
+from coop_plan.planner.verifier import find_faults
+from coop_plan.schemas import Device
+from tests.strategies import graphs
+from tests.support import make_graph
+
+OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
+
+
+def plan_of(schedule, budget=None):
+    """The plan of a schedule, placed greedily."""
+    placed, _ = lay_out(schedule, work=0)
+    return assemble(
+        placed,
+        method="test",
+        budget_bytes=placed.problem.fixed_bytes + placed.arena_bytes if budget is None else budget,
+        status="feasible",
+        lower_bound_us=None,
+        lower_bound_model=None,
+        eviction_free_ratio=None,
+        evictions=None,
+        solve_seconds=0.0,
+    )
+
+
+def random_orders(problem, draw):
+    """Any bodies, ops run again wherever they may be, copies to the host and back."""
+    orders, made, hosted = [], [], set()
+    overwritten = problem.overwritten
+    for op in range(problem.op_count):
+        again = [o for o in range(op) if problem.repeatable[o]]
+        while again and draw(st.integers(0, 3)) == 0:
+            orders.append(("run", draw(st.sampled_from(again))))
+        touched = {*problem.op_inputs[op], *problem.op_outputs[op]}
+        back = sorted(hosted - touched)
+        fetched = draw(st.sampled_from(back)) if back and draw(st.booleans()) else None
+        if fetched is not None:
+            orders.append(("prefetch", fetched))
+        bodies = [b for b, body in enumerate(problem.bodies) if body.op == op]
+        orders.append(("run", draw(st.sampled_from(bodies))))
+        if fetched is not None:
+            orders.append(("wait", fetched))
+        made += [t for t in problem.makes[op] if not overwritten[t]]
+        if problem.device.d2h_bytes_per_s and made and draw(st.integers(0, 2)) == 0:
+            t = draw(st.sampled_from(made))
+            orders += [("offload", t), ("wait", t)]
+            hosted.add(t)
+    return orders
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    graph=graphs(max_ops=10, rng=False),
+    outputs=OUTPUTS,
+    unit=st.sampled_from([1, 8]),
+    data=st.data(),
+)
+def test_any_order_that_reads_what_is_there_is_a_valid_plan(graph, outputs, unit, data):
+    """Lifetimes, in-place pairs, figures and the makespan are the verifier's, to the last byte."""
+    problem = Problem.from_graph(graph, unit, outputs)
+    schedule = Schedule.of_orders(problem, random_orders(problem, data.draw))
+    made = plan_of(schedule)
+    assert find_faults(graph, made) == []
+    assert made.cost_us == pytest.approx(plan_cost_us(graph, made))
+    assert [type(event) for event in schedule.events()] == [
+        {0: Run, 1: Offload, 2: Prefetch, 3: Wait}[do] for do in schedule.do.tolist()
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(graph=graphs(max_ops=10, variants=False, bandwidth=False), unit=st.sampled_from([1, 8]))
+def test_no_layout_needs_less_than_what_is_live(graph, unit):
+    """The one rule of bytes: rounded sizes against units, exact ends against bytes."""
+    schedule = Schedule.of(Problem.from_graph(graph, unit, "arena"), range(len(graph.ops)))
+    placed, placement = lay_out(schedule)
+    most = int(schedule.live_bytes().max(initial=0))
+    assert schedule.blocks().live == most
+    assert most <= units_of(placed.arena_bytes, unit)
+    assert schedule.fits(placed.arena_bytes)
+    assert placement.lower_bound <= placed.arena_bytes
+    assert (schedule.live_bytes(exact=True) <= schedule.live_bytes()).all()
+
+
+def siblings(**fields):
+    """Op 0 makes 1 and 2 of 0; op 1 reads 1, op 2 reads 2 and what op 1 made."""
+    tensors = {0: ("input", 8), 1: ("activation", 8), 2: ("activation", 8)}
+    tensors |= {3: ("activation", 8), 4: ("output", 8)}
+    ops = [
+        {"inputs": [0], "outputs": [1, 2]},
+        {"inputs": [1], "outputs": [3]},
+        {"inputs": [2, 3], "outputs": [4]},
+    ]
+    return make_graph(tensors, ops, **fields)
+
+
+def test_what_is_made_again_takes_over_from_its_sibling():
+    problem = Problem.from_graph(siblings(), 1)
+    schedule = Schedule.of(problem, [0, 1, 0, 2])
+    assert schedule.tensor == [1, 2, 3, 1, 2]
+    assert list(zip(schedule.first, schedule.last, strict=True)) == [
+        *((0, 1), (0, 0), (1, 3)),
+        *((2, 2), (2, 3)),
+    ]
+    assert schedule.live_bytes().tolist() == [16, 16, 24, 16]
+
+
+@pytest.mark.parametrize("orders", [[("run", 1)], [("offload", 1)], [("run", 0), ("wait", 1)]])
+def test_what_is_not_there_cannot_be_used(orders):
+    problem = Problem.from_graph(siblings(), 1)
+    with pytest.raises(NoScheduleError):
+        Schedule.of_orders(problem, orders)
+
+
+def test_copies_overlap_with_compute_and_waits_stall():
+    """8 bytes take 1 µs of latency and 2 µs at 4 MB/s to the host, 1 + 1 µs back."""
+    device = Device(d2h_bytes_per_s=4e6, h2d_bytes_per_s=8e6, copy_latency_us=1.0)
+    graph = siblings(device=device)
+    problem = Problem.from_graph(graph, 1)
+    orders = [("run", 0), ("offload", 2), ("run", 1), ("wait", 2), ("prefetch", 2), ("wait", 2)]
+    schedule = Schedule.of_orders(problem, [*orders, ("run", 2)])
+    assert schedule.cost_us == pytest.approx(1 + 3 + 2 + 1)  # op 1 runs during the first copy
+    made = plan_of(schedule)
+    assert find_faults(graph, made) == []
+    assert (made.swapped_bytes, made.recomputed_ops) == (16, 0)
+
+
+def test_arrays_are_rows_of_bodies():
+    """Variants follow the default bodies, each with its own reads, makes and cost."""
+    op = {"inputs": [0], "outputs": [1], "cost_us": 5.0}
+    lean = {"name": "lean", "inputs": [0], "outputs": [1, 2], "cost_us": 7.0, "workspace_bytes": 3}
+    tensors = {0: ("input", 8), 1: ("output", 8), 2: ("activation", 1)}
+    problem = Problem.from_graph(make_graph(tensors, [{**op, "variants": [lean]}]), 4)
+    a = to_arrays(problem)
+    assert (a.ops, a.op.tolist(), a.cost.tolist()) == (1, [0, 0], [5.0, 7.0])
+    assert (a.workspace.tolist(), a.scratch.tolist()) == ([0, 4], [0, 3])
+    assert np.split(a.makes, a.makes_ptr[1:-1])[1].tolist() == [1, 2]
+    assert (problem.base_cost_us, problem.floor_us) == (5.0, 5.0)
+    assert problem.beyond_recomputation == ["variants"]

@@ -1,0 +1,90 @@
+"""Parameters: every one has a range, and what is outside of it is refused by name."""
+
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.method import Request
+from coop_plan.planner.offline.params import (
+    DEFAULTS,
+    ClimbParams,
+    MetropolisParams,
+    PortfolioParams,
+)
+from coop_plan.planner.offline.sequence import MetropolisNumbers
+from coop_plan.planner.online.methods import solve_coop
+from coop_plan.planner.online.params import OnlineParams
+from coop_plan.planner.placement import place
+from coop_plan.planner.placement.params import GreedyParams, PlacementParams, RestartParams
+from tests.support import make_graph
+
+
+def groups(params):
+    """The dataclass and those in it."""
+    yield params
+    for field in fields(params):
+        if is_dataclass(value := getattr(params, field.name)):
+            yield from groups(value)
+
+
+NUMBERS = [
+    pytest.param(group, field.name, id=f"{type(group).__name__}.{field.name}")
+    for params in (DEFAULTS, PlacementParams(), OnlineParams())
+    for group in groups(params)
+    for field in fields(group)
+    if not is_dataclass(value := getattr(group, field.name))
+    if isinstance(value, (int, float)) or isinstance(value[0], (int, float))
+]
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize(("group", "name"), NUMBERS)
+def test_a_number_outside_its_range_is_refused_by_name(group, name, bad):
+    value = (bad,) * 2 if isinstance(getattr(group, name), tuple) else bad
+    with pytest.raises(ValueError, match=name):
+        replace(group, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"),
+    [
+        (PortfolioParams, {"rules": ()}),
+        (PortfolioParams, {"rules": ((0.0, True),)}),
+        (PortfolioParams, {"grid_windows": ((8, -8),)}),
+        (PortfolioParams, {"grid_ratio": 1.0}),
+        (ClimbParams, {"fewest_steps": 9, "most_steps": 8}),
+        (MetropolisParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
+        (MetropolisParams, {"kept_rarely": 1.1}),
+        (GreedyParams, {"orders": ("TX",)}),
+        (GreedyParams, {"orders": ()}),
+        (RestartParams, {"orders": ("",)}),
+    ],
+)
+def test_what_does_not_go_together_is_refused(kind, bad):
+    with pytest.raises(ValueError):
+        kind(**bad)
+
+
+def test_compiled_code_has_every_parameter_of_the_metropolis_walk():
+    assert MetropolisNumbers._fields == tuple(field.name for field in fields(MetropolisParams))
+
+
+def test_an_online_run_that_may_not_recompute_does_not_fit():
+    tensors = {0: ("input", 8), 1: ("activation", 9), 2: ("activation", 9), 3: ("output", 8)}
+    ops = [{"inputs": [0], "outputs": [1]}, {"inputs": [0], "outputs": [2], "workspace_bytes": 9}]
+    ops.append({"inputs": [1, 2], "outputs": [3]})
+    problem = Problem.from_graph(make_graph(tensors, ops), 1)
+    assert solve_coop(problem, Request(18)).placed.cost_us == 4
+    with pytest.raises(DoesNotFitError):
+        solve_coop(problem, Request(18), OnlineParams(max_recomputes_per_op=0))
+
+
+def test_placement_searches_as_far_as_its_parameters_say():
+    """Three buffers kept apart in pairs: only the search sees that their live sum is not enough."""
+    apart = {"lower": [0, 2, 4], "upper": [1, 3, 5], "size": [4, 4, 4], "capacity": 11}
+    apart["conflicts"] = [(0, 1), (1, 2), (0, 2)]
+    assert place(**apart).proved_impossible
+    for restarts in (RestartParams(most_buffers=2), RestartParams(work=0)):
+        assert not place(**apart, params=PlacementParams(restarts=restarts)).proved_impossible
