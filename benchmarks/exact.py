@@ -45,7 +45,7 @@ KNOWN = [
     ("roofline_gpt2_12", 0.5, 14.83),
     ("roofline_gpt2_12", 0.35, 24.65),
 ]
-"""Graph, share of keep-everything's peak, optimum in % overhead (DESIGN.md, section 5)."""
+"""Graph, share of keep-everything's peak, optimum in % overhead."""
 
 TRACES = {
     "resnet32": 10061314048,

@@ -1,45 +1,197 @@
-"""The README shows what the commands print and code that runs."""
+"""What the README shows is what its commands print, and its code is that of examples/."""
 
+import os
 import re
+import shlex
+import shutil
+import socket
+import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from coop_plan.api.cli import cli
-from coop_plan.schemas import load_graph, parse_graph
+from coop_plan.schemas import load_plan
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
-CODE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+MARK = "@@@"
+
+pytestmark = pytest.mark.timeout(1200)  # commands start and profile slowly on a busy machine
+
+VOLATILE = (
+    r"(?<=\w)=[\d.e-]+(?=[,)])",  # the figures of a report: profiled here
+    r"(?<=^planning time   ).*",
+    r"(?<=^time         ).*",
+    r"(?<=^location: /plans/)\w+",  # a key names the planner's version
+    r"(?<=^content-length: ).*",
+)
+"""What differs from one machine, run or version to another."""
 
 
-def test_the_help_text_is_the_commands_own():
-    shown = re.search(r"\$ coop-plan --help\n(.*?)\n```", TEXT, re.DOTALL)
-    printed = CliRunner().invoke(cli, ["--help"], prog_name="coop-plan", terminal_width=78)
-    assert shown[1].strip() == printed.output.strip()
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
-def test_the_examples_run_and_the_training_loop_prints_the_loss_shown(
-    tmp_path, monkeypatch, capsys, own_cache
-):
-    pytest.importorskip("torch")
-    from coop_plan import runtime
-    from coop_plan.runtime.capture.target import capture_target
+def console(word):
+    """The commands of the one console block with `word` in a command, with what they print."""
+    [text] = [b for b in blocks("console") if any(word in c for c, _ in commands(b))]
+    return commands(text)
 
-    runtime.clear_reports()
-    module, loop, planning = CODE
-    (tmp_path / "train_step.py").write_text(module)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "train_step", raising=False)
-    graph = capture_target("train_step:example")
-    Path("model.json").write_text(graph.to_json())
-    assert load_graph("model.json") == parse_graph(graph.to_json())
-    exec(compile(loop, "README.md", "exec"), {})
-    loss, report = capsys.readouterr().out.strip().splitlines()
-    assert f"\n{loss[:15]}" in TEXT
-    assert "outside_bytes=0" in report
-    exec(compile(planning, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.split()) == 2
+
+def commands(block):
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        lines = part.rstrip("\n").split("\n")
+        count = 1 + next(i for i, line in enumerate(lines) if not line.endswith("\\"))
+        yield "\n".join(lines[:count]), stable("\n".join(lines[count:]))
+
+
+def stable(text):
+    """The lines without what is volatile, each without spaces at its end."""
+    lines = [line.rstrip() for line in re.sub(r"\n    ", " ", text).splitlines()]
+    for pattern in VOLATILE:
+        lines = [re.sub(pattern, "…", line) for line in lines]
+    return [line for line in lines if line and not line.startswith("compiling the planner's")]
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with the examples, and an environment whose `coop-plan` is that of this checkout."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    entry = "import sys; from coop_plan.api.cli import main; main()"
+    programs = {"python": '"$@"', "coop-plan": f'-c {shlex.quote(entry)} "$@"'}
+    for name, arguments in programs.items():
+        program = binaries / name
+        program.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments}\n")
+        program.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONWARNINGS": "ignore",  # PyTorch's own
+    }
+    return tmp_path, environment
+
+
+def play(steps, clone):
+    """Run the commands in one shell and compare what each prints and how it ends."""
+    folder, environment = clone
+    status = f"echo; echo '{MARK}' $status"
+    script = ["exec 2>&1", "status=0"]
+    for command, _ in steps:
+        script += ["(exit $status)", command, "status=$?", status]
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    answers = re.findall(rf"(.*?)^{MARK} (\d+)\n", done.stdout, re.DOTALL | re.MULTILINE)
+    assert len(answers) == len(steps), done.stdout
+    followed = [command for command, _ in steps[1:]] + [""]
+    for (command, shown), (printed, code), after in zip(steps, answers, followed, strict=True):
+        assert stable(printed) == shown, command
+        if after != "echo $?":
+            assert code == "0", command
+
+
+@pytest.mark.parametrize("name", ["train.py", "train_step.py"])
+def test_the_code_shown_is_that_of_the_examples(name):
+    assert f"](examples/{name})" in TEXT
+    text = (ROOT / "examples" / name).read_text()
+    if name == "train.py":
+        assert text.partition('"""\n\n')[2] == blocks("python")[0]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_the_training_loop_prints_the_loss_and_report_shown(clone):
+    [(command, (loss, report))] = console("train.py")
+    folder, environment = clone
+    done = subprocess.run(
+        shlex.split(command),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    printed = done.stdout.splitlines()
+    assert float(printed[0].split()[1]) == pytest.approx(float(loss.split()[1]), rel=1e-6)
+    assert stable(printed[1]) == [report]
+    assert "outside_bytes=0" in printed[1]
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_capture_plan_and_verify_print_what_is_shown(clone):
+    play(list(console("capture")), clone)
+
+
+def test_a_budget_that_cannot_be_met_ends_as_shown(clone):
+    steps = list(console("echo $?"))
+    play(steps, clone)
+    assert steps[-1] == ("echo $?", ["3"])
+
+
+def test_placement_prints_and_writes_what_is_shown(clone):
+    pytest.importorskip("matplotlib")
+    play(list(console("place")), clone)
+    assert (clone[0] / "map.html").stat().st_size
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_service_answers_as_shown(clone):
+    pytest.importorskip("uvicorn")
+    [(serve, shown), (request, answer)] = console("serve")
+    assert shown == []
+    folder, environment = clone
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = shlex.split(serve.removesuffix("&").replace("8000", port))
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    try:
+        await_answer(f"http://127.0.0.1:{port}/healthz", server)
+        asked = ["bash", "-c", request.replace("8000", port)]
+        done = subprocess.run(
+            asked, cwd=folder, env=environment, capture_output=True, text=True, check=True
+        )
+    finally:
+        server.terminate()
+        server.wait(60)
+    heads = [line for line in stable(done.stdout) if not line.startswith(("date", "server"))]
+    assert sorted(heads) == sorted(answer)
+    assert load_plan(folder / "plan.json").budget_bytes
+
+
+def await_answer(address, server):
+    """Wait until the address answers; fail when the server has ended."""
+    while True:
+        try:
+            with urllib.request.urlopen(address, timeout=60):
+                return
+        except urllib.error.URLError:
+            assert server.poll() is None, "the server has ended"
+            time.sleep(0.1)
+
+
+def test_the_python_shown_runs(clone):
+    folder, environment = clone
+    code = blocks("python")[1]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert len(done.stdout.split()) == 2

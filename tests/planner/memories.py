@@ -73,10 +73,6 @@ def _closure_cost(s, t):
     return neighbours.neighbour_cost(s, t)
 
 
-def empty_arena(problem, capacity, *, partition=False):
-    return state.empty_arena(problem, capacity, MANY_EVENTS, DEFAULTS, partition=partition)
-
-
 class Block(NamedTuple):
     """A tensor: bytes, µs of the op that makes it, µs since it was last touched."""
 
@@ -118,7 +114,7 @@ class Memory:
         tensors = {t: ("activation", block.size) for t, block in enumerate(self.blocks)}
         problem = Problem.from_graph(make_graph(tensors, ops), 1)
         sizes = [block.size if isinstance(block, Block) else block for block in layout]
-        s = empty_arena(problem, sum(sizes))
+        s = state.empty_arena(problem, sum(sizes), MANY_EVENTS, DEFAULTS, partition=False)
         self.arrays, self.s = to_arrays(problem), s
         owners = [number[b.name] if isinstance(b, Block) else state.FREE for b in layout]
         starts = np.cumsum([0, *sizes])[:-1]
@@ -246,7 +242,7 @@ class Step:
     def closure_pins(self, goal, live):
         """The pins of each tensor, by name, when op `goal` is at hand and `live` are there."""
         problem = self.problem()
-        s = empty_arena(problem, 1)
+        s = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=False)
         for name in live:
             s.tensor[state.LIVE, self.ids[name]] = 1
         _pin(to_arrays(problem), s, goal)
@@ -256,7 +252,8 @@ class Step:
     def expensive(self):
         """The names of what is allocated from the right end."""
         problem = self.problem()
-        right = empty_arena(problem, 1, partition=True).op[state.RIGHT]
+        arena = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=True)
+        right = arena.op[state.RIGHT]
         return "".join(self.name(problem.op_outputs[op][0]) for op in np.flatnonzero(right))
 
     def run(self, arena, rule=WINDOW, *, partition=False, inplace=False):

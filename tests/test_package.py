@@ -1,0 +1,211 @@
+"""What is built from the repository: one package, and nothing that a user's folders shadow."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from coop_plan.schemas import load_graph, load_plan
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("api", "planner", "runtime", "schemas")
+SHIPPED = {".py", ".json", ".cpp", ".h", ".typed"}
+
+# The installed package compiles its kernels anew, which takes minutes on a busy machine.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def run(*command, **options):
+    """The finished process; its output is in the failure's message."""
+    command = [str(part) for part in command]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy of what is built from, so that building leaves nothing in the repository."""
+    folder = tmp_path_factory.mktemp("sources") / "repository"
+    folder.mkdir()
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in (*FOLDERS, "coop_plan", "tests"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+    return folder
+
+
+def build_wheel(sources, to):
+    """The path of the wheel built from `sources`."""
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation",
+        "--no-index", "--wheel-dir", to, sources)  # fmt: skip
+    [wheel] = to.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def sdist(sources, tmp_path_factory):
+    """The path of the source distribution."""
+    to = tmp_path_factory.mktemp("sdist")
+    script = f"from setuptools import build_meta; build_meta.build_sdist({str(to)!r})"
+    run(sys.executable, "-c", script, cwd=sources)
+    [path] = to.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, sdist, tmp_path_factory):
+    """The path of the wheel; after `sdist`, as both write to the folder of the sources."""
+    return build_wheel(sources, tmp_path_factory.mktemp("wheel"))
+
+
+def expected():
+    """The files of the package, seen through the links in coop_plan/."""
+    files = {"coop_plan/__init__.py", "coop_plan/py.typed"}
+    for folder in FOLDERS:
+        assert (ROOT / "coop_plan" / folder).samefile(ROOT / folder)
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in SHIPPED:
+                files.add(f"coop_plan/{path.relative_to(ROOT).as_posix()}")
+    return files
+
+
+def test_the_wheel_holds_the_package_and_its_metadata_only(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        [metadata] = [name for name in names if name.endswith(".dist-info/METADATA")]
+        text = archive.read(metadata).decode()
+    info = metadata.partition("/")[0]
+    files = {name for name in names if not name.startswith(f"{info}/")}
+    assert files == expected()
+    assert {Path(name).suffix for name in files} == SHIPPED
+    assert f"{info}/licenses/LICENSE" in names
+    assert "License-Expression: Apache-2.0\n" in text
+
+
+def test_the_source_distribution_holds_the_package_and_makes_the_same_wheel(sdist, wheel, tmp_path):
+    with tarfile.open(sdist) as archive:
+        members = {m.name.partition("/")[2]: m for m in archive.getmembers()}
+        assert not [name for name, m in members.items() if m.issym() or m.islnk()]
+        archive.extractall(tmp_path, filter="data")
+    files = {name for name, member in members.items() if member.isfile()}
+    assert {name for name in files if name.startswith("coop_plan/")} == expected()
+    rest = {name.partition("/")[0] for name in files} - {"coop_plan", "coop_plan.egg-info"}
+    assert rest == {
+        "LICENSE",
+        "MANIFEST.in",
+        "PKG-INFO",
+        "README.md",
+        "pyproject.toml",
+        "setup.cfg",
+    }
+    [unpacked] = [path for path in tmp_path.iterdir() if path.is_dir()]
+    again = build_wheel(unpacked, tmp_path)
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        assert sorted(first.namelist()) == sorted(second.namelist())
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A fresh environment with the wheel in it; what it needs is taken from this one."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--quiet", "--python", python, "install", "--no-index",
+        "--no-deps", "--no-compile", wheel)  # fmt: skip
+    place = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
+    found = {path.name for path in Path(place).iterdir()}
+    assert sorted(re.sub(r"-[^-]*\.dist-info$", "", name) for name in found) == ["coop_plan"] * 2
+    # .pth files in a folder named by a .pth file are not read: our editable install stays outside.
+    packages = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (Path(place) / "needs.pth").write_text("\n".join(sorted(packages)))
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def users(tmp_path_factory):
+    """A training script's folder with packages named as our folders are."""
+    folder = tmp_path_factory.mktemp("users")
+    for name in FOLDERS:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise RuntimeError('the user\\'s {name}')\n")
+    shutil.copy(ROOT / "examples" / "graph.json", folder)
+    return folder
+
+
+@pytest.fixture
+def call(installed, users):
+    """Run a command of the environment in the user's folder, which Python searches first."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+
+    def call(command, *arguments, **options):
+        return run(installed / command, *arguments, cwd=users, env=environment | options).stdout
+
+    return call
+
+
+def test_the_users_packages_are_the_first_to_be_found(call, users):
+    script = users / "which.py"
+    script.write_text(
+        "import importlib.util as u, coop_plan, json\n"
+        f"homes = [u.find_spec(name).origin for name in {FOLDERS}]\n"
+        "print(json.dumps([coop_plan.__file__, *homes]))\n"
+    )
+    ours, *homes = json.loads(call("python", script))
+    assert "site-packages" in ours
+    assert [Path(home).parent for home in homes] == [users / name for name in FOLDERS]
+
+
+def test_the_command_plans_and_verifies_beside_a_users_packages(call, users):
+    paths = {"PYTHONPATH": str(users)}
+    assert re.fullmatch(
+        r"coop-plan, version \d+\.\d+\.\d+\n", call("coop-plan", "--version", **paths)
+    )
+    shown = call("coop-plan", "graph.json", "--budget", "90%", "-o", "plan.json", **paths)
+    assert shown.startswith("method ")
+    assert call("coop-plan", "verify", "graph.json", "plan.json", **paths).startswith("valid: ")
+    plan = load_plan(users / "plan.json")
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_python_plans_beside_a_users_packages(call, users):
+    script = users / "planning.py"
+    script.write_text(
+        "import coop_plan\n"
+        "made = coop_plan.plan(coop_plan.load_graph('graph.json'), '90%', method='coop')\n"
+        "coop_plan.verify(coop_plan.load_graph('graph.json'), made)\n"
+        "print(made.method, len(made.steps))\n"
+    )
+    method, steps = call("python", script).split()
+    assert method == "coop"
+    assert int(steps) >= len(load_graph(users / "graph.json").ops)
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_torch_finds_the_backend_beside_a_users_packages(call, users, tmp_path):
+    script = users / "training.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))\n"
+        "loss = lambda x: model(x).square().mean()\n"
+        "step = torch.compile(loss, backend='coop', options={'budget': '100%'})\n"
+        "batch = torch.randn(8, 16)\n"
+        "made = step(batch)\n"
+        "made.backward()\n"
+        "assert made.equal(loss(batch))\n"
+        "import coop_plan\n"
+        "print(coop_plan.reports()[0].steps_run, coop_plan.reports()[0].outside_bytes)\n"
+    )
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}  # so that the wheel's own C++ sources are compiled
+    assert call("python", script, **cache) == "1 0\n"
