@@ -51,6 +51,7 @@ class Arrays(NamedTuple):
     producer: Ints
     last_use: Ints
     evictable: Flags
+    overwritten: Flags
     is_output: Flags
     outside: Flags
     resident: Flags
@@ -98,6 +99,7 @@ def _convert(problem: Problem) -> Arrays:
         producer=_ints(problem.producer),
         last_use=_ints(problem.last_use),
         evictable=_flags(problem.evictable),
+        overwritten=_flags(problem.overwritten),
         is_output=_flags(kept),
         outside=_flags(outside),
         resident=_flags(problem.resident),

@@ -1,4 +1,4 @@
-"""From a placed schedule to the plan document and its figures (DESIGN.md, section 4)."""
+"""From a placed schedule to the plan document and its figures (see `schemas.plan`)."""
 
 import platform
 from typing import Literal

@@ -59,8 +59,9 @@ def trace(a: Arrays, do: Ints, what: Ints) -> Trace:
     The buffers of events: kind `do[e]` of body (`RUN`) or tensor (else) `what[e]`.
 
     An op reads the latest copy of each input. A copy lives until its last touch, and what is made
-    again takes over from then on; of an output of the step the last copy stays to its end. In-place
-    pairs are used wherever an input ends with the run that reads it (`planner.core.inplace`).
+    again takes over from then on, unless an op overwrites it: then the first copy stays, and a new
+    one ends at once. Of an output of the step the last copy stays to its end. In-place pairs are
+    used wherever an input ends with the run that reads it (`planner.core.inplace`).
     """
     t = _trace(a, do, what, True, np.empty((0, 3), np.int64), np.empty((0, 2), np.int64))
     _share(a, do, what, t)
@@ -123,7 +124,7 @@ def _trace(a: Arrays, do: Ints, what: Ints, free: bool, taken: Ints, dropped: In
                     if taken[j, 1] == t:
                         shares[made] = current[taken[j, 2]]
                         current[taken[j, 2]] = MISSING
-                if left[t] == 0 and (current[t] < 0 or free):
+                if left[t] == 0 and (current[t] < 0 or (free and a.overwritten[t] == 0)):
                     current[t] = made
                 writes[writes_ptr[e] + k] = made
                 made += 1

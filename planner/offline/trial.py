@@ -81,7 +81,7 @@ def _trace(a: Arrays, m: MetropolisState) -> bool:
             t = a.makes[k]
             if a.outside[t] == 1 and m.tensor[LEFT, t] == 0:
                 m.tensor[LEFT, t] = 1
-            elif a.outside[t] == 1:
+            elif a.outside[t] == 1 or (m.tensor[CURRENT, t] >= 0 and a.overwritten[t] == 1):
                 once += a.size[t]
             else:
                 _copy(m, t, e)

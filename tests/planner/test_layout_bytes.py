@@ -83,7 +83,6 @@ def test_the_topmost_tensor_is_not_rounded_up(method):
     assert caught.value.min_feasible_bytes == 612
 
 
-@pytest.mark.xfail(strict=False, reason="planning: a negative arena is rounded up to none at all")
 @pytest.mark.parametrize("method", ["optimal", "auto", "checkmate", "coop", "keep-all"])
 def test_a_budget_just_below_what_is_resident_is_refused(method):
     """The arena would have −1 byte, which rounded up is 0, and more the step does not need."""
