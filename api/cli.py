@@ -187,7 +187,7 @@ def capture(target: str, output: str) -> None:
     check_writable(output)
     sys.path.insert(0, str(Path.cwd()))
     try:
-        from coop_plan.runtime.target import capture_target
+        from coop_plan.runtime.capture.target import capture_target
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coop_plan.runtime import clear_reports, reports
-from coop_plan.runtime.arena import process_bytes, reset_peak
+from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.reports import StepReport
 from coop_plan.schemas import format_bytes
 

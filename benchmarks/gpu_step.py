@@ -30,7 +30,7 @@ from rich.table import Table
 
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime import clear_reports, reports
-from coop_plan.runtime.arena import process_bytes, reset_peak
+from coop_plan.runtime.device.arena import process_bytes, reset_peak
 
 TOLERANCE = 1e-6
 

@@ -1,6 +1,5 @@
 """`torch.compile(fn, backend="coop", options={"budget": ...})`."""
 
-import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -8,19 +7,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 
 from coop_plan.planner import plan, verify
-from coop_plan.runtime import plan_cache
-from coop_plan.runtime.arena import Memory, memory_of
-from coop_plan.runtime.capture import Captured, capture_joint
-from coop_plan.runtime.composites import as_eager
-from coop_plan.runtime.executor import PlannedStep
-from coop_plan.runtime.lines import Lines, lines_of
-from coop_plan.runtime.options import Options
-from coop_plan.runtime.partition import split
-from coop_plan.runtime.reports import StepReport, add, reports
-from coop_plan.runtime.shapes import (
+from coop_plan.runtime.cache import plans
+from coop_plan.runtime.capture.composites import as_eager
+from coop_plan.runtime.capture.joint import Captured, capture_joint
+from coop_plan.runtime.capture.shapes import (
     ByShape,
     first_shapes,
     function_of,
@@ -28,15 +20,24 @@ from coop_plan.runtime.shapes import (
     keep_recompiling,
     shape_of,
 )
+from coop_plan.runtime.device.arena import Memory, memory_of
+from coop_plan.runtime.execute.partition import split
+from coop_plan.runtime.execute.step import PlannedStep
+from coop_plan.runtime.lines import Lines, lines_of
+from coop_plan.runtime.options import Options
+from coop_plan.runtime.reports import StepReport, add, reports
+from coop_plan.runtime.torch_internals import (
+    aot_autograd,
+    boxed,
+    compile_call,
+    prepare_dynamo,
+    warn_of_version,
+)
 
 log = logging.getLogger("coop-plan")
 
-# Dynamo asks for these before it asks the backend, so they are set when the backend is loaded,
-# for every function compiled in this thread. DDPOptimizer would split a model into graphs that no
-# budget can bound together; without allow_rnn a recurrent layer is a graph break.
-torch._dynamo.config.optimize_ddp = False
-torch._dynamo.config.allow_rnn = True
-log.debug("torch._dynamo.config: optimize_ddp = False, allow_rnn = True")
+warn_of_version()
+prepare_dynamo()
 
 
 def coop(
@@ -59,7 +60,7 @@ def coop(
             inside Dynamo's own exception if the graph has no symbols in it.
     """
     wanted = Options.parse(options)
-    memory = memory_of(_compile_call() or options)  # held: it lives as long as one of its steps
+    memory = memory_of(compile_call() or options)  # held: it lives as long as one of its steps
     first, function = first_shapes(memory), function_of(gm)
     lines = lines_of(gm)
     keep_recompiling(lines.begin)
@@ -95,20 +96,6 @@ def coop(
     if is_symbolic(gm):
         return ByShape(gm, compile_static).run
     return compile_static(gm, example_inputs)
-
-
-def _compile_call() -> object | None:
-    """What stands for the `torch.compile` call that asks: its graphs share the budget.
-
-    The options cannot, because calls may be given one dict.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is torch._TorchCompileWrapper.__call__.__code__:
-            call: object = frame.f_locals["self"]
-            return call
-        frame = frame.f_back
-    return None
 
 
 class _Compilation:
@@ -152,12 +139,12 @@ def plan_captured(
     began = time.perf_counter()
     if captured.device.type == "cuda":
         options = options.on_cuda()
-    key = plan_cache.key_of(captured.graph, options)
-    found = plan_cache.find(key, captured.graph, options)
+    key = plans.key_of(captured.graph, options)
+    found = plans.find(key, captured.graph, options)
     made = found or plan(captured.graph, options.plan)
     if found is None:
         verify(captured.graph, made)
-        plan_cache.keep(key, captured.graph, made)
+        plans.keep(key, captured.graph, made)
     report = StepReport(
         name=f"step {len(reports())}",
         budget_bytes=made.budget_bytes,
@@ -187,5 +174,4 @@ def _as_it_is(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         with torch.no_grad():
             return module(*inputs)
 
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return boxed(run)

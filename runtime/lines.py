@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from coop_plan.runtime.torch_internals import graph_break
+
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
 UNKNOWN = "an unknown line"
 _TORCH = str(Path(torch.__file__).parent)
@@ -32,12 +34,11 @@ def lines_of(gm: fx.GraphModule) -> Lines:
     """The lines of a graph as Dynamo hands it to its backend."""
     traces = (str(node.meta.get("stack_trace") or "") for node in gm.graph.nodes)
     begin = next(filter(None, map(_innermost, traces)), Lines.begin)
-    ended = getattr(gm, "compile_subgraph_reason", None)
-    if ended is None or not ended.graph_break or not ended.user_stack:
+    ended = graph_break(gm)
+    if ended is None:
         return Lines(begin)
-    frame = ended.user_stack[-1]
-    reason = next(iter(str(ended.reason).splitlines()), "")
-    return Lines(begin, f"{frame.filename}:{frame.lineno} ({reason})")
+    file, line, reason = ended
+    return Lines(begin, f"{file}:{line} ({next(iter(reason.splitlines()), '')})")
 
 
 def _innermost(trace: str) -> str:

@@ -1,3 +1,4 @@
+import numba
 import pytest
 
 from coop_plan.planner import plan
@@ -7,6 +8,8 @@ from tests.support import make_graph
 @pytest.fixture(scope="session", autouse=True)
 def compiled_kernels():
     """Compile (or load) the kernels before the first test, which then says nothing of it."""
+    if numba.config.DISABLE_JIT:
+        return
     tensors = {0: ("input", 1), 9: ("output", 1)} | dict.fromkeys(range(1, 9), ("activation", 9))
     ops = [{"inputs": [t - 1], "outputs": [t]} for t in range(1, 5)]
     ops += [{"inputs": [t - 1, 9 - t], "outputs": [t]} for t in range(5, 10)]
@@ -19,7 +22,7 @@ def compiled_kernels():
 def own_cache(tmp_path_factory, monkeypatch):
     """Profiles and plans of this test only; the extension stays in the user's cache."""
     pytest.importorskip("torch")
-    from coop_plan.runtime import build
+    from coop_plan.runtime.device import build
 
     build.arena()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

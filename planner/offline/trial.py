@@ -81,7 +81,7 @@ def _trace(a: Arrays, m: MetropolisState) -> bool:
             t = a.makes[k]
             if a.outside[t] == 1 and m.tensor[LEFT, t] == 0:
                 m.tensor[LEFT, t] = 1
-            elif a.outside[t] == 1 or (m.tensor[CURRENT, t] >= 0 and a.evictable[t] == 0):
+            elif a.outside[t] == 1:
                 once += a.size[t]
             else:
                 _copy(m, t, e)
@@ -132,10 +132,8 @@ def _sum_up(a: Arrays, m: MetropolisState, capacity: int) -> float:
         live += m.live[e]
         here = live
         for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
-            out, source = m.tensor[CURRENT, a.pairs_out[k]], m.tensor[CURRENT, a.pairs_in[k]]
-            free = out < 0 or (a.evictable[a.pairs_out[k]] == 1 and m.copy[END, out] < e)
-            free = free and a.outside[a.pairs_out[k]] == 0
-            if free and source >= 0 and m.copy[END, source] == e:
+            source = m.tensor[CURRENT, a.pairs_in[k]]
+            if source >= 0 and m.copy[END, source] == e:
                 here -= a.size[a.pairs_out[k]]
                 break
         while c < m.counts[COPIES] and m.copy[BEGIN, c] == e:

@@ -182,7 +182,7 @@ def test_an_interruption_ends_with_130_and_leaves_nothing(folder):
             assert child.stdout.readline() == b"\n"
             time.sleep(0.5)
             child.send_signal(signal.SIGINT)
-            _, err = child.communicate(timeout=60)
+            _, err = child.communicate(timeout=600)
         finally:
             child.kill()
     assert child.returncode == 130

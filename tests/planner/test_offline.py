@@ -93,9 +93,9 @@ def test_one_seed_one_plan_and_other_seeds_other_plans():
 
 def test_more_time_is_never_worse():
     graph = training_graph(12)
-    short, long = (plan(graph, "45%", alignment=1, time_limit=s).overhead for s in (0.05, 1.0))
-    assert long <= short
-    assert long <= overhead(graph, "45%", alignment=1) + 1e-12
+    none, some = (plan(graph, "45%", alignment=1, time_limit=s).overhead for s in (0, 10))
+    assert some <= none
+    assert some <= overhead(graph, "45%", alignment=1) + 1e-12
 
 
 def cost_within(tensors, ops, arena):

@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("pretend_cuda.cpp")
 
 def library():
     """The compiled C++ side; half a minute, once per cache folder."""
-    from coop_plan.runtime import build
+    from coop_plan.runtime.device import build
 
     return build.compiled(SOURCE, "pretend_cuda", link=("c10", "torch_cpu"))
 
@@ -105,9 +105,9 @@ def pretend(path):
     pretended.pretended_statistic.restype = ctypes.c_int64
     import torch
 
-    from coop_plan.runtime import cuda
+    from coop_plan.runtime import torch_internals
 
-    cuda.LIBRARY = Path(path)
+    torch_internals.CUDA_LIBRARY = Path(path)
 
     def memory_stats(_=None):
         current, peak = map(pretended.pretended_statistic, (0, 1))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime import profile
+from coop_plan.runtime.capture import profile
 
 
 def start(budget="80%", **options):
@@ -48,7 +48,7 @@ def in_a_new_process(*budgets, prefix=()):
 
 def figures(process):
     """What a process printed, once it is done, and what it said on stderr."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     return json.loads(out), err
 

@@ -13,9 +13,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan import runtime
-from coop_plan.runtime import cuda
-from coop_plan.runtime.capture import _device_of_step
-from coop_plan.runtime.generators import CpuGenerator, CudaGenerator, default_generator
+from coop_plan.runtime.capture.joint import _device_of_step
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.execute.generators import CpuGenerator, CudaGenerator, default_generator
 from tests.runtime import pretend
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def library():
 
 def run(*arguments):
     command = [sys.executable, "-m", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime import cuda
-from coop_plan.runtime.arena import SERVED_OUTSIDE, Arena, Memory
-from coop_plan.runtime.build import arena as extension
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory
+from coop_plan.runtime.device.build import arena as extension
 from tests.runtime.networks import Mlp
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

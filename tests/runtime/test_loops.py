@@ -785,6 +785,6 @@ def test_ddp_on_two_processes(tmp_path):
             stack.callback(worker.wait)
             stack.callback(worker.kill)
         for worker, file in zip(workers, files, strict=True):
-            status = worker.wait(timeout=120)
+            status = worker.wait(timeout=1200)
             file.seek(0)
             assert status == 0, file.read()

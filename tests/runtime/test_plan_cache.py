@@ -7,8 +7,8 @@ import sqlite3
 import pytest
 
 from coop_plan.planner import find_faults
-from coop_plan.runtime import profile
-from coop_plan.runtime.profile import OpProfile
+from coop_plan.runtime.capture import profile
+from coop_plan.runtime.capture.profile import OpProfile
 from tests.runtime.starts import start
 
 
@@ -95,7 +95,7 @@ def test_a_bad_entry_is_deleted_even_if_no_other_plan_can_be_made(cache, monkeyp
     start()
     with store(cache) as connection:
         connection.execute("update plan set record = replace(record, '\"op\":1,', '\"op\":2,')")
-    monkeypatch.setattr("coop_plan.runtime.plan_cache.keep", lambda *_: None)
+    monkeypatch.setattr("coop_plan.runtime.cache.plans.keep", lambda *_: None)
     assert not start()[0].plan_cached
     with store(cache) as connection:
         assert connection.execute("select count(*) from plan").fetchone() == (0,)

@@ -6,7 +6,7 @@ import pytest
 
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.target import capture_target
+from coop_plan.runtime.capture.target import capture_target
 from coop_plan.schemas import InvalidInputError
 
 SOURCE = """

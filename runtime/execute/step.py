@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime import cuda
-from coop_plan.runtime.arena import SERVED_OUTSIDE, Arena, Memory
-from coop_plan.runtime.capture import Captured, device_of
+from coop_plan.runtime.capture.builder import device_of
+from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory
 from coop_plan.runtime.errors import GraphBreakError, StepInFlightError, StepSpentError
-from coop_plan.runtime.generators import default_generator
+from coop_plan.runtime.execute.generators import default_generator
+from coop_plan.runtime.execute.partition import OCCURRENCE
 from coop_plan.runtime.lines import Lines
-from coop_plan.runtime.partition import OCCURRENCE
 from coop_plan.runtime.reports import StepReport
+from coop_plan.runtime.torch_internals import boxed
 from coop_plan.schemas import Compute, Free, Plan
 
 
@@ -61,8 +63,7 @@ class PlannedStep:
             self._claim()
             return self._run(run, args, fresh=True)
 
-        forward._boxed_call = True  # type: ignore[attr-defined]
-        return forward
+        return boxed(forward)
 
     def backward(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """The backward as a boxed callable."""
@@ -77,8 +78,7 @@ class PlannedStep:
             self._measure()
             return result
 
-        backward._boxed_call = True  # type: ignore[attr-defined]
-        return backward
+        return boxed(backward)
 
     def ticket(self) -> torch.Tensor:
         """What the forward saves so that its backward can tell whether its memory is still its."""

@@ -5,7 +5,6 @@ other numbers: interpolation reads by index, matrix products are folded by other
 layers lose the dropout between their layers and do without oneDNN's kernel, or fail with it.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from coop_plan.runtime.inplace import with_gaps
+from coop_plan.runtime.capture.inplace import with_gaps
+from coop_plan.runtime.torch_internals import composite_overloads, python_kernels, run_composite
 
 PACKETS = (
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul", "softshrink", "hardshrink"),
@@ -26,37 +26,13 @@ PACKETS = (
 """The ops that are traced as C++; the Python version of batch norm has to stay, for example: it
 says that the running statistics change."""
 
-KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
-
-_patched = threading.RLock()
-
 
 @contextmanager
 def as_eager() -> Iterator[None]:
     """Trace composite and in-place ops as eager runs them, on this and every other thread."""
-    aten = torch.ops.aten
-    packets = [getattr(aten, name) for name in PACKETS if hasattr(aten, name)]
-    ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    with _patched:
-        kept = {op: {key: op.py_kernels.get(key) for key in KEYS} for op in (*ops, _DROPOUT)}
-        for op in ops:
-            _set(op, dict.fromkeys(KEYS))
-        _set(_DROPOUT, dict.fromkeys(KEYS, _dropout))
-        try:
-            with with_gaps():
-                yield
-        finally:
-            for op, kernels in kept.items():
-                _set(op, kernels)
-
-
-def _set(op: Any, kernels: dict[Any, Any]) -> None:
-    for key, kernel in kernels.items():
-        if kernel is None:
-            op.py_kernels.pop(key, None)
-        else:
-            op.py_kernels[key] = kernel
-    op._dispatch_cache.clear()
+    kernels: dict[Any, Any] = dict.fromkeys(composite_overloads(PACKETS))
+    with python_kernels(kernels | {_DROPOUT: _dropout}), with_gaps():
+        yield
 
 
 _DROPOUT: Any = torch.ops.aten.dropout.default
@@ -70,7 +46,7 @@ def _dropout(values: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """
     if train and 0 < p < 1 and _rounds_alike(values.dtype, p):
         return torch.native_dropout(values, p, train)[0]
-    kept: torch.Tensor = _DROPOUT._op_dk(KEYS[1], values, p, train)
+    kept: torch.Tensor = run_composite(_DROPOUT, values, p, train)
     return kept
 
 

@@ -5,50 +5,30 @@ larger tensor, as the gates of a GRU are: its kernel begins a new loop at every 
 the last elements of each by other instructions than the rest (`sigmoid` differs in the last bit).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._subclasses.functional_tensor import (
-    FunctionalTensor,
-    FunctionalTensorMode,
-    PythonFunctionalizeAPI,
+
+from coop_plan.runtime.torch_internals import (
+    before_functionalization,
+    is_mutable,
+    lay_out_functional,
 )
 
 
-@contextmanager
-def with_gaps() -> Iterator[None]:
+def with_gaps() -> AbstractContextManager[None]:
     """Give what an in-place op changes the gaps between rows that it has in eager, before it runs.
 
-    Not for two threads at once.
+    As long as it lasts, on every thread.
     """
-    functional: Any = FunctionalTensorMode
-    kept = functional.__torch_dispatch__
-
-    def dispatch(
-        mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.pointwise in func.tags and func._schema.is_mutable and args:
-            _lay_out_as_eager(args[0])
-        return kept(mode, func, types, args, kwargs)
-
-    functional.__torch_dispatch__ = dispatch
-    try:
-        yield
-    finally:
-        functional.__torch_dispatch__ = kept
+    return before_functionalization(_lay_out_as_eager)
 
 
-def _lay_out_as_eager(changed: Any) -> None:
-    if not isinstance(changed, FunctionalTensor) or changed.stride() == changed.elem.stride():
-        return
-    trace = PythonFunctionalizeAPI()
-    with trace.redispatch_to_next():
-        spread = _spread(trace.unwrap_tensors(changed), changed.stride())
-    trace.replace(changed, spread)
-    trace.commit_update(changed)
-    trace.sync(changed)
+def _lay_out_as_eager(op: Any, args: Any) -> None:
+    if torch.Tag.pointwise in op.tags and is_mutable(op) and args:
+        lay_out_functional(args[0], _spread)
 
 
 def _spread(values: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -16,7 +16,7 @@ class Generator(Protocol):
 
 
 class CpuGenerator:
-    """The whole state, `capture.GENERATOR_BYTES`."""
+    """The whole state, `capture.joint.GENERATOR_BYTES`."""
 
     def state(self) -> torch.Tensor:
         return torch.get_rng_state()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from coop_plan.runtime.build import arena as extension
-from coop_plan.runtime.cuda import Block
+from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.device.cuda import Block
 from coop_plan.runtime.errors import CudaGraphError
 from coop_plan.runtime.lines import Lines
 

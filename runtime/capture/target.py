@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 
-from coop_plan.runtime.capture import capture_joint
-from coop_plan.runtime.composites import as_eager
+from coop_plan.runtime.capture.composites import as_eager
+from coop_plan.runtime.capture.joint import capture_joint
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.torch_internals import TorchDynamoException, aot_autograd, reset_dynamo
 from coop_plan.schemas import Graph, InvalidInputError
 
 
@@ -83,7 +83,7 @@ def capture(
     backend = aot_autograd(
         fw_compiler=refuse, bw_compiler=refuse, inference_compiler=refuse, partition_fn=partition
     )
-    torch._dynamo.reset()
+    reset_dynamo()
 
     def traced(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         with as_eager():
@@ -92,7 +92,7 @@ def capture(
     try:
         compiled: Any = torch.compile(step, backend=traced, fullgraph=True, dynamic=False)
         compiled(*args, **(kwargs or {}))
-    except (torch._dynamo.exc.TorchDynamoException, TypeError) as error:  # or a wrong call
+    except (TorchDynamoException, TypeError) as error:  # or a wrong call
         if not found:
             cause = getattr(error, "inner_exception", error)
             first = next((line for line in str(cause).splitlines() if line.strip()), repr(cause))

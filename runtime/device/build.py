@@ -15,17 +15,12 @@ from types import ModuleType
 
 import torch
 
+from coop_plan.runtime.cache.files import cache_dir
 from coop_plan.runtime.errors import BuildError
 
 SOURCE = Path(__file__).with_name("arena.cpp")
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("arena.h", "exchange.h"))
 NAME = "coop_plan_arena"
-
-
-def cache_dir() -> Path:
-    """Where compiled extensions and profiles are kept: `$XDG_CACHE_HOME` or `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "coop-plan"
 
 
 @functools.cache

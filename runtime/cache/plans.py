@@ -7,8 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 from coop_plan.planner.cache.store import SqliteStore, StoredPlan, planner_version
-from coop_plan.runtime.build import cache_dir
-from coop_plan.runtime.cache_file import going_on_without
+from coop_plan.runtime.cache.files import cache_dir, going_on_without
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
 

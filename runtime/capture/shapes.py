@@ -9,14 +9,22 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import CompileContext
-from torch._subclasses.fake_tensor import (
+
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    compilation,
+    copy_dynamo_node,
+    dynamo_module,
+    example_value,
+    is_boxed_number,
+    is_static_input,
+    raise_recompile_limits,
+    source_name,
+    storage_key,
 )
-
-from coop_plan.runtime.errors import CaptureError
 
 log = logging.getLogger("coop-plan")
 
@@ -63,15 +71,13 @@ class _Input:
 
     @classmethod
     def of(cls, node: fx.Node) -> "_Input":
-        value = node.meta.get("example_value")
-        # No tensor of the user's: Dynamo puts floats that may change into one.
-        boxed = getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False)
+        value, boxed = example_value(node), is_boxed_number(node)
         sized = False
         if isinstance(value, torch.Tensor) and not boxed:
             layout = (*value.shape, *value.stride(), value.storage_offset())
             sized = not all(isinstance(size, int) for size in layout)
-        static = bool((node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
-        return cls(node, boxed or isinstance(value, _NUMBERS), boxed, sized, static)
+        number = boxed or isinstance(value, _NUMBERS)
+        return cls(node, number, boxed, sized, is_static_input(node))
 
     @property
     def varies(self) -> bool:
@@ -122,7 +128,7 @@ class ByShape:
                 key.append((tuple(value.shape), value.stride()))
             # AOTAutograd traces inputs that overlap in memory differently.
             if isinstance(value, torch.Tensor) and not given.static:
-                first = seen.setdefault(value.untyped_storage()._cdata, i)
+                first = seen.setdefault(storage_key(value), i)
                 if first != i:
                     key.append((first, args[first].storage_offset(), value.storage_offset()))
         return tuple(key)
@@ -179,16 +185,8 @@ def _static(
         elif _is_item(node) and node.args[0] in numbers:
             made[node] = numbers[node.args[0]]
         else:
-            copy = made[node] = graph.node_copy(node, made.__getitem__)
-            copy.meta.pop("example_value", None)
-            if hasattr(node, "_dynamo_source"):
-                copy._dynamo_source = node._dynamo_source
-    static = fx.GraphModule(gm, graph)
-    # By these AOTAutograd knows a graph of Dynamo's, and the parameters among its inputs.
-    static.meta = dict(gm.meta)
-    if hasattr(gm, "_param_name_to_source"):
-        static._param_name_to_source = gm._param_name_to_source
-    return static
+            made[node] = copy_dynamo_node(graph, node, made.__getitem__)
+    return dynamo_module(gm, graph)
 
 
 _firsts: "weakref.WeakKeyDictionary[object, dict[str, Shape]]" = weakref.WeakKeyDictionary()
@@ -205,9 +203,8 @@ def function_of(gm: fx.GraphModule) -> str:
     Graphs are of one function if they were traced from one code object and are equal but for
     numbers: the same inputs, the same ops on the same values.
     """
-    context = CompileContext.current_compile_id()
     names: dict[fx.Node, str] = {}
-    lines = [str(context and context.frame_id)]
+    lines = [str(compilation()[0])]
 
     def plain(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -220,8 +217,7 @@ def function_of(gm: fx.GraphModule) -> str:
         if _is_number(node):
             continue
         names[node] = f"%{len(names)}"
-        source = getattr(node, "_dynamo_source", None)
-        target = node.target if source is None else source.name
+        target = source_name(node) or node.target
         args = fx.node.map_aggregate((node.args, node.kwargs), plain)
         lines.append(f"{node.op} {target} {args}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -231,7 +227,7 @@ def _is_number(node: fx.Node) -> bool:
     """Whether a node stands for numbers, which a static graph has as constants."""
     if node.op == "placeholder":
         return _Input.of(node).number
-    value = node.meta.get("example_value")
+    value = example_value(node)
     if isinstance(value, (tuple, list)) and value:
         return all(isinstance(part, _NUMBERS) for part in value)
     return isinstance(value, _NUMBERS)
@@ -243,15 +239,13 @@ def keep_recompiling(where: str) -> None:
     From its recompile limit on Dynamo runs a function eagerly, without asking the backend: a new
     shape would run outside any budget. A graph with symbols in it does not come near the limit.
     """
-    context = CompileContext.current_compile_id()
-    if context is None or context.frame_compile_id is None:
+    _, earlier = compilation()
+    if earlier is None:
         return
-    count = context.frame_compile_id + 1
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        if getattr(torch._dynamo.config, limit) <= count:
-            setattr(torch._dynamo.config, limit, 2 * count)
-            log.warning(
-                "%s: compiled %d times, each time planned anew; torch._dynamo.config.%s is now %d,"
-                " or it would run as eager autograd, not within the budget",
-                *(where, count, limit, 2 * count),
-            )
+    count = earlier + 1
+    for limit, raised in raise_recompile_limits(count).items():
+        log.warning(
+            "%s: compiled %d times, each time planned anew; its %s is now %d, or it would run as"
+            " eager autograd, not within the budget",
+            *(where, count, limit, raised),
+        )

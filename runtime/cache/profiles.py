@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.build import cache_dir
-from coop_plan.runtime.cache_file import going_on_without
+from coop_plan.runtime.cache.files import cache_dir, going_on_without
+
+MEASURING = ("capture/profile.py", "device/cuda.py", "device/arena.cpp", "device/arena.h")
+"""The sources, in the runtime's folder, by which ops are measured."""
 
 LOCK_SECONDS = 5.0
 """How long a session waits for another process that is writing."""
@@ -108,9 +110,9 @@ def session() -> ProfileCache | None:
 @functools.cache
 def _measured_by() -> str:
     """Digest of the sources that measure: records of others may not be comparable."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for name in ("profile.py", "cuda.py", "arena.cpp", "arena.h"):
+    for name in MEASURING:
         digest.update((folder / name).read_bytes())
     return digest.hexdigest()
 

@@ -3,24 +3,17 @@
 Nothing here is imported or called before a graph with CUDA tensors is captured.
 """
 
-import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from coop_plan.runtime.build import arena as extension
+from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import BuildError, CudaGraphError
 from coop_plan.runtime.options import CUDA_ALIGNMENT
-
-LIBRARY = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
-
-ALLOCATOR = "_ZN3c104cuda20CUDACachingAllocator9allocatorE"
-"""`c10::cuda::CUDACachingAllocator::allocator`, a pointer to the allocator that PyTorch uses."""
+from coop_plan.runtime.torch_internals import cuda_allocator, keep_busy, unset_fake_temporarily
 
 FIRST, AGAIN, NEITHER = range(3)
 """Kinds of time that `Clock` tells apart: first computations, recomputations, and the rest."""
@@ -39,7 +32,7 @@ def take_over() -> None:
     ext: Any = extension()
     fault = f"the CUDA allocator of PyTorch {torch.__version__} could not be taken over: "
     try:
-        address = ctypes.c_void_p.in_dll(ctypes.CDLL(str(LIBRARY)), ALLOCATOR).value
+        address = cuda_allocator()
     except (OSError, ValueError) as error:
         raise BuildError(f"{fault}{error}") from None
     if not address or not ext.install_cuda(address):
@@ -137,7 +130,7 @@ def device_us(device: int, run: Callable[[], object]) -> float:
     """Time of one run on the device's current stream, µs, the time to start it left out."""
     begin, end = _event(), _event()
     with torch.cuda.device(device):
-        torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        keep_busy(BUSY_CYCLES)
         begin.record()
         result = run()
         end.record()

@@ -8,7 +8,6 @@ then has no page faults in it. Ops of equal signature are measured once on a mac
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,17 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch._dynamo.utils import preserve_rng_state
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_flatten, tree_map
 
 from coop_plan.planner.placement import place
-from coop_plan.runtime import cuda
-from coop_plan.runtime.arena import SERVED_OUTSIDE, Arena, Memory
-from coop_plan.runtime.build import arena as extension
+from coop_plan.runtime.cache.profiles import session
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory
+from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.options import CUDA_ALIGNMENT
-from coop_plan.runtime.profile_cache import session
+from coop_plan.runtime.torch_internals import (
+    OpOverload,
+    has_no_memory,
+    negative_view,
+    real_world,
+    tree_flatten,
+    tree_map,
+)
 
 MIN_REPEATS = 5
 MAX_REPEATS = 25
@@ -128,7 +132,7 @@ def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
 
 def _measure_anew(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     global _measured
-    with _real_world():
+    with real_world():
         made = _measure(target, *_inputs(target, args, kwargs))
     _measured += 1
     return made
@@ -146,22 +150,13 @@ def _parse(record: str | None) -> OpProfile | None:
 def _lasting(signature: tuple[object, ...]) -> str | None:
     """The signature as text, or None if the text might stand for something else elsewhere."""
     target, *rest = signature
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in LASTING_OPS:
+    if not isinstance(target, OpOverload) or target.namespace not in LASTING_OPS:
         return None
     types = [p[0] for p in rest if isinstance(p, tuple) and isinstance(p[0], type)]
     if any(value_type not in LASTING_VALUES for value_type in types):
         return None
     text = f"{target} {rest!r}"
     return None if " at 0x" in text else text
-
-
-def _real_world() -> AbstractContextManager[None]:
-    stack = ExitStack()
-    stack.enter_context(unset_fake_temporarily())
-    stack.enter_context(torch.no_grad())
-    stack.enter_context(torch._C._DisableAutocast())
-    stack.enter_context(preserve_rng_state())
-    return stack  # type: ignore[return-value]
 
 
 def _signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
@@ -232,7 +227,7 @@ def _stand_in(tree: Any, truth: bool | None, number: int) -> Any:
             flat.fill_(number)
         made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
         made = made.conj() if value.is_conj() else made
-        return torch._neg_view(made) if value.is_neg() else made
+        return negative_view(made) if value.is_neg() else made
 
     return tree_map(make, tree)
 
@@ -313,7 +308,7 @@ def _digest(
                 f"{target} returns a {type(value).__name__}, which a planned step cannot hold"
             )
         # Zeros that autograd makes have no memory.
-        pointer = 0 if value._is_zerotensor() else value.untyped_storage().data_ptr()
+        pointer = 0 if has_no_memory(value) else value.untyped_storage().data_ptr()
         start = int(value.storage_offset())
         layout = str(value.dtype), tuple(value.shape), value.stride(), start
         size = value.untyped_storage().nbytes()

@@ -3,7 +3,7 @@
 Every compute step becomes a copy of its op's node, with the arguments taken from the buffers the
 plan reads; views are made again from the tensor they are views of. The forward returns the tensors
 that later steps read, the backward starts from them: that is the contract between AOTAutograd's
-partitioner and its autograd function (torch._functorch.partitioners, torch 2.13).
+partitioner and its autograd function (functorch's partitioners, PyTorch 2.13).
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +11,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from coop_plan.runtime.capture import GETITEM, SNAPSHOT, Captured
+from coop_plan.runtime.capture.builder import GETITEM, SNAPSHOT
+from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.torch_internals import (
+    SavedForBackwardsAOTOutput,
+    is_primal,
+    is_tangent,
+)
 from coop_plan.schemas import Compute, Free, Plan, TensorRead
 
 Source = tuple[str, Any]
@@ -39,7 +44,7 @@ def split(
     final = _final(plan)
     forward = _Half(captured, None)
     for node in captured.module.graph.find_nodes(op="placeholder"):
-        if str(node.target).startswith("primals"):
+        if is_primal(node):
             forward.place(node)
     for node in captured.module.graph.nodes:
         if SNAPSHOT in node.meta:
@@ -48,7 +53,7 @@ def split(
         forward.emit(steps[number], number)
     backward = _Half(captured, forward)
     for node in captured.module.graph.find_nodes(op="placeholder"):
-        if not str(node.target).startswith("primals"):
+        if not is_primal(node):
             backward.place(node)
     for number in range(last_forward + 1, len(steps)):
         backward.emit(steps[number], number)
@@ -84,9 +89,7 @@ def _ticket(
         issued = forward.call_function(ticket)  # before the first op: no slot is meant for it
     with first.meta["val"].fake_mode:
         issued.meta["val"] = torch.empty((), dtype=torch.int64)
-    tangent = next(
-        (n for n in backward.nodes if n.op == "placeholder" and "tangent" in str(n.target)), None
-    )
+    tangent = next(filter(is_tangent, backward.nodes), None)
     body = next((n for n in backward.nodes if n.op != "placeholder"), None)
     with backward.inserting_before(tangent or body):
         received = backward.placeholder("saved_ticket")

@@ -1,8 +1,9 @@
-"""What happens when a cache file fails: the run goes on without it."""
+"""Where caches lie, and what happens when a file of one fails: the run goes on without it."""
 
 import contextlib
 import functools
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,12 @@ from coop_plan.planner.cache.store import StoreError
 log = logging.getLogger("coop-plan")
 
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def cache_dir() -> Path:
+    """Where compiled extensions and profiles are kept: `$XDG_CACHE_HOME` or `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "coop-plan"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""What outlives the process: op profiles and plans."""

@@ -1,0 +1,1 @@
+"""Capture: from a user's function to the profiled graph of one training step."""

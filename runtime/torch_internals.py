@@ -1,0 +1,390 @@
+"""All that the runtime takes from the inside of PyTorch, each with what it assumes of it.
+
+No other file of the runtime names anything private of PyTorch. Its test holds each assumption
+against the installed version, and every other file against this rule. Files and lines named below
+are those of 2.13.0.
+
+Two assumptions are in C++. `device/arena.cpp`: an allocator given to `c10::SetCPUAllocator` with
+priority 1 serves all memory of tensors on the CPU, by `allocate` or by `raw_allocate`.
+`device/exchange.h`: PyTorch's CUDA allocator is an `at::Allocator` with a virtual table of the
+Itanium ABI, and asks for the memory of tensors by its entry `allocate`.
+"""
+
+import ctypes
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import ConvertFrameAssert
+from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.utils import preserve_rng_state
+from torch._functorch._aot_autograd.descriptors import (
+    InputMutationAOTOutput,
+    SavedForBackwardsAOTOutput,
+)
+from torch._guards import CompileContext
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    PythonFunctionalizeAPI,
+)
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "InputMutationAOTOutput",
+    "OpOverload",
+    "SavedForBackwardsAOTOutput",
+    "TorchDynamoException",
+    "aot_autograd",
+    "tree_flatten",
+    "tree_map",
+    "tree_unflatten",
+    "unset_fake_temporarily",
+]
+
+log = logging.getLogger("coop-plan")
+
+SUPPORTED = ((2, 11), (2, 14))
+"""From this version of PyTorch on, up to but without that one: the range that tests have run on."""
+
+
+def warn_of_version() -> None:
+    """Say in the log if this PyTorch is none that the runtime was tested with."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    oldest, beyond = SUPPORTED
+    if not oldest <= (major, minor) < beyond:
+        log.warning(
+            "PyTorch %s was not tested with coop-plan: versions from %d.%d on, below %d.%d, were",
+            *(torch.__version__, *oldest, *beyond),
+        )
+
+
+# Dynamo: whom it compiles for, and its configuration.
+
+
+def prepare_dynamo() -> None:
+    """Let Dynamo hand whole models over, with all that this thread compiles from now on.
+
+    DDPOptimizer would split a model into graphs that no budget can bound together; without
+    `allow_rnn` a recurrent layer is a graph break. PyTorch lets neither be set for one
+    `torch.compile`: both are read before the backend is asked (_dynamo/convert_frame.py:2600,
+    _dynamo/variables/builder.py:2463), and of what a backend may bring along for its calls,
+    `backend_ctx_ctor` (_dynamo/eval_frame.py:1772), `torch._TorchCompileWrapper`, which stands
+    between it and the backend, passes nothing on (__init__.py:2540).
+    """
+    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.allow_rnn = True
+    log.debug("torch._dynamo.config: optimize_ddp = False, allow_rnn = True")
+
+
+def raise_recompile_limits(beyond: int) -> dict[str, int]:
+    """Let Dynamo compile the present function more than `beyond` times: {limit: its new value}.
+
+    Assumed: what compiles a frame keeps a limit for its `torch.compile` call, which goes before the
+    configuration's (_dynamo/convert_frame.py:771). In versions without, and for the limit over all
+    calls, the configuration of this thread is changed; Dynamo reads it before it asks the backend.
+    """
+    raised: dict[str, int] = {}
+    config: Any = torch._dynamo.config
+    if config.accumulated_recompile_limit <= beyond:
+        raised["accumulated_recompile_limit"] = 2 * beyond
+        config.accumulated_recompile_limit = 2 * beyond
+    if config.recompile_limit <= beyond:  # the call's own, while it compiles
+        raised["recompile_limit"] = 2 * beyond
+        frame = _calling(ConvertFrameAssert.__call__.__code__)
+        converter: Any = None if frame is None else frame.f_locals["self"]
+        if hasattr(converter, "_recompile_limit"):
+            converter._recompile_limit = 2 * beyond
+        else:
+            config.recompile_limit = 2 * beyond
+    return raised
+
+
+def compile_call() -> object | None:
+    """What stands for the `torch.compile` call that asks the backend; the options may be shared.
+
+    Assumed: the call's `torch._TorchCompileWrapper` asks, by a function of Python.
+    """
+    frame = _calling(torch._TorchCompileWrapper.__call__.__code__)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def _calling(code: CodeType) -> FrameType | None:
+    """The innermost frame of this thread that runs `code`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def compilation() -> tuple[int | None, int | None]:
+    """Numbers of the frame that Dynamo compiles, and of its compilation (0 is the first)."""
+    found = CompileContext.current_compile_id()
+    return (None, None) if found is None else (found.frame_id, found.frame_compile_id)
+
+
+def reset_dynamo() -> None:
+    """Forget all compiled code."""
+    torch._dynamo.reset()
+
+
+# Dynamo's graphs.
+
+
+def example_value(node: fx.Node) -> Any:
+    """The fake value of a node in Dynamo's graph, with symbols where sizes may change."""
+    return node.meta.get("example_value")
+
+
+def is_boxed_number(node: fx.Node) -> bool:
+    """Whether an input is no tensor of the user's: Dynamo puts floats that may change into one."""
+    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+
+
+def is_static_input(node: fx.Node) -> bool:
+    """Whether an input is a parameter or buffer, which has one address in all calls."""
+    return bool((node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
+
+
+def source_name(node: fx.Node) -> str | None:
+    """Where Dynamo found an input, as an expression of the user's frame."""
+    source = getattr(node, "_dynamo_source", None)
+    return None if source is None else str(source.name)
+
+
+def copy_dynamo_node(graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any]) -> fx.Node:
+    """`graph.node_copy` of a node in Dynamo's graph, its source kept and its fake value not."""
+    copy = graph.node_copy(node, argument)
+    copy.meta.pop("example_value", None)
+    if hasattr(node, "_dynamo_source"):
+        copy._dynamo_source = node._dynamo_source
+    return copy
+
+
+def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """`graph` as a module that AOTAutograd takes for one of Dynamo's, as `gm` is.
+
+    Assumed: by the module's `meta` and `_param_name_to_source` it knows Dynamo's graphs, and the
+    parameters among their inputs.
+    """
+    module = fx.GraphModule(gm, graph)
+    module.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        module._param_name_to_source = gm._param_name_to_source
+    return module
+
+
+def graph_break(gm: fx.GraphModule) -> tuple[str, int, str] | None:
+    """File, line and reason of the graph break that ends Dynamo's graph `gm`, if one does."""
+    ended = getattr(gm, "compile_subgraph_reason", None)
+    if ended is None or not ended.graph_break or not ended.user_stack:
+        return None
+    frame = ended.user_stack[-1]
+    return frame.filename, frame.lineno, str(ended.reason)
+
+
+# AOTAutograd's joint graph, and the code that runs in its place.
+
+
+def is_primal(node: fx.Node) -> bool:
+    """Whether an input of a joint graph is one of the forward; AOTAutograd says so by its name."""
+    return node.op == "placeholder" and str(node.target).startswith("primals")
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether an input of a joint graph is the gradient of an output."""
+    return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """`run`, which AOTAutograd then gives its arguments in one list, for it to empty.
+
+    Otherwise they live as long as the call.
+    """
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+# Ops and tensors.
+
+
+def is_mutable(op: OpOverload) -> bool:
+    """Whether an op overwrites an argument, by its schema."""
+    return bool(op._schema.is_mutable)
+
+
+def argument_names(op: OpOverload) -> list[str]:
+    """The names of an op's arguments, in order."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def schema_text(op: OpOverload) -> str:
+    """The schema of an op as `torch.library` takes it, namespace included."""
+    return str(op._schema)
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that is read with the sign turned round, as `imag` of a conjugate is."""
+    return torch._neg_view(tensor)
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for zeros that autograd makes without memory."""
+    return tensor._is_zerotensor()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common only if they share their storage, while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def real_world() -> Iterator[None]:
+    """Run ops on real tensors while a graph is traced: no fake mode, no autocast, no gradients.
+
+    The generators stand where they stood when it ends.
+    """
+    with (
+        unset_fake_temporarily(),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        preserve_rng_state(),
+    ):
+        yield
+
+
+@contextmanager
+def below_autograd_in_grad_mode() -> Iterator[None]:
+    """Let kernels run without autograd around them, as if it were: some read the grad mode."""
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        yield
+
+
+# How ops are traced. These two change PyTorch for all threads while they last: the tables are the
+# process's. One thread at a time does so; what others trace meanwhile is traced alike.
+
+_patched = threading.RLock()
+
+_KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def python_kernels(wanted: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
+    """Trace each op by the given Python function, or, with None, by its C++ code.
+
+    Assumed: PyTorch's own Python versions of composite ops are in `py_kernels` of the op, under
+    `Autograd` and `CompositeImplicitAutograd`; without an entry the C++ kernel runs; what was
+    looked up before is in `_dispatch_cache`.
+    """
+    with _patched:
+        kept = {op: {key: op.py_kernels.get(key) for key in _KEYS} for op in wanted}
+        try:
+            for op, kernel in wanted.items():
+                _set_kernels(op, dict.fromkeys(_KEYS, kernel))
+            yield
+        finally:
+            for op, kernels in kept.items():
+                _set_kernels(op, kernels)
+
+
+def _set_kernels(op: Any, kernels: Mapping[Any, Any]) -> None:
+    for key, kernel in kernels.items():
+        if kernel is None:
+            op.py_kernels.pop(key, None)
+        else:
+            op.py_kernels[key] = kernel
+    op._dispatch_cache.clear()
+
+
+def run_composite(op: Any, *args: Any) -> Any:
+    """Run the C++ code of a composite op, whatever stands in its `py_kernels`."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+
+
+def composite_overloads(names: Sequence[str]) -> list[Any]:
+    """All overloads of those of the named ATen ops that this PyTorch has."""
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+@contextmanager
+def before_functionalization(see: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call `see(op, args)` before AOTAutograd functionalizes an op.
+
+    Assumed: it asks `FunctionalTensorMode.__torch_dispatch__`, which it looks up at the class.
+    """
+    functional: Any = FunctionalTensorMode
+    with _patched:
+        kept = functional.__torch_dispatch__
+
+        def dispatch(
+            mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            see(func, args)
+            return kept(mode, func, types, args, kwargs)
+
+        functional.__torch_dispatch__ = dispatch
+        try:
+            yield
+        finally:
+            functional.__torch_dispatch__ = kept
+
+
+def lay_out_functional(
+    changed: Any, spread: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+) -> None:
+    """Let a functional tensor stand for `spread(what it stands for, its strides)`.
+
+    Nothing is done if it stands for a tensor of its own strides. Assumed: a `FunctionalTensor` has
+    the strides of eager, and its `elem` those of the functional graph.
+    """
+    if not isinstance(changed, FunctionalTensor) or changed.stride() == changed.elem.stride():
+        return
+    trace = PythonFunctionalizeAPI()
+    with trace.redispatch_to_next():
+        moved = spread(trace.unwrap_tensors(changed), changed.stride())
+    trace.replace(changed, moved)
+    trace.commit_update(changed)
+    trace.sync(changed)
+
+
+# CUDA.
+
+CUDA_LIBRARY = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+
+CUDA_ALLOCATOR = "_ZN3c104cuda20CUDACachingAllocator9allocatorE"
+"""`c10::cuda::CUDACachingAllocator::allocator`, a pointer to the allocator that PyTorch uses."""
+
+
+def cuda_allocator() -> int | None:
+    """The address of PyTorch's CUDA allocator, or None if there is none yet.
+
+    Raises:
+        OSError, ValueError: no such library, or no such name in it.
+    """
+    return ctypes.c_void_p.in_dll(ctypes.CDLL(str(CUDA_LIBRARY)), CUDA_ALLOCATOR).value
+
+
+def keep_busy(cycles: int) -> None:
+    """Occupy the current stream for so many cycles of the device's clock."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

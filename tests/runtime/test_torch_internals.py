@@ -1,0 +1,504 @@
+"""What the runtime assumes of PyTorch's inside holds in the PyTorch installed here.
+
+A failure names the version that broke it, and in words what.
+"""
+
+import ast
+import contextlib
+import inspect
+import re
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from coop_plan.runtime.capture import composites
+from coop_plan.runtime.device import build
+from coop_plan.runtime.device.arena import Arena, Memory
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def assumed(what):
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"PyTorch {torch.__version__} broke it: {what}") from error
+
+
+with assumed("the names that runtime/torch_internals.py imports"):
+    from coop_plan.runtime import torch_internals as internals
+
+
+PRIVATE = {"__torch_dispatch__", "py_kernels", "compile_subgraph_reason", "pass_arg_as_tensor"}
+"""Inside of PyTorch that no underscore shows."""
+
+
+def private_names(source):
+    """Names of PyTorch's inside that a source uses, with their lines."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            of_torch = any(name.split(".")[0] == "torch" for name in names)
+            if of_torch and any(part.startswith("_") for n in names for part in n.split(".")):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            hidden = node.attr.startswith("_") and not node.attr.startswith("__") and not own
+            if hidden or node.attr in PRIVATE:
+                yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._dynamo",
+        "from torch._ops import OpOverload",
+        "from torch import _dynamo",
+        "from torch.utils._pytree import tree_map",
+        "torch._dynamo.config.allow_rnn = True",
+        "values.untyped_storage()._cdata",
+        "op.py_kernels",
+    ],
+)
+def test_what_is_private_is_seen(line):
+    assert list(private_names(line))
+
+
+def test_nobody_else_names_the_inside_of_pytorch():
+    others = [p for p in (ROOT / "runtime").rglob("*.py") if p.name != "torch_internals.py"]
+    assert len(others) > 20
+    found = [f"{p}:{line} {name}" for p in others for line, name in private_names(p.read_text())]
+    assert found == []
+
+
+def test_no_import_goes_up_in_the_runtime():
+    """Of two folders the later may import the earlier; a file on top but the backend, none."""
+    order = ["errors", "cache", "device", "capture", "execute", "backend"]
+    for path in (ROOT / "runtime").rglob("*.py"):
+        top, *_ = path.relative_to(ROOT / "runtime").with_suffix("").parts
+        rank = order.index(top) if top in order else 0
+        for name in re.findall(r"^from coop_plan\.runtime\.(\w+)", path.read_text(), re.MULTILINE):
+            assert (order.index(name) if name in order else 0) <= rank, f"{path} imports {name}"
+
+
+def test_the_range_is_pyprojects(caplog, monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (oldest, beyond) = (".".join(map(str, version)) for version in internals.SUPPORTED)
+    assert project["optional-dependencies"]["torch"] == [f"torch>={oldest},<{beyond}"]
+    internals.warn_of_version()
+    assert caplog.text == ""
+    for version in ("2.10.1", "2.14.0a0+git1", "3.0.0"):
+        caplog.clear()
+        monkeypatch.setattr(torch, "__version__", version)
+        internals.warn_of_version()
+        assert f"PyTorch {version} was not tested" in caplog.text
+
+
+# Dynamo
+
+
+def compiled_graphs(function, *calls, **options):
+    """What `see` of the options returns for each graph that Dynamo hands over."""
+    see, found = options.pop("see"), []
+
+    def backend(gm, inputs):
+        found.append(see(gm))
+        return gm.forward
+
+    compiled = torch.compile(function, backend=backend, **options)
+    for call in calls:
+        compiled(*call)
+    return found
+
+
+def test_dynamos_settings_can_be_set():
+    with assumed("torch._dynamo.config has optimize_ddp and allow_rnn"):
+        internals.prepare_dynamo()
+        assert torch._dynamo.config.optimize_ddp is False
+        assert torch._dynamo.config.allow_rnn is True
+    with assumed("torch.compile passes no backend_ctx_ctor on: now prepare_dynamo can be scoped"):
+
+        def backend(gm, inputs):
+            return gm.forward
+
+        backend.backend_ctx_ctor = contextlib.nullcontext
+        call = torch._TorchCompileWrapper(backend, None, None, None)
+        asked = torch._dynamo.eval_frame.get_compiler_fn(call)
+        assert not hasattr(asked, "backend_ctx_ctor")
+
+
+def test_the_call_that_compiles_is_found():
+    def broken(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    x = torch.ones(3)
+    with assumed("a torch.compile call asks its backend by one _TorchCompileWrapper"):
+        first, second = compiled_graphs(broken, (x,), see=lambda _: internals.compile_call())
+        torch._dynamo.reset()
+        other, _ = compiled_graphs(broken, (x,), see=lambda _: internals.compile_call())
+        assert first is second is not None
+        assert other is not first
+        assert internals.compile_call() is None
+
+
+def test_compilations_are_numbered():
+    with assumed("CompileContext numbers a frame's compilations from 0"):
+        calls = [(torch.ones(n),) for n in (2, 3)]
+        numbers = compiled_graphs(
+            torch.sin, *calls, see=lambda _: internals.compilation(), dynamic=False
+        )
+        assert [count for _, count in numbers] == [0, 1]
+        assert len({frame for frame, _ in numbers}) == 1
+        assert internals.compilation() == (None, None)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_the_recompile_limit_is_the_calls_own(fullgraph):
+    """Where PyTorch knows such a limit; else it is the thread's."""
+    with (
+        assumed("ConvertFrameAssert keeps a `_recompile_limit` for its call"),
+        torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=99),
+    ):
+        raised = compiled_graphs(
+            *(torch.sin, *((torch.ones(n),) for n in (2, 3, 4))),
+            see=lambda _: internals.raise_recompile_limits(internals.compilation()[1] + 1),
+            dynamic=False,
+            fullgraph=fullgraph,
+        )
+        assert raised == [{"recompile_limit": 2}, {"recompile_limit": 4}, {}]
+        own = "recompile_limit" in inspect.signature(internals.ConvertFrameAssert).parameters
+        assert torch._dynamo.config.recompile_limit == (1 if own else 4)
+
+
+def test_without_a_limit_of_the_call_the_threads_is_raised(monkeypatch):
+    """As in versions of PyTorch whose `torch.compile` takes none."""
+    monkeypatch.setattr(internals, "_calling", lambda _: None)
+    with (
+        assumed("torch._dynamo.config has two recompile limits"),
+        torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2),
+    ):
+        assert internals.raise_recompile_limits(1) == {"recompile_limit": 2}
+        raised = internals.raise_recompile_limits(2)
+        assert raised == {"recompile_limit": 4, "accumulated_recompile_limit": 4}
+        config = torch._dynamo.config
+        assert (config.recompile_limit, config.accumulated_recompile_limit) == (4, 4)
+
+
+def test_dynamo_says_what_its_inputs_are():
+    layer = nn.Linear(3, 3)
+
+    def facts(gm):
+        inputs = gm.graph.find_nodes(op="placeholder")
+        return {
+            internals.source_name(node): (
+                type(internals.example_value(node)).__name__,
+                internals.is_boxed_number(node),
+                internals.is_static_input(node),
+            )
+            for node in inputs
+        }
+
+    def step(x, scale):
+        return layer(x) * scale
+
+    x = torch.ones(2, 3)
+    calls = [(x, 0.5), (x, 0.25)]
+    with assumed("meta, sources and names of the inputs of Dynamo's graphs"):
+        *_, found = compiled_graphs(step, *calls, see=facts, dynamic=None)
+        assert found["L['x']"] == ("FakeTensor", False, False)
+        assert found["L['scale']"][1] is True
+        parameters = [given for name, given in found.items() if "parameters" in name]
+        assert parameters == [("FakeTensor", False, True)] * 2
+
+
+def test_a_graph_of_ours_passes_for_dynamos():
+    layer = nn.Linear(3, 3)
+
+    def copied(gm):
+        graph, made = torch.fx.Graph(), {}
+        for node in gm.graph.nodes:
+            made[node] = internals.copy_dynamo_node(graph, node, made.__getitem__)
+        module = internals.dynamo_module(gm, graph)
+        return [
+            (internals.source_name(a), internals.source_name(b), internals.example_value(b))
+            for a, b in zip(gm.graph.nodes, module.graph.nodes, strict=True)
+        ], (module.meta, module._param_name_to_source, gm._param_name_to_source)
+
+    with assumed("sources of inputs, meta and _param_name_to_source of a module"):
+        ((nodes, (meta, names, same)),) = compiled_graphs(layer, (torch.ones(2, 3),), see=copied)
+        assert all(a == b and value is None for a, b, value in nodes)
+        assert meta
+        assert names == same
+
+
+def test_a_graph_break_is_told():
+    def broken(x):
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    with assumed("compile_subgraph_reason of Dynamo's graphs"):
+        first, second = compiled_graphs(broken, (torch.ones(3),), see=internals.graph_break)
+        file, line, reason = first
+        assert (file, line) == (__file__, broken.__code__.co_firstlineno + 2)
+        assert "graph_break" in reason
+        assert second is None
+
+
+# AOTAutograd
+
+
+def test_the_joint_graph_and_its_code():
+    inputs, lists = [], []
+
+    def partition(joint, _, *, num_fwd_outputs, **more):
+        assert num_fwd_outputs == 1
+        assert {"static_lifetime_input_indices"} <= more.keys()
+        nodes = joint.graph.find_nodes(op="placeholder")
+        inputs.extend((internals.is_primal(n), internals.is_tangent(n)) for n in nodes)
+        output = next(iter(reversed(joint.graph.nodes)))
+        assert len(output.meta["desc"]) == 1 + sum(primal for primal, _ in inputs)
+        return torch._functorch.partitioners.default_partition(
+            joint, _, num_fwd_outputs=num_fwd_outputs, **more
+        )
+
+    def compiler(module, _):
+        def run(args):
+            given = list(args)
+            args.clear()
+            lists.append(args)
+            return module(*given)
+
+        return internals.boxed(run)
+
+    with assumed("aot_autograd's partition_fn, names and descriptors, and boxed calls"):
+        backend = internals.aot_autograd(
+            fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition
+        )
+        x = torch.ones(3, requires_grad=True)
+        torch.compile(lambda x: x.sin(), backend=backend)(x).sum().backward()
+        assert inputs == [(True, False), (False, True)]
+        assert lists == [[], []]
+
+
+# Ops and tensors
+
+
+def test_facts_of_ops():
+    aten = torch.ops.aten
+    with assumed("schemas of ops"):
+        assert isinstance(aten.add.Tensor, internals.OpOverload)
+        assert internals.is_mutable(aten.add_.Tensor)
+        assert not internals.is_mutable(aten.add.Tensor)
+        assert internals.argument_names(aten.add.Tensor) == ["self", "other", "alpha"]
+        text = internals.schema_text(aten.mkldnn_rnn_layer.default)
+        assert text.startswith("aten::mkldnn_rnn_layer(Tensor input, Tensor weight0")
+
+
+def test_facts_of_tensors():
+    with assumed("negative views, zeros without memory, identity of storages"):
+        x = torch.ones(3)
+        assert internals.negative_view(x).is_neg()
+        assert torch.equal(internals.negative_view(x), -x)
+        assert internals.has_no_memory(torch._efficientzerotensor(3))
+        assert not internals.has_no_memory(x)
+        assert internals.storage_key(x) == internals.storage_key(x[1:])
+        assert internals.storage_key(x) != internals.storage_key(x.clone())
+
+
+def test_the_real_world_is_real():
+    with assumed("fake mode, autocast, gradients and generators can be left for a while"):
+        before = torch.get_rng_state()
+        x = torch.ones(3, 3, requires_grad=True)
+        with internals.FakeTensorMode(), torch.autocast("cpu"):
+            assert isinstance(torch.ones(2), internals.FakeTensor)
+            with internals.real_world():
+                made = torch.rand(3, 3) @ x
+                assert not isinstance(made, internals.FakeTensor)
+                assert (made.dtype, made.requires_grad) == (torch.float32, False)
+            assert isinstance(torch.ones(2), internals.FakeTensor)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_below_autograd_nothing_is_recorded():
+    x = torch.ones(3, requires_grad=True)
+    with assumed("_AutoDispatchBelowAutograd"), internals.below_autograd_in_grad_mode():
+        assert torch.is_grad_enabled()
+        assert not x.sin().requires_grad
+
+
+def test_autograd_keeps_a_gradient_as_it_is():
+    """`capture.joint` plans the copy that autograd would make otherwise."""
+    produced = []
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w, transposed):
+            ctx.transposed = transposed
+            return w.sum()
+
+        @staticmethod
+        def backward(ctx, _):
+            gradient = torch.ones(2, 3).t().contiguous().t() if ctx.transposed else torch.ones(2, 3)
+            produced.append(gradient.data_ptr())
+            return gradient, None
+
+    with assumed("AccumulateGrad keeps a gradient of the parameter's strides, and copies others"):
+        for transposed in (False, True):
+            w = torch.ones(2, 3, requires_grad=True)
+            Same.apply(w, transposed).backward()
+            assert (w.grad.data_ptr() == produced[-1]) is not transposed
+
+
+# Tracing
+
+
+def traced_ops(function, x):
+    """The ATen ops of the joint graph of `function`."""
+    found = []
+
+    def partition(joint, inputs, **more):
+        found.extend(str(n.target) for n in joint.graph.nodes if n.op == "call_function")
+        raise NotImplementedError
+
+    backend = internals.aot_autograd(fw_compiler=None, partition_fn=partition)
+    torch._dynamo.reset()
+    with contextlib.suppress(internals.TorchDynamoException):
+        torch.compile(function, backend=backend)(x)
+    return found
+
+
+def upsampled(x):
+    return nn.functional.interpolate(x, scale_factor=2.0)
+
+
+def test_composite_ops_are_traced_as_cpp_on_demand():
+    x = torch.ones(1, 1, 4, 4, requires_grad=True)
+    op = torch.ops.aten.upsample_nearest2d.vec
+    with assumed("PyTorch's Python kernels are in py_kernels, and can be taken out"):
+        own = traced_ops(upsampled, x)
+        before = dict(op.py_kernels)
+        with internals.python_kernels(dict.fromkeys(internals.composite_overloads(["lstm"]))):
+            assert traced_ops(upsampled, x) == own
+        overloads = internals.composite_overloads(["upsample_nearest2d", "of no PyTorch"])
+        assert op in overloads
+        with internals.python_kernels(dict.fromkeys(overloads)):
+            assert "aten.upsample_nearest2d.default" in traced_ops(upsampled, x)
+        assert "aten.upsample_nearest2d.default" not in own
+        assert op.py_kernels == before
+
+
+def test_the_packets_are_pytorchs():
+    with assumed("the ops of composites.PACKETS"):
+        missing = [n for n in composites.PACKETS if not internals.composite_overloads([n])]
+        assert set(missing) <= {"_upsample_lanczos2d_aa"}  # the youngest
+
+
+def test_a_composite_op_runs_whatever_stands_in_its_place():
+    dropout = torch.ops.aten.dropout.default
+    with assumed("_op_dk"), internals.python_kernels({dropout: lambda *_: "ours"}):
+        assert torch.equal(
+            internals.run_composite(dropout, torch.ones(3), 0.5, False), torch.ones(3)
+        )
+
+
+def test_functionalization_can_be_watched():
+    seen = []
+    x = torch.ones(4, 2, requires_grad=True)
+
+    def step(x):
+        return (x * 1).mul_(3)
+
+    with assumed("FunctionalTensorMode.__torch_dispatch__ is asked for every op"):
+        with internals.before_functionalization(lambda op, args: seen.append(str(op))):
+            traced_ops(step, x)
+        assert "aten.mul_.Tensor" in seen
+
+
+def test_a_functional_tensor_is_laid_out_anew():
+    x = torch.ones(4, 2, requires_grad=True)
+    seen = []
+
+    def spread(values, strides):
+        seen.append((tuple(values.stride()), tuple(strides)))
+        return values.clone()
+
+    def see(op, args):
+        if op is torch.ops.aten.sigmoid_.default:
+            internals.lay_out_functional(args[0], spread)
+
+    def step(x):
+        return (x * 1).unsafe_chunk(2, 1)[0].mul_(3).sigmoid_()
+
+    with (
+        assumed("a FunctionalTensor has eager's strides, its elem the functional graph's"),
+        internals.before_functionalization(see),
+    ):
+        assert "aten.clone.default" in traced_ops(step, x)
+        assert set(seen) == {((1, 1), (2, 1))}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_patched_is_put_back(fails):
+    tables = {op: op.py_kernels for op in internals.composite_overloads(composites.PACKETS)}
+    kept = {op: dict(kernels) for op, kernels in tables.items()}
+    dispatch = internals.FunctionalTensorMode.__torch_dispatch__
+    with contextlib.suppress(ZeroDivisionError), composites.as_eager():
+        assert internals.FunctionalTensorMode.__torch_dispatch__ is not dispatch
+        assert {op: dict(kernels) for op, kernels in tables.items()} != kept
+        if fails:
+            raise ZeroDivisionError
+    assert {op: dict(kernels) for op, kernels in tables.items()} == kept
+    assert internals.FunctionalTensorMode.__torch_dispatch__ is dispatch
+
+
+def test_only_one_thread_patches():
+    inside, another = [], threading.Event()
+
+    def patch():
+        another.set()
+        with internals.before_functionalization(lambda *_: None):
+            inside.append("other")
+
+    thread = threading.Thread(target=patch)
+    with internals.python_kernels({}):
+        thread.start()
+        another.wait()
+        thread.join(timeout=0.1)
+        inside.append("this")
+    thread.join()
+    assert inside == ["this", "other"]
+
+
+# Allocators
+
+
+def test_the_cpus_tensors_are_served_by_ours():
+    size = 4096
+    with assumed("SetCPUAllocator, and tensors allocated by `allocate`"):
+        arena = Arena(size, [[(size, 0)]], [False], Memory())
+        arena.begin(fresh=True)
+        arena.enter(0)
+        made = torch.empty(size, dtype=torch.uint8)
+        arena.leave()
+        assert arena.counters().high_water_bytes == size
+        assert arena.memory.live == 1
+        del made
+        assert arena.memory.live == 0
+
+
+def test_the_cuda_allocator_is_where_it_was():
+    if torch.version.cuda is None:
+        with pytest.raises(OSError, match="libc10_cuda"):
+            internals.cuda_allocator()
+        return
+    with assumed("the symbol of the CUDA allocator"):
+        torch.cuda.init()
+        assert build.arena().install_cuda(internals.cuda_allocator())
