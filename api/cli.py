@@ -13,23 +13,23 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from coop_plan.api.exits import (
+    EXIT_ERROR,
+    EXIT_INFEASIBLE,
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    EXIT_TIME,
+    fail,
+)
 from coop_plan.api.place import place
 
 if TYPE_CHECKING:
     from coop_plan.planner import Progress
     from coop_plan.schemas import Graph, Outputs
-
-EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
-
-
-def fail(message: object, code: int) -> NoReturn:
-    """End with one line on stderr."""
-    click.echo(f"coop-plan: error: {' '.join(str(message).split())}", err=True)
-    sys.exit(code)
 
 
 class DefaultGroup(click.Group):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from coop_plan.api.output import OutputError, check_writable, write_whole
 
 if TYPE_CHECKING:
-    from coop_plan.api.place import Buffers
+    from coop_plan.api.buffers import Buffers
 
 WIDTH, HEIGHT = 1200, 700
 """Of the picture, in pixels."""

@@ -5,15 +5,15 @@ coop-offline: plans the whole step first, places second, keeps what fits.
 
 1. `portfolio` makes clairvoyant runs under many rules at many logical budgets and keeps the best
    that fits. A `run` fills a `state`; the compiled `clairvoyant` step goes through the program
-   once, evicting by closure costs and next uses (`closures`). Of its record, `lifetimes` makes a
-   placement problem.
+   once, evicting by closure costs and next uses (`closures`). Its record is the ops in their
+   order, of which `planner.core.lifetimes` makes the blocks to place.
 2. `climb` perturbs the weights of single retention intervals from there, without knowing the arena:
    so neighbouring arenas see the same plans, and overhead does not rise with the budget.
 3. With a deadline, `anneal` perturbs the weights towards this one arena.
 4. `resequence` anneals the `sequence` of ops itself, window by window: the compiled `metropolis`
    walk draws `moves` and judges the `trial` that comes of each.
-5. `rebuild` makes a schedule of the cheapest run.
 
+The cheapest run's ops become a `planner.core.schedule.Schedule`, and its layout their addresses.
 Beside the portfolio, Coop's own plan (`planner.online`) is a candidate. `params` has a group of
 parameters for each of these parts.
 """

@@ -1,38 +1,29 @@
-"""The parameters of the online methods."""
+"""The parameters of the online methods; the type of a field is its range."""
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.ranges import check_range
+from coop_plan.planner.core.params import Count, Params, Positive, Size
 
 
 @dataclass(frozen=True)
-class OnlineParams:
+class OnlineParams(Params):
     """What `coop`, `dtr` and `dte` leave open."""
 
-    min_staleness_us: float = 1e-3
-    """A tensor touched just now has no staleness; this keeps its cost finite. µs, above 0."""
+    min_staleness_us: Positive = 1e-3
+    """A tensor touched just now has no staleness; this keeps its cost finite. µs."""
 
-    max_recomputes_per_op: int = 30
-    """
-    More recomputed ops than this many times the program is thrashing, and counts as no fit.
+    max_recomputes_per_op: Size = 30
+    """More recomputed ops than this many times the program is thrashing, and counts as no fit."""
 
-    At least 0.
+    first_record: Count = 4
     """
-
-    first_record: int = 4
-    """
-    Events that the record has room for at first, as a factor on the program's ops; at least 1.
+    Events that the record has room for at first, as a factor on the program's ops.
 
     A run that outgrows it is made again with twice the room.
     """
 
-    chunk_ops: int = 256
-    """Ops between two looks at the clock; at least 1."""
-
-    def __post_init__(self) -> None:
-        check_range(self, "min_staleness_us", above=0)
-        check_range(self, "max_recomputes_per_op", least=0)
-        check_range(self, "first_record", "chunk_ops", least=1)
+    chunk_ops: Count = 256
+    """Ops between two looks at the clock."""
 
 
 DEFAULTS = OnlineParams()

@@ -1,6 +1,7 @@
 """The layer rule: who may import whom, and what must not be installed to import what."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,43 @@ def test_a_package_imports_only_what_lies_below_it(package):
         for function, imported in imports(path):
             if imported in OURS and (place, function, imported) not in DOORS:
                 assert imported in MAY_IMPORT[package], f"{place} imports {imported}"
+
+
+def modules():
+    """Every module of ours by its name, and the modules of ours that its file names."""
+    names = {}
+    for package in OURS:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            names[".".join(("coop_plan", *parts)).removesuffix(".__init__")] = path
+    found = {}
+    for name, path in names.items():
+        asked = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                asked.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    asked.add(whole if whole in names else node.module)
+        found[name] = asked & names.keys()
+    return found
+
+
+def test_no_file_imports_itself_through_others():
+    """Imports within functions and for type checkers count, the lists of public names do not."""
+    graph = modules()
+    for lazy in ("coop_plan.planner", "coop_plan.runtime"):
+        graph.pop(lazy, None)
+    order = graphlib.TopologicalSorter(
+        {name: asked & graph.keys() for name, asked in graph.items()}
+    )
+    order.prepare()  # raises with the circle
+
+
+def test_no_file_of_the_planner_is_long():
+    for path in (ROOT / "planner").rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 500, path
 
 
 BLOCK = """

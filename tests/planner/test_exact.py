@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
@@ -82,7 +81,7 @@ def short_climb():
     short = CoopOfflineParams(climb=ClimbParams(ops=1000))
     with pytest.MonkeyPatch.context() as patch:
         for module in (optimal, solve):
-            patch.setattr(module, "CoopOffline", partial(CoopOffline, params=short))
+            patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
         yield
 
 

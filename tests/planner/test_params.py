@@ -39,7 +39,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [-1, float("nan")])
 @pytest.mark.parametrize(("group", "name"), NUMBERS)
 def test_a_number_outside_its_range_is_refused_by_name(group, name, bad):
     value = (bad,) * 2 if isinstance(getattr(group, name), tuple) else bad
