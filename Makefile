@@ -22,13 +22,15 @@ demo: $(READY) ## Train GPT-2 in eager and under budgets, side by side
 test: $(READY) ## Run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Left out: the runtime, whatever is marked slow, and of the planner the exact methods, annealing,
-# the large random draws and the placement of large instances.
-FAST := tests/schemas tests/api tests/test_docs.py tests/planner/test_verifier.py \
-  tests/planner/test_methods.py tests/planner/test_store.py $(wildcard tests/planner/test_online_*.py)
+# Left out: the runtime, whatever is marked slow, the property with the most examples (SLOW), and of
+# the planner the exact methods, annealing, the verifier's fuzzing and the placement of instances.
+FAST := tests/schemas tests/api tests/test_docs.py tests/planner/core tests/planner/test_params.py \
+  tests/planner/test_verifier.py tests/planner/test_bound_model.py tests/planner/test_methods.py \
+  tests/planner/test_store.py $(wildcard tests/planner/test_online_*.py)
+SLOW := any_order_that_reads
 
 test-fast: $(READY) ## Run the tests of an edit: schemas, verifier, service, small plans
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(FAST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' -k 'not $(SLOW)' $(FAST)
 
 lint: $(READY) ## Check style, types, generated files and the documentation
 	$(BIN)/ruff check .
