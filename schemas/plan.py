@@ -93,10 +93,10 @@ class Plan(Model):
     """
     A joint schedule and its figures. Sizes are bytes, costs µs.
 
-    Beside the fields of the design, `alignment` and `outputs` name the options that the figures
-    depend on, and `eviction_free_ratio` is Coop's own fragmentation figure (NeurIPS 2023, section
-    5.3): the mean over forced evictions of free bytes / arena, for online methods; `evictions`
-    counts the tensors that a full arena forced out. `lower_bound_model` says for which schedules
+    `alignment` and `outputs` name the options that the figures depend on. `eviction_free_ratio` is
+    Coop's own fragmentation figure (NeurIPS 2023, section 5.3): the mean over forced evictions of
+    free bytes / arena, for online methods; `evictions` counts the tensors that a full arena forced
+    out. `lower_bound_model` says for which schedules
     `lower_bound_us` holds: "any", or those in "program-order": every op runs for the first time in
     that order, in its default body, and nothing is moved to the host.
     """

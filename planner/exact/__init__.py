@@ -11,7 +11,7 @@ Exact planners: mixed-integer and constraint models with proved bounds.
 2. **First model.** `model/points.py` chooses a few time points, `model/timepoint.py` builds the
    MILP that checks memory there only (`model/milp.py` holds it), and `solver/process.py` has it
    solved in a child process, which it kills at the deadline. Its optimum is a lower bound for good.
-3. **Readout.** `primal/readout.py` makes a schedule of the solution, through `primal/tape.py`;
+3. **Readout.** `primal/readout.py` makes a schedule of the solution, through `primal/schedule_builder.py`;
    `primal/live.py` counts its bytes. If it fits everywhere, `primal/packing.py` looks for a layout,
    and a schedule with a layout is a plan: within the tolerance of the bound it is proved optimal.
 4. **Overflow → refine.** Where the readout needs more than there is, `primal/follow.py` makes a

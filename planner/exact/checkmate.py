@@ -30,7 +30,7 @@ from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, CheckmateParams
 from coop_plan.planner.exact.primal.packing import place_or_pack
-from coop_plan.planner.exact.primal.tape import Tape
+from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 from coop_plan.planner.exact.solver.process import SolverProcess, require
 from coop_plan.planner.method import Request, Solution
 from coop_plan.schemas import InvalidInputError
@@ -261,14 +261,14 @@ def _solve(
         computed = {key for key, r in model.r.items() if _value(r, values) > 0.5}
     else:
         computed = _complete(program, chosen, set(model.r), blocked)
-    tape = Tape(program)
+    built = ScheduleBuilder(program)
     for t in range(program.n + 1):
         for i in range(min(t + 1, program.n)):
             if (t, i) in computed:
-                tape.run(i, t)
+                built.run(i, t)
         last = t == program.n
-        tape.keep(set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1})
-    return tape.schedule()
+        built.keep(set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1})
+    return built.schedule()
 
 
 def _value(variable: Any, values: dict[str, float]) -> float:

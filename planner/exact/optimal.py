@@ -224,7 +224,8 @@ class _OptimalSolve:
             return True
         arena = self.request.arena_bytes
         if not readout.overflows:
-            placed = place_or_pack(self.process, schedule, arena, self.deadline)
+            packing = self.params.packing
+            placed = place_or_pack(self.process, schedule, arena, self.deadline, packing)
             if placed is not None:
                 self.incumbent.offer(placed)
                 return True

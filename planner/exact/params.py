@@ -239,6 +239,17 @@ class BoundingParams(Params):
 
 
 @dataclass(frozen=True)
+class PackingParams(Params):
+    """Layouts by constraint programming (see `planner.exact.primal.packing`)."""
+
+    seconds: Seconds = 5.0
+    """How long the solver may look for a layout of one schedule."""
+
+    most_blocks: Size = 1500
+    """Beyond so many blocks the model is not worth building."""
+
+
+@dataclass(frozen=True)
 class SolverParams(Params):
     """The processes that solve (see `planner.exact.solver.process`)."""
 
@@ -279,6 +290,7 @@ class ExactParams:
     repair: RepairParams = RepairParams()
     follow: FollowParams = FollowParams()
     bounding: BoundingParams = BoundingParams()
+    packing: PackingParams = PackingParams()
     solver: SolverParams = SolverParams()
     checkmate: CheckmateParams = CheckmateParams()
 

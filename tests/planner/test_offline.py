@@ -16,7 +16,7 @@ from tests.support import make_graph
 DATA = Path(__file__).parents[3] / "shared" / "data" / "graphs"
 
 TRACES = {
-    # peak in bytes; overhead in % that the design's prototype reached at each share; least share
+    # peak in bytes; overhead in % that a prototype reached at each share; least share
     "resnet32": (10_061_314_048, (2.6, 5.9, 10.4, 14.2, 18.4), 0.10),
     "unet": (8_415_815_168, (3.1, 9.7, 11.2, 19.0, 54.0), 0.33),
     "densenet121": (11_021_068_288, (4.4, 10.1, 14.5, 17.1, 22.8), 0.17),

@@ -148,3 +148,10 @@ def test_where_nothing_can_be_saved_it_is_not_tried(clock):
     method.begin()
     assert clock.now < 100
     assert method.portfolio.best.cost_us == pytest.approx(problem.base_cost_us)
+
+
+def test_without_a_deadline_nobody_looks_at_the_clock(clock):
+    """So that a seed alone decides on the plan."""
+    problem = Problem.from_graph(gpt(6))
+    CoopOffline(problem, Request(int(1.4 * largest_working_set(problem).bytes))).begin()
+    assert clock.now == 0

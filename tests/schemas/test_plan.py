@@ -56,7 +56,7 @@ def changed(*path_and_value):
 
 
 def test_the_sample_is_a_plan_and_round_trips():
-    """The document of the design, with its defaults; `from` and `schema` keep their names."""
+    """The document of the contract, with its defaults; `from` and `schema` keep their names."""
     plan = parse_plan(sample())
     assert plan == parse_plan(json.dumps(sample()))
     assert (plan.alignment, plan.outputs) == (512, "outside")

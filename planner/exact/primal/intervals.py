@@ -13,7 +13,7 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS
-from coop_plan.planner.exact.primal.tape import Tape
+from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 from coop_plan.planner.exact.solver.jobs import ScheduleIntervals
 from coop_plan.planner.exact.solver.process import SolverProcess
 
@@ -61,10 +61,10 @@ def in_order(program: Program, ops: list[int]) -> Schedule:
         kept.append(set(needed))
         needed -= set(program.makes[op])
         needed |= set(program.reads[op])
-    tape = Tape(program)
+    built = ScheduleBuilder(program)
     position = -1
     for op, after in zip(ops, reversed(kept), strict=True):
         position = max(position, op)
-        tape.run(op, position)
-        tape.keep(after)
-    return tape.schedule()
+        built.run(op, position)
+        built.keep(after)
+    return built.schedule()

@@ -8,18 +8,13 @@ import numpy as np
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.lifetimes import units_of
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
+from coop_plan.planner.exact.params import DEFAULTS, PackingParams
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.layout import WORK, lay_out
 
-PACK_SECONDS = 5.0
-"""How long the solver may look for a layout of one schedule."""
-
-MAX_BLOCKS = 1500
-"""Beyond so many blocks that share memory over time the model is not worth building."""
-
 
 def pack(
-    process: SolverProcess, schedule: Schedule, arena: int, deadline: float
+    process: SolverProcess, schedule: Schedule, arena: int, deadline: float, params: PackingParams
 ) -> PlacedSchedule | None:
     """
     The schedule with offsets within the arena (bytes) by CP-SAT's NoOverlap2D, if it found some.
@@ -30,7 +25,7 @@ def pack(
     problem, t = schedule.problem, schedule.trace
     scratch = schedule.blocks().event
     unit = problem.alignment
-    if t.tensor.size + scratch.size > MAX_BLOCKS:
+    if t.tensor.size + scratch.size > params.most_blocks:
         return None
     size = to_arrays(problem).size[t.tensor]
     workspace = to_arrays(problem).workspace[schedule.what[scratch]]
@@ -72,7 +67,11 @@ def place_or_tell(schedule: Schedule, arena: int, work: int = WORK) -> PlacedSch
 
 
 def place_or_pack(
-    process: SolverProcess, schedule: Schedule, arena: int, deadline: float
+    process: SolverProcess,
+    schedule: Schedule,
+    arena: int,
+    deadline: float,
+    params: PackingParams = DEFAULTS.packing,
 ) -> PlacedSchedule | None:
     """The schedule laid out within the arena (bytes) by placement, or else by `pack`."""
     placed = place_or_tell(schedule, arena)
@@ -80,6 +79,6 @@ def place_or_pack(
         return placed
     if not schedule.fits(arena):
         return None
-    until = min(deadline, time.monotonic() + PACK_SECONDS)
-    packed = pack(process, schedule, arena, until)
+    until = min(deadline, time.monotonic() + params.seconds)
+    packed = pack(process, schedule, arena, until, params)
     return packed if packed is not None and packed.arena_bytes <= arena else None

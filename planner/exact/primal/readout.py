@@ -8,7 +8,7 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS
-from coop_plan.planner.exact.primal.tape import Tape
+from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 
 
 @dataclass
@@ -109,16 +109,16 @@ def read_out(
         UnreadableError: only on graphs with tensors that are overwritten.
         StuckError: only with drops.
     """
-    tape = _Reader(program, outline, drops or {}, most_runs).read()
-    schedule = tape.schedule()
+    built = _Reader(program, outline, drops or {}, most_runs).read()
+    schedule = built.schedule()
     live = schedule.live_bytes().tolist()
     margins = margins or {}
     overflows = [
         Overflow(position, op, event, excess)
-        for event, ((op, position), used) in enumerate(zip(tape.runs, live, strict=True))
+        for event, ((op, position), used) in enumerate(zip(built.runs, live, strict=True))
         if (excess := used - capacity + margins.get((position, op), 0)) > 0
     ]
-    return Readout(schedule, overflows, tape.runs)
+    return Readout(schedule, overflows, built.runs)
 
 
 class _Reader:
@@ -127,15 +127,15 @@ class _Reader:
         self.outline = outline
         self.drops = drops
         self.most_runs = most_runs
-        self.tape = Tape(program)
+        self.built = ScheduleBuilder(program)
         self._runs: Counter[tuple[int, int]] = Counter()
 
-    def read(self) -> Tape:
+    def read(self) -> ScheduleBuilder:
         start = -1
         for point in self.outline.points:
             self._segment(start, point)
             start = point
-        return self.tape
+        return self.built
 
     def _segment(self, start: int, point: int) -> None:
         program, resident = self.program, self.outline.resident[point]
@@ -144,10 +144,10 @@ class _Reader:
             if op < program.n:
                 self._run(op, op)
         if point == program.n:
-            self.tape.keep(set(program.reads[point]))
+            self.built.keep(set(program.reads[point]))
             return
-        held = {t for t in self.tape.here if self._held(t, point)}
-        self.tape.keep((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
+        held = {t for t in self.built.here if self._held(t, point)}
+        self.built.keep((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
 
     def _held(self, t: int, point: int) -> bool:
         """Whether t stays anyway: it has no bytes, or it is overwritten and has a use to come."""
@@ -161,7 +161,7 @@ class _Reader:
         while stack := self._missing(wanted, needs):
             while stack:
                 top = stack[-1]
-                if top in self.tape.here:
+                if top in self.built.here:
                     stack.pop()
                     continue
                 op = program.problem.producer[top]
@@ -178,8 +178,8 @@ class _Reader:
     def _run(self, op: int, position: int) -> None:
         told = self.drops.get((position, op))
         if told:
-            self.tape.drop(told.difference(self.program.reads[op]))
-        self.tape.run(op, position)
+            self.built.drop(told.difference(self.program.reads[op]))
+        self.built.run(op, position)
         self._runs[position, op] += 1
         if self._runs[position, op] > self.most_runs:
             raise StuckError(position)
@@ -192,7 +192,7 @@ class _Reader:
         multifrontal method for sparse factorization, ACM TOMS 12(3), 1986. `needs` remembers bytes
         by op.
         """
-        missing = sorted((t for t in tensors if t not in self.tape.here), reverse=True)
+        missing = sorted((t for t in tensors if t not in self.built.here), reverse=True)
         if len(missing) > 1:
             size = self.program.problem.size
             missing.sort(key=lambda t: self._need(t, needs) - size[t])
@@ -200,7 +200,7 @@ class _Reader:
 
     def _need(self, tensor: int, needs: dict[int, int]) -> int:
         """Bytes that computing the tensor takes, if whatever is used twice is computed twice."""
-        program, here = self.program, self.tape.here
+        program, here = self.program, self.built.here
         size, producer = program.problem.size, program.problem.producer
         stack = [tensor]
         while stack:

@@ -1,10 +1,10 @@
-"""What runs in order, cut into segments with what is kept after each: a schedule in the making."""
+"""A schedule in the making: what runs in order, and what can be read at each moment."""
 
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.program import Program
 
 
-class Tape:
+class ScheduleBuilder:
     """
     Ops in the order they run; `here` holds the tensors that can be read now.
 
