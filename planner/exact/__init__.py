@@ -11,9 +11,9 @@ Exact planners: mixed-integer and constraint models with proved bounds.
 2. **First model.** `model/points.py` chooses a few time points, `model/timepoint.py` builds the
    MILP that checks memory there only (`model/milp.py` holds it), and `solver/process.py` has it
    solved in a child process, which it kills at the deadline. Its optimum is a lower bound for good.
-3. **Readout.** `primal/readout.py` makes a schedule of the solution, through `primal/schedule_builder.py`;
-   `primal/live.py` counts its bytes. If it fits everywhere, `primal/packing.py` looks for a layout,
-   and a schedule with a layout is a plan: within the tolerance of the bound it is proved optimal.
+3. **Readout.** `primal/readout.py` makes a schedule of the solution, through
+   `primal/schedule_builder.py`. If it fits everywhere, `primal/packing.py` looks for a layout, and
+   a schedule with a layout is a plan: within the tolerance of the bound it is proved optimal.
 4. **Overflow → refine.** Where the readout needs more than there is, `primal/follow.py` makes a
    plan of it with coop-offline's kernel, which evicts what the readout evicts until all fits.
    `refine.py` adds the time points, or the cuts of single recomputes, at which it overflows most:
