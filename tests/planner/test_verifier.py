@@ -676,3 +676,44 @@ def test_ten_thousand_ops_with_many_live_buffers():
     started = time.process_time()
     assert find_faults(graph, plan) == []
     assert time.process_time() - started < 3
+
+
+def unparsed(change, place, value):
+    """The valid plan with one value set past all parsing."""
+    plan = plan_of(GRAPH, STEPS)
+    steps = list(plan.steps)
+    if place == "plan":
+        return plan.model_copy(update={change: value})
+    number, *path = place
+    step = steps[number]
+    if path:
+        parts = [part.model_copy() for part in step.writes]
+        parts[path[0]] = parts[path[0]].model_copy(update={change: value})
+        step = step.model_copy(update={"writes": parts})
+    else:
+        step = step.model_copy(update={change: value})
+    steps[number] = step
+    return plan.model_copy(update={"steps": steps})
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "value", "pointer"),
+    [
+        ("offset", (0, 0), -8, "/steps/0/writes/0/offset"),
+        ("offset", (0, 0), 8.0, "/steps/0/writes/0/offset"),
+        ("bytes", (0, 0), -8, "/steps/0/writes/0/bytes"),
+        ("buffer", (1, 0), "11", "/steps/1/writes/0/buffer"),
+        ("op", (2,), True, "/steps/2/op"),
+        ("buffers", (3,), [-1], "/steps/3/buffers/0"),
+        ("alignment", "plan", 0, "/alignment"),
+        ("arena_bytes", "plan", -20, "/arena_bytes"),
+        ("budget_bytes", "plan", 1e9, "/budget_bytes"),
+        ("cost_us", "plan", float("nan"), "/cost_us"),
+        ("lower_bound_us", "plan", float("inf"), "/lower_bound_us"),
+        ("steps", "plan", [None], "/steps/0"),
+    ],
+)
+def test_what_nobody_has_parsed_is_checked_as_well(change, place, value, pointer):
+    """A plan built in memory, or by a parser of somebody's own, gets no further than one read."""
+    faults = find_faults(GRAPH, unparsed(change, place, value))
+    assert [(fault.code, fault.pointer) for fault in faults] == [("malformed", pointer)]
