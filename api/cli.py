@@ -28,7 +28,7 @@ from coop_plan.api.exits import (
 from coop_plan.api.place import place
 
 if TYPE_CHECKING:
-    from coop_plan.planner import Progress
+    from coop_plan.planner import PlanOptions, Progress
     from coop_plan.schemas import Graph, Outputs
 
 
@@ -80,6 +80,7 @@ def cli() -> None:
     metavar="WHERE",
     help="What leaves the step lies outside or in the arena; gradients: only these in it.",
 )
+@click.option("--host-budget", metavar="SIZE", help="For copies on the host; 0: no transfers.")
 @click.option("--solver", help="Of checkmate: any solver PuLP has here, such as GUROBI_CMD.")
 @click.option("--relax", is_flag=True, help="Of checkmate: the LP with two-phase rounding.")
 @click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
@@ -93,6 +94,7 @@ def plan(
     seed: int,
     alignment: int,
     outputs: "Outputs",
+    host_budget: str | None,
     solver: str | None,
     relax: bool,
     ablate: tuple[str, ...],
@@ -113,6 +115,7 @@ def plan(
             "seed": seed,
             "alignment": alignment,
             "outputs": outputs,
+            "host_budget": host_budget,
             "solver": solver,
             "switches": dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
         }
@@ -135,7 +138,18 @@ def plan(
     elif as_json:
         click.echo(json.dumps(figures(made)))
     else:
-        print_plan(made, len(document.ops))
+        print_plan(made, len(document.ops), _unmodelled(document, options))
+
+
+def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:
+    """What the graph offers that the exact methods do not model, so that they prove nothing."""
+    if options.method not in ("optimal", "auto"):
+        return []
+    links = graph.device.d2h_bytes_per_s and graph.device.h2d_bytes_per_s
+    found = ["variants"] if any(op.variants for op in graph.ops) else []
+    if links and options.host_budget != 0:
+        found.append("transfers (--host-budget 0 leaves them out)")
+    return found
 
 
 def infeasible(error: Any) -> dict[str, Any]:

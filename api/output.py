@@ -3,7 +3,7 @@
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,8 @@ def figures(plan: Plan) -> dict[str, Any]:
     return plan.model_dump(by_alias=True, exclude={"steps"})
 
 
-def print_plan(plan: Plan, op_count: int) -> None:
-    """A plan's figures as a short table on stdout."""
+def print_plan(plan: Plan, op_count: int, unmodelled: Sequence[str] = ()) -> None:
+    """A plan's figures as a short table on stdout; `unmodelled` is why there is no bound."""
     from rich.console import Console
     from rich.table import Table
 
@@ -84,6 +84,8 @@ def print_plan(plan: Plan, op_count: int) -> None:
     if plan.lower_bound_us is not None and plan.base_cost_us:
         bound = max(0.0, plan.lower_bound_us / plan.base_cost_us - 1)
         rows.insert(6, ("overhead at least", f"{bound:.2%}"))
+    elif unmodelled:
+        rows.insert(6, ("overhead at least", f"not known: {', '.join(unmodelled)} not modelled"))
     if plan.eviction_free_ratio is not None:
         rows.insert(-1, ("evictions", f"{plan.evictions}"))
         rows.insert(-1, ("free at evictions", f"{plan.eviction_free_ratio:.2%}"))

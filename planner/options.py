@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 
 from coop_plan.planner.method import MethodInfo
 from coop_plan.planner.registry import METHODS
-from coop_plan.schemas import Budget, InvalidInputError, Outputs, parse_budget
+from coop_plan.schemas import Budget, InvalidInputError, Outputs, parse_budget, parse_bytes
 from coop_plan.schemas._parse import Model, parse
 
 MAX_ALIGNMENT = 1 << 30
@@ -28,6 +28,17 @@ def _budget(value: object) -> object:
         raise InvalidInputError(error.message, "/budget") from None
 
 
+def _host_budget(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise InvalidInputError("a budget of the host is bytes or a size", "/host_budget")
+    try:
+        return parse_bytes(str(value))
+    except InvalidInputError as error:
+        raise InvalidInputError(error.message, "/host_budget") from None
+
+
 class OptionFields(TypedDict, total=False):
     """The fields of `PlanOptions` but the budget, for those who name them one by one."""
 
@@ -37,6 +48,7 @@ class OptionFields(TypedDict, total=False):
     solver: str | None
     outputs: Outputs
     alignment: int
+    host_budget: int | str | None
     switches: Mapping[str, bool]
 
 
@@ -52,6 +64,8 @@ class PlanOptions(Model):
         solver: of `checkmate`, a name that PuLP knows.
         outputs: whether outputs of the step lie in the arena; see `schemas.Outputs`.
         alignment: of every offset, in bytes; a power of two.
+        host_budget: bytes of the host that copies of tensors may take, or None for no limit; 0
+            leaves transfers out of the question, and so out of what a bound is for.
         switches: ablation switches of the method; false turns one off.
     """
 
@@ -66,6 +80,11 @@ class PlanOptions(Model):
     solver: str | None = None
     outputs: Outputs = "outside"
     alignment: Annotated[int, Field(strict=True)] = 512
+    host_budget: Annotated[
+        int | None,
+        BeforeValidator(_host_budget),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}),
+    ] = None
     switches: Mapping[str, Annotated[bool, Field(strict=True)]] = {}
 
     @classmethod

@@ -108,7 +108,7 @@ def plan(
         else PlanOptions.of({"budget": budget} | dict(fields))
     )
     info = options.info
-    problem = Problem.from_graph(graph, options.alignment, options.outputs)
+    problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
     deadline = None if options.time_limit is None else started + options.time_limit
     request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
     task = _Task(problem, info, request)

@@ -96,9 +96,10 @@ class Plan(Model):
     `alignment` and `outputs` name the options that the figures depend on. `eviction_free_ratio` is
     Coop's own fragmentation figure (NeurIPS 2023, section 5.3): the mean over forced evictions of
     free bytes / arena, for online methods; `evictions` counts the tensors that a full arena forced
-    out. `lower_bound_model` says for which schedules
-    `lower_bound_us` holds: "any", or those in "program-order": every op runs for the first time in
-    that order, in its default body, and nothing is moved to the host.
+    out. `host_budget_bytes`, where it was given, limits what copies on the host take; with 0
+    nothing is moved there. `lower_bound_model` says for which schedules `lower_bound_us` holds:
+    "any", or those in "program-order": every op runs for the first time in that order, in its
+    default body, and nothing is moved to the host.
     """
 
     schema_: Literal["coop-plan/plan/1"] = Field(alias="schema")
@@ -106,6 +107,7 @@ class Plan(Model):
     method: str
     status: Literal["optimal", "feasible"]
     budget_bytes: Bytes
+    host_budget_bytes: Bytes | None = None
     resident_bytes: Bytes
     arena_bytes: Bytes
     peak_bytes: Bytes

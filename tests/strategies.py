@@ -71,6 +71,7 @@ class _Draft:
                     workspace_bytes=self.draw(SIZES),
                     inputs=fields["inputs"][::-1] if number else fields["inputs"],
                     outputs=fields["outputs"][::-1] if number else fields["outputs"],
+                    inplace=[] if number else fields["inplace"],
                 )
                 for number in range(fields["variants"])
             ]

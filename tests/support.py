@@ -12,6 +12,7 @@ from coop_plan.schemas import (
     Plan,
     Prefetch,
     TensorRead,
+    Variant,
     Wait,
     Workspace,
     Write,
@@ -296,7 +297,7 @@ class PlanWriter:
             if leaves and t not in self.outside:
                 offset = None
             else:
-                offset = self.take_over(op, t, places, ended) if self.chance(evict) else None
+                offset = self.take_over(op, body, t, places, ended) if self.chance(evict) else None
                 if offset is None:
                     offset = self.place(size, taken)
                 taken.append((offset, size))
@@ -327,8 +328,10 @@ class PlanWriter:
             else:
                 self.live[write.buffer] = (write.tensor, 0, write.offset, write.bytes)
 
-    def take_over(self, op: Op, t: int, places: dict, ended: list[int]) -> int | None:
-        for out, source in op.inplace:
+    def take_over(
+        self, op: Op, body: Op | Variant, t: int, places: dict, ended: list[int]
+    ) -> int | None:
+        for out, source in body.inplace:
             number = places.get(source)
             if out != t or number not in self.live or number in ended or number in self.copying:
                 continue

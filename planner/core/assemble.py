@@ -40,6 +40,7 @@ def assemble(
         method=method,
         status=status,
         budget_bytes=budget_bytes,
+        host_budget_bytes=problem.host_budget,
         resident_bytes=problem.resident_bytes,
         arena_bytes=arena,
         peak_bytes=problem.fixed_bytes + arena,

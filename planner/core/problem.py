@@ -55,6 +55,7 @@ class Problem:
     graph: Graph
     alignment: int
     outputs: Outputs
+    host_budget: int | None
     op_count: int
     bodies: list[Body]
     bytes: list[int]
@@ -68,10 +69,16 @@ class Problem:
 
     @classmethod
     def from_graph(
-        cls, graph: Graph, alignment: int = 512, outputs: Outputs = "outside"
+        cls,
+        graph: Graph,
+        alignment: int = 512,
+        outputs: Outputs = "outside",
+        host_budget: int | None = None,
     ) -> "Problem":
         """
         The problem of `graph`; `alignment` in bytes, a power of two.
+
+        `host_budget` is the bytes that copies on the host may take, None for no limit.
 
         Raises:
             InvalidInputError: an alignment that is no power of two.
@@ -137,6 +144,7 @@ class Problem:
             graph=graph,
             alignment=alignment,
             outputs=outputs,
+            host_budget=host_budget,
             op_count=n,
             bodies=bodies,
             bytes=tensor_bytes,
@@ -225,11 +233,12 @@ class Problem:
     @cached_property
     def beyond_recomputation(self) -> list[str]:
         """
-        What the graph offers beside recomputation: op variants, transfers to the host.
+        What is offered beside recomputation: op variants, transfers to the host.
 
         A bound of a model that has none of it holds only where this is empty.
         """
         links = self.device.d2h_bytes_per_s and self.device.h2d_bytes_per_s
+        links = links and self.host_budget != 0
         variants = len(self.bodies) > self.op_count
         return [*(["variants"] if variants else []), *(["transfers"] if links else [])]
 

@@ -61,7 +61,8 @@ address shared in place counted once. They are compared only if the steps have n
 | not-ready, no-transfer, not-offloaded | use before `wait`; nothing to wait for; no host copy |
 | no-bandwidth, unfinished-transfer | the device's bandwidth is 0; a transfer never waited for |
 | missing-output, leak | the end: an output is not there, something else still is |
-| over-budget, wrong-figure | the peak exceeds the budget; a figure is not what is recomputed |
+| over-budget | the peak exceeds the budget; a transfer although the host's is 0 |
+| wrong-figure | a figure is not what is recomputed |
 | no-proof, wrong-bound | "optimal" without an equal lower bound; a bound above the cost |
 """
 
@@ -161,6 +162,9 @@ def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     if peak > plan.budget_bytes:
         message = f"the peak of {peak} bytes exceeds the budget of {plan.budget_bytes} bytes"
         replay.fault("over-budget", "/budget_bytes", message)
+    if plan.host_budget_bytes == 0 and replay.swapped_bytes:
+        message = "tensors are moved to the host, whose budget is 0 bytes"
+        replay.fault("over-budget", "/host_budget_bytes", message)
     bound_us = plan.lower_bound_us
     if bound_us is not None and bound_us > cost_us * (1 + 1e-9):
         message = f"the lower bound {bound_us:.9g} is above the cost {cost_us:.9g}"

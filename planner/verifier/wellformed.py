@@ -20,6 +20,8 @@ def malformed(plan: Plan) -> list[Fault]:
     check.count(plan.alignment, "/alignment", least=1)
     for name in NUMBERS:
         check.number(getattr(plan, name), f"/{name}")
+    if plan.host_budget_bytes is not None:
+        check.count(plan.host_budget_bytes, "/host_budget_bytes")
     if plan.lower_bound_us is not None:
         check.number(plan.lower_bound_us, "/lower_bound_us")
     for number, step in enumerate(plan.steps):

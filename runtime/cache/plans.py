@@ -39,8 +39,10 @@ def keep(key: str, graph: Graph, plan: Plan) -> None:
 def _is_asked(plan: Plan, options: Options) -> bool:
     asked = options.plan
     budget = int(asked.budget.value) if asked.budget.kind == "bytes" else plan.budget_bytes
-    return (plan.budget_bytes, plan.method, plan.outputs, plan.alignment) == (
+    given = plan.budget_bytes, plan.host_budget_bytes, plan.method, plan.outputs, plan.alignment
+    return given == (
         budget,
+        asked.host_budget,
         asked.method,
         asked.outputs,
         asked.alignment,

@@ -116,7 +116,7 @@ class Machine:
             for number in read_buffers & self.live.keys():
                 t, offset, size = self.live[number]
                 if offset == write.offset and size and number not in taken.values():
-                    allowed = [write.tensor, t] in op.inplace and t not in op.mutates
+                    allowed = [write.tensor, t] in body.inplace and t not in op.mutates
                     if allowed and write.bytes <= size:
                         taken[write.buffer] = number
         self.store(None, step.workspace.offset, step.workspace.bytes, self.garbage())

@@ -48,6 +48,15 @@ def test_a_link_to_the_host_takes_the_proof_away(method):
 
 
 @pytest.mark.parametrize("method", EXACT)
+def test_who_asks_for_no_transfers_gets_the_proof(method):
+    device = {"kind": "cuda", "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
+    graph = chain(device)
+    made = plan(graph, 42, method=method, alignment=1, time_limit=20, host_budget=0)
+    assert (made.status, made.lower_bound_model) == ("optimal", "program-order")
+    assert made.host_budget_bytes == 0
+
+
+@pytest.mark.parametrize("method", EXACT)
 def test_without_either_the_bound_is_for_program_order(method):
     made = plan(chain(), 42, method=method, alignment=1, time_limit=20)
     assert made.status == "optimal"

@@ -22,8 +22,8 @@ def renumbered(document, tensor_id, op_id):
         for body in (op, *op.get("variants", ())):
             body["inputs"] = [tensor_id(t) for t in body["inputs"]]
             body["outputs"] = [tensor_id(t) for t in body["outputs"]]
+            body["inplace"] = [[tensor_id(a), tensor_id(b)] for a, b in body.get("inplace", ())]
         op["mutates"] = [tensor_id(t) for t in op.get("mutates", ())]
-        op["inplace"] = [[tensor_id(a), tensor_id(b)] for a, b in op.get("inplace", ())]
     return document
 
 
