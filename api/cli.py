@@ -145,11 +145,10 @@ def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:
     """What the graph offers that the exact methods do not model, so that they prove nothing."""
     if options.method not in ("optimal", "auto"):
         return []
-    links = graph.device.d2h_bytes_per_s and graph.device.h2d_bytes_per_s
-    found = ["variants"] if any(op.variants for op in graph.ops) else []
-    if links and options.host_budget != 0:
-        found.append("transfers (--host-budget 0 leaves them out)")
-    return found
+    from coop_plan.planner.core.problem import beyond_recomputation
+
+    hint = {"transfers": "transfers (--host-budget 0 leaves them out)"}
+    return [hint.get(name, name) for name in beyond_recomputation(graph, options.host_budget)]
 
 
 def infeasible(error: Any) -> dict[str, Any]:

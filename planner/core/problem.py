@@ -17,6 +17,13 @@ Pair = tuple[int, int]
 """An output and an input that may share one address."""
 
 
+def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
+    """What a graph and a budget of the host (bytes) offer: op "variants", "transfers" to it."""
+    links = graph.device.d2h_bytes_per_s and graph.device.h2d_bytes_per_s and host_budget != 0
+    variants = any(op.variants for op in graph.ops)
+    return [*(["variants"] if variants else []), *(["transfers"] if links else [])]
+
+
 @dataclass(frozen=True)
 class Body:
     """
@@ -233,14 +240,11 @@ class Problem:
     @cached_property
     def beyond_recomputation(self) -> list[str]:
         """
-        What is offered beside recomputation: op variants, transfers to the host.
+        What is offered beside recomputation (`beyond_recomputation`).
 
         A bound of a model that has none of it holds only where this is empty.
         """
-        links = self.device.d2h_bytes_per_s and self.device.h2d_bytes_per_s
-        links = links and self.host_budget != 0
-        variants = len(self.bodies) > self.op_count
-        return [*(["variants"] if variants else []), *(["transfers"] if links else [])]
+        return beyond_recomputation(self.graph, self.host_budget)
 
     @cached_property
     def resident_bytes(self) -> int:
