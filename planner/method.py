@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from coop_plan.planner.core.errors import TimeLimitError
-from coop_plan.planner.core.lifetimes import units_of
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 
@@ -36,10 +35,6 @@ class Request:
     any_schedule: bool = False
     """Whether the first schedule that fits will do, however dear."""
     progress: Callable[[Progress], None] | None = None
-
-    def units(self, alignment: int) -> int:
-        """The rounded bytes that may be live in the arena (`planner.core.lifetimes`)."""
-        return units_of(self.arena_bytes, alignment)
 
     def check_time(self) -> None:
         """Raise `TimeLimitError` once the deadline has passed."""

@@ -8,7 +8,6 @@ from typing import Unpack
 
 from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError
-from coop_plan.planner.core.lifetimes import units_of
 from coop_plan.planner.core.needs import largest_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
@@ -37,7 +36,7 @@ class _Task:
     def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
         """The method's solution within `arena` bytes; raises `DoesNotFitError`."""
         op, need = largest_working_set(self.problem)
-        if arena < 0 or need > units_of(arena, self.problem.alignment):
+        if arena < 0 or need > self.problem.rounded(arena):
             raise DoesNotFitError(op)
         request = replace(self.request, arena_bytes=arena, any_schedule=any_schedule)
         solution = self.method.solve(self.problem, request)

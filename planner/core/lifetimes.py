@@ -3,9 +3,9 @@ Lifetimes: from the order of events to buffers, to what is live when, and to blo
 
 The one rule of bytes: blocks are counted in units of the alignment, so a size is rounded up to it
 (`Problem.size`) wherever sizes are added; an arena of B bytes has ⌈B / alignment⌉ units
-(`units_of`), the last one cut short, and the block that ends there may end short of its rounded
-size. Whether a layout fits is decided by the exact ends of its blocks, whose offsets are whole
-units.
+(`Problem.rounded`), the last one cut short, and the block that ends there may end short of its
+rounded size. Whether a layout fits is decided by the exact ends of its blocks, whose offsets are
+whole units.
 
 The one rule of time: a buffer lives from the event that makes it to the last one that touches it,
 both included. Of two buffers that share one address in place, the later one lies in the earlier
@@ -266,8 +266,3 @@ def blocks_of(a: Arrays, do: Ints, what: Ints, t: Trace) -> Blocks:
     for live in live_bytes(do, what, t, a.size, a.workspace):
         most = max(most, live)
     return Blocks(lower, upper, size, event, most)
-
-
-def units_of(arena_bytes: int, alignment: int) -> int:
-    """The rounded bytes that may be live in an arena of so many exact bytes."""
-    return -(-arena_bytes // alignment) * alignment

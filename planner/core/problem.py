@@ -209,7 +209,7 @@ class Problem:
         return [body.inplace for body in self._defaults]
 
     def rounded(self, size: int) -> int:
-        """Bytes rounded up to the alignment."""
+        """Bytes rounded up to the alignment: of a tensor, and of what may be live in an arena."""
         return -(-size // self.alignment) * self.alignment
 
     # What the step is and costs.

@@ -20,7 +20,6 @@ from coop_plan.planner.core.lifetimes import (
     live_bytes,
     trace,
     trace_as_told,
-    units_of,
 )
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.timeline import Timeline
@@ -213,7 +212,7 @@ class Schedule:
 
     def fits(self, arena_bytes: int) -> bool:
         """Whether what is live never exceeds an arena; a layout may still need more."""
-        units = units_of(arena_bytes, self.problem.alignment)
+        units = self.problem.rounded(arena_bytes)
         return int(self.live_bytes().max(initial=0)) <= units
 
     def place(self, offsets: Ints, blocks: Blocks | None = None) -> "PlacedSchedule":

@@ -224,7 +224,7 @@ def solve_checkmate(
     solver = request.solver or params.solver
     with SolverProcess() as process:
         for allowance in (0.0,) if integral else params.allowances:
-            capacity = int(program.capacity(request.arena_bytes) * (1 - allowance))
+            capacity = int(program.problem.rounded(request.arena_bytes) * (1 - allowance))
             schedule = _solve(process, program, capacity, request, integral, solver)
             placed = place_or_pack(process, schedule, request.arena_bytes, request.deadline)
             if placed is not None:

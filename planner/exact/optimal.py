@@ -101,7 +101,7 @@ class _OptimalSolve:
 
     def run(self) -> None:
         """Rounds at the full capacity, then at smaller ones."""
-        capacity = self.program.capacity(self.request.arena_bytes)
+        capacity = self.program.problem.rounded(self.request.arena_bytes)
         bounding = None if self.request.any_schedule else self.bounding
         rounds = Refinement(
             self.program,
@@ -202,7 +202,7 @@ class _OptimalSolve:
         """The rounds' state within a smaller arena (bytes), where it proves nothing."""
         smaller = replace(
             rounds,
-            capacity=self.program.capacity(arena),
+            capacity=self.program.problem.rounded(arena),
             proves=False,
             points=list(rounds.points),
             cuts=set(rounds.cuts),

@@ -33,8 +33,6 @@ from coop_plan.planner.offline.state import (
     CURSOR,
     DIRTY,
     DUE,
-    EVENT_BYTES,
-    EVENT_OP,
     EVENTS,
     EVICTABLE,
     INPLACE_OUT,
@@ -79,12 +77,12 @@ def run_clairvoyant(a: Arrays, s: ClairvoyantState, cost_limit: float) -> tuple[
         for step in range(ops):
             op = s.op[ORDER, step]
             cost += a.cost[op]
-            if s.counts[EVENTS] >= s.event.shape[1] or cost > cost_limit:
+            if s.counts[EVENTS] >= s.event.size or cost > cost_limit:
                 return position, cost
             need = _choose_inplace(a, s, op, position)
             if not _make_room(a, s, need, position):
                 return position, cost
-            _run(a, s, op, need, position)
+            _run(a, s, op, position)
             _release(a, s, op, position, step == ops - 1)
         if s.counts[RETAINED_COUNT] > 0:
             _release_retained(a, s, position)
@@ -279,10 +277,9 @@ def _take_off(a: Arrays, s: ClairvoyantState, t: int) -> None:
 
 
 @inlined
-def _run(a: Arrays, s: ClairvoyantState, op: int, need: int, position: int) -> None:
+def _run(a: Arrays, s: ClairvoyantState, op: int, position: int) -> None:
     """Record the event, end what is overwritten, bring the outputs to life, unpin the inputs."""
-    s.event[EVENT_OP, s.counts[EVENTS]] = op
-    s.event[EVENT_BYTES, s.counts[EVENTS]] = s.counts[USED] + need
+    s.event[s.counts[EVENTS]] = op
     s.counts[EVENTS] += 1
     for j in range(s.counts[WRITES]):
         source = s.pair[INPLACE_SOURCE, j]

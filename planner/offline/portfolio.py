@@ -97,7 +97,7 @@ class Portfolio:
         With the order of its greedy layout as `hint`, a layout is searched from there.
         """
         blocks, arena = found.blocks, self.request.arena_bytes
-        most = self.request.units(self.problem.alignment)
+        most = self.problem.rounded(self.request.arena_bytes)
         if found.cost_us >= self.best.cost_us or found.peak > most:
             return
         placement = place(

@@ -12,7 +12,6 @@ from coop_plan.planner.offline.params import ClairvoyantParams
 from coop_plan.planner.offline.state import (
     DIRTY,
     DUE,
-    EVENT_OP,
     EVENTS,
     EVICTABLE,
     NEVER,
@@ -65,7 +64,7 @@ class Runner:
         events = n * (params.max_recomputes_per_op + 1) + 1
         pairs = max(1, int(np.diff(arrays.pairs_ptr).max(initial=1)))
         self._scratch = np.empty(max(n, count) + 2, dtype=np.int64)
-        self._event = np.empty((2, events), dtype=np.int64)
+        self._event = np.empty(events, dtype=np.int64)
         self._pair = np.empty((2, pairs), dtype=np.int64)
         self.failed_op = -1
 
@@ -104,4 +103,4 @@ class Runner:
         self.failed_op, cost = run_clairvoyant(self.arrays, state, cost_limit)
         if self.failed_op >= 0:
             return None
-        return Record(cost, self._event[EVENT_OP, : state.counts[EVENTS]].copy())
+        return Record(cost, self._event[: state.counts[EVENTS]].copy())

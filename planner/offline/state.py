@@ -46,9 +46,6 @@ MERIT, CLOSURE = range(2)
 # Rows of `ClairvoyantState.op`.
 SEEN, ORDER, CURSOR = range(3)
 
-# Rows of the record.
-EVENT_OP, EVENT_BYTES = range(2)
-
 # Rows of `ClairvoyantState.pair`, of which `counts[WRITES]` are those of the op at hand.
 INPLACE_OUT, INPLACE_SOURCE = range(2)
 

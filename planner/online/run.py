@@ -94,7 +94,7 @@ def simulate_arena(
         TimeLimitError: the request's deadline has passed.
     """
     unit = problem.alignment
-    floor, units = request.arena_bytes // unit * unit, request.units(unit)
+    floor, units = request.arena_bytes // unit * unit, problem.rounded(request.arena_bytes)
     try:
         return _simulate(problem, request, floor, rule, partition, inplace, params)
     except DoesNotFitError:

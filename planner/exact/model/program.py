@@ -8,7 +8,6 @@ that do not swap. So what a model proves on it holds for all of those.
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.lifetimes import units_of
 from coop_plan.planner.core.needs import needs
 from coop_plan.planner.core.problem import Problem
 
@@ -86,7 +85,3 @@ class Program:
     def rerun_need(self, op: int) -> int:
         """Arena bytes that a recompute of the op needs at least, in-place pairs shared."""
         return needs(self.problem).again[op]
-
-    def capacity(self, arena_bytes: int) -> int:
-        """The bytes that rounded sizes may sum up to in an arena (`planner.core.lifetimes`)."""
-        return units_of(arena_bytes, self.problem.alignment)

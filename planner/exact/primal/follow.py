@@ -26,29 +26,29 @@ class PlanFollower:
         self, problem: Problem, request: Request, params: FollowParams = DEFAULTS.follow
     ) -> None:
         self._params = params
-        self._search = Portfolio(problem, replace(request, progress=None))
+        self._portfolio = Portfolio(problem, replace(request, progress=None))
 
     def follow(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
         """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
-        search = self._search
-        search.best.cost_us = min(search.best.cost_us, cost_limit_us)
-        before = search.best.found
+        portfolio = self._portfolio
+        portfolio.best.cost_us = min(portfolio.best.cost_us, cost_limit_us)
+        before = portfolio.best.found
         weight = self._weights(plan)
-        price = np.arange(search.problem.op_count + 1, dtype=np.float64)
+        price = np.arange(portfolio.problem.op_count + 1, dtype=np.float64)
         for share in self._params.arenas:
             for alpha in self._params.alphas:
-                if search.request.out_of_time():
+                if portfolio.request.out_of_time():
                     break
                 settings = Settings(price, weight, alpha, cap=False)
-                search.consider(int(search.request.arena_bytes * share), settings)
-        found = search.best.found
+                portfolio.consider(int(portfolio.request.arena_bytes * share), settings)
+        found = portfolio.best.found
         if found is None or found is before:
             return None
-        return search.solution().placed
+        return portfolio.solution().placed
 
     def _weights(self, plan: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """A factor per row entry of `Arrays.uses`: was the tensor made anew for that use?"""
-        problem, arrays = plan.problem, self._search.arrays
+        problem, arrays = plan.problem, self._portfolio.arrays
         weight = np.full(arrays.uses.size + 1, self._params.kept_weight)
         touched: dict[
             int, int

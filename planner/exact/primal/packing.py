@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from coop_plan.planner.core.arrays import to_arrays
-from coop_plan.planner.core.lifetimes import units_of
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.params import DEFAULTS, PackingParams
 from coop_plan.planner.exact.solver.process import SolverProcess
@@ -35,7 +34,7 @@ def pack(
         np.concatenate([t.last + 1, scratch + 1]).tolist(),
         (np.concatenate([size, workspace]) // unit).tolist(),
         list(zip(later.tolist(), t.shares[later].tolist(), strict=True)),
-        units_of(arena, unit) // unit,
+        problem.rounded(arena) // unit,
         deadline,
     )
     return None if offsets is None else schedule.place(np.array(offsets, dtype=np.int64) * unit)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.assemble import assemble
-from coop_plan.planner.core.lifetimes import units_of
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Offload, Prefetch, Run, Schedule, Wait
 from coop_plan.planner.core.timeline import plan_cost_us
@@ -88,7 +87,7 @@ def test_no_layout_needs_less_than_what_is_live(graph, unit):
     placed, placement = lay_out(schedule)
     most = int(schedule.live_bytes().max(initial=0))
     assert schedule.blocks().live == most
-    assert most <= units_of(placed.arena_bytes, unit)
+    assert most <= schedule.problem.rounded(placed.arena_bytes)
     assert schedule.fits(placed.arena_bytes)
     assert placement.lower_bound <= placed.arena_bytes
     assert (schedule.live_bytes(exact=True) <= schedule.live_bytes()).all()
