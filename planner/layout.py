@@ -13,6 +13,13 @@ WORK_PER_SECOND = 280_000_000
 """About how much of it a second is, for those who have to keep a deadline."""
 
 
+class HostLayout(NamedTuple):
+    """Where the copies of a schedule lie in the host's slab, offload by offload, and its bytes."""
+
+    offsets: Ints
+    arena_bytes: int
+
+
 class Layout(NamedTuple):
     """A schedule with addresses, and what placement knows of them."""
 
@@ -46,3 +53,26 @@ def lay_out(
         order_hint=order_hint,
     )
     return Layout(schedule.place(placement.offsets, blocks), placement)
+
+
+def lay_out_host(
+    schedule: Schedule, capacity: int | None = None, *, work: int = WORK
+) -> HostLayout:
+    """
+    Place the copies of `schedule` on the host, by the rules of the arena.
+
+    `capacity` (bytes) lets placement stop at the first layout that fits it, which it need not
+    reach; `work` is `place`'s.
+    """
+    copies = schedule.host_copies
+    if not copies.size.size:
+        return HostLayout(copies.lower, 0)
+    placement = place(
+        copies.lower,
+        copies.upper,
+        copies.size,
+        capacity=capacity,
+        alignment=schedule.problem.alignment,
+        work=work,
+    )
+    return HostLayout(placement.offsets, placement.peak)

@@ -12,7 +12,7 @@ from coop_plan.planner.core.needs import largest_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.keep_all import keep_all_schedule, kept
-from coop_plan.planner.layout import WORK, lay_out
+from coop_plan.planner.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import OptionFields, PlanOptions
 from coop_plan.planner.verifier import verify
@@ -42,6 +42,11 @@ class _Task:
         solution = self.method.solve(self.problem, request)
         if solution.placed.arena_bytes > arena:
             raise DoesNotFitError(op)
+        host_budget = self.problem.host_budget
+        if host_budget is not None:
+            host = lay_out_host(solution.placed.schedule, host_budget)
+            if host.arena_bytes > host_budget:
+                raise DoesNotFitError(op)
         return solution
 
     def minimum(self, everything: PlacedSchedule) -> Solution:
@@ -119,8 +124,11 @@ def plan(
 
     def finish(solution: Solution, within: int | None = None) -> Plan:
         solution = _published(solution)
+        host = lay_out_host(solution.placed.schedule, problem.host_budget)
         made = assemble(
             solution.placed,
+            host_offsets=host.offsets,
+            host_arena_bytes=host.arena_bytes,
             method=info.name,
             budget_bytes=problem.fixed_bytes + solution.placed.arena_bytes
             if within is None

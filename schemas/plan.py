@@ -57,10 +57,16 @@ class Free(Model):
 
 
 class Offload(Model):
-    """Start copying a buffer to the host; the buffer must stay until a `wait` on it."""
+    """
+    Start copying a buffer to the host; the buffer must stay until a `wait` on it.
+
+    The copy lies at `host_offset` in the host's slab until the last `wait` on it or on a `prefetch`
+    from it.
+    """
 
     do: Literal["offload"] = "offload"
     buffer: Id
+    host_offset: Bytes | None = Field(default=None, exclude_if=lambda offset: offset is None)
 
 
 class Prefetch(Model):
@@ -96,8 +102,10 @@ class Plan(Model):
     `alignment` and `outputs` name the options that the figures depend on. `eviction_free_ratio` is
     Coop's own fragmentation figure (NeurIPS 2023, section 5.3): the mean over forced evictions of
     free bytes / arena, for online methods; `evictions` counts the tensors that a full arena forced
-    out. `host_budget_bytes`, where it was given, limits what copies on the host take; with 0
-    nothing is moved there. `lower_bound_model` says for which schedules `lower_bound_us` holds:
+    out. Copies on the host lie in a slab of `host_arena_bytes`, which `host_budget_bytes` limits
+    where it was given; with 0 nothing is moved there. `prefetch_stall_us` and `offload_stall_us`
+    are what compute waits for tensors to come back, and for bytes still being copied away.
+    `lower_bound_model` says for which schedules `lower_bound_us` holds:
     "any", or those in "program-order": every op runs for the first time in that order, in its
     default body, and nothing is moved to the host.
     """
@@ -110,6 +118,7 @@ class Plan(Model):
     host_budget_bytes: Bytes | None = None
     resident_bytes: Bytes
     arena_bytes: Bytes
+    host_arena_bytes: Bytes = 0
     peak_bytes: Bytes
     base_cost_us: Micros
     cost_us: Micros
@@ -121,6 +130,8 @@ class Plan(Model):
     evictions: Annotated[int, Field(ge=0, strict=True)] | None = None
     recomputed_ops: Annotated[int, Field(ge=0, strict=True)]
     swapped_bytes: Bytes
+    prefetch_stall_us: Micros = 0.0
+    offload_stall_us: Micros = 0.0
     solve_seconds: Annotated[float, Field(ge=0, strict=True)]
     alignment: Annotated[int, Field(ge=1, strict=True)] = 512
     outputs: Outputs = "outside"

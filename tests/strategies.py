@@ -78,7 +78,13 @@ class _Draft:
             ops.append(Op(id=(len(self.ops) - position) * 2, **fields))
         return Graph(
             schema="coop-plan/graph/1",
-            device=Device(h2d_bytes_per_s=4e6, d2h_bytes_per_s=2e6) if bandwidth else Device(),
+            device=Device(
+                h2d_bytes_per_s=self.draw(st.sampled_from([4e6, 1e6, 1e7 / 3])),
+                d2h_bytes_per_s=self.draw(st.sampled_from([2e6, 4e6, 1e7 / 3])),
+                copy_latency_us=self.draw(st.sampled_from([0.0, 0.0, 0.75])),
+            )
+            if bandwidth
+            else Device(),
             tensors=[
                 Tensor(id=ids[t], name=f"t{t}", bytes=size, kind=kind)
                 for t, (kind, size) in enumerate(self.tensors)

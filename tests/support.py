@@ -91,7 +91,10 @@ def measure(graph: Graph, steps: list, outputs: str) -> dict:
     runs: list[int] = []
     ends: dict[int, float] = {}
     now = up = down = 0.0
-    arena = peak = swapped = 0
+    latency = graph.device.copy_latency_us
+    arena = peak = swapped = host = 0
+    stalls = {Offload: 0.0, Prefetch: 0.0}
+    kinds: dict[int, type] = {}
     for step in steps:
         ranges: list[tuple[int, int]] = []
         if isinstance(step, Compute):
@@ -113,16 +116,20 @@ def measure(graph: Graph, steps: list, outputs: str) -> dict:
         elif isinstance(step, Offload):
             length = live.get(step.buffer, (0, 0))[1]
             swapped += length
-            down = max(down, now) + length * 1e6 / (graph.device.d2h_bytes_per_s or 1)
+            host = max(host, (step.host_offset or 0) + length if length else 0)
+            kinds[step.buffer] = Offload
+            down = max(down, now) + latency + length * 1e6 / (graph.device.d2h_bytes_per_s or 1)
             ends[step.buffer] = down
         elif isinstance(step, Prefetch):
             live[step.buffer] = (step.offset, step.bytes)
             ranges = list(live.values())
+            kinds[step.buffer] = Prefetch
             swapped += step.bytes
-            up = max(up, now) + step.bytes * 1e6 / (graph.device.h2d_bytes_per_s or 1)
+            up = max(up, now) + latency + step.bytes * 1e6 / (graph.device.h2d_bytes_per_s or 1)
             ends[step.buffer] = up
-        else:
-            now = max(now, ends.get(step.buffer, 0.0))
+        elif step.buffer in ends:
+            stalls[kinds[step.buffer]] += max(0.0, ends[step.buffer] - now)
+            now = max(now, ends[step.buffer])
         arena = max([arena, *(offset + length for offset, length in ranges if length)])
         peak = max(peak, _union(ranges))
     base = sum(op.cost_us for op in graph.ops)
@@ -130,6 +137,7 @@ def measure(graph: Graph, steps: list, outputs: str) -> dict:
     return {
         "resident_bytes": resident,
         "arena_bytes": arena,
+        "host_arena_bytes": host,
         "peak_bytes": resident + arena + outside,
         "base_cost_us": base,
         "cost_us": now,
@@ -137,6 +145,8 @@ def measure(graph: Graph, steps: list, outputs: str) -> dict:
         "fragmentation": 1 - peak / arena if arena else 0.0,
         "recomputed_ops": len(runs) - len(set(runs)),
         "swapped_bytes": swapped,
+        "prefetch_stall_us": stalls[Prefetch],
+        "offload_stall_us": stalls[Offload],
     }
 
 
@@ -219,6 +229,7 @@ class PlanWriter:
         self.live: dict[int, tuple[int, int, int, int]] = {}  # tensor, version, offset, bytes
         self.copying: set[int] = set()
         self.host: dict[int, tuple[int, int]] = {}
+        self.slab: dict[int, tuple[int, int]] = {}  # by buffer: where its copy lies
         self.done: set[int] = set()
         self.steps: list = []
         self.next_buffer = 7
@@ -348,6 +359,19 @@ class PlanWriter:
             self.graph, self.outputs
         )
 
+    def offload(self, number: int) -> None:
+        self.host.pop(number, None)
+        self.slab.pop(number, None)
+        for other in list(self.host):
+            if self.chance(0.3):  # its copy is not asked for again
+                del self.host[other], self.slab[other]
+        size, offset = self.live[number][3], 0
+        while any(o < offset + size and offset < o + n for o, n in self.slab.values() if n):
+            offset += self.alignment
+        self.slab[number] = (offset, size)
+        self.steps.append(Offload(buffer=number, host_offset=offset))
+        self.copying.add(number)
+
     def wait(self, number: int) -> None:
         self.steps.append(Wait(buffer=number))
         self.copying.discard(number)
@@ -384,9 +408,7 @@ class PlanWriter:
                 if self.chance(0.4):
                     self.wait(number)
             elif swaps and self.chance(0.15):
-                self.steps.append(Offload(buffer=number))
-                self.host.pop(number, None)
-                self.copying.add(number)
+                self.offload(number)
             if not self.is_output(number) and self.chance(
                 0.7 if number in dead else eagerness * 0.5
             ):

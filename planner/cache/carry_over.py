@@ -7,7 +7,7 @@ appearance, under other ids and with other costs. A cached plan is for the ids i
 from collections.abc import Sequence
 from math import fsum
 
-from coop_plan.planner.core.timeline import plan_cost_us
+from coop_plan.planner.core.timeline import plan_timeline
 from coop_plan.schemas import Compute, Graph, Plan, Prefetch, Step, TensorRead, Write
 from coop_plan.schemas.fingerprint import tensor_order
 
@@ -30,13 +30,16 @@ def carry_over(
     if same_costs:
         return carried
     base = fsum(op.cost_us for op in graph.ops)
-    cost = plan_cost_us(graph, carried)
+    timeline = plan_timeline(graph, carried)
+    cost = timeline.end_us
     least = fsum(min([op.cost_us, *(v.cost_us for v in op.variants)]) for op in graph.ops)
     return carried.model_copy(
         update={
             "base_cost_us": base,
             "cost_us": cost,
             "overhead": cost / base - 1 if base else 0.0,
+            "prefetch_stall_us": timeline.prefetch_stall_us,
+            "offload_stall_us": timeline.offload_stall_us,
             "status": "optimal" if cost <= least else "feasible",
             "lower_bound_us": cost if cost <= least else None,
             "lower_bound_model": "any" if cost <= least else None,

@@ -17,6 +17,8 @@ from coop_plan.schemas import Wait as WaitStep
 def assemble(
     placed: PlacedSchedule,
     *,
+    host_offsets: Ints,
+    host_arena_bytes: int,
     method: str,
     budget_bytes: int,
     status: Literal["optimal", "feasible"],
@@ -26,14 +28,18 @@ def assemble(
     evictions: int | None,
     solve_seconds: float,
 ) -> Plan:
-    """The plan of a placed schedule."""
+    """
+    The plan of a placed schedule.
+
+    `host_offsets` (bytes) are those of its copies on the host, offload by offload.
+    """
     problem, schedule = placed.problem, placed.schedule
     arena = placed.arena_bytes
     base, cost = problem.base_cost_us, schedule.cost_us
     live = int(schedule.live_bytes(exact=True).max(initial=0))
     runs = sum(body >= 0 for body in schedule.bodies)
     moved = schedule.trace.moved[schedule.trace.moved >= 0]
-    steps = _Steps(placed)
+    steps = _Steps(placed, host_offsets)
     return Plan(
         schema="coop-plan/plan/1",
         graph=fingerprint(problem.graph),
@@ -43,6 +49,7 @@ def assemble(
         host_budget_bytes=problem.host_budget,
         resident_bytes=problem.resident_bytes,
         arena_bytes=arena,
+        host_arena_bytes=host_arena_bytes,
         peak_bytes=problem.fixed_bytes + arena,
         base_cost_us=base,
         cost_us=cost,
@@ -54,6 +61,8 @@ def assemble(
         evictions=evictions,
         recomputed_ops=runs - problem.op_count,
         swapped_bytes=steps.copied_bytes(moved),
+        prefetch_stall_us=schedule.timeline.prefetch_stall_us,
+        offload_stall_us=schedule.timeline.offload_stall_us,
         solve_seconds=solve_seconds,
         alignment=problem.alignment,
         outputs=problem.outputs,
@@ -76,13 +85,14 @@ class _Steps:
     What most of them repeat is one object each: building them is the larger part of the work.
     """
 
-    def __init__(self, placed: PlacedSchedule) -> None:
+    def __init__(self, placed: PlacedSchedule, host_offsets: Ints) -> None:
         problem, schedule = placed.problem, placed.schedule
         tensors = problem.graph.tensors
         self.problem, self.schedule = problem, schedule
         self.tensor = schedule.tensor
         self.offset: list[int] = placed.offset.tolist()
         self.workspace: list[int] = placed.workspace_offset.tolist()
+        self.host_offsets = iter(host_offsets.tolist())
         self.named = {
             t: TensorRead.model_construct(ALL_SET[TensorRead], tensor=tensor.id)
             for t, tensor in enumerate(tensors)
@@ -107,7 +117,10 @@ class _Steps:
                 case Offload(buffer):
                     steps.append(
                         OffloadStep.model_construct(
-                            ALL_SET[OffloadStep], do="offload", buffer=buffer
+                            ALL_SET[OffloadStep],
+                            do="offload",
+                            buffer=buffer,
+                            host_offset=next(self.host_offsets),
                         )
                     )
                 case Prefetch():

@@ -266,3 +266,50 @@ def blocks_of(a: Arrays, do: Ints, what: Ints, t: Trace) -> Blocks:
     for live in live_bytes(do, what, t, a.size, a.workspace):
         most = max(most, live)
     return Blocks(lower, upper, size, event, most)
+
+
+class HostCopies(NamedTuple):
+    """
+    What is placed in the host's slab: a copy per offload, lifetimes half-open, in events.
+
+    A copy lives from the offload that makes it to the last wait on it or on a prefetch from it.
+    `size` is exact bytes, `live` the most bytes at one event, sizes rounded up.
+    """
+
+    lower: Ints
+    upper: Ints
+    size: Ints
+    live: int
+
+
+@njit
+def host_copies(a: Arrays, do: Ints, what: Ints, t: Trace) -> HostCopies:
+    """The copies on the host of a trace."""
+    count = 0
+    for e in range(do.size):
+        count += do[e] == OFFLOAD
+    lower, upper = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    size = np.empty(count, dtype=np.int64)
+    taken = np.full(t.tensor.size, -1, dtype=np.int64)  # by buffer the last copy made of it
+    flying = np.full(t.tensor.size, -1, dtype=np.int64)  # by buffer the copy it is part of
+    change = np.zeros(do.size + 1, dtype=np.int64)
+    made = 0
+    for e in range(do.size):
+        if do[e] == RUN:
+            continue
+        if do[e] == OFFLOAD:
+            taken[t.moved[e]] = flying[t.moved[e]] = made
+            lower[made], size[made] = e, a.bytes[what[e]]
+            upper[made] = e + 1
+            made += 1
+            continue
+        if do[e] == PREFETCH:
+            flying[t.moved[e]] = taken[t.source[e]]
+        upper[flying[t.moved[e]]] = e + 1
+    for k in range(count):
+        change[lower[k]] += a.size[what[lower[k]]]
+        change[upper[k]] -= a.size[what[lower[k]]]
+    most = 0
+    for live in change.cumsum():
+        most = max(most, live)
+    return HostCopies(lower, upper, size, most)

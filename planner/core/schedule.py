@@ -15,8 +15,10 @@ from coop_plan.planner.core.lifetimes import (
     RUN,
     WAIT,
     Blocks,
+    HostCopies,
     Trace,
     blocks_of,
+    host_copies,
     live_bytes,
     trace,
     trace_as_told,
@@ -179,9 +181,14 @@ class Schedule:
             else:
                 yield Wait(moved[e])
 
-    @cached_property
+    @property
     def cost_us(self) -> float:
         """The makespan, µs; see `planner.core.timeline`."""
+        return self.timeline.end_us
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The timeline at the end of the step."""
         problem, timeline = self.problem, Timeline(self.problem.device)
         moved = self.trace.moved.tolist()
         for e, (do, what) in enumerate(zip(self.do.tolist(), self.what.tolist(), strict=True)):
@@ -192,7 +199,7 @@ class Schedule:
             else:
                 copy = timeline.offload if do == OFFLOAD else timeline.prefetch
                 copy(moved[e], problem.bytes[what])
-        return timeline.end_us
+        return timeline
 
     def live_bytes(self, *, exact: bool = False) -> Ints:
         """Arena bytes live at each event, workspace included; rounded up unless `exact`."""
@@ -209,6 +216,11 @@ class Schedule:
     def blocks(self) -> Blocks:
         """What is placed."""
         return blocks_of(to_arrays(self.problem), self.do, self.what, self.trace)
+
+    @cached_property
+    def host_copies(self) -> HostCopies:
+        """What is placed in the host's slab."""
+        return host_copies(to_arrays(self.problem), self.do, self.what, self.trace)
 
     def fits(self, arena_bytes: int) -> bool:
         """Whether what is live never exceeds an arena; a layout may still need more."""

@@ -1,11 +1,27 @@
 """
 The timeline: what the steps of a plan cost, in one place.
 
-Three engines run in plan order: compute, device to host, host to device. A copy begins when compute
-has come to its step and its engine is free, and takes a latency and its bytes at the engine's
-bandwidth; a wait holds compute until the copy is over. The cost of a plan is its makespan: the end
-of the last compute step or of the last copy that was waited for. Without copies it is the sum of
-the costs of the bodies, whatever their order.
+Three engines run in plan order: compute, device to host, host to device. Compute comes to a step
+when every compute step before it is over, and every copy that a `wait` before it is for. From then
+on
+
+- a compute step runs at once;
+- a copy runs as soon as its engine is free, for the latency of the device and its bytes at the
+  engine's bandwidth; without bandwidth there is no such engine, and a copy never ends;
+- a `wait` holds compute, and all that is listed after it, until its copy is over.
+
+So a copy begins with its source complete: what makes an offload's source, and the wait for the
+offload that a prefetch reads, are listed before it. And it begins only when everything before it
+that used the bytes it writes is over: lifetimes, on the device and on the host, end with a compute
+step or a wait, in the order of the steps, whatever the times turn out to be. A device does this by
+recording an event where compute stands when the copy is listed, and having the copy's stream wait
+for it. An offload is listed right behind the run that makes its source for it to begin early, a
+prefetch behind the last step that uses the bytes it takes over.
+
+The cost of a plan is its makespan: the end of the last compute step or of the last copy that was
+waited for. Without copies it is the sum of the costs of the bodies, whatever their order. How long
+compute is held is told by cause: waits for a tensor to come back, and waits for bytes that are
+still being copied away.
 """
 
 from dataclasses import dataclass, field
@@ -37,11 +53,14 @@ class Timeline:
     """The engines of a device while the steps of a plan go by; times are µs from the beginning."""
 
     device: Device
-    stall_us: float = 0.0
-    """How long compute has waited for copies."""
+    offload_stall_us: float = 0.0
+    """How long compute has waited for copies to the host, that is, for the bytes they leave."""
+    prefetch_stall_us: float = 0.0
+    """How long compute has waited for copies from the host."""
     _costs: list[float] = field(default_factory=list)
     _now_us: float = 0.0
-    _ends: dict[int, float] = field(default_factory=dict)
+    _away: dict[int, float] = field(default_factory=dict)
+    _back: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         latency = self.device.copy_latency_us
@@ -55,17 +74,26 @@ class Timeline:
 
     def offload(self, buffer: int, size: int) -> None:
         """A copy of so many bytes of a buffer to the host begins."""
-        self._ends[buffer] = self._to_host.copy(self._now_us, size)
+        self._away[buffer] = self._to_host.copy(self._now_us, size)
 
     def prefetch(self, buffer: int, size: int) -> None:
         """A copy of so many bytes from the host into a buffer begins."""
-        self._ends[buffer] = self._to_device.copy(self._now_us, size)
+        self._back[buffer] = self._to_device.copy(self._now_us, size)
 
     def wait(self, buffer: int) -> None:
-        """Compute waits for the copy that was last begun on a buffer."""
-        end = self._ends.pop(buffer)
-        self.stall_us += max(0.0, end - self._now_us)
+        """Compute waits for the copy in flight on a buffer."""
+        if buffer in self._away:
+            end = self._away.pop(buffer)
+            self.offload_stall_us += max(0.0, end - self._now_us)
+        else:
+            end = self._back.pop(buffer)
+            self.prefetch_stall_us += max(0.0, end - self._now_us)
         self._now_us = max(self._now_us, end)
+
+    @property
+    def stall_us(self) -> float:
+        """How long compute has waited for copies."""
+        return self.offload_stall_us + self.prefetch_stall_us
 
     @property
     def end_us(self) -> float:
@@ -74,9 +102,9 @@ class Timeline:
         return self._now_us if self.stall_us else fsum(self._costs)
 
 
-def plan_cost_us(graph: Graph, plan: Plan) -> float:
+def plan_timeline(graph: Graph, plan: Plan) -> Timeline:
     """
-    What the steps of a plan cost with the costs and the device of `graph`, µs.
+    The timeline at the end of a plan, with the costs and the device of `graph`.
 
     Raises:
         KeyError: a step names an op, a variant or a buffer that is not there.
@@ -97,4 +125,4 @@ def plan_cost_us(graph: Graph, plan: Plan) -> float:
                 timeline.prefetch(step.buffer, step.bytes)
             case Wait():
                 timeline.wait(step.buffer)
-    return timeline.end_us
+    return timeline

@@ -1,8 +1,9 @@
-"""The verifier's memory: what is where on the device and on the host while a plan is replayed."""
+"""The verifier's memory: what is where on the device while a plan is replayed, and when."""
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
+from coop_plan.planner.verifier.host import HostSlab
 from coop_plan.schemas import (
     Compute,
     Free,
@@ -49,7 +50,7 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A copy in flight; `end_us` on the compute stream's clock, `source` the host copy it reads."""
+    """A copy in flight until `end_us`; `source` is the buffer whose host copy a prefetch reads."""
 
     pointer: str
     end_us: float
@@ -90,9 +91,11 @@ class Replay:
         self.flights: dict[int, _Transfer] = {}
         self.host: dict[int, int] = {}
         """Version of each complete host copy, by the buffer it was made of."""
+        self.slab = HostSlab(plan)
         self.runs: dict[int, int] = {}
         self.last_random = -1
         self.now_us = self.d2h_free_us = self.h2d_free_us = 0.0
+        self.offload_stall_us = self.prefetch_stall_us = 0.0
         self.live_bytes = self.peak_live_bytes = self.arena_bytes = self.swapped_bytes = 0
 
     def fault(self, code: str, pointer: str, message: str) -> None:
@@ -153,7 +156,7 @@ class Replay:
                 slot = bisect_left(self.starts, buffer.offset)
                 del self.starts[slot], self.owners[slot]
 
-    def offload(self, step: Offload, at: str) -> None:
+    def offload(self, step: Offload, at: str, number: int) -> None:
         buffer = self._readable(step.buffer, f"{at}/buffer")
         if buffer is None:
             return
@@ -166,6 +169,8 @@ class Replay:
                 message = f"the host copy of buffer {step.buffer} is being read by a prefetch"
                 self.fault("not-ready", f"{at}/buffer", message)
             del self.host[step.buffer]
+        for code, message in self.slab.add(number, step.host_offset, buffer.bytes):
+            self.fault(code, f"{at}/host_offset", message)
         begin_us = max(self.now_us, self.d2h_free_us)
         self.d2h_free_us = begin_us + self._transfer_us(
             buffer.bytes, self.device.d2h_bytes_per_s, "d2h", at
@@ -196,8 +201,12 @@ class Replay:
             message = f"no transfer of buffer {step.buffer} is in flight"
             self.fault("no-transfer", f"{at}/buffer", message)
             return
+        stall_us = max(0.0, flight.end_us - self.now_us)
         self.now_us = max(self.now_us, flight.end_us)
-        if flight.source is None:
+        if flight.source is not None:
+            self.prefetch_stall_us += stall_us
+        else:
+            self.offload_stall_us += stall_us
             self.host[step.buffer] = self.live[step.buffer].version
 
     def check_end(self) -> None:

@@ -35,7 +35,12 @@ waited for. Times are those of one compute stream and one engine per direction: 
 when the compute stream reaches it and its engine is free, and takes the device's latency and its
 bytes at the engine's bandwidth; `wait` stalls the compute stream.
 
-Figures. All are recomputed: `cost_us` is the compute stream's end; the live bytes in
+The host. A copy has an offset in one slab of `host_arena_bytes`, a multiple of the alignment, and
+the bytes of its buffer. It lives there from its offload to the last wait on it or on a prefetch
+from it, in the order of the steps, and overlaps no other copy that lives.
+
+Figures. All are recomputed: `cost_us` is the compute stream's end, the stalls are how long waits on
+offloads and on prefetches held it; the live bytes in
 `fragmentation` are exact bytes at the fullest compute or prefetch step, workspace included, an
 address shared in place counted once. They are compared only if the steps have no fault.
 
@@ -51,8 +56,10 @@ address shared in place counted once. They are compared only if the steps have n
 | stale-version | a tensor read at another version than in program order |
 | split-mutation | one op mutates a tensor that it reads from two places |
 | reused-buffer | a write or prefetch to a buffer id used before |
-| overlap, inplace | two live buffers share bytes; a shared address that is not allowed |
-| misaligned, outside-arena | an offset off the alignment; an end past the arena |
+| overlap | two live buffers, or two copies on the host, share bytes |
+| inplace | a shared address that is not allowed |
+| misaligned, outside-arena | an offset off the alignment; an end past the arena or the slab |
+| no-host-offset | a copy on the host without an offset |
 | wrong-workspace | workspace of another size than the op needs |
 | output-in-arena, output-outside | the first production of an output belongs outside; here not |
 | output-twice | an output written outside the arena twice |
@@ -61,7 +68,7 @@ address shared in place counted once. They are compared only if the steps have n
 | not-ready, no-transfer, not-offloaded | use before `wait`; nothing to wait for; no host copy |
 | no-bandwidth, unfinished-transfer | the device's bandwidth is 0; a transfer never waited for |
 | missing-output, leak | the end: an output is not there, something else still is |
-| over-budget | the peak exceeds the budget; a transfer although the host's is 0 |
+| over-budget | the peak, or what is on the host, exceeds its budget; a transfer where that is 0 |
 | wrong-figure | a figure is not what is recomputed |
 | no-proof, wrong-bound | "optimal" without an equal lower bound; a bound above the cost |
 """
@@ -117,7 +124,7 @@ def find_faults(graph: Graph, plan: Plan, *, limit: int = 20) -> list[Fault]:
             case Free():
                 replay.free(step, at)
             case Offload():
-                replay.offload(step, at)
+                replay.offload(step, at, number)
             case Prefetch():
                 replay.prefetch(step, at)
             case Wait():
@@ -140,6 +147,7 @@ def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     exact = {
         "resident_bytes": resident,
         "arena_bytes": arena,
+        "host_arena_bytes": replay.slab.arena_bytes,
         "peak_bytes": peak,
         "recomputed_ops": sum(replay.runs.values()) - len(replay.runs),
         "swapped_bytes": replay.swapped_bytes,
@@ -152,6 +160,8 @@ def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     measured = {
         "base_cost_us": (base_us, 0.0),
         "cost_us": (cost_us, 0.0),
+        "prefetch_stall_us": (replay.prefetch_stall_us, TOLERANCE * cost_us),
+        "offload_stall_us": (replay.offload_stall_us, TOLERANCE * cost_us),
         "overhead": (cost_us / base_us - 1 if base_us else 0.0, TOLERANCE),
         "fragmentation": (1 - replay.peak_live_bytes / arena if arena else 0.0, TOLERANCE),
     }
@@ -162,8 +172,9 @@ def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     if peak > plan.budget_bytes:
         message = f"the peak of {peak} bytes exceeds the budget of {plan.budget_bytes} bytes"
         replay.fault("over-budget", "/budget_bytes", message)
-    if plan.host_budget_bytes == 0 and replay.swapped_bytes:
-        message = "tensors are moved to the host, whose budget is 0 bytes"
+    host, most = replay.slab.arena_bytes, plan.host_budget_bytes
+    if most is not None and (host > most or (most == 0 and replay.swapped_bytes)):
+        message = f"copies take {host} bytes of the host, whose budget is {most} bytes"
         replay.fault("over-budget", "/host_budget_bytes", message)
     bound_us = plan.lower_bound_us
     if bound_us is not None and bound_us > cost_us * (1 + 1e-9):

@@ -6,10 +6,13 @@ from coop_plan.planner.verifier.replay import Fault
 from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, Step, TensorRead, Wait
 
 COUNTS = (
-    *("budget_bytes", "resident_bytes", "arena_bytes", "peak_bytes"),
-    *("recomputed_ops", "swapped_bytes"),
+    *("budget_bytes", "resident_bytes", "arena_bytes", "host_arena_bytes"),
+    *("peak_bytes", "recomputed_ops", "swapped_bytes"),
 )
-NUMBERS = ("base_cost_us", "cost_us", "overhead", "fragmentation")
+NUMBERS = (
+    *("base_cost_us", "cost_us", "overhead", "fragmentation"),
+    *("prefetch_stall_us", "offload_stall_us"),
+)
 
 
 def malformed(plan: Plan) -> list[Fault]:
@@ -69,5 +72,7 @@ class _Check:
                 self.count(step.from_, "/steps", number, "from")
             case Offload() | Wait():
                 self.count(step.buffer, "/steps", number, "buffer")
+                if isinstance(step, Offload) and step.host_offset is not None:
+                    self.count(step.host_offset, "/steps", number, "host_offset")
             case _:
                 self.count(step, "/steps", number)

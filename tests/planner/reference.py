@@ -36,6 +36,7 @@ class Machine:
         self.empty = {}  # what a buffer of no bytes would hold
         self.live, self.used = {}, {}  # buffer -> (tensor, offset, bytes); buffer -> tensor
         self.copying, self.arriving, self.host = {}, {}, {}
+        self.slab = [None] * plan.host_arena_bytes
         self.left, self.ran = set(), []
         self.right = self.clean = True
         self.serial = 0
@@ -193,11 +194,17 @@ class Machine:
         number = step.buffer
         self.rule(number in self.live)
         self.rule(number not in self.copying and number not in self.arriving)
-        self.rule(number not in [copy.from_ for copy in self.arriving.values()])
+        self.rule(number not in [copy.from_ for copy, _ in self.arriving.values()])
         self.rule(self.graph.device.d2h_bytes_per_s)
         if number in self.live:
             self.host.pop(number, None)
-            self.copying[number] = self.load(number, *self.live[number][1:])
+            _, offset, size = self.live[number]
+            at = step.host_offset
+            self.rule(at is not None and at % self.plan.alignment == 0)
+            self.rule(not size or (at or 0) + size <= len(self.slab))
+            copy = (number, at or 0, size, self.garbage())
+            self.write_host(copy, copy[3])
+            self.copying[number] = (self.load(number, offset, size), copy)
 
     def prefetch(self, step):
         self.rule(step.from_ in self.host and self.used.get(step.from_) == step.tensor)
@@ -213,18 +220,38 @@ class Machine:
         self.store(step.buffer, step.offset, step.bytes, self.garbage())
         self.used[step.buffer] = step.tensor
         self.live[step.buffer] = (step.tensor, step.offset, step.bytes)
-        self.arriving[step.buffer] = step
+        self.arriving[step.buffer] = (step, self.read_host(step.from_))
+
+    def write_host(self, copy, value):
+        _, offset, size, _ = copy
+        for index in range(offset, min(offset + size, len(self.slab))):
+            self.slab[index] = (value, index - offset)
+
+    def read_host(self, number):
+        """What the copy of a buffer was made of, if nothing has been written over it since."""
+        if number not in self.host:
+            return self.garbage()
+        value, (_, offset, size, _) = self.host[number]
+        whole = self.slab[offset : offset + size] == [(value, index) for index in range(size)]
+        self.rule(whole)
+        return value if whole else self.garbage()
 
     def wait(self, step):
         number = step.buffer
         if number in self.copying:
             # The copy may have happened at any time since: it is good if nothing changed.
-            value = self.copying.pop(number)
+            value, copy = self.copying.pop(number)
             now = self.load(number, *self.live[number][1:])
-            self.host[number] = value if now == value else self.garbage()
+            value = value if now == value else self.garbage()
+            _, offset, size, mark = copy
+            mine = [(mark, index) for index in range(size)]
+            self.rule(self.slab[offset : offset + size] == mine)
+            self.host[number] = (value, copy)
+            self.write_host(copy, value)
         elif number in self.arriving:
-            copy = self.arriving.pop(number)
-            value = self.host.get(copy.from_, self.garbage())
+            copy, value = self.arriving.pop(number)
+            if self.read_host(copy.from_) != value:
+                value = self.garbage()
             self.store(number, copy.offset, copy.bytes, value)
         else:
             self.rule(False)

@@ -70,8 +70,8 @@ SWAP_GRAPH = make_graph(
 )
 
 
-def offload(buffer):
-    return {"do": "offload", "buffer": buffer}
+def offload(buffer, host_offset=0):
+    return {"do": "offload", "buffer": buffer, "host_offset": host_offset}
 
 
 def wait(buffer):
@@ -268,6 +268,7 @@ SWAP_FAULTS = {
     "offload twice at once": (insert(2, offload(10)), "not-ready", "2/buffer"),
     "offload while it arrives": (insert(6, offload(12)), "not-ready", "6/buffer"),
     "offload of a freed buffer": (insert(5, offload(10)), "not-live", "5/buffer"),
+    "no place on the host": (assign(None, 1, "host_offset"), "no-host-offset", "1/host_offset"),
     "waited for twice": (insert(4, wait(10)), "no-transfer", "4/buffer"),
     "unfinished at the end": (insert(9, prefetch(30, 2, 0, 8, 10)), "unfinished-transfer", "9"),
 }
@@ -281,11 +282,61 @@ def test_fault_in_a_transfer(name):
     assert (code, f"/steps/{place}") in [(fault.code, fault.pointer) for fault in faults]
 
 
+def two_copies(second, forget=False):
+    """Buffer 11 is copied to the host while that of buffer 10 is there, or no longer wanted."""
+    copies = [compute(1, [], [(11, 3, 8, 4)]), wait(10), offload(11, second), wait(11)]
+    back = [prefetch(12, 2, 16, 8, 10), wait(12)]
+    last = [free(10), compute(2, [12, 11], [(13, 5, None, 4)]), free(12, 11)]
+    head = [compute(0, ["t1"], [(10, 2, 0, 8)]), offload(10)]
+    if forget:
+        return [*head, copies[0], wait(10), *back, *copies[2:], *last]
+    return [*head, *copies, *back, *last]
+
+
+@pytest.mark.parametrize("second", [0, 4, 7])
+def test_copies_on_the_host_overlap(second):
+    """The first one is still to be read: the second one would overwrite it."""
+    found = find_faults(SWAP_GRAPH, plan_of(SWAP_GRAPH, two_copies(second)))
+    assert [(f.code, f.pointer) for f in found] == [("overlap", "/steps/4/host_offset")]
+    assert "step 1" in found[0].message
+    assert not find_faults(SWAP_GRAPH, plan_of(SWAP_GRAPH, two_copies(second, forget=True)))
+
+
+def test_the_slab_on_the_host():
+    """Its bytes are a figure, copies lie within it at aligned offsets, its budget is a limit."""
+    steps = two_copies(8)
+
+    def faults(**fields):
+        found = find_faults(SWAP_GRAPH, plan_of(SWAP_GRAPH, steps, **fields))
+        return [(fault.code, fault.pointer) for fault in found]
+
+    assert plan_of(SWAP_GRAPH, steps).host_arena_bytes == 12
+    assert faults(host_budget_bytes=12) == []
+    assert faults(host_budget_bytes=11) == [("over-budget", "/host_budget_bytes")]
+    assert faults(host_arena_bytes=11) == [("outside-arena", "/steps/4/host_offset")]
+    assert faults(host_arena_bytes=13) == [("wrong-figure", "/host_arena_bytes")]
+    assert faults(alignment=16)[0] == ("misaligned", "/steps/2/writes/0/offset")
+    changed = faults_after(assign(13, 4, "host_offset"), SWAP_GRAPH, steps, alignment=4)
+    assert ("misaligned", "/steps/4/host_offset") in [(f.code, f.pointer) for f in changed]
+
+
+def test_stalls_are_figures():
+    """8 bytes take 8 µs each way; op 1 runs for 3 µs of the first copy."""
+    assert find_faults(SWAP_GRAPH, plan_of(SWAP_GRAPH, SWAP_STEPS)) == []
+    made = plan_of(SWAP_GRAPH, SWAP_STEPS)
+    assert (made.offload_stall_us, made.prefetch_stall_us) == (5.0, 8.0)
+    for field in ("offload_stall_us", "prefetch_stall_us"):
+        (fault,) = find_faults(SWAP_GRAPH, plan_of(SWAP_GRAPH, SWAP_STEPS, **{field: 1.0}))
+        assert (fault.code, fault.pointer) == ("wrong-figure", f"/{field}")
+
+
 def test_offload_again_while_the_host_copy_is_read():
     """The second copy would overwrite what the prefetch reads."""
     steps = [*SWAP_STEPS[:4], prefetch(12, 2, 16, 8, 10), offload(10), wait(10), wait(12), free(10)]
     steps += SWAP_STEPS[7:]
-    assert [f.code for f in find_faults(SWAP_GRAPH, plan_of(SWAP_GRAPH, steps))] == ["not-ready"]
+    assert [f.code for f in find_faults(SWAP_GRAPH, plan_of(SWAP_GRAPH, steps))] == [
+        *("not-ready", "overlap")
+    ]
 
 
 FIGURES = {

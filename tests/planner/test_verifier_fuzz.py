@@ -169,7 +169,7 @@ def _transfer(steps, random):
     buffer = random.choice(_buffers(steps))
     at = random.randrange(len(steps) + 1)
     fresh = max(_buffers(steps)) + 1
-    away = {"do": "offload", "buffer": buffer}
+    away = {"do": "offload", "buffer": buffer, "host_offset": random.choice([None, 0, 1, 4, 64])}
     back = {"do": "prefetch", "buffer": fresh, "offset": random.choice([0, 8, 64 * len(steps)])}
     made = [w for s in steps for w in s.get("writes", ()) if w["buffer"] == buffer]
     if made:

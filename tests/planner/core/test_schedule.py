@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Offload, Prefetch, Run, Schedule, Wait
-from coop_plan.planner.core.timeline import plan_cost_us
-from coop_plan.planner.layout import lay_out
+from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.planner.layout import lay_out, lay_out_host
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Device
 from tests.strategies import graphs
@@ -22,8 +22,11 @@ OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
 def plan_of(schedule, budget=None):
     """The plan of a schedule, placed greedily."""
     placed, _ = lay_out(schedule, work=0)
+    host = lay_out_host(schedule, work=0)
     return assemble(
         placed,
+        host_offsets=host.offsets,
+        host_arena_bytes=host.arena_bytes,
         method="test",
         budget_bytes=placed.problem.fixed_bytes + placed.arena_bytes if budget is None else budget,
         status="feasible",
@@ -36,27 +39,45 @@ def plan_of(schedule, budget=None):
 
 
 def random_orders(problem, draw):
-    """Any bodies, ops run again wherever they may be, copies to the host and back."""
-    orders, made, hosted = [], [], set()
+    """Any bodies, ops run again wherever they may be, copies to the host and back, in flight."""
+    orders, made, hosted, away, back = [], [], set(), set(), set()
     overwritten = problem.overwritten
+
+    def wait(t):
+        orders.append(("wait", t))
+        if t in away:
+            hosted.add(t)
+        away.discard(t)
+        back.discard(t)
+
+    def run(body):
+        for t in problem.bodies[body].inputs:
+            if t in back:
+                wait(t)
+        orders.append(("run", body))
+
     for op in range(problem.op_count):
         again = [o for o in range(op) if problem.repeatable[o]]
         while again and draw(st.integers(0, 3)) == 0:
-            orders.append(("run", draw(st.sampled_from(again))))
-        touched = {*problem.op_inputs[op], *problem.op_outputs[op]}
-        back = sorted(hosted - touched)
-        fetched = draw(st.sampled_from(back)) if back and draw(st.booleans()) else None
-        if fetched is not None:
-            orders.append(("prefetch", fetched))
-        bodies = [b for b, body in enumerate(problem.bodies) if body.op == op]
-        orders.append(("run", draw(st.sampled_from(bodies))))
-        if fetched is not None:
-            orders.append(("wait", fetched))
+            run(draw(st.sampled_from(again)))
+        run(draw(st.sampled_from([b for b, body in enumerate(problem.bodies) if body.op == op])))
         made += [t for t in problem.makes[op] if not overwritten[t]]
-        if problem.device.d2h_bytes_per_s and made and draw(st.integers(0, 2)) == 0:
-            t = draw(st.sampled_from(made))
-            orders += [("offload", t), ("wait", t)]
-            hosted.add(t)
+        for t in sorted(away | back):
+            if draw(st.booleans()):
+                wait(t)
+        fetched = sorted(hosted - away - back)
+        if fetched and draw(st.booleans()):
+            t = draw(st.sampled_from(fetched))
+            orders.append(("prefetch", t))
+            back.add(t)
+        free = sorted(set(made) - away - back)
+        if problem.device.d2h_bytes_per_s and free and draw(st.integers(0, 2)) == 0:
+            t = draw(st.sampled_from(free))
+            orders.append(("offload", t))
+            hosted.discard(t)
+            away.add(t)
+    for t in sorted(away | back):
+        wait(t)
     return orders
 
 
@@ -68,12 +89,17 @@ def random_orders(problem, draw):
     data=st.data(),
 )
 def test_any_order_that_reads_what_is_there_is_a_valid_plan(graph, outputs, unit, data):
-    """Lifetimes, in-place pairs, figures and the makespan are the verifier's, to the last byte."""
+    """Lifetimes, in-place pairs, figures and the timeline are the verifier's, to the last byte."""
     problem = Problem.from_graph(graph, unit, outputs)
     schedule = Schedule.of_orders(problem, random_orders(problem, data.draw))
     made = plan_of(schedule)
     assert find_faults(graph, made) == []
-    assert made.cost_us == pytest.approx(plan_cost_us(graph, made))
+    event(f"stalls: {made.prefetch_stall_us > 0}, {made.offload_stall_us > 0}")
+    timeline = plan_timeline(graph, made)
+    assert timeline.end_us == made.cost_us
+    assert timeline.prefetch_stall_us == made.prefetch_stall_us
+    assert timeline.offload_stall_us == made.offload_stall_us
+    assert schedule.host_copies.live <= problem.rounded(made.host_arena_bytes)
     assert [type(event) for event in schedule.events()] == [
         {0: Run, 1: Offload, 2: Prefetch, 3: Wait}[do] for do in schedule.do.tolist()
     ]
@@ -134,6 +160,32 @@ def test_copies_overlap_with_compute_and_waits_stall():
     made = plan_of(schedule)
     assert find_faults(graph, made) == []
     assert (made.swapped_bytes, made.recomputed_ops) == (16, 0)
+
+
+def test_stalls_are_told_by_cause():
+    """Op 1 waits 2 µs for bytes on their way to the host, op 2 4 µs for what comes back."""
+    device = Device(d2h_bytes_per_s=4e6, h2d_bytes_per_s=2e6)
+    problem = Problem.from_graph(siblings(device=device), 1)
+    orders = [("run", 0), ("offload", 2), ("wait", 2), ("run", 1), ("prefetch", 2), ("wait", 2)]
+    made = plan_of(Schedule.of_orders(problem, [*orders, ("run", 2)]))
+    assert (made.offload_stall_us, made.prefetch_stall_us) == (2.0, 4.0)
+    assert made.cost_us == pytest.approx(3 + 2 + 4)
+
+
+def test_copies_on_the_host_share_addresses_once_they_are_read():
+    """A copy lives from its offload to the last wait on it or on a prefetch from it."""
+    problem = Problem.from_graph(
+        siblings(device=Device(d2h_bytes_per_s=4e6, h2d_bytes_per_s=2e6)), 1
+    )
+    away = [("offload", 1), ("wait", 1)], [("offload", 2), ("wait", 2)]
+    back = [("prefetch", 1), ("wait", 1)], [("prefetch", 2), ("wait", 2)]
+    apart = [*away[0], *back[0], *away[1], *back[1]]
+    together = [*away[0], *away[1], *back[0], *back[1]]
+    for orders, needed in ((apart, 8), (together, 16)):
+        schedule = Schedule.of_orders(problem, [("run", 0), *orders, ("run", 1), ("run", 2)])
+        made = plan_of(schedule)
+        assert made.host_arena_bytes == schedule.host_copies.live == needed
+        assert find_faults(problem.graph, made) == []
 
 
 def test_arrays_are_rows_of_bodies():
