@@ -81,6 +81,7 @@ def cli() -> None:
     help="What leaves the step lies outside or in the arena; gradients: only these in it.",
 )
 @click.option("--host-budget", metavar="SIZE", help="For copies on the host; 0: no transfers.")
+@click.option("--link", metavar="RATE", help="To the host and back, 25GB/s; else the graph's own.")
 @click.option("--solver", help="Of checkmate: any solver PuLP has here, such as GUROBI_CMD.")
 @click.option("--relax", is_flag=True, help="Of checkmate: the LP with two-phase rounding.")
 @click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
@@ -95,6 +96,7 @@ def plan(
     alignment: int,
     outputs: "Outputs",
     host_budget: str | None,
+    link: str | None,
     solver: str | None,
     relax: bool,
     ablate: tuple[str, ...],
@@ -116,6 +118,7 @@ def plan(
             "alignment": alignment,
             "outputs": outputs,
             "host_budget": host_budget,
+            "link": link,
             "solver": solver,
             "switches": dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
         }
@@ -148,7 +151,8 @@ def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:
     from coop_plan.planner.core.problem import beyond_recomputation
 
     hint = {"transfers": "transfers (--host-budget 0 leaves them out)"}
-    return [hint.get(name, name) for name in beyond_recomputation(graph, options.host_budget)]
+    offered = beyond_recomputation(options.on(graph), options.host_budget)
+    return [hint.get(name, name) for name in offered]
 
 
 def infeasible(error: Any) -> dict[str, Any]:

@@ -81,6 +81,17 @@ def print_plan(plan: Plan, op_count: int, unmodelled: Sequence[str] = ()) -> Non
         ("fragmentation", f"{plan.fragmentation:.2%}"),
         ("planning time", f"{plan.solve_seconds:.2f} s"),
     ]
+    if plan.swapped_bytes:
+        back = f"{plan.prefetch_stall_us / 1e3:.2f} ms for what comes back"
+        away = f"{plan.offload_stall_us / 1e3:.2f} ms for bytes on their way out"
+        rows[7:7] = [
+            ("swapped", f"{format_bytes(plan.swapped_bytes)}, both ways together"),
+            (
+                "host arena",
+                f"{format_bytes(plan.host_arena_bytes)}  ({plan.host_arena_bytes} bytes)",
+            ),
+            ("stalls", f"{back}, {away}"),
+        ]
     if plan.lower_bound_us is not None and plan.base_cost_us:
         bound = max(0.0, plan.lower_bound_us / plan.base_cost_us - 1)
         rows.insert(6, ("overhead at least", f"{bound:.2%}"))

@@ -75,7 +75,8 @@ class Planner:
             graph = parse_graph(request.graph)
         except InvalidInputError as error:
             raise InvalidInputError(error.message, f"/graph{error.pointer}") from None
-        key = request.key(fingerprint(graph), planner_version())
+        links = request.on(graph).device.linked
+        key = request.key(fingerprint(graph), planner_version(), links=links)
         return key, graph, request
 
     async def answer(self, body: bytes) -> tuple[str, Plan, bool]:

@@ -10,7 +10,15 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, mo
 
 from coop_plan.planner.method import MethodInfo
 from coop_plan.planner.registry import METHODS
-from coop_plan.schemas import Budget, InvalidInputError, Outputs, parse_budget, parse_bytes
+from coop_plan.schemas import (
+    Budget,
+    Graph,
+    InvalidInputError,
+    Outputs,
+    parse_budget,
+    parse_bytes,
+    parse_rate,
+)
 from coop_plan.schemas._parse import Model, parse
 
 MAX_ALIGNMENT = 1 << 30
@@ -39,6 +47,17 @@ def _host_budget(value: object) -> int | None:
         raise InvalidInputError(error.message, "/host_budget") from None
 
 
+def _link(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise InvalidInputError('a link is bytes per second or "25GB/s"', "/link")
+    try:
+        return parse_rate(str(value))
+    except InvalidInputError as error:
+        raise InvalidInputError(error.message, "/link") from None
+
+
 class OptionFields(TypedDict, total=False):
     """The fields of `PlanOptions` but the budget, for those who name them one by one."""
 
@@ -49,6 +68,7 @@ class OptionFields(TypedDict, total=False):
     outputs: Outputs
     alignment: int
     host_budget: int | str | None
+    link: int | str | None
     switches: Mapping[str, bool]
 
 
@@ -66,6 +86,8 @@ class PlanOptions(Model):
         alignment: of every offset, in bytes; a power of two.
         host_budget: bytes of the host that copies of tensors may take, or None for no limit; 0
             leaves transfers out of the question, and so out of what a bound is for.
+        link: bandwidth to the host and back, bytes/s or `"25GB/s"`, instead of the graph's own; 0
+            means that there is none.
         switches: ablation switches of the method; false turns one off.
     """
 
@@ -83,6 +105,11 @@ class PlanOptions(Model):
     host_budget: Annotated[
         int | None,
         BeforeValidator(_host_budget),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}),
+    ] = None
+    link: Annotated[
+        int | None,
+        BeforeValidator(_link),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}),
     ] = None
     switches: Mapping[str, Annotated[bool, Field(strict=True)]] = {}
@@ -107,13 +134,21 @@ class PlanOptions(Model):
         """The switches that are turned off."""
         return frozenset(switch for switch, on in self.switches.items() if not on)
 
-    def key(self, fingerprint: str, planner: str, costs: str | None = None) -> str:
+    def on(self, graph: Graph) -> Graph:
+        """The graph that is planned: with the link that was asked for."""
+        device = graph.device.with_link(self.link)
+        return graph if device is graph.device else graph.model_copy(update={"device": device})
+
+    def key(
+        self, fingerprint: str, planner: str, costs: str | None = None, *, links: bool = False
+    ) -> str:
         """
         The cache key of these options for a graph: its structure, not names, ids or costs.
 
         A plan made for other costs is valid, but may not be the best: whoever wants none gives the
         graph's cost signature as `costs`. `planner` names the planner's version: another one makes
-        another plan.
+        another plan. `links` says whether the device has copy engines: a plan that uses them does
+        not hold where there are none.
         """
         # A request has more fields than its options.
         plain = PlanOptions.model_fields.keys() - {"budget", "switches"}
@@ -121,6 +156,7 @@ class PlanOptions(Model):
         asked |= {
             "budget": [self.budget.kind, str(self.budget.value.normalize())],
             "off": sorted(self.off),
+            "links": links,
         }
         text = json.dumps([planner, fingerprint, costs, asked], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

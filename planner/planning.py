@@ -112,6 +112,7 @@ def plan(
         else PlanOptions.of({"budget": budget} | dict(fields))
     )
     info = options.info
+    graph = options.on(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
     deadline = None if options.time_limit is None else started + options.time_limit
     request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
@@ -129,6 +130,7 @@ def plan(
             solution.placed,
             host_offsets=host.offsets,
             host_arena_bytes=host.arena_bytes,
+            link_bytes_per_s=options.link,
             method=info.name,
             budget_bytes=problem.fixed_bytes + solution.placed.arena_bytes
             if within is None

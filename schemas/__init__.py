@@ -18,7 +18,7 @@ from coop_plan.schemas.plan import (
     load_plan,
     parse_plan,
 )
-from coop_plan.schemas.units import Budget, format_bytes, parse_budget, parse_bytes
+from coop_plan.schemas.units import Budget, format_bytes, parse_budget, parse_bytes, parse_rate
 
 __all__ = [
     "Budget",
@@ -48,4 +48,5 @@ __all__ = [
     "parse_bytes",
     "parse_graph",
     "parse_plan",
+    "parse_rate",
 ]

@@ -66,7 +66,7 @@ def tensor_order(graph: Graph) -> list[int]:
 
 def cost_signature(graph: Graph) -> str:
     """
-    `sha256:…` over the op costs, each rounded to the nearest power of two µs.
+    `sha256:…` over the op costs, each rounded to the nearest power of two µs, and the bandwidths.
 
     Two measurements of the same machine mostly agree in it; it tells whether a cached plan's cost
     figures were made with costs like these. It is no part of a plan's validity.
@@ -78,7 +78,9 @@ def cost_signature(graph: Graph) -> str:
         ]
         for op in graph.ops
     ]
-    return _digest(costs)
+    device = graph.device
+    rates = [device.d2h_bytes_per_s, device.h2d_bytes_per_s] if device.linked else []
+    return _digest([costs, *(round(math.log2(rate)) for rate in rates)])
 
 
 def _digest(document: object) -> str:

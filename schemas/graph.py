@@ -34,6 +34,18 @@ class Device(Model):
     d2h_bytes_per_s: Annotated[float, Field(ge=0, strict=True)] = 0.0
     copy_latency_us: Micros = 0.0
 
+    @property
+    def linked(self) -> bool:
+        """Whether there are engines for copies, both ways."""
+        return self.d2h_bytes_per_s > 0 and self.h2d_bytes_per_s > 0
+
+    def with_link(self, bytes_per_s: float | None) -> "Device":
+        """The device with another bandwidth, both ways; None leaves its own."""
+        if bytes_per_s is None:
+            return self
+        rate = float(bytes_per_s)
+        return self.model_copy(update={"h2d_bytes_per_s": rate, "d2h_bytes_per_s": rate})
+
 
 class Tensor(Model):
     """

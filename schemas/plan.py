@@ -105,6 +105,8 @@ class Plan(Model):
     out. Copies on the host lie in a slab of `host_arena_bytes`, which `host_budget_bytes` limits
     where it was given; with 0 nothing is moved there. `prefetch_stall_us` and `offload_stall_us`
     are what compute waits for tensors to come back, and for bytes still being copied away.
+    `link_bytes_per_s` is a bandwidth, either way, that the cost was asked for instead of the
+    device's.
     `lower_bound_model` says for which schedules `lower_bound_us` holds:
     "any", or those in "program-order": every op runs for the first time in that order, in its
     default body, and nothing is moved to the host.
@@ -116,6 +118,7 @@ class Plan(Model):
     status: Literal["optimal", "feasible"]
     budget_bytes: Bytes
     host_budget_bytes: Bytes | None = None
+    link_bytes_per_s: Annotated[float, Field(ge=0, strict=True)] | None = None
     resident_bytes: Bytes
     arena_bytes: Bytes
     host_arena_bytes: Bytes = 0

@@ -57,6 +57,22 @@ def parse_bytes(text: str) -> int:
     return value
 
 
+def parse_rate(text: str) -> int:
+    """
+    `25GB/s`, `12GiB/s`, plain bytes per second (fractions of a byte are cut off).
+
+    Raises:
+        InvalidInputError: not a size per second.
+    """
+    try:
+        return parse_bytes(text.strip().removesuffix("/s"))
+    except InvalidInputError:
+        shown = text if len(text) <= _LONGEST else f"a text of {len(text)} characters"
+        raise InvalidInputError(
+            f"'{shown}' is not a bandwidth: write 25GB/s or plain bytes per second"
+        ) from None
+
+
 def parse_budget(text: str | int) -> Budget:
     """
     `12GiB`, `12GB`, plain bytes (text or int), `50%` or `min`.

@@ -19,6 +19,7 @@ def assemble(
     *,
     host_offsets: Ints,
     host_arena_bytes: int,
+    link_bytes_per_s: float | None,
     method: str,
     budget_bytes: int,
     status: Literal["optimal", "feasible"],
@@ -31,7 +32,8 @@ def assemble(
     """
     The plan of a placed schedule.
 
-    `host_offsets` (bytes) are those of its copies on the host, offload by offload.
+    `host_offsets` (bytes) are those of its copies on the host, offload by offload;
+    `link_bytes_per_s` is the bandwidth that was asked for in place of the device's.
     """
     problem, schedule = placed.problem, placed.schedule
     arena = placed.arena_bytes
@@ -47,6 +49,7 @@ def assemble(
         status=status,
         budget_bytes=budget_bytes,
         host_budget_bytes=problem.host_budget,
+        link_bytes_per_s=link_bytes_per_s,
         resident_bytes=problem.resident_bytes,
         arena_bytes=arena,
         host_arena_bytes=host_arena_bytes,

@@ -19,7 +19,7 @@ Pair = tuple[int, int]
 
 def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
     """What a graph and a budget of the host (bytes) offer: op "variants", "transfers" to it."""
-    links = graph.device.d2h_bytes_per_s and graph.device.h2d_bytes_per_s and host_budget != 0
+    links = graph.device.linked and host_budget != 0
     variants = any(op.variants for op in graph.ops)
     return [*(["variants"] if variants else []), *(["transfers"] if links else [])]
 

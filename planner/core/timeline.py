@@ -104,12 +104,12 @@ class Timeline:
 
 def plan_timeline(graph: Graph, plan: Plan) -> Timeline:
     """
-    The timeline at the end of a plan, with the costs and the device of `graph`.
+    The timeline at the end of a plan, with the costs of `graph`, and its device or the plan's link.
 
     Raises:
         KeyError: a step names an op, a variant or a buffer that is not there.
     """
-    timeline = Timeline(graph.device)
+    timeline = Timeline(graph.device.with_link(plan.link_bytes_per_s))
     cost: dict[tuple[int, str | None], float] = {(op.id, None): op.cost_us for op in graph.ops}
     cost |= {(op.id, v.name): v.cost_us for op in graph.ops for v in op.variants}
     size: dict[int, int] = {}

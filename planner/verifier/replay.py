@@ -62,7 +62,7 @@ class Replay:
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.plan = plan
-        self.device = graph.device
+        self.device = graph.device.with_link(plan.link_bytes_per_s)
         self.ops = {op.id: op for op in graph.ops}
         self.position = {op.id: index for index, op in enumerate(graph.ops)}
         self.tensors = {tensor.id: tensor for tensor in graph.tensors}

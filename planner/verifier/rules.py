@@ -33,7 +33,8 @@ until then it may be read but not freed, overwritten or mutated. `prefetch` copi
 host copy, with the version it was taken at, into a new buffer, readable after `wait`. All are
 waited for. Times are those of one compute stream and one engine per direction: a transfer starts
 when the compute stream reaches it and its engine is free, and takes the device's latency and its
-bytes at the engine's bandwidth; `wait` stalls the compute stream.
+bytes at the engine's bandwidth (the plan's `link_bytes_per_s` where it names one); `wait` stalls
+the compute stream.
 
 The host. A copy has an offset in one slab of `host_arena_bytes`, a multiple of the alignment, and
 the bytes of its buffer. It lives there from its offload to the last wait on it or on a prefetch

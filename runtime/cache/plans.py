@@ -14,7 +14,9 @@ from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
 
 def key_of(graph: Graph, options: Options) -> str:
     """What a plan is kept by: structure, costs, what was asked, and the planner's version."""
-    return options.plan.key(fingerprint(graph), planner_version(), cost_signature(graph))
+    asked = options.plan
+    costs, links = cost_signature(graph), asked.on(graph).device.linked
+    return asked.key(fingerprint(graph), planner_version(), costs, links=links)
 
 
 def find(key: str, graph: Graph, options: Options) -> Plan | None:
@@ -39,13 +41,11 @@ def keep(key: str, graph: Graph, plan: Plan) -> None:
 def _is_asked(plan: Plan, options: Options) -> bool:
     asked = options.plan
     budget = int(asked.budget.value) if asked.budget.kind == "bytes" else plan.budget_bytes
-    given = plan.budget_bytes, plan.host_budget_bytes, plan.method, plan.outputs, plan.alignment
-    return given == (
-        budget,
-        asked.host_budget,
-        asked.method,
-        asked.outputs,
-        asked.alignment,
+    given = plan.budget_bytes, plan.method, plan.outputs, plan.alignment
+    transfers = plan.host_budget_bytes, plan.link_bytes_per_s
+    return (given, transfers) == (
+        (budget, asked.method, asked.outputs, asked.alignment),
+        (asked.host_budget, asked.link),
     )
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from coop_plan.schemas import load_graph, load_plan
-from tests.support import make_graph
+from coop_plan.api.output import print_plan
+from coop_plan.schemas import Compute, Free, Offload, Prefetch, Wait, load_graph, load_plan
+from tests.support import make_graph, make_plan
 
 
 def test_plans_without_a_subcommand_and_the_plan_passes_verify(run, folder):
@@ -230,3 +231,24 @@ def test_a_store_that_cannot_be_opened_ends_in_one_line(run, folder):
     code, out, err = run("serve", "--store", "graph.json/plans")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "graph.json/plans cannot be opened" in err
+
+
+def test_what_is_moved_to_the_host_is_printed(capsys):
+    """Bytes, their place there, and what compute waits for, by cause."""
+    graph = make_graph(
+        {0: ("input", 8), 1: ("activation", 2048), 2: ("output", 8)},
+        [{"inputs": [0], "outputs": [1]}, {"inputs": [1], "outputs": [2]}],
+        device={"d2h_bytes_per_s": 1e6, "h2d_bytes_per_s": 2e6},
+    )
+    first = {"op": 0, "reads": [{"tensor": 0}]}
+    first["writes"] = [{"buffer": 1, "tensor": 1, "offset": 0, "bytes": 2048}]
+    second = {"op": 1, "reads": [2]}
+    second["writes"] = [{"buffer": 3, "tensor": 2, "offset": None, "bytes": 8}]
+    back = {"buffer": 2, "tensor": 1, "offset": 0, "bytes": 2048, "from": 1}
+    steps = [Compute(**first), Offload(buffer=1, host_offset=0), Wait(buffer=1), Free(buffers=[1])]
+    steps += [Prefetch(**back), Wait(buffer=2), Compute(**second), Free(buffers=[2])]
+    print_plan(make_plan(graph, steps), 2)
+    said = capsys.readouterr().out
+    assert "swapped         4.00 KiB, both ways together" in said
+    assert "host arena      2.00 KiB  (2048 bytes)" in said
+    assert "stalls          1.02 ms for what comes back, 2.05 ms for bytes on their way out" in said

@@ -3,7 +3,7 @@
 import pytest
 
 from coop_plan.planner import PlanOptions, plan
-from coop_plan.schemas import InvalidInputError, parse_budget
+from coop_plan.schemas import Device, InvalidInputError, parse_budget
 from tests.support import make_graph
 
 GRAPH = make_graph({0: ("input", 8), 1: ("output", 8)}, [{"inputs": [0], "outputs": [1]}])
@@ -30,6 +30,9 @@ def options(**fields):
         ({"outputs": "inside"}, "/outputs"),
         ({"host_budget": "much"}, "/host_budget"),
         ({"host_budget": -1}, "/host_budget"),
+        ({"link": "25 horses"}, "/link"),
+        ({"link": 2.5}, "/link"),
+        ({"link": -1}, "/link"),
         ({"solver": "GUROBI_CMD"}, "/solver"),
         ({"switches": {"sliding-window": False}}, "/switches/sliding-window"),
         ({"method": "coop", "switches": {"sliding-window": 0}}, "/switches/sliding-window"),
@@ -48,15 +51,29 @@ def test_every_field_is_part_of_the_key():
         *({}, {"budget": "51%"}, {"budget": 50}, {"budget": "min"}, {"method": "coop"}),
         *({"time_limit": 1}, {"seed": 1}, {"method": "checkmate"}, {"outputs": "arena"}),
         *({"method": "checkmate", "solver": "X"}, {"alignment": 1}, {"host_budget": 0}),
+        {"link": "25GB/s"},
         {"method": "coop", "switches": {"partitioning": False}},
     ]
     keys = [options(**fields).key("sha256:1", "planner") for fields in asked]
     assert len(set(keys)) == len(asked)
     same = options(method="coop", switches={"partitioning": True}, budget="50.0 %")
     assert same.key("sha256:1", "planner") == keys[4]
+    assert options().key("sha256:1", "planner", links=True) != keys[0]
     others = {same.key(*rest) for rest in [("sha256:2", "planner"), ("sha256:1", "newer")]}
     assert keys[4] not in others
     assert same.key("sha256:1", "planner", costs="sha256:3") != keys[4]
+
+
+def test_a_link_replaces_the_bandwidths_of_the_graph():
+    device = {"d2h_bytes_per_s": 4.0, "h2d_bytes_per_s": 2.0, "copy_latency_us": 3.0}
+    graph = make_graph({0: ("input", 8), 1: ("output", 8)}, [{"inputs": [0], "outputs": [1]}])
+    assert options().on(graph) is graph
+    graph = graph.model_copy(update={"device": Device(**device)})
+    asked = options(link="25GB/s").on(graph).device
+    assert (asked.d2h_bytes_per_s, asked.h2d_bytes_per_s, asked.copy_latency_us) == (25e9, 25e9, 3)
+    assert graph.device.linked
+    assert not options(link=0).on(graph).device.linked
+    assert plan(graph, "100%", link="25GB/s").link_bytes_per_s == 25e9
 
 
 def test_the_door_takes_options_or_their_fields():

@@ -320,6 +320,19 @@ def test_the_slab_on_the_host():
     assert ("misaligned", "/steps/4/host_offset") in [(f.code, f.pointer) for f in changed]
 
 
+def test_the_link_of_a_plan_is_what_its_cost_is_for():
+    """Instead of the device's bandwidth: at 2 MB/s a copy takes 4 µs and not 8; 0 is none."""
+    made = plan_of(SWAP_GRAPH, SWAP_STEPS)
+    slow = make_plan(SWAP_GRAPH, made.steps, link_bytes_per_s=2e6)
+    assert [f.pointer for f in find_faults(SWAP_GRAPH, slow)][:1] == ["/cost_us"]
+    fast = SWAP_GRAPH.model_copy(update={"device": SWAP_GRAPH.device.with_link(2e6)})
+    right = plan_of(fast, SWAP_STEPS, link_bytes_per_s=2e6)
+    assert right.cost_us < made.cost_us
+    assert find_faults(SWAP_GRAPH, right) == []
+    none = plan_of(SWAP_GRAPH, SWAP_STEPS, link_bytes_per_s=0.0)
+    assert [f.code for f in find_faults(SWAP_GRAPH, none)] == ["no-bandwidth"] * 2
+
+
 def test_stalls_are_figures():
     """8 bytes take 8 µs each way; op 1 runs for 3 µs of the first copy."""
     assert find_faults(SWAP_GRAPH, plan_of(SWAP_GRAPH, SWAP_STEPS)) == []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coop_plan.schemas import InvalidInputError, format_bytes, parse_budget, parse_bytes
+from coop_plan.schemas import InvalidInputError, format_bytes, parse_budget, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -82,6 +82,14 @@ def test_the_message_says_what_to_write():
     assert str(caught.value) == (
         "'lots' is not a budget: write 12GiB, 12GB, 500MB, plain bytes, 50% or min"
     )
+
+
+def test_rates():
+    """Sizes per second; what is none is named."""
+    assert [parse_rate(text) for text in ("25GB/s", " 2 GiB/s", "7")] == [25 * 10**9, 2 << 30, 7]
+    for text in ("fast", "25GB/h", "-1", "9" * 200):
+        with pytest.raises(InvalidInputError, match="is not a bandwidth: write 25GB/s"):
+            parse_rate(text)
 
 
 @given(st.text(max_size=12) | st.from_regex(r"[0-9.]{1,6} ?[kmgtpib%]{0,3}", fullmatch=True))

@@ -27,6 +27,7 @@ def plan_of(schedule, budget=None):
         placed,
         host_offsets=host.offsets,
         host_arena_bytes=host.arena_bytes,
+        link_bytes_per_s=None,
         method="test",
         budget_bytes=placed.problem.fixed_bytes + placed.arena_bytes if budget is None else budget,
         status="feasible",
