@@ -4,17 +4,18 @@ PYTHON ?= python3
 DATA ?= ../shared/data
 BIN := .venv/bin
 READY := .venv/.ready
+OLDEST := .venv-oldest
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # Material's note to whoever chooses a generator; 9.x is maintained until 2027.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-fast lint format docs coverage bench clean
+.PHONY: help demo test test-fast test-oldest lint format docs coverage bench gpu-bundle clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help: ## List what can be made
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY) ## Train GPT-2 in eager and under budgets, side by side
 	$(BIN)/python -m benchmarks.demo
@@ -31,6 +32,9 @@ SLOW := any_order_that_reads
 
 test-fast: $(READY) ## Run the tests of an edit: schemas, verifier, service, small plans
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' -k 'not $(SLOW)' $(FAST)
+
+test-oldest: $(OLDEST)/.ready ## Run the runtime's tests with the oldest PyTorch that is supported
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile tests/runtime
 
 lint: $(READY) ## Check style, types, generated files and the documentation
 	$(BIN)/ruff check .
@@ -68,6 +72,18 @@ else
 	@echo "no $(DATA): placement, plan_quality and exact were left out (make bench DATA=FOLDER)"
 endif
 
+# What a machine with Python 3.12 and PyTorch, but without a network, lacks (benchmarks/gpu_step.py).
+GPU_WHEELS := pydantic pydantic_core annotated-types typing-inspection click rich markdown-it-py mdurl \
+  Pygments pytest pluggy iniconfig packaging
+
+gpu-bundle: $(READY) ## Collect the wheels for the checks on a GPU machine into .gpu
+	rm -rf .gpu
+	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+	  --constraint constraints.txt --dest .gpu $(GPU_WHEELS)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir .gpu .
+	@du -sh .gpu
+
 # The mark is written last, so an interrupted set-up is taken up again.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "coop-plan needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -75,5 +91,14 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,exact,plot,torch,demo,dev]'
 	@touch $(READY)
 
+# PyPI has it for CUDA alone (5 GB); it runs without a device. It wants an older setuptools.
+$(OLDEST)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	@mkdir -p build
+	sed '/^torch==/d; /^setuptools==/d; $$a torch==2.11.0' constraints.txt > build/oldest.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint build/oldest.txt --editable '.[server,exact,torch,demo]' \
+	  httpx hypothesis jsonschema pytest pytest-timeout pytest-xdist
+	@touch $@
+
 clean: ## Remove .venv and what was built
-	rm -rf .venv build *.egg-info
+	rm -rf .venv $(OLDEST) build *.egg-info

@@ -1,5 +1,6 @@
 """The CUDA path without a CUDA device: its parts by themselves, and whole on a pretended one."""
 
+import json
 import os
 import re
 import subprocess
@@ -47,19 +48,24 @@ def test_steps_on_a_pretended_device(library, cache):
 @cpu_build
 def test_the_benchmark_on_a_pretended_device(library, cache):
     pytest.importorskip("transformers")
-    small = ("--small", "--checks", "gpt2-bf16,resnet50")
-    code, said = run("tests.runtime.pretend", library, "benchmarks.gpu_step", *small)
-    assert code == 0, said
-    assert "all held" in said
-    assert re.search(r"coop min .* none", said), said
+    for name in ("gpt2-bf16", "resnet50"):
+        small = ("--small", "--only", name)
+        code, said = run("tests.runtime.pretend", library, "benchmarks.gpu_step", *small)
+        assert code == 0, said
+        assert "all held" in said
+        assert re.search(r"coop min .* none", said), said
 
 
-def test_the_benchmark_on_the_cpu(cache):
+def test_each_check_of_the_benchmark_has_a_process_of_its_own(cache, tmp_path):
+    """One that crashes, here for want of CUDA, costs itself alone."""
     pytest.importorskip("transformers")
-    small = ("--device", "cpu", "--small", "--checks", "gpt2-fp32")
-    code, said = run("benchmarks.gpu_step", *small)
-    assert code == 0, said
-    assert "all held" in said
+    small = ("--device", "cpu", "--small", "--checks", "graph,gpt2-fp32")
+    code, said = run("benchmarks.gpu_step", *small, "--json", tmp_path / "found.json")
+    assert code == 1, said
+    crashed, done = json.loads((tmp_path / "found.json").read_text())["checks"]
+    assert crashed == {"check": "graph", "rows": [], "faults": ["exit code 1, no result"]}
+    assert done["faults"] == []
+    assert [row["mode"] for row in done["rows"]][:3] == ["eager", "joint", "coop 100%"]
 
 
 def test_the_benchmark_without_a_device_says_so(cache, monkeypatch):

@@ -5,6 +5,7 @@ A failure names the version that broke it, and in words what.
 
 import ast
 import contextlib
+import ctypes
 import inspect
 import re
 import threading
@@ -494,11 +495,32 @@ def test_the_cpus_tensors_are_served_by_ours():
         assert arena.memory.live == 0
 
 
+def words_of_the_table_of(address):
+    """The first words of the virtual table of a C++ object, from two before what it points to."""
+    table = ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))[0]
+    words = ctypes.cast(table - 2 * ctypes.sizeof(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p))
+    return [words[i] or 0 for i in range(10)]
+
+
+def is_simple_data_ptr():
+    symbol = "_ZNK3c109Allocator18is_simple_data_ptrERKNS_7DataPtrE"
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    return ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+
+
 def test_the_cuda_allocator_is_where_it_was():
     if torch.version.cuda is None:
         with pytest.raises(OSError, match="libc10_cuda"):
             internals.cuda_allocator()
         return
     with assumed("the symbol of the CUDA allocator"):
-        torch.cuda.init()
-        assert build.arena().install_cuda(internals.cuda_allocator())
+        address = internals.cuda_allocator()
+        assert address  # it is there without a device, too
+    with assumed("the layout of the CUDA allocator"):
+        top, kind, *entries = words_of_the_table_of(address)
+        assert top == 0
+        name = ctypes.string_at(ctypes.cast(kind, ctypes.POINTER(ctypes.c_void_p))[1])
+        assert b"CUDACachingAllocator" in name
+        # Of c10::Allocator's own entries, the one after `allocate` that is not overridden.
+        assert is_simple_data_ptr() in entries[:5]
+    assert build.arena().install_cuda(address)
