@@ -3,15 +3,18 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from coop_plan.planner import plan, verify
+from coop_plan.planner.cache.store import planner_version
 from coop_plan.runtime.cache import plans
 from coop_plan.runtime.capture.composites import as_eager
 from coop_plan.runtime.capture.joint import Captured, capture_joint
+from coop_plan.runtime.capture.ranks import one_plan
 from coop_plan.runtime.capture.shapes import (
     ByShape,
     first_shapes,
@@ -33,6 +36,7 @@ from coop_plan.runtime.torch_internals import (
     prepare_dynamo,
     warn_of_version,
 )
+from coop_plan.schemas import Plan
 
 log = logging.getLogger("coop-plan")
 
@@ -140,11 +144,18 @@ def plan_captured(
     if captured.device.type == "cuda":
         options = options.on_cuda()
     key = plans.key_of(captured.graph, options)
-    found = plans.find(key, captured.graph, options)
-    made = found or plan(captured.graph, options.plan)
-    if found is None:
+
+    def find_or_make() -> tuple[Plan, bool]:
+        found = plans.find(key, captured.graph, options)
+        if found is not None:
+            return found, True
+        made = plan(captured.graph, options.plan)
         verify(captured.graph, made)
         plans.keep(key, captured.graph, made)
+        return made, False
+
+    shared = one_plan(captured, options.plan.key("", planner_version(), ""), find_or_make)
+    captured, made = replace(captured, graph=shared.graph), shared.plan
     report = StepReport(
         name=f"step {len(reports())}",
         budget_bytes=made.budget_bytes,
@@ -158,7 +169,7 @@ def plan_captured(
         plan=made,
         profile_seconds=captured.profile_seconds,
         profiled_ops=captured.profiled_ops,
-        plan_cached=found is not None,
+        plan_cached=shared.cached,
         plan_seconds=time.perf_counter() - began,
     )
     step = PlannedStep(captured, made, report, memory, lines)

@@ -280,6 +280,30 @@ def below_autograd_in_grad_mode() -> Iterator[None]:
         yield
 
 
+# Ranks.
+
+
+def group_ranks(group: Any) -> tuple[str, int]:
+    """The name and the first global rank of the process group that a functional collective names.
+
+    Assumed: its last argument is the group, or the name by which c10d knows it.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    found = c10d._resolve_process_group(group) if isinstance(group, str) else group
+    return str(found.group_name), min(torch.distributed.get_process_group_ranks(found))
+
+
+def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, once it is there."""
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
+    return waited
+
+
+def default_store() -> Any:
+    """The store by which the ranks of this job found each other."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 # How ops are traced. These two change PyTorch for all threads while they last: the tables are the
 # process's. One thread at a time does so; what others trace meanwhile is traced alike.
 

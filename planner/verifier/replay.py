@@ -94,6 +94,7 @@ class Replay:
         self.slab = HostSlab(plan)
         self.runs: dict[int, int] = {}
         self.last_random = -1
+        self.last_once = -1
         self.now_us = self.d2h_free_us = self.h2d_free_us = 0.0
         self.offload_stall_us = self.prefetch_stall_us = 0.0
         self.live_bytes = self.peak_live_bytes = self.arena_bytes = self.swapped_bytes = 0
@@ -242,6 +243,11 @@ class Replay:
         count = self.runs[op.id] = self.runs.get(op.id, 0) + 1
         if count > 1 and not op.recomputable:
             self.fault("repeated-op", f"{at}/op", f"op {op.id} must run exactly once")
+        if not op.recomputable and count == 1:
+            if self.position[op.id] < self.last_once:
+                message = f"op {op.id} runs after an op that it precedes, and both must run once"
+                self.fault("once-order", f"{at}/op", message)
+            self.last_once = max(self.last_once, self.position[op.id])
         if op.rng and count == 1:
             if self.position[op.id] < self.last_random:
                 message = f"random op {op.id} first runs after a random op that it precedes"

@@ -21,7 +21,8 @@ the buffer (or the resident or outside tensor) it reads into the next version; a
 buffer has version 0. So a recompute that needs an overwritten parameter is a fault.
 
 Order. Every op runs at least once, in any order that respects data; an op that is not recomputable
-runs exactly once; random ops run for the first time in program order (the generator's stream).
+runs exactly once, and all of these in program order (every rank must issue its collectives as the
+others do); random ops run for the first time in program order (the generator's stream).
 
 Outputs. With `outputs` "outside", the first production of an output has offset null and any later
 one goes to an arena buffer; with "arena", null never occurs; with "gradients" the former holds for
@@ -64,7 +65,7 @@ address shared in place counted once. They are compared only if the steps have n
 | wrong-workspace | workspace of another size than the op needs |
 | output-in-arena, output-outside | the first production of an output belongs outside; here not |
 | output-twice | an output written outside the arena twice |
-| repeated-op, missing-op, rng-order | see Order |
+| repeated-op, missing-op, once-order, rng-order | see Order |
 | early-free | an end or overwrite during a transfer, or the free of an output outside the arena |
 | not-ready, no-transfer, not-offloaded | use before `wait`; nothing to wait for; no host copy |
 | no-bandwidth, unfinished-transfer | the device's bandwidth is 0; a transfer never waited for |

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from coop_plan.runtime.capture.collectives import collective_of, modelled, scratch_bytes
 from coop_plan.runtime.capture.own_ops import INSTEAD
 from coop_plan.runtime.capture.profile import OpProfile, profile
 from coop_plan.runtime.errors import CaptureError
@@ -31,9 +32,6 @@ SNAPSHOT = "coop_snapshot"
 """Key in `node.meta` of the copy of an input that the step overwrites when its forward ends."""
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-
-COLLECTIVES = ("_c10d_functional", "c10d", "_dtensor")
-"""Namespaces of ops that every rank must run equally often."""
 
 
 class GraphBuilder:
@@ -60,6 +58,8 @@ class GraphBuilder:
         self.ops: list[fx.Node] = []
         self.profiles: list[OpProfile] = []
         self.op_fields: list[dict[str, Any]] = []
+        self.communication: list[int] = []
+        """What the process group takes for each collective, in bytes."""
         self._primals = 0
 
     def visit(self, node: fx.Node) -> None:
@@ -135,7 +135,9 @@ class GraphBuilder:
         node.replace_input_with(source, copy)
 
     def _call(self, node: fx.Node) -> None:
-        target = node.target = INSTEAD.get(node.target, node.target)
+        node.target = INSTEAD.get(node.target, node.target)
+        collective = collective_of(node.target)
+        target = collective or node.target
         if not isinstance(target, OpOverload):
             within = [arg for arg in node.args if isinstance(arg, OpOverload)]
             ops = "".join(f" of {op}" for op in within)
@@ -146,7 +148,12 @@ class GraphBuilder:
             raise CaptureError(f"{target} makes a number out of data, which cannot be planned")
         if target is torch.ops.aten.view.default:
             self._make_viewable(node)
-        facts = profile(target, *fx.node.map_arg((node.args, node.kwargs), _fake))
+        arguments = fx.node.map_arg((node.args, node.kwargs), _fake)
+        if collective is None:
+            facts = profile(target, *arguments)
+        else:
+            facts = modelled(collective, *arguments, node.meta["val"])
+            self.communication.append(scratch_bytes(collective, *arguments, node.meta["val"]))
         node.meta["val"] = _as_run(node, facts)
         if device_of(node).type != self.device.type:
             facts = _elsewhere(node, facts, self.device)
@@ -185,7 +192,7 @@ class GraphBuilder:
                 "outputs": fresh,
                 "cost_us": facts.cost_us,
                 "workspace_bytes": facts.workspace_bytes,
-                "recomputable": target.namespace not in COLLECTIVES,
+                "recomputable": collective is None,
                 "rng": is_random(node),
             }
         )

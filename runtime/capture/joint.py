@@ -13,6 +13,11 @@ from torch import fx
 
 from coop_plan.runtime.cache.profiles import kept_profiles
 from coop_plan.runtime.capture.builder import SNAPSHOT, GraphBuilder, is_random
+from coop_plan.runtime.capture.collectives import (
+    GROUP_THREADS,
+    collective_of,
+    complete_collectives,
+)
 from coop_plan.runtime.capture.profile import OpProfile, measured_ops
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.errors import CaptureError
@@ -78,6 +83,7 @@ def capture_joint(
         CaptureError: something that cannot be planned, named.
     """
     began, measured = time.perf_counter(), measured_ops()
+    complete_collectives(module)
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = list(output.args[0])
     device = _device_of_step(module)
@@ -92,7 +98,9 @@ def capture_joint(
         torch.cuda.empty_cache()  # of what profiling took
     random = sum(op["rng"] for op in builder.op_fields)
     states = GENERATOR_BYTES * (random + 1 if random else 0)
-    builder.add("runtime", TICKET_BYTES + states if device.type == "cpu" else 0, "buffer")
+    own = TICKET_BYTES + states if device.type == "cpu" else 0
+    communication = sum(sorted(builder.communication)[-GROUP_THREADS:])
+    builder.add("runtime", own + communication, "buffer")
     leaving = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }
@@ -227,16 +235,21 @@ def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> No
 
 
 def _forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx.Node]:
-    """What the forward's outputs need, and every random op that waits for no gradient.
+    """What the forward's outputs need, and random ops and collectives that wait for no gradient.
 
-    The latter keeps the generator's stream in program order, used by the outputs or not.
+    So the generator's stream and what ranks exchange keep the order of the program, whether the
+    outputs use them or not.
     """
     from_tangent: set[fx.Node] = set()
     for node in module.graph.nodes:
         if is_tangent(node) or any(arg in from_tangent for arg in node.all_input_nodes):
             from_tangent.add(node)
     stack = [value for value in fwd_outputs if isinstance(value, fx.Node)]
-    stack += [n for n in module.graph.nodes if is_random(n) and n not in from_tangent]
+    stack += [
+        node
+        for node in module.graph.nodes
+        if (is_random(node) or collective_of(node.target)) and node not in from_tangent
+    ]
     found: set[fx.Node] = set()
     while stack:
         node = stack.pop()

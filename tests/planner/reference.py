@@ -98,6 +98,9 @@ class Machine:
         self.rule(step.variant in bodies)
         body = bodies.get(step.variant, op)
         self.rule(op.recomputable or op.id not in self.ran)
+        once = [o.id for o in self.graph.ops if not o.recomputable]
+        if not op.recomputable:
+            self.rule(all(number in self.ran for number in once[: once.index(op.id)]))
         random_before = [o.id for o in self.graph.ops if o.rng]
         if op.rng and op.id not in self.ran:
             earlier = random_before[: random_before.index(op.id)]

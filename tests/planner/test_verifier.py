@@ -625,6 +625,23 @@ def test_random_ops_keep_their_order():
     assert (fault.code, fault.pointer) == ("rng-order", "/steps/1/op")
 
 
+def test_what_runs_once_runs_in_program_order():
+    """Two ranks that issue their collectives in different orders exchange the wrong data."""
+    graph = make_graph(
+        {1: ("activation", 4), 2: ("activation", 4), 3: ("activation", 4)},
+        [
+            {"outputs": [1], "recomputable": False},
+            {"outputs": [2]},
+            {"outputs": [3], "recomputable": False},
+        ],
+    )
+    first, free_to_move = compute(0, [], [(1, 1, 0, 4)]), compute(1, [], [(2, 2, 4, 4)])
+    second = compute(2, [], [(3, 3, 8, 4)])
+    assert find_faults(graph, plan_of(graph, [first, second, free_to_move, free(1, 2, 3)])) == []
+    (fault,) = find_faults(graph, plan_of(graph, [second, free_to_move, first, free(1, 2, 3)]))
+    assert (fault.code, fault.pointer) == ("once-order", "/steps/2/op")
+
+
 def test_any_other_order_that_respects_data():
     """Independent ops may change places."""
     graph = make_graph(

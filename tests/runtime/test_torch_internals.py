@@ -380,6 +380,24 @@ def upsampled(x):
     return nn.functional.interpolate(x, scale_factor=2.0)
 
 
+def test_a_collective_names_its_group(tmp_path):
+    with assumed("functional collectives take a group's name, and a store is behind it"):
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            group = torch.distributed.group.WORLD
+            for named in (group, group.group_name):
+                assert internals.group_ranks(named) == (group.group_name, 0)
+            internals.default_store().set("key", "value")
+            assert internals.default_store().get("key") == b"value"
+            op = torch.ops._c10d_functional.all_reduce.default
+            made = op(torch.ones(3), "sum", group.group_name)
+            assert internals.wait_for_collective(made).tolist() == [1, 1, 1]
+            assert internals.argument_names(op)[-1] == "group_name"
+        finally:
+            torch.distributed.destroy_process_group()
+
+
 def test_composite_ops_are_traced_as_cpp_on_demand():
     x = torch.ones(1, 1, 4, 4, requires_grad=True)
     op = torch.ops.aten.upsample_nearest2d.vec

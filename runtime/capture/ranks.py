@@ -1,0 +1,93 @@
+"""Ranks that exchange data inside their steps run one plan: that of their group's first rank.
+
+The n-th graph with collectives of one process group is the same step on every rank, whatever its
+clock and its caches say. The first rank of the group puts the costs that it measured, and its plan,
+into the store of the process group; the others take both. Nothing depends on it: all plans keep
+collectives in program order, so a rank whose first rank has no plan for it makes its own.
+"""
+
+import itertools
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from coop_plan.planner.verifier import InvalidPlanError, verify
+from coop_plan.runtime.capture.collectives import group_of
+from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.torch_internals import default_store, group_ranks
+from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint, parse_plan
+
+log = logging.getLogger("coop-plan")
+
+PATIENCE = timedelta(minutes=10)
+"""How long a rank waits for the plan of its group's first rank, which may be profiling."""
+
+_planned: dict[str, "itertools.count[int]"] = defaultdict(itertools.count)
+"""How many graphs with collectives of a group this process has planned."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a rank runs: a graph, with the costs that the plan was made with, and the plan."""
+
+    graph: Graph
+    plan: Plan
+    cached: bool
+
+
+def one_plan(captured: Captured, asked: str, make: Callable[[], tuple[Plan, bool]]) -> Shared:
+    """The plan of a captured step: the one that `make` makes, or that of the group's first rank.
+
+    `asked` names the question (budget, method, ...); `make` returns a plan and whether it was kept
+    in a cache.
+    """
+    group = next((found for found in map(group_of, captured.ops) if found is not None), None)
+    if group is None:
+        return Shared(captured.graph, *make())
+    name, first = group_ranks(group)
+    number = next(_planned[name])
+    key = f"coop-plan/{name}/{number}"
+    structure = f"{fingerprint(captured.graph)} {asked}"
+    if torch.distributed.get_rank() == first:
+        try:
+            shared = Shared(captured.graph, *make())
+        except BaseException:
+            default_store().set(key, json.dumps({"of": None}))
+            raise
+        costs = [op.cost_us for op in captured.graph.ops]
+        record = {"of": structure, "costs": costs, "plan": shared.plan.to_json()}
+        default_store().set(key, json.dumps(record))
+        return shared
+    taken = _take(key, structure, captured.graph, first)
+    return taken or Shared(captured.graph, *make())
+
+
+def _take(key: str, structure: str, graph: Graph, first: int) -> Shared | None:
+    """The first rank's plan, if it is one for this graph and this question, and holds."""
+    store = default_store()
+    try:
+        store.wait([key], PATIENCE)
+        record: dict[str, Any] = json.loads(store.get(key))
+    except RuntimeError as error:  # the store's own, DistStoreError: a time-out, or it is gone
+        log.warning("no plan from rank %d, planning alone: %s", first, str(error).splitlines()[0])
+        return None
+    if record["of"] != structure:
+        return None  # another shape, another budget, or no plan at all: said where it was made
+    ops = [
+        op.model_copy(update={"cost_us": cost})
+        for op, cost in zip(graph.ops, record["costs"], strict=True)
+    ]
+    same = graph.model_copy(update={"ops": ops})
+    try:
+        plan = parse_plan(record["plan"], source=f"plan of rank {first}")
+        verify(same, plan)
+    except (InvalidInputError, InvalidPlanError) as error:
+        log.warning("the plan of rank %d does not hold here, planning alone: %s", first, error)
+        return None
+    return Shared(same, plan, cached=True)
