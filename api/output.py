@@ -61,7 +61,7 @@ def _temporary(path: Path) -> Iterator[Path]:
 
 def figures(plan: Plan) -> dict[str, Any]:
     """A plan without its steps."""
-    return plan.model_dump(by_alias=True, exclude={"steps"})
+    return {name: value for name, value in plan.to_dict().items() if name != "steps"}
 
 
 def print_plan(plan: Plan, op_count: int, unmodelled: Sequence[str] = ()) -> None:

@@ -4,10 +4,9 @@ import asyncio
 from importlib import metadata
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import ConfigDict
-from pydantic.json_schema import models_json_schema
 
 from coop_plan.api import problems
 from coop_plan.api.problems import ProblemError
@@ -16,10 +15,8 @@ from coop_plan.planner.cache.store import PlanStore, StoredPlan, planner_version
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import (
     Graph,
-    InvalidInputError,
     Plan,
     fingerprint,
-    parse_graph,
 )
 from coop_plan.schemas._parse import parse
 
@@ -45,12 +42,10 @@ EXAMPLE: dict[str, Any] = {
 }
 
 
-class PlanRequest(PlanOptions):
+class PlanRequest(PlanOptions, frozen=True, kw_only=True):
     """What `POST /plan` takes; the names are those of the command line."""
 
-    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [EXAMPLE]})
-
-    graph: dict[str, Any]
+    graph: Graph
 
 
 class Planner:
@@ -64,20 +59,16 @@ class Planner:
     def read(self, body: bytes) -> tuple[str, Graph, PlanRequest]:
         """The key, graph and options of a request body."""
         request = parse(PlanRequest, body)
-        ops = request.graph.get("ops")
-        if isinstance(ops, list) and len(ops) > self._max_ops:
+        ops = len(request.graph.ops)
+        if ops > self._max_ops:
             raise ProblemError(
                 "too-many-ops",
-                f"{len(ops)} ops; this server takes {self._max_ops}",
+                f"{ops} ops; this server takes {self._max_ops}",
                 max_ops=self._max_ops,
             )
-        try:
-            graph = parse_graph(request.graph)
-        except InvalidInputError as error:
-            raise InvalidInputError(error.message, f"/graph{error.pointer}") from None
-        links = request.on(graph).device.linked
-        key = request.key(fingerprint(graph), planner_version(), links=links)
-        return key, graph, request
+        links = request.on(request.graph).device.linked
+        key = request.key(fingerprint(request.graph), planner_version(), links=links)
+        return key, request.graph, request
 
     async def answer(self, body: bytes) -> tuple[str, Plan, bool]:
         """The key, the plan for the request's own graph, and whether it came from the store."""
@@ -122,22 +113,24 @@ def create_app(
     app = FastAPI(title="coop-plan", version=version, redoc_url=None)
     problems.install(app)
     planner = Planner(store, max_ops)
-    _, definitions = models_json_schema(
-        [(PlanRequest, "validation"), (Graph, "validation")],
-        ref_template="#/components/schemas/{model}",
+    _, schemas = msgspec.json.schema_components(
+        [PlanRequest, Plan], ref_template="#/components/schemas/{name}"
     )
-    schemas = definitions["$defs"]
-    schemas["PlanRequest"]["properties"]["graph"] = {"$ref": "#/components/schemas/Graph"}
     problem = {
         name: {"description": title, "content": {problems.MEDIA_TYPE: {}}}
         for name, (_, title) in problems.PROBLEMS.items()
     }
 
+    plan_content = {
+        "description": "A plan",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Plan"}}},
+    }
+
     @app.post(
         "/plan",
         summary="Plan a graph within a budget",
-        response_model=Plan,
         responses={
+            200: plan_content,
             409: problem["budget-infeasible"],
             413: problem["body-too-large"],
             422: problem["invalid-input"],
@@ -163,7 +156,11 @@ def create_app(
         }
         return Response(made.to_json(), media_type="application/json", headers=headers)
 
-    @app.get("/plans/{key}", summary="A stored plan", responses={404: problem["not-found"]})
+    @app.get(
+        "/plans/{key}",
+        summary="A stored plan",
+        responses={200: plan_content, 404: problem["not-found"]},
+    )
     async def get_plan(key: str) -> Response:
         made = await asyncio.to_thread(planner.stored, key)
         if made is None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coop_plan.schemas import Graph
+from coop_plan.schemas import Graph, parse_graph
 
 FLOPS_PER_US, BYTES_PER_US = 150e6, 1.2e6
 """About what an A100 reaches in bf16."""
@@ -100,6 +100,6 @@ def gpt(layers: int, tokens: int = 4096, width: int = 1024, length: int = 512) -
         (dx,) = b.op("layer_norm_backward", [dn1, x, s1], x_bytes)
         (d,) = b.op("add", [dx, d1], x_bytes, inplace=True)
     b.op("embedding_backward", [d], weight, kind="output")
-    return Graph.model_validate(
+    return parse_graph(
         {"schema": "coop-plan/graph/1", "name": f"gpt {layers}", "tensors": b.tensors, "ops": b.ops}
     )

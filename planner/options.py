@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypedDict
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
+from msgspec import Meta, field
+from msgspec.structs import fields as struct_fields
 
 from coop_plan.planner.method import MethodInfo
 from coop_plan.planner.registry import METHODS
@@ -19,43 +19,14 @@ from coop_plan.schemas import (
     parse_bytes,
     parse_rate,
 )
-from coop_plan.schemas._parse import Model, parse
+from coop_plan.schemas._parse import Model, escape, parse
 
 MAX_ALIGNMENT = 1 << 30
 MAX_SEED = (1 << 63) - 1
 
 
-def _budget(value: object) -> object:
-    if isinstance(value, Budget):
-        return value
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise InvalidInputError('a budget is bytes, "12GiB", "50%" or "min"', "/budget")
-    try:
-        return parse_budget(value)
-    except InvalidInputError as error:
-        raise InvalidInputError(error.message, "/budget") from None
-
-
-def _host_budget(value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise InvalidInputError("a budget of the host is bytes or a size", "/host_budget")
-    try:
-        return parse_bytes(str(value))
-    except InvalidInputError as error:
-        raise InvalidInputError(error.message, "/host_budget") from None
-
-
-def _link(value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise InvalidInputError('a link is bytes per second or "25GB/s"', "/link")
-    try:
-        return parse_rate(str(value))
-    except InvalidInputError as error:
-        raise InvalidInputError(error.message, "/link") from None
+MAX_SECONDS = 1e9
+"""A time limit of a generation: deadlines are sums with the clock."""
 
 
 class OptionFields(TypedDict, total=False):
@@ -72,7 +43,7 @@ class OptionFields(TypedDict, total=False):
     switches: Mapping[str, bool]
 
 
-class PlanOptions(Model):
+class PlanOptions(Model, frozen=True, kw_only=True):
     """
     One validated request but for its graph; the names are those of the command line and of REST.
 
@@ -91,28 +62,42 @@ class PlanOptions(Model):
         switches: ablation switches of the method; false turns one off.
     """
 
-    budget: Annotated[
-        Budget,
-        BeforeValidator(_budget),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}]}),
-    ]
+    budget_: str | int = field(name="budget")
     method: str = "coop-offline"
-    time_limit: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED, strict=True)] = 0
+    time_limit: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 0
     solver: str | None = None
     outputs: Outputs = "outside"
-    alignment: Annotated[int, Field(strict=True)] = 512
-    host_budget: Annotated[
-        int | None,
-        BeforeValidator(_host_budget),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}),
-    ] = None
-    link: Annotated[
-        int | None,
-        BeforeValidator(_link),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}),
-    ] = None
-    switches: Mapping[str, Annotated[bool, Field(strict=True)]] = {}
+    alignment: int = 512
+    host_budget_: str | int | None = field(name="host_budget", default=None)
+    link_: str | int | None = field(name="link", default=None)
+    switches: dict[str, bool] = {}
+
+    def __post_init__(self) -> None:
+        """Refuse what is of the right type and still no request."""
+        for name in ("budget", "host_budget", "link"):
+            try:
+                getattr(self, name)
+            except InvalidInputError as error:
+                raise InvalidInputError(error.message, f"/{name}") from None
+        alignment = self.alignment
+        if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
+            raise InvalidInputError(
+                f"alignment {alignment} is not a power of two between 1 and {MAX_ALIGNMENT}",
+                "/alignment",
+            )
+        if self.method not in METHODS:
+            known = ", ".join(METHODS)
+            message = f"unknown method '{self.method[:50]}': choose from {known}"
+            raise InvalidInputError(message, "/method")
+        info = self.info
+        if self.solver is not None and not info.takes_solver:
+            raise InvalidInputError(f"{self.method} takes no solver", "/solver")
+        for switch in self.switches:
+            if switch not in info.switches:
+                known = ", ".join(info.switches) or "none"
+                message = f"{self.method} has no switch '{switch[:50]}' (it has: {known})"
+                raise InvalidInputError(message, f"/switches/{escape(switch[:50])}")
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
@@ -123,6 +108,21 @@ class PlanOptions(Model):
             InvalidInputError: naming the field (`/budget`) and what is wrong with it.
         """
         return parse(cls, dict(fields))
+
+    @property
+    def budget(self) -> Budget:
+        """The budget, before it meets a graph."""
+        return parse_budget(self.budget_)
+
+    @property
+    def host_budget(self) -> int | None:
+        """Bytes of the host for copies of tensors, None for no limit."""
+        return None if self.host_budget_ is None else parse_bytes(str(self.host_budget_))
+
+    @property
+    def link(self) -> int | None:
+        """Bytes per second to the host and back, None for the graph's own."""
+        return None if self.link_ is None else parse_rate(str(self.link_))
 
     @property
     def info(self) -> MethodInfo:
@@ -151,8 +151,7 @@ class PlanOptions(Model):
         not hold where there are none.
         """
         # A request has more fields than its options.
-        plain = PlanOptions.model_fields.keys() - {"budget", "switches"}
-        asked = self.model_dump(mode="json", include=plain)
+        asked = {name: getattr(self, name) for name in OPTION_NAMES if name != "switches"}
         asked |= {
             "budget": [self.budget.kind, str(self.budget.value.normalize())],
             "off": sorted(self.off),
@@ -161,38 +160,6 @@ class PlanOptions(Model):
         text = json.dumps([planner, fingerprint, costs, asked], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
-    @field_validator("method")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in METHODS:
-            known = ", ".join(METHODS)
-            raise InvalidInputError(f"unknown method '{name}': choose from {known}", "/method")
-        return name
 
-    @field_validator("time_limit")
-    @classmethod
-    def _finite(cls, seconds: float | None) -> float | None:
-        # A deadline is a sum with the clock: what is beyond a century is no limit at all.
-        return None if seconds is None else min(seconds, math.pi * 1e9)
-
-    @field_validator("alignment")
-    @classmethod
-    def _power_of_two(cls, alignment: int) -> int:
-        if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
-            raise InvalidInputError(
-                f"alignment {alignment} is not a power of two between 1 and {MAX_ALIGNMENT}",
-                "/alignment",
-            )
-        return alignment
-
-    @model_validator(mode="after")
-    def _of_the_method(self) -> Self:
-        info = self.info
-        if self.solver is not None and not info.takes_solver:
-            raise InvalidInputError(f"{self.method} takes no solver", "/solver")
-        for switch in self.switches:
-            if switch not in info.switches:
-                known = ", ".join(info.switches) or "none"
-                message = f"{self.method} has no switch '{switch}' (it has: {known})"
-                raise InvalidInputError(message, f"/switches/{switch}")
-        return self
+OPTION_NAMES = tuple(option.encode_name for option in struct_fields(PlanOptions))
+"""The names of all options, as every door writes them."""

@@ -16,7 +16,7 @@ from coop_plan.planner.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import OptionFields, PlanOptions
 from coop_plan.planner.verifier import verify
-from coop_plan.schemas import Budget, Graph, Plan
+from coop_plan.schemas import Graph, Plan
 
 SMALL_PROBLEM_OPS = 100
 """Up to here the smallest feasible budget is searched to the last aligned byte."""
@@ -83,7 +83,7 @@ class _Task:
 
 def plan(
     graph: Graph,
-    budget: PlanOptions | Budget | str | int,
+    budget: PlanOptions | str | int,
     *,
     progress: Callable[[Progress], None] | None = None,
     **fields: Unpack[OptionFields],

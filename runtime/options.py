@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.options import OPTION_NAMES, PlanOptions
 from coop_plan.runtime.errors import OptionsError
 from coop_plan.schemas import InvalidInputError
 
@@ -52,7 +52,7 @@ class Options:
             OptionsError: no budget, an unknown name, or a value that cannot be used.
         """
         values = {"outputs": OUTPUTS} | dict(given or {})
-        known = [*PlanOptions.model_fields, *OURS]
+        known = [*OPTION_NAMES, *OURS]
         for name in values:
             if name not in known:
                 raise OptionsError(f"unknown option '{name}': known are {', '.join(known)}")

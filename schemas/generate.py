@@ -5,14 +5,15 @@ import json
 import sys
 from pathlib import Path
 
-from pydantic import BaseModel
+import msgspec
 
+from coop_plan.schemas._parse import Model
 from coop_plan.schemas.graph import Graph
 from coop_plan.schemas.plan import Plan
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-DOCUMENTS: dict[str, tuple[type[BaseModel], str, str]] = {
+DOCUMENTS: dict[str, tuple[type[Model], str, str]] = {
     "graph.schema.json": (Graph, "coop-plan/graph/1", "Profiled graph of one training step"),
     "plan.schema.json": (Plan, "coop-plan/plan/1", "Joint schedule of one training step"),
 }
@@ -23,17 +24,12 @@ def render(name: str) -> str:
     """The text of the schema file `name`."""
     model, contract, title = DOCUMENTS[name]
     head = {"$schema": DIALECT, "$id": f"urn:{contract.replace('/', ':')}", "title": title}
-    document = head | {
-        key: value
-        for key, value in model.model_json_schema(by_alias=True).items()
-        if key not in head
-    }
-    # The parser tells steps apart by `do`, so it is required there although it has a default.
-    for definition in document["$defs"].values():
-        for field, content in definition.get("properties", {}).items():
-            if "const" in content and field not in definition.get("required", []):
-                definition["required"] = [field, *definition.get("required", [])]
-    return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    document = msgspec.json.schema(model)
+    # The document itself stands at the top, what it consists of below.
+    own = document["$defs"].pop(model.__name__)
+    whole = head | {key: value for key, value in own.items() if key not in head}
+    whole["$defs"] = document["$defs"]
+    return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
 
 
 def stale(folder: Path) -> list[str]:

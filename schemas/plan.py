@@ -1,24 +1,27 @@
 """The joint schedule of one training step, `coop-plan/plan/1`."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from msgspec import Meta, field
 
 from coop_plan.schemas import _parse
 from coop_plan.schemas._parse import Model
-from coop_plan.schemas.graph import Bytes, Id, Micros
+from coop_plan.schemas.graph import Bytes, Id
 
-Ratio = Annotated[float, Field(strict=True)]
+# The upper limits keep out what is no number: infinity.
+Ratio = Annotated[float, Meta(ge=-1, le=1e300)]
+Cost = Annotated[float, Meta(ge=0, le=1e300)]
+Count = Annotated[int, Meta(ge=0)]
 
 
-class TensorRead(Model):
+class TensorRead(Model, frozen=True):
     """A read of a tensor outside the arena: a resident one, or an output that left the step."""
 
     tensor: Id
 
 
-class Write(Model):
+class Write(Model, frozen=True):
     """
     One buffer made by a compute step: `tensor` materialized at `offset` in the arena.
 
@@ -31,17 +34,17 @@ class Write(Model):
     bytes: Bytes
 
 
-class Workspace(Model):
+class Workspace(Model, frozen=True):
     """Scratch of one compute step in the arena."""
 
     offset: Bytes = 0
     bytes: Bytes = 0
 
 
-class Compute(Model):
+class Compute(Model, frozen=True, kw_only=True, tag_field="do", tag="compute"):
     """Run op `op`. `reads` follow the op's inputs and `writes` its outputs, one by one."""
 
-    do: Literal["compute"] = "compute"
+    do: ClassVar[str] = "compute"
     op: Id
     variant: str | None = None
     reads: list[Id | TensorRead]
@@ -49,14 +52,14 @@ class Compute(Model):
     workspace: Workspace = Workspace()
 
 
-class Free(Model):
+class Free(Model, frozen=True, tag_field="do", tag="free"):
     """The buffers that end here."""
 
-    do: Literal["free"] = "free"
+    do: ClassVar[str] = "free"
     buffers: list[Id]
 
 
-class Offload(Model):
+class Offload(Model, frozen=True, omit_defaults=True, tag_field="do", tag="offload"):
     """
     Start copying a buffer to the host; the buffer must stay until a `wait` on it.
 
@@ -64,30 +67,30 @@ class Offload(Model):
     from it.
     """
 
-    do: Literal["offload"] = "offload"
+    do: ClassVar[str] = "offload"
     buffer: Id
-    host_offset: Bytes | None = Field(default=None, exclude_if=lambda offset: offset is None)
+    host_offset: Bytes | None = None
 
 
-class Prefetch(Model):
+class Prefetch(Model, frozen=True, tag_field="do", tag="prefetch"):
     """Start copying the host's copy of buffer `from` into a new buffer; readable after a `wait`."""
 
-    do: Literal["prefetch"] = "prefetch"
+    do: ClassVar[str] = "prefetch"
     buffer: Id
     tensor: Id
     offset: Bytes
     bytes: Bytes
-    from_: Id = Field(alias="from")
+    from_: Id = field(name="from")
 
 
-class Wait(Model):
+class Wait(Model, frozen=True, tag_field="do", tag="wait"):
     """Wait for the transfer that was last started on a buffer."""
 
-    do: Literal["wait"] = "wait"
+    do: ClassVar[str] = "wait"
     buffer: Id
 
 
-Step = Annotated[Compute | Free | Offload | Prefetch | Wait, Field(discriminator="do")]
+Step = Compute | Free | Offload | Prefetch | Wait
 
 
 Outputs = Literal["outside", "arena", "gradients"]
@@ -95,7 +98,7 @@ Outputs = Literal["outside", "arena", "gradients"]
 in the arena, and the forward's (loss, logits) outside."""
 
 
-class Plan(Model):
+class Plan(Model, frozen=True, kw_only=True):
     """
     A joint schedule and its figures. Sizes are bytes, costs µs.
 
@@ -112,38 +115,34 @@ class Plan(Model):
     default body, and nothing is moved to the host.
     """
 
-    schema_: Literal["coop-plan/plan/1"] = Field(alias="schema")
-    graph: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+    schema_: Literal["coop-plan/plan/1"] = field(name="schema")
+    graph: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
     method: str
     status: Literal["optimal", "feasible"]
     budget_bytes: Bytes
     host_budget_bytes: Bytes | None = None
-    link_bytes_per_s: Annotated[float, Field(ge=0, strict=True)] | None = None
+    link_bytes_per_s: Cost | None = None
     resident_bytes: Bytes
     arena_bytes: Bytes
     host_arena_bytes: Bytes = 0
     peak_bytes: Bytes
-    base_cost_us: Micros
-    cost_us: Micros
+    base_cost_us: Cost
+    cost_us: Cost
     overhead: Ratio
-    lower_bound_us: Micros | None = None
+    lower_bound_us: Cost | None = None
     lower_bound_model: Literal["any", "program-order"] | None = None
     fragmentation: Ratio
     eviction_free_ratio: Ratio | None = None
-    evictions: Annotated[int, Field(ge=0, strict=True)] | None = None
-    recomputed_ops: Annotated[int, Field(ge=0, strict=True)]
+    evictions: Count | None = None
+    recomputed_ops: Count
     swapped_bytes: Bytes
-    prefetch_stall_us: Micros = 0.0
-    offload_stall_us: Micros = 0.0
-    solve_seconds: Annotated[float, Field(ge=0, strict=True)]
-    alignment: Annotated[int, Field(ge=1, strict=True)] = 512
+    prefetch_stall_us: Cost = 0.0
+    offload_stall_us: Cost = 0.0
+    solve_seconds: Cost
+    alignment: Annotated[int, Meta(ge=1)] = 512
     outputs: Outputs = "outside"
     versions: dict[str, str] = {}
     steps: list[Step]
-
-    def to_json(self) -> str:
-        """The document as compact JSON text."""
-        return self.model_dump_json(by_alias=True)
 
 
 def parse_plan(document: str | bytes | dict[str, Any], source: str = "") -> Plan:

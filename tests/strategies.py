@@ -77,7 +77,7 @@ class _Draft:
             ]
             ops.append(Op(id=(len(self.ops) - position) * 2, **fields))
         return Graph(
-            schema="coop-plan/graph/1",
+            schema_="coop-plan/graph/1",
             device=Device(
                 h2d_bytes_per_s=self.draw(st.sampled_from([4e6, 1e6, 1e7 / 3])),
                 d2h_bytes_per_s=self.draw(st.sampled_from([2e6, 4e6, 1e7 / 3])),

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from random import Random
 
+import msgspec
+
 from coop_plan.schemas import (
     Compute,
     Free,
@@ -17,20 +19,23 @@ from coop_plan.schemas import (
     Workspace,
     Write,
     fingerprint,
+    parse_graph,
+    parse_plan,
 )
 
 
 def make_graph(tensors: dict[int, tuple[str, int]], ops: list[dict], **fields) -> Graph:
     """A graph from `{id: (kind, bytes)}` and op dicts; costs are 1 µs, ids positions by default."""
-    return Graph(
-        schema="coop-plan/graph/1",
-        tensors=[{"id": t, "kind": kind, "bytes": size} for t, (kind, size) in tensors.items()],
-        ops=[
+    document = {
+        "schema": "coop-plan/graph/1",
+        "tensors": [{"id": t, "kind": kind, "bytes": size} for t, (kind, size) in tensors.items()],
+        "ops": [
             {"id": number, "name": "op", "inputs": [], "outputs": [], "cost_us": 1.0, **op}
             for number, op in enumerate(ops)
         ],
         **fields,
-    )
+    }
+    return parse_graph(msgspec.to_builtins(document))
 
 
 def needed_versions(graph: Graph) -> dict[tuple[int, int], int]:
@@ -64,21 +69,20 @@ def outside_outputs(graph: Graph, outputs: str) -> set[int]:
 def make_plan(graph: Graph, steps: list, *, outputs="outside", alignment=1, **figures) -> Plan:
     """The plan of these steps with figures measured here; `figures` overrides any field."""
     measured = measure(graph, steps, outputs)
-    return Plan(
-        **{
-            "schema": "coop-plan/plan/1",
-            "graph": fingerprint(graph),
-            "method": "test",
-            "status": "feasible",
-            "budget_bytes": measured["peak_bytes"],
-            "solve_seconds": 0.0,
-            "alignment": alignment,
-            "outputs": outputs,
-            "steps": steps,
-            **measured,
-            **figures,
-        }
-    )
+    document = {
+        "schema": "coop-plan/plan/1",
+        "graph": fingerprint(graph),
+        "method": "test",
+        "status": "feasible",
+        "budget_bytes": measured["peak_bytes"],
+        "solve_seconds": 0.0,
+        "alignment": alignment,
+        "outputs": outputs,
+        "steps": steps,
+        **measured,
+        **figures,
+    }
+    return parse_plan(msgspec.to_builtins(document))
 
 
 def measure(graph: Graph, steps: list, outputs: str) -> dict:
@@ -428,6 +432,6 @@ class PlanWriter:
 
 def edit(plan: Plan, change: Callable[[dict], None]) -> Plan:
     """The plan after `change` of its decoded document."""
-    document = plan.model_dump(by_alias=True)
+    document = plan.to_dict()
     change(document)
-    return Plan.model_validate(document)
+    return parse_plan(document)

@@ -43,7 +43,7 @@ def assemble(
     moved = schedule.trace.moved[schedule.trace.moved >= 0]
     steps = _Steps(placed, host_offsets)
     return Plan(
-        schema="coop-plan/plan/1",
+        schema_="coop-plan/plan/1",
         graph=fingerprint(problem.graph),
         method=method,
         status=status,
@@ -74,16 +74,9 @@ def assemble(
     )
 
 
-ALL_SET: dict[type, set[str]] = {
-    model: set(model.model_fields)
-    for model in (Compute, Free, OffloadStep, PrefetchStep, WaitStep, TensorRead, Workspace, Write)
-}
-"""The fields of each part of a step, all of which are set."""
-
-
 class _Steps:
     """
-    The plan's steps. Validation is left out: there are tens of thousands, all made here.
+    The plan's steps.
 
     What most of them repeat is one object each: building them is the larger part of the work.
     """
@@ -97,11 +90,11 @@ class _Steps:
         self.workspace: list[int] = placed.workspace_offset.tolist()
         self.host_offsets = iter(host_offsets.tolist())
         self.named = {
-            t: TensorRead.model_construct(ALL_SET[TensorRead], tensor=tensor.id)
+            t: TensorRead(tensor=tensor.id)
             for t, tensor in enumerate(tensors)
             if problem.resident[t] or problem.outside[t]
         }
-        self.no_workspace = Workspace.model_construct(ALL_SET[Workspace], offset=0, bytes=0)
+        self.no_workspace = Workspace(offset=0, bytes=0)
         self.next_buffer = len(self.tensor)  # ids of outputs outside the arena follow the others
 
     def copied_bytes(self, moved: Ints) -> int:
@@ -118,22 +111,13 @@ class _Steps:
                 case Run():
                     steps.append(self._compute(event, self.workspace[number]))
                 case Offload(buffer):
-                    steps.append(
-                        OffloadStep.model_construct(
-                            ALL_SET[OffloadStep],
-                            do="offload",
-                            buffer=buffer,
-                            host_offset=next(self.host_offsets),
-                        )
-                    )
+                    steps.append(OffloadStep(buffer=buffer, host_offset=next(self.host_offsets)))
                 case Prefetch():
                     steps.append(self._prefetch(event))
                 case Wait(buffer):
-                    steps.append(
-                        WaitStep.model_construct(ALL_SET[WaitStep], do="wait", buffer=buffer)
-                    )
+                    steps.append(WaitStep(buffer=buffer))
             if ends[number]:
-                steps.append(Free.model_construct(ALL_SET[Free], do="free", buffers=ends[number]))
+                steps.append(Free(buffers=ends[number]))
         return steps
 
     def _ends(self) -> list[list[int]]:
@@ -158,8 +142,7 @@ class _Steps:
             else:
                 offset, number = self.offset[buffer], buffer
             writes.append(
-                Write.model_construct(
-                    ALL_SET[Write],
+                Write(
                     buffer=number,
                     tensor=problem.graph.tensors[t].id,
                     offset=offset,
@@ -168,12 +151,8 @@ class _Steps:
             )
         workspace = self.no_workspace
         if body.workspace_bytes:
-            workspace = Workspace.model_construct(
-                ALL_SET[Workspace], offset=workspace_offset, bytes=body.workspace_bytes
-            )
-        return Compute.model_construct(
-            ALL_SET[Compute],
-            do="compute",
+            workspace = Workspace(offset=workspace_offset, bytes=body.workspace_bytes)
+        return Compute(
             op=problem.graph.ops[body.op].id,
             variant=body.variant,
             reads=[
@@ -186,9 +165,7 @@ class _Steps:
 
     def _prefetch(self, event: Prefetch) -> PrefetchStep:
         t = self.tensor[event.buffer]
-        return PrefetchStep.model_construct(
-            ALL_SET[PrefetchStep],
-            do="prefetch",
+        return PrefetchStep(
             buffer=event.buffer,
             tensor=self.problem.graph.tensors[t].id,
             offset=self.offset[event.buffer],

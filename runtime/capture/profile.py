@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
 
 from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
@@ -101,7 +101,6 @@ class OpProfile:
 
 _profiles: dict[object, OpProfile] = {}
 _measured = 0
-_record = TypeAdapter(OpProfile)
 
 
 def measured_ops() -> int:
@@ -125,7 +124,7 @@ def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
             found = _parse(cache.get(name))
             if found is None:
                 found = _measure_anew(target, args, kwargs)
-                cache.put(name, _record.dump_json(found).decode())
+                cache.put(name, msgspec.json.encode(found).decode())
         _profiles[key] = found
     return found
 
@@ -142,8 +141,8 @@ def _parse(record: str | None) -> OpProfile | None:
     if record is None:
         return None
     try:
-        return _record.validate_json(record, strict=True)
-    except ValidationError:
+        return msgspec.json.decode(record, type=OpProfile)
+    except msgspec.DecodeError:
         return None  # damaged: what is measured now replaces it
 
 

@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from coop_plan.api.output import print_plan
-from coop_plan.schemas import Compute, Free, Offload, Prefetch, Wait, load_graph, load_plan
+from coop_plan.schemas import (
+    Compute,
+    Free,
+    Offload,
+    Prefetch,
+    TensorRead,
+    Wait,
+    Write,
+    load_graph,
+    load_plan,
+)
 from tests.support import make_graph, make_plan
 
 
@@ -240,13 +250,14 @@ def test_what_is_moved_to_the_host_is_printed(capsys):
         [{"inputs": [0], "outputs": [1]}, {"inputs": [1], "outputs": [2]}],
         device={"d2h_bytes_per_s": 1e6, "h2d_bytes_per_s": 2e6},
     )
-    first = {"op": 0, "reads": [{"tensor": 0}]}
-    first["writes"] = [{"buffer": 1, "tensor": 1, "offset": 0, "bytes": 2048}]
-    second = {"op": 1, "reads": [2]}
-    second["writes"] = [{"buffer": 3, "tensor": 2, "offset": None, "bytes": 8}]
-    back = {"buffer": 2, "tensor": 1, "offset": 0, "bytes": 2048, "from": 1}
-    steps = [Compute(**first), Offload(buffer=1, host_offset=0), Wait(buffer=1), Free(buffers=[1])]
-    steps += [Prefetch(**back), Wait(buffer=2), Compute(**second), Free(buffers=[2])]
+    made = Write(buffer=1, tensor=1, offset=0, bytes=2048)
+    left = Write(buffer=3, tensor=2, offset=None, bytes=8)
+    steps = [
+        Compute(op=0, reads=[TensorRead(tensor=0)], writes=[made]),
+        *(Offload(buffer=1, host_offset=0), Wait(buffer=1), Free(buffers=[1])),
+        *(Prefetch(buffer=2, tensor=1, offset=0, bytes=2048, from_=1), Wait(buffer=2)),
+        *(Compute(op=1, reads=[2], writes=[left]), Free(buffers=[2])),
+    ]
     print_plan(make_plan(graph, steps), 2)
     said = capsys.readouterr().out
     assert "swapped         4.00 KiB, both ways together" in said

@@ -477,7 +477,7 @@ def test_the_worker_starts_without_what_it_does_not_need():
         text=True,
         check=True,
     ).stdout.split()
-    assert not {"numba", "numpy", "pydantic", "ortools"}.intersection(loaded)
+    assert not {"numba", "numpy", "msgspec", "ortools"}.intersection(loaded)
     ours = {name for name in loaded if name.startswith("coop_plan.planner.exact.")}
     assert {name.rpartition(".")[2] for name in ours} == {
         "model",

@@ -80,10 +80,10 @@ BAD = [
     (("recomputed_ops", True), "/recomputed_ops"),
     (("alignment", 0), "/alignment"),
     (("outputs", "both"), "/outputs"),
-    (("versions", {"python": 3}), "/versions/python"),
+    (("versions", {"python": 3}), "/versions"),
     (("color", 1), "/color"),
     (("steps", 0, "color", 1), "/steps/0/color"),
-    (("steps", 0, "do", "dance"), "/steps/0"),
+    (("steps", 0, "do", "dance"), "/steps/0/do"),
     (("steps", 0, "reads", 0, -1), "/steps/0/reads/0"),
     (("steps", 0, "reads", 1, {"tensor": -3}), "/steps/0/reads/1/tensor"),
     (("steps", 0, "reads", 1, {"tensor": 3, "color": 1}), "/steps/0/reads/1/color"),
@@ -92,7 +92,7 @@ BAD = [
     (("steps", 0, "workspace", None), "/steps/0/workspace"),
     (("steps", 1, "buffers", [4, "5"]), "/steps/1/buffers/1"),
     (("steps", 3, "offset", None), "/steps/3/offset"),
-    (("steps", 4, {"buffer": 31}), "/steps/4"),
+    (("steps", 4, {"buffer": 31}), "/steps/4/do"),
 ]
 
 
