@@ -6,9 +6,11 @@ the command that needs them.
 """
 
 import contextlib
+import difflib
+import errno
 import gc
 import json
-import signal
+import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -24,12 +26,14 @@ from coop_plan.api.exits import (
     EXIT_INVALID,
     EXIT_TIME,
     fail,
+    interruptions,
 )
 from coop_plan.api.place import place
+from coop_plan.api.seconds import Seconds
 
 if TYPE_CHECKING:
     from coop_plan.planner import PlanOptions, Progress
-    from coop_plan.schemas import Graph, Outputs
+    from coop_plan.schemas import Graph, InvalidInputError, Outputs
 
 
 class DefaultGroup(click.Group):
@@ -39,6 +43,10 @@ class DefaultGroup(click.Group):
         """Put the default command in front of arguments that name no command."""
         own = {"--help", "-h", "--version"}
         if args and args[0] not in self.commands and args[0] not in own:
+            meant = difflib.get_close_matches(args[0], self.commands, n=1)
+            if meant and not Path(args[0]).exists():
+                message = f"no command and no file '{args[0]}': did you mean '{meant[0]}'?"
+                raise click.UsageError(message)
             args = ["plan", *args]
         return super().parse_args(ctx, args)
 
@@ -69,7 +77,7 @@ def cli() -> None:
 @click.option(
     "--method", default="coop-offline", show_default=True, help="See `coop-plan methods`."
 )
-@click.option("--time-limit", type=click.FloatRange(min=0), metavar="S", help="Seconds.")
+@click.option("--time-limit", type=Seconds(), metavar="S", help="Seconds.")
 @click.option("--seed", type=int, default=0, show_default=True, help="One seed, one plan.")
 @click.option("--alignment", type=int, default=512, show_default=True, help="Of offsets, in bytes.")
 @click.option(
@@ -170,17 +178,23 @@ def infeasible(error: Any) -> dict[str, Any]:
 @cli.command(short_help="Check PLAN against GRAPH, independently of the methods.")
 @click.argument("graph")
 @click.argument("plan")
-def verify(graph: str, plan: str) -> None:
-    """Replay PLAN on GRAPH with code that shares nothing with the methods.
+@click.option("--budget", metavar="SIZE", help="Hold it against this one, not the plan's own.")
+def verify(graph: str, plan: str, budget: str | None) -> None:
+    """Replay PLAN on GRAPH with code that shares nothing with the methods; - is stdin.
 
     Exit 0 when it holds, 1 with the faults when it does not, 2 when a document cannot be read or
     the plan is for another graph.
     """
     from coop_plan.planner import find_faults
-    from coop_plan.schemas import format_bytes, load_plan
+    from coop_plan.schemas import format_bytes, load_plan, parse_bytes, parse_plan
 
+    if graph == plan == "-":
+        raise click.UsageError("stdin holds GRAPH or PLAN, not both")
+    limit_bytes = None if budget is None else parse_bytes(budget)
     document = _read_graph(graph)
-    made = load_plan(plan)
+    made = parse_plan(_stdin(), "stdin") if plan == "-" else load_plan(plan)
+    if limit_bytes is not None:
+        made = made.model_copy(update={"budget_bytes": limit_bytes})
     faults = find_faults(document, made)
     if not faults:
         peak, limit = format_bytes(made.peak_bytes), format_bytes(made.budget_bytes)
@@ -263,9 +277,14 @@ def serve(host: str, port: int, store: str | None, max_body: str, max_ops: int) 
 def _read_graph(source: str) -> "Graph":
     from coop_plan.schemas import load_graph, parse_graph
 
-    if source == "-":
-        return parse_graph(sys.stdin.buffer.read(), source="stdin")
-    return load_graph(source)
+    return parse_graph(_stdin(), "stdin") if source == "-" else load_graph(source)
+
+
+def _stdin() -> bytes:
+    """What stdin holds; it may be closed."""
+    if sys.stdin is None:
+        fail("stdin: cannot be read: it is closed", EXIT_INVALID)
+    return sys.stdin.buffer.read()
 
 
 @contextlib.contextmanager
@@ -308,38 +327,15 @@ def _without_collections() -> Iterator[None]:
 cli.add_command(place)
 
 
-@contextlib.contextmanager
-def _interrupts_get_through() -> Iterator[None]:
-    """Raise KeyboardInterrupt again when Python dropped it.
-
-    It drops what is raised in a callback of the import system or a finalizer, and the imports of
-    the planners take a second.
-    """
-    hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
-
-    def dropped(unraisable: Any) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.01)
-        else:
-            hook(unraisable)
-
-    sys.unraisablehook = dropped
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        sys.unraisablehook = hook
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; every user's mistake ends in one line and an exit code."""
-    with _interrupts_get_through():
+    with interruptions() as interrupted:
         try:
             _run(arguments)
         except (click.Abort, KeyboardInterrupt):
             fail("interrupted", EXIT_INTERRUPTED)
+        if interrupted:  # the method answered with the best it had
+            fail("interrupted: this is the best plan until then", EXIT_INTERRUPTED)
 
 
 def _run(arguments: list[str] | None) -> None:
@@ -347,9 +343,12 @@ def _run(arguments: list[str] | None) -> None:
 
     try:
         cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except InvalidInputError as error:
-        # An option is named by its message; only a place inside a document needs saying.
-        fail(error if error.source else error.message, EXIT_INVALID)
+        fail(error if error.source else _of_an_option(error), EXIT_INVALID)
+    except click.exceptions.NoArgsIsHelpError:
+        fail("no GRAPH given (see coop-plan --help)", EXIT_INVALID)
     except click.UsageError as error:
         fail(f"{error.format_message()} (see coop-plan --help)", EXIT_INVALID)
     except click.exceptions.Exit as stop:
@@ -364,4 +363,15 @@ def _run(arguments: list[str] | None) -> None:
 
         if isinstance(error, OutputError):
             fail(error, EXIT_ERROR)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            with contextlib.suppress(OSError):  # or Python fails at it again when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            fail(f"stdout cannot be written: {error.strerror}", EXIT_ERROR)
         raise
+
+
+def _of_an_option(error: "InvalidInputError") -> str:
+    """The message behind the option that it is about."""
+    name = error.pointer.split("/")[1] if error.pointer else ""
+    option = {"": "", "switches": "--ablate: "}.get(name, f"--{name.replace('_', '-')}: ")
+    return f"{option}{error.message}"

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,36 +19,63 @@ def check_writable(target: str | None) -> None:
     """Refuse a place that cannot be written before the work begins.
 
     Raises:
-        OutputError: no such folder, not a file, or no permission.
+        OutputError: no such folder, no regular file, or no permission.
     """
-    if target is None or target == "-":
-        return
-    path = Path(target)
-    if path.is_dir():
-        raise OutputError(f"{target} is a folder, not a file")
-    if not path.parent.is_dir():
-        raise OutputError(f"{path.parent} is not a folder: create it first")
-    if not os.access(path.parent, os.W_OK):
-        raise OutputError(f"{path.parent} cannot be written")
+    if target is not None and target != "-":
+        _regular(target)
 
 
 def write_whole(target: str, content: str | bytes) -> None:
-    """Write the file `target` at once: an interruption leaves the old file or none."""
-    path = Path(target)
-    with _temporary(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        try:
-            temporary.replace(path)
-        except OSError as error:
-            raise OutputError(f"{target} cannot be written: {error.strerror}") from None
+    """Write the file `target` at once: an interruption leaves the old file or none.
+
+    A link is followed, and a file that is there keeps its mode.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    path = _regular(target)
+    data = content.encode() if isinstance(content, str) else content
+    with _saying(target), _temporary(path) as temporary:
+        temporary.write_bytes(data)
+        if path.exists():
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+        temporary.replace(path)
+
+
+def _regular(target: str) -> Path:
+    """The file behind `target`, which is there as a regular file or can be made.
+
+    A device or a pipe would be replaced by the file that is renamed to its name.
+    """
+    if not target:
+        raise OutputError("the name of the output file is empty")
+    with _saying(target):
+        path = Path(target).resolve()
+        if path.is_dir():
+            raise OutputError(f"{target} is a folder, not a file")
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{target} is not a regular file (- is stdout)")
+        if not path.parent.is_dir():
+            raise OutputError(f"{path.parent} is not a folder: create it first")
+        if not os.access(path.parent, os.W_OK):
+            raise OutputError(f"{path.parent} cannot be written")
+    return path
+
+
+@contextlib.contextmanager
+def _saying(target: str) -> Iterator[None]:
+    """What fails while a file is written, as an `OutputError`."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        shown = target if len(target) <= 100 else f"{target[:100]}..."
+        raise OutputError(f"{shown} cannot be written: {reason}") from None
 
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".coop-plan.")
     os.close(handle)
     temporary = Path(name)
     mask = os.umask(0)

@@ -7,6 +7,7 @@ import click
 
 from coop_plan.api.buffers import read_buffers, write_buffers
 from coop_plan.api.exits import EXIT_INFEASIBLE, EXIT_TIME, fail
+from coop_plan.api.seconds import Seconds
 from coop_plan.schemas.errors import InvalidInputError
 
 ALIGNMENT_LIMIT = 1 << 40
@@ -17,13 +18,19 @@ ALIGNMENT_LIMIT = 1 << 40
 @click.option("--capacity", metavar="BYTES", help="Fit this (1MiB, 4096) instead of minimising.")
 @click.option(
     "--time-limit",
-    type=click.FloatRange(min=0),
+    type=Seconds(),
     default=10.0,
     show_default=True,
     metavar="S",
     help="Seconds.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the search's restarts.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    default=0,
+    show_default=True,
+    help="Of the search's restarts.",
+)
 @click.option(
     "--alignment",
     type=click.IntRange(1, ALIGNMENT_LIMIT),

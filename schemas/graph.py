@@ -12,6 +12,9 @@ from coop_plan.schemas.errors import InvalidInputError
 MAX_MICROS = 1e15
 """Upper limit of one op's cost, thirty years: sums of costs stay exact enough to be compared."""
 
+MAX_TOTAL = 1 << 60
+"""Upper limit of all sizes together: rounded up, and summed by searches, they stay in int64."""
+
 Id = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Bytes = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Micros = Annotated[float, Meta(ge=0, le=MAX_MICROS)]
@@ -180,8 +183,9 @@ def _check_structure(graph: Graph) -> None:
             )
     total = sum(tensor.bytes for tensor in graph.tensors)
     total += sum(op.workspace_bytes for op in graph.ops)
-    if total > INT64_MAX:
-        raise InvalidInputError(f"the sizes add up to more than {INT64_MAX} bytes", "/tensors")
+    if total > MAX_TOTAL:
+        message = f"the sizes add up to more than {MAX_TOTAL} bytes (1 EiB)"
+        raise InvalidInputError(message, "/tensors")
 
 
 def _check_ids(op: Op, at: str, tensors: dict[int, Tensor]) -> None:

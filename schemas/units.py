@@ -33,10 +33,18 @@ class Budget:
     value: Decimal
 
     def resolve(self, keep_all_peak_bytes: int) -> int | None:
-        """The budget in bytes for a graph whose keep-everything peak is given; None for "min"."""
+        """
+        The budget in bytes for a graph whose keep-everything peak is given; None for "min".
+
+        Raises:
+            InvalidInputError: a share of more than int64 holds.
+        """
         if self.kind == "min":
             return None
-        return int(self.value if self.kind == "bytes" else self.value * keep_all_peak_bytes)
+        count = int(self.value if self.kind == "bytes" else self.value * keep_all_peak_bytes)
+        if count > INT64_MAX:
+            raise InvalidInputError(f"the budget is more than {INT64_MAX} bytes", "/budget")
+        return count
 
 
 def parse_bytes(text: str) -> int:

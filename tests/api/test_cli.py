@@ -1,9 +1,13 @@
 """The command: what it prints, what it writes, how it ends."""
 
+import contextlib
+import errno
 import io
 import json
+import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -12,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from coop_plan.api.output import print_plan
+from coop_plan.planner import plan
 from coop_plan.schemas import (
     Compute,
     Free,
@@ -123,6 +128,16 @@ def test_a_bad_graph_ends_in_one_line_that_says_where(fault, run, folder, docume
         (["graph.json", "--budget", "50%", "--alignment", "3"], "power of two"),
         (["graph.json", "--budget", "50%", "--ablate", "magic"], "no switch 'magic'"),
         (["graph.json", "--budget", "50%", "--time-limit", "-1"], "--time-limit"),
+        (["graph.json", "--budget", "50%", "--time-limit", "nan"], "--time-limit"),
+        (["graph.json", "--budget", "50%", "--time-limit", "inf"], "--time-limit"),
+        (["graph.json", "--budget", "50%", "--time-limit", "1e308"], "--time-limit"),
+        (["graph.json", "--budget", "50%", "--seed", "-1"], "--seed"),
+        (["graph.json", "--budget", "9" * 20 + "%"], "--budget"),
+        (["place", "b.csv", "--seed", "-1"], "--seed"),
+        (["place", "b.csv", "--time-limit", "nan"], "--time-limit"),
+        ([], "no GRAPH"),
+        (["verfy", "graph.json", "plan.json"], "did you mean 'verify'"),
+        (["verify", "-", "-"], "not both"),
         (["graph.json", "--budget", "50%", "--outputs", "nowhere"], "--outputs"),
         (["graph.json", "--budget", "50%", "--nope"], "--nope"),
         (["none.json", "--budget", "50%"], "none.json"),
@@ -140,6 +155,99 @@ def test_a_place_that_cannot_be_written_is_refused_before_planning(place, run):
     code, out, err = run("graph.json", "--budget", "50%", "-o", place)
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "folder" in err
+
+
+@pytest.mark.parametrize("place", ["pipe", "to_pipe", "/dev/null", "", "x" * 300, "loop"])
+def test_only_a_regular_file_is_written(place, run, folder):
+    """A device or a pipe would be replaced by the file that is renamed to its name."""
+    os.mkfifo(folder / "pipe")
+    (folder / "to_pipe").symlink_to("pipe")
+    (folder / "loop").symlink_to("loop")
+    code, out, err = run("graph.json", "--budget", "100%", "-o", place)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert (folder / "pipe").is_fifo()
+    assert not Path("/dev/null").is_file()
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_a_link_is_followed_and_a_mode_kept(run, folder):
+    (folder / "below").mkdir()
+    plan = folder / "below" / ("x" * 250)  # the temporary file beside it has a name of its own
+    plan.write_text("old")
+    plan.chmod(0o640)
+    (folder / "link").symlink_to(plan)
+    assert run("graph.json", "--budget", "100%", "-o", "link")[0] == 0
+    assert (folder / "link").is_symlink()
+    assert stat.S_IMODE(plan.stat().st_mode) == 0o640
+    assert load_plan(plan).steps
+
+
+def test_a_full_disk_ends_in_one_line(run, folder, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    code, out, err = run("graph.json", "--budget", "100%", "-o", "plan.json")
+    assert (code, out, err) == (
+        1,
+        "",
+        "coop-plan: error: plan.json cannot be written: No space left on device\n",
+    )
+    assert [path.name for path in folder.iterdir()] == ["graph.json"]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        ("--budget 100% --json > /dev/full", 1, "stdout cannot be written: No space left"),
+        ("--budget 100% > /dev/full", 1, "stdout cannot be written: No space left"),
+    ],
+)
+def test_a_full_stdout_ends_in_one_line(redirection, code, says, folder):
+    command = f"{sys.executable} -c 'from coop_plan.api.cli import main; main()' graph.json"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        f"{command} {redirection}",
+        shell=True,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+    assert says in done.stderr
+
+
+def test_a_closed_stdin_is_said(run, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    code, out, err = run("-", "--budget", "50%")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "stdin" in err
+
+
+def test_verify_reads_a_plan_from_stdin_and_holds_it_against_a_budget(run, folder, monkeypatch):
+    run("graph.json", "--budget", "330", "--alignment", "1", "-o", "plan.json")
+    text = (folder / "plan.json").read_bytes()
+    for budget, expected in ((None, 0), ("330", 0), ("1GiB", 0), ("250", 1)):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+        option = [] if budget is None else ["--budget", budget]
+        code, _, err = run("verify", "graph.json", "-", *option)
+        assert code == expected
+        assert ("over-budget" in err) == (expected == 1)
+
+
+def test_a_plan_of_an_interrupted_search_is_written_and_the_code_is_130(run, folder, monkeypatch):
+    """A method may take Ctrl-C as "enough"; a script must still see that it was interrupted."""
+
+    def enough(*arguments, **options):
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr("coop_plan.planner.planning.plan", enough)
+    code, _, err = run("graph.json", "--budget", "100%", "-o", "plan.json")
+    assert (code, err.count("\n")) == (130, 1)
+    assert load_plan("plan.json").steps
 
 
 def test_verify_refuses_a_plan_of_another_graph_and_a_truncated_one(run, folder, chain, document):

@@ -137,6 +137,7 @@ BAD_STRUCTURE = [
     (("ops", 0, "inputs", [9]), "/ops/0/inputs/0", "cycle"),
     (("ops", 0, "inputs", [3, 1]), "/ops/0/inputs/1", "cycle"),
     (("tensors", 0, "bytes", 2**63 - 1), "/tensors", "add up"),
+    (("tensors", 0, "bytes", 2**60), "/tensors", "add up"),
     (("ops", 0, "variants", [variant(inputs=[8])]), "/ops/0/variants/0/inputs/0", "unknown"),
     (("ops", 0, "variants", [variant(), variant()]), "/ops/0/variants/1/name", "two variants"),
     (("ops", 0, "variants", [variant(inputs=[1])]), "/ops/0/variants/0/inputs/0", "no earlier op"),
