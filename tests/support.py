@@ -276,7 +276,7 @@ class PlanWriter:
             size = self.tensors[t].bytes
             offset, number = self.place(size, []), self.buffer()
             copy = {"buffer": number, "tensor": t, "offset": offset, "bytes": size}
-            self.steps += [Prefetch(**copy, **{"from": copies[0]}), Wait(buffer=number)]
+            self.steps += [Prefetch(**copy, from_=copies[0]), Wait(buffer=number)]
             self.live[number] = (t, version, offset, size)
             return
         op = self.mutators[t][version - 1] if version else self.producer.get(t)
