@@ -113,6 +113,16 @@ class Schedule:
         return cls._of(problem, table[:, 0].copy(), table[:, 1].copy())
 
     @classmethod
+    def of_events(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":
+        """
+        The schedule of events of kind `do[e]` (`planner.core.lifetimes`) and subject `what[e]`.
+
+        Raises:
+            NoScheduleError: one of them needs what is not there.
+        """
+        return cls._of(problem, do, what)
+
+    @classmethod
     def as_told(cls, problem: Problem, bodies: Ints, taken: Ints, dropped: Ints) -> "Schedule":
         """
         The schedule of a run that has decided what ends when (`planner.core.lifetimes`).

@@ -19,6 +19,8 @@ from coop_plan.planner.core.params import (
     Size,
     Within,
 )
+from coop_plan.planner.joint.params import DEFAULTS as JOINT
+from coop_plan.planner.joint.params import JointParams
 
 Rule = tuple[Positive, bool]
 """A scoring rule: the exponent of the distance, and whether bytes are capped."""
@@ -359,8 +361,13 @@ class CoopOfflineParams(Params):
     metropolis: MetropolisParams = MetropolisParams()
     resequencing: ResequencingParams = ResequencingParams()
 
+    joint: JointParams = JOINT
+
     weights_share: Share = 0.25
     """Share of the time for annealing the weights, before the sequence."""
+
+    joint_share: Share = 0.75
+    """Share of the time, where there is a link, for recomputes and transfers as one."""
 
 
 DEFAULTS = CoopOfflineParams()

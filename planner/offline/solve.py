@@ -1,4 +1,9 @@
-"""The method coop-offline: portfolio, a climb of fixed length, annealings until the deadline."""
+"""
+The method coop-offline: portfolio, a climb of fixed length, annealings until the deadline.
+
+Where there is a link to the host, the joint search of recomputes and transfers (`planner.joint`)
+goes on from there; what it finds counts only if it costs less.
+"""
 
 import contextlib
 import time
@@ -6,9 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
+import numpy as np
+
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import PlacedSchedule
+from coop_plan.planner.joint.search import JointSearch
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.anneal import Annealing, alike
 from coop_plan.planner.offline.climb import climb
@@ -30,6 +39,10 @@ class CoopOffline:
         self.params = params
         self.portfolio = Portfolio(problem, request, params)
         self._online: OnlineRun | None = None
+        self._swapped: PlacedSchedule | None = None
+        self._links = "transfers" in problem.beyond_recomputation
+        self._sequence: Ints | None = None
+        self._joint_searches = 0
 
     def begin(self) -> None:
         """What the method does on its request."""
@@ -37,8 +50,11 @@ class CoopOffline:
         portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_the_unplaced()
-        if portfolio.best.found is not None and request.any_schedule:
-            return
+        if request.any_schedule:
+            if portfolio.best.found is None and self._links:
+                self._search_jointly(request.deadline)
+            if portfolio.best.found is not None or self._swapped is not None:
+                return
         with contextlib.suppress(DoesNotFitError, TimeLimitError):
             self._online = run_coop(self.problem, replace(request, progress=None, off=frozenset()))
         if portfolio.best.found is not None:
@@ -46,6 +62,8 @@ class CoopOffline:
             portfolio.place_the_unplaced()
         if request.deadline is not None:
             self.improve(request.deadline)
+        elif self._links:
+            self._search_jointly(None)
 
     @cached_property
     def _alike(self) -> Ints:
@@ -67,11 +85,45 @@ class CoopOffline:
             return enough() or portfolio.best.cost_us * (1 - worth) <= self.problem.base_cost_us
 
         now = time.monotonic()
-        if portfolio.best.found is None or now >= deadline or done():
-            return
-        weights = now + self.params.weights_share * (deadline - now)
-        Annealing(portfolio, self._alike, weights).run(done)
-        Resequencing(portfolio, deadline).run(done)
+        joint = self.params.joint_share if self._links else 0.0
+        until = now + (1 - joint) * (deadline - now)
+        if portfolio.best.found is not None and now < until and not done():
+            weights = now + self.params.weights_share * (until - now)
+            Annealing(portfolio, self._alike, weights).run(done)
+            Resequencing(portfolio, until).run(done)
+        if self._links and time.monotonic() < deadline and not done():
+            self._search_jointly(deadline, enough)
+
+    def _search_jointly(
+        self, deadline: float | None, enough: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Look for a schedule with transfers that costs less than the best so far."""
+        found = self.portfolio.best.found
+        starts = [np.arange(self.problem.op_count)]
+        if self._sequence is not None:
+            starts = [self._sequence]
+        elif found is not None:
+            starts.append(found.run.ops)
+        seed = self.request.seed + self._joint_searches
+        self._joint_searches += 1
+        search = JointSearch(
+            self.problem,
+            replace(self.request, seed=seed),
+            starts,
+            self._cost_us,
+            self.params.joint,
+        )
+        search.run(deadline, enough)
+        if search.placed is not None:
+            self._swapped, self._sequence = search.placed, search.sequence
+
+    @property
+    def _cost_us(self) -> float:
+        """The cost of the best schedule so far, µs."""
+        costs = [self.portfolio.best.cost_us]
+        costs += [] if self._online is None else [self._online.cost_us]
+        costs += [] if self._swapped is None else [self._swapped.cost_us]
+        return min(costs)
 
     def solution(self) -> Solution:
         """
@@ -81,6 +133,8 @@ class CoopOffline:
             DoesNotFitError: there is none.
         """
         best, online = self.portfolio.best, self._online
+        if self._swapped is not None and self._swapped.cost_us <= self._cost_us:
+            return Solution(self._swapped)
         if best.found is not None and (online is None or best.cost_us <= online.cost_us):
             return self.portfolio.solution()
         if online is None:

@@ -1,0 +1,125 @@
+"""What a link to the host is worth: overhead with it beside recompute-only, graphs × budgets.
+
+    python -m benchmarks.swap_table [FOLDER] [--graphs a,b] [--links 12,25,50] [--method M]
+
+Overheads are in percent of the step's compute time, of plans that have passed the verifier; the
+makespan of the prototypes' joint search (`PROTOTYPE`) stands beside each in brackets, and a plan
+that costs more than that is marked with `!`. CPU seconds are of this process, after one plan that
+loads the compiled kernels. Links are in GB/s each way.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.plan_quality import DATA, TRACED_PEAKS
+from coop_plan.planner import InfeasibleBudgetError, plan
+from coop_plan.schemas import Graph, load_graph
+
+PROTOTYPE: dict[tuple[str, float], tuple[float, dict[float, float]]] = {
+    ("unet", 0.6): (6.96, {12: 3.03, 25: 2.93, 50: 0.01}),
+    ("unet", 0.5): (9.85, {12: 5.64, 25: 3.63}),
+    ("unet", 0.3): (31.5, {12: 16.8, 25: 7.02}),
+    ("transformer", 0.5): (5.38, {12: 4.04, 25: 2.30, 50: 0.15}),
+    ("transformer", 0.3): (9.03, {12: 6.94, 25: 4.97, 50: 1.88}),
+    ("transformer", 0.2): (14.8, {12: 8.94, 25: 6.31, 50: 3.04}),
+    ("densenet121", 0.5): (13.0, {12: 8.56, 25: 4.41, 50: 1.22}),
+    ("densenet121", 0.3): (19.8, {12: 14.4, 25: 8.96, 50: 2.09}),
+    ("resnet32", 0.5): (9.54, {12: 6.27, 25: 3.49, 50: 0.85}),
+    ("resnet32", 0.3): (17.7, {12: 14.8, 25: 10.2, 50: 3.32}),
+    ("resnet32", 0.2): (21.3, {12: 18.2, 25: 15.3, 50: 5.51}),
+    ("roofline_unet", 0.5): (12.87, {12: 12.06, 25: 10.5, 50: 8.31}),
+    ("roofline_resnet18", 0.5): (12.09, {12: 11.53, 25: 10.54, 50: 9.64}),
+}
+"""By graph and share: overhead % of the design's prototypes, recompute-only and by link, GB/s."""
+
+
+@dataclass(frozen=True)
+class Point:
+    overhead: float | None
+    bound: float | None
+    swapped_bytes: int
+    stall_us: float
+    cpu_seconds: float
+
+
+def measure(graph: Graph, budget: int, link: float, args: argparse.Namespace) -> Point:
+    """A plan at this budget with so many GB/s each way."""
+    began = time.process_time()
+    try:
+        made = plan(
+            graph,
+            budget,
+            method=args.method,
+            time_limit=args.time_limit,
+            outputs="arena",
+            alignment=args.alignment,
+            link=int(link * 1e9),
+        )
+    except InfeasibleBudgetError:
+        return Point(None, None, 0, 0.0, time.process_time() - began)
+    bound = made.lower_bound_us
+    return Point(
+        100 * made.overhead,
+        None if bound is None else 100 * (bound / made.base_cost_us - 1),
+        made.swapped_bytes,
+        made.prefetch_stall_us + made.offload_stall_us,
+        time.process_time() - began,
+    )
+
+
+def cell(point: Point, aim: float | None) -> str:
+    """Overhead, the bound in parentheses, the prototype's in brackets."""
+    if point.overhead is None:
+        return "-"
+    bound = "" if point.bound is None else f" ({point.bound:.2f})"
+    if aim is None:
+        return f"{point.overhead:.2f}{bound}"
+    short = "!" if point.overhead > aim + 0.005 else ""
+    return f"{point.overhead:.2f}{short}{bound} \\[{aim:.2f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="swap_table", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
+    parser.add_argument("--graphs", help="names, by commas; all of the table otherwise")
+    parser.add_argument("--shares", help="of the peak, by commas; all of the table otherwise")
+    parser.add_argument("--links", default="12,25,50", help="GB/s each way, by commas")
+    parser.add_argument("--method", default="coop-offline")
+    parser.add_argument("--time-limit", type=float, help="seconds a plan")
+    parser.add_argument("--alignment", type=int, default=512)
+    args = parser.parse_args()
+    links = [float(link) for link in args.links.split(",")]
+    wanted = args.graphs.split(",") if args.graphs else None
+    shares = [float(share) for share in args.shares.split(",")] if args.shares else None
+    table = Table(title="overhead %", title_justify="left", box=None)
+    for name in ("graph, share", "recompute only", *(f"{link:g} GB/s" for link in links), "CPU s"):
+        table.add_column(name, justify="right" if table.columns else "left")
+    warm = True
+    for (name, share), (alone, aims) in PROTOTYPE.items():
+        if (wanted and name not in wanted) or (shares and share not in shares):
+            continue
+        graph = load_graph(str(args.folder / f"{name}.json"))
+        peak = TRACED_PEAKS.get(name)
+        if peak is None:
+            peak = plan(graph, "100%", outputs="arena", alignment=args.alignment).peak_bytes
+        if warm:
+            measure(graph, int(share * peak), links[-1], args)
+            warm = False
+        points = [measure(graph, int(share * peak), link, args) for link in (0, *links)]
+        cells = [cell(points[0], alone)]
+        cells += [
+            cell(point, aims.get(link)) for point, link in zip(points[1:], links, strict=True)
+        ]
+        spent = "/".join(f"{point.cpu_seconds:.1f}" for point in points)
+        table.add_row(f"{name} {share:g}", *cells, spent)
+        Console(width=140, highlight=False, stderr=True).print(f"{name} {share:g}", *cells, spent)
+    Console(width=140, highlight=False).print(table)
+
+
+if __name__ == "__main__":
+    main()

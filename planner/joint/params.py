@@ -1,0 +1,143 @@
+"""The parameters of the joint search; the type of a field is its range."""
+
+from dataclasses import dataclass
+
+from coop_plan.planner.core.params import Count, Factor, Params, Positive, Ratio, Share, Size
+
+
+@dataclass(frozen=True)
+class MoveParams(Params):
+    """The walk and its moves (`planner.joint.walk`, `planner.joint.moves`)."""
+
+    repairs: Size = 8
+    """How often a change is mended by another one, at most."""
+
+    least_excess: Ratio = 0.002
+    """What a byte too many counts at least, as a share of the capacity."""
+
+    spread: Ratio = 0.2
+    """What a byte too many costs at every event, as a share of what it costs at the fullest one."""
+
+    mend_chance: Share = 0.3
+    """Chance that a change that needs too much is mended although it may be accepted."""
+
+    recompute_chance: Share = 0.17
+    """Chance of a change to compute something again for an event that reads it."""
+
+    fetch_chance: Share = 0.25
+    """Chance of a change to fetch something for an event that reads it."""
+
+    convert_chance: Share = 0.1
+    """Chance of a change to fetch what is computed again, or to compute again what is fetched."""
+
+    move_chance: Share = 0.25
+    """Chance of a change to move events that are no first runs."""
+
+    retime_chance: Share = 0.02
+    """Chance of a change to time all copies anew; what is left of 1 is to take events out."""
+
+    tries: Size = 50
+    """Draws of an event until one is no first run."""
+
+    removed_block: Share = 0.3
+    """Chance of the next event to be taken out along with one."""
+
+    moved_block: Share = 0.8
+    """Chance of the next event to be moved along with one, where any is."""
+
+    moved_block_chance: Share = 0.6
+    """Chance that any is."""
+
+    furthest: Factor = 60.0
+    """Events by which events are moved, at most."""
+
+    earliest: Factor = 40.0
+    """Events by which recomputes come before the op that needs them, at most."""
+
+    early_chance: Share = 0.5
+    """Chance that they come earlier than right before it."""
+
+    usually: Share = 0.7
+    """Chance of the usual chances below instead of the rare ones."""
+
+    kept_rarely: Share = 0.3
+    """Chance, rarely, to compute again what an op put in reads and what is kept there anyway."""
+
+    gone_usually: Share = 0.9
+    """Chance to compute again what an op put in reads and what is not kept there."""
+
+    gone_rarely: Share = 0.5
+    """The same, rarely."""
+
+    fetched_chance: Share = 0.5
+    """Chance to fetch instead what has been copied to the host."""
+
+    punctual_chance: Share = 0.5
+    """Chance that a copy is given just the time that it takes; else up to twice as much."""
+
+    link_price: Ratio = 0.3
+    """What time of an engine is taken to be worth on average, of compute, where room is made."""
+
+    insertion: Count = 64
+    """Ops that one change puts in at most."""
+
+
+@dataclass(frozen=True)
+class JointParams(Params):
+    """The annealing of sequences with copies (`planner.joint.search`)."""
+
+    moves: MoveParams = MoveParams()
+
+    heat: Ratio = 0.4
+    """Temperature at the beginning, in mean costs of an op."""
+
+    cooling: Ratio = 2.0
+    """The temperature falls with this power of what is left of the search."""
+
+    events: Size = 60_000_000
+    """The search's length without a time limit, in events gone through, about."""
+
+    steps_per_event: Size = 500
+    """The same as steps, at most, as a factor on the events of a sequence."""
+
+    hurried: Count = 10
+    """The search is shorter by this factor where any schedule will do."""
+
+    start_share: Share = 0.6
+    """Share of the search for all of its starts, before the best one is annealed once more."""
+
+    chunk_events: Count = 400_000
+    """Events gone through from one look at the result to the next."""
+
+    chunks: Count = 100
+    """Such looks at least."""
+
+    room_factor: Count = 3
+    """A sequence may have as many events as the first one times this."""
+
+    room: Count = 2000
+    """And so many more."""
+
+    steep: Positive = 5.0
+    """What an arena that is too small by a factor e costs at least, in base costs."""
+
+    steeper: Factor = 1.01
+    """Factor on that where a sequence does not fit."""
+
+    less_steep: Factor = 1.007
+    """Divisor of it where one does."""
+
+    patience: Size = 50
+    """Chunks after which it goes back to the last sequence that fitted."""
+
+    tighter: Factor = 1.001
+    """Divisor of the bytes to plan within where a layout of as many was not found."""
+
+    looser: Factor = 1.0005
+    """Factor on them where one was, up to the arena."""
+
+    worth_placing: Share = 1e-4
+    """Share of the incumbent's cost that a sequence must save to have its layout tried."""
+
+
+DEFAULTS = JointParams()

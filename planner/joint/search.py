@@ -1,0 +1,147 @@
+"""
+The joint search: simulated annealing of sequences of runs and copies.
+
+It starts from a schedule that only recomputes and from the program as it is; what it returns costs
+less than it was told. Too much memory is allowed on the way, at a price that rises as long as it is
+used. Simulated annealing after Kirkpatrick et al., Optimization by Simulated Annealing, Science
+1983.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from coop_plan.planner.core.arrays import Ints, to_arrays
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
+from coop_plan.planner.joint.params import DEFAULTS, JointParams
+from coop_plan.planner.joint.sequence import go_to, here, start, to_events
+from coop_plan.planner.joint.walk import measured, walk
+from coop_plan.planner.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.method import Progress, Request
+
+
+class JointSearch:
+    """
+    Looks for a schedule that costs less than `limit_us` (µs) and fits the arena and the host.
+
+    Each of `starts`, which are sequences, is annealed for a while, and what is best by then once
+    more. `request.any_schedule` ends it with the first schedule that fits.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        request: Request,
+        starts: list[Ints],
+        limit_us: float,
+        params: JointParams = DEFAULTS,
+    ) -> None:
+        self.problem, self.request, self.params = problem, request, params
+        self.arrays = to_arrays(problem)
+        self.starts = starts
+        self.cost_us = limit_us
+        self.placed: PlacedSchedule | None = None
+        self.sequence: Ints | None = None
+        self.capacity = float(request.arena_bytes)
+        self.random = np.random.default_rng(request.seed)
+        events = max(1, *(sequence.size for sequence in starts))
+        self.state = start(problem, params.room_factor * events + params.room, params.moves)
+        self.steps = min(params.events // events, params.steps_per_event * events)
+        if request.any_schedule:
+            self.steps //= params.hurried
+        self.chunk = max(1, min(params.chunk_events // events, self.steps // params.chunks))
+
+    def run(self, deadline: float | None, enough: Callable[[], bool]) -> None:
+        """
+        Look for better schedules until the deadline (a `time.monotonic` value, s) or `enough`.
+
+        Without a deadline, for as many steps as the parameters say.
+        """
+        begin = time.monotonic()
+        share = self.params.start_share / len(self.starts)
+        ends: list[tuple[float, int, Ints]] = []
+        for number, sequence in enumerate(self.starts):
+            until = None if deadline is None else begin + (number + 1) * share * (deadline - begin)
+            value, end = self._anneal(sequence, share, until, enough)
+            ends.append((value, number, end))
+        best = min(ends, key=lambda end: end[:2])[2]
+        self._anneal(best, 1.0 - self.params.start_share, deadline, enough)
+
+    def _anneal(
+        self, sequence: Ints, share: float, deadline: float | None, enough: Callable[[], bool]
+    ) -> tuple[float, Ints]:
+        """Cool down from a sequence; the value (µs) and the sequence at which that ends."""
+        params, state, begin = self.params, self.state, time.monotonic()
+        arena, base = self.request.arena_bytes, self.problem.base_cost_us
+        host = -1 if self.problem.host_budget is None else self.problem.host_budget
+        heat = params.heat * base / self.problem.op_count
+        steep = params.steep
+        steps = int(share * self.steps)
+        done = astray = 0
+        go_to(state, sequence)
+        fits: tuple[float, Ints] | None = None
+        cost, over = measured(self.arrays, state, int(self.capacity), host)
+        while not self._at_the_floor() and not enough():
+            if deadline is None:
+                left = 1.0 - done / max(1, steps)
+            else:
+                left = (deadline - time.monotonic()) / max(1e-9, deadline - begin)
+            if left <= 0 or (self.placed is not None and self.request.any_schedule):
+                break
+            walk(
+                self.arrays,
+                state,
+                self.chunk,
+                int(self.capacity),
+                host,
+                heat * left**params.cooling,
+                steep * base,
+                int(self.random.integers(1 << 31)),
+            )
+            done += self.chunk
+            cost, over = measured(self.arrays, state, int(self.capacity), host)
+            if over > 0:
+                steep *= params.steeper
+                astray += 1
+                if astray > params.patience and fits is not None:
+                    go_to(state, fits[1])
+                    astray = 0
+                continue
+            astray = 0
+            steep = max(params.steep, steep / params.less_steep)
+            if fits is None or cost < fits[0]:
+                fits = cost, here(state)
+                if cost < self.cost_us * (1 - params.worth_placing):
+                    self._place(fits[1])
+                    self.capacity = min(self.capacity, float(arena))
+            self._report()
+        return fits if fits is not None else (cost + steep * base * over, here(state))
+
+    def _at_the_floor(self) -> bool:
+        """Whether no schedule of default bodies costs less: every op once, and nobody waits."""
+        return self.cost_us <= self.problem.base_cost_us * (1 + 1e-9)
+
+    def _place(self, sequence: Ints) -> None:
+        """Keep a sequence if it has a layout; else plan within a little less."""
+        problem, arena, params = self.problem, self.request.arena_bytes, self.params
+        schedule = Schedule.of_events(problem, *to_events(self.arrays, sequence))
+        if schedule.cost_us >= self.cost_us:
+            return
+        layout = lay_out(schedule, arena, work=0)
+        if layout.placed.arena_bytes > arena:
+            layout = lay_out(schedule, arena, work=WORK, order_hint=layout.placement.order)
+        fits = layout.placed.arena_bytes <= arena
+        if fits and problem.host_budget is not None:
+            fits = lay_out_host(schedule, problem.host_budget).arena_bytes <= problem.host_budget
+        if fits:
+            self.cost_us, self.placed, self.sequence = schedule.cost_us, layout.placed, sequence
+            self.capacity *= params.looser
+        else:
+            self.capacity /= params.tighter
+
+    def _report(self) -> None:
+        if self.request.progress is not None and self.placed is not None:
+            overhead = self.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
+            self.request.progress(Progress(f"recomputes and transfers: overhead {overhead:.2%}"))

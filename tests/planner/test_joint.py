@@ -1,0 +1,172 @@
+"""coop-offline with a link: what transfers cost is what the verifier says, and they only help."""
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from coop_plan.planner import InfeasibleBudgetError, Problem, plan
+from coop_plan.planner.core.arrays import to_arrays
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.joint.sequence import FETCH, go_to, here, start, to_events
+from coop_plan.planner.joint.walk import measured, walk
+from coop_plan.schemas import Device
+from tests.strategies import graphs
+from tests.support import make_graph
+
+INFINITE = float("inf")
+
+
+def linked(graph, to_host, to_device=None, latency=0.0):
+    """The graph on a device with so many bytes per µs to the host and back."""
+    device = Device(
+        d2h_bytes_per_s=to_host * 1e6,
+        h2d_bytes_per_s=(to_host if to_device is None else to_device) * 1e6,
+        copy_latency_us=latency,
+    )
+    return graph.model_copy(update={"device": device})
+
+
+def pyramid(layers, size=100, cost=10.0):
+    """Activations of a chain, read again in the opposite order; none is cheap to make again."""
+    tensors = {0: ("input", 1)}
+    ops = []
+    for layer in range(layers):
+        tensors[layer + 1] = ("activation", size)
+        ops.append({"inputs": [layer], "outputs": [layer + 1], "cost_us": cost})
+    gradient = layers + 1
+    tensors[gradient] = ("activation", 1)
+    ops.append({"inputs": [layers], "outputs": [gradient], "cost_us": cost, "phase": "backward"})
+    for layer in range(layers - 1, 0, -1):
+        tensors[gradient + 1] = ("activation", 1)
+        op = {"inputs": [gradient, layer], "outputs": [gradient + 1], "cost_us": cost}
+        ops.append(op | {"phase": "backward"})
+        gradient += 1
+    return make_graph(tensors, ops)
+
+
+def overhead(graph, budget, **options):
+    try:
+        return plan(graph, budget, **options).overhead
+    except InfeasibleBudgetError:
+        return INFINITE
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    graph=graphs(max_ops=14, variants=False),
+    share=st.sampled_from(["80%", "60%", "45%", "30%"]),
+    host=st.sampled_from([None, 4, 16, 40]),
+)
+def test_a_link_never_makes_a_plan_dearer_and_the_hosts_budget_is_kept(graph, share, host):
+    assume(sum(t.bytes for t in graph.tensors))
+    alone = overhead(graph, share, host_budget=0, alignment=1)
+    try:
+        made = plan(graph, share, host_budget=host, alignment=1)
+    except InfeasibleBudgetError:
+        assert alone == INFINITE
+        return
+    assert made.overhead <= alone
+    assert host is None or made.host_arena_bytes <= host
+    assert plan(graph, share, host_budget=host, alignment=1).steps == made.steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(max_ops=16, variants=False),
+    seed=st.integers(0, 99),
+    share=st.floats(0.2, 0.9),
+    outputs=st.sampled_from(["arena", "outside"]),
+)
+def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share, outputs):
+    problem = Problem.from_graph(graph, 1, outputs)
+    assume(problem.op_count)
+    arrays, state = to_arrays(problem), start(problem, 400)
+    go_to(state, np.arange(problem.op_count))
+    everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
+    arena = int(share * everything)
+    for number in range(20):
+        walk(arrays, state, 20, arena, -1, 5.0, 20.0, 100 * seed + number)
+        cost, over = measured(arrays, state, arena, -1)
+        schedule = Schedule.of_events(problem, *to_events(arrays, here(state)))
+        assert cost == pytest.approx(schedule.cost_us)
+        runs = [body for body in schedule.bodies if body >= 0]
+        assert list(dict.fromkeys(runs)) == list(range(problem.op_count))
+        if over == 0:
+            assert schedule.fits(arena)
+
+
+def test_a_wide_link_hides_every_copy():
+    graph = linked(pyramid(16), 1000.0)
+    made = plan(graph, 800, alignment=1)
+    assert made.recomputed_ops == 0
+    assert made.swapped_bytes > 0
+    assert made.overhead == 0
+    assert plan(graph, 800, alignment=1, host_budget=0).overhead > 0.1
+
+
+def test_a_copy_that_takes_too_long_is_computed_again_instead():
+    graph = linked(pyramid(16), 0.01)
+    made = plan(graph, 800, alignment=1)
+    assert made.swapped_bytes == 0
+    assert made.recomputed_ops > 0
+
+
+def test_no_budget_on_the_host_gives_the_plan_of_a_device_without_a_link():
+    graph = pyramid(16)
+    alone = plan(graph, 800, alignment=1)
+    for link in (1.0, 1000.0):
+        assert plan(linked(graph, link), 800, alignment=1, host_budget=0).steps == alone.steps
+
+
+def test_what_cannot_be_computed_again_is_swapped_where_it_does_not_fit():
+    graph = pyramid(12)
+    ops = [op.model_copy(update={"recomputable": False}) for op in graph.ops]
+    graph = linked(graph.model_copy(update={"ops": ops}), 10.0)
+    with pytest.raises(InfeasibleBudgetError):
+        plan(graph, 600, alignment=1, host_budget=0)
+    made = plan(graph, 600, alignment=1)
+    assert made.recomputed_ops == 0
+    assert made.swapped_bytes > 0
+
+
+def test_overhead_falls_with_the_link_the_budget_and_the_hosts_budget():
+    graph = pyramid(20)
+    by_link = [plan(linked(graph, link), 700, alignment=1).overhead for link in (0, 2, 4, 8, 16)]
+    assert by_link == sorted(by_link, reverse=True)
+    assert by_link[-1] < by_link[0]
+    budgets = (300, 500, 700, 1100, 1500, 2100)
+    by_budget = [plan(linked(graph, 5.0), b, alignment=1).overhead for b in budgets]
+    assert by_budget == sorted(by_budget, reverse=True)
+    hosts = (0, 200, 400, 800, 1600)
+    by_host = [
+        plan(linked(graph, 8.0), 700, alignment=1, host_budget=host).overhead for host in hosts
+    ]
+    assert by_host == sorted(by_host, reverse=True)
+
+
+def test_a_tensor_read_twice_is_copied_to_the_host_once():
+    tensors = {0: ("activation", 100), 1: ("activation", 1)}
+    tensors |= dict.fromkeys((2, 3), ("activation", 90)) | {4: ("output", 1)}
+    ops = [
+        {"outputs": [0], "cost_us": 1000.0, "recomputable": False},
+        {"inputs": [0], "outputs": [1], "cost_us": 100.0, "recomputable": False},
+        {"inputs": [1], "outputs": [2], "cost_us": 200.0, "workspace_bytes": 50},
+        {"inputs": [0, 1], "outputs": [], "cost_us": 100.0},
+        {"inputs": [1], "outputs": [3], "cost_us": 200.0, "workspace_bytes": 50},
+        {"inputs": [0], "outputs": [4], "cost_us": 100.0},
+    ]
+    graph = linked(make_graph(tensors, ops), 2.0)
+    made = plan(graph, 150, alignment=1)
+    kinds = [step.do for step in made.steps]
+    assert kinds.count("offload") == 1
+    assert kinds.count("prefetch") == 2
+
+
+def test_a_sequence_says_when_compute_waits():
+    problem = Problem.from_graph(linked(pyramid(3), 1.0), 1)
+    n = problem.op_count
+    sequence = np.array([0, n + 3 * 1, 1, n + 3 * 1 + 1, 2, 3, n + 3 * 1 + FETCH, 4, 5])
+    do, what = to_events(to_arrays(problem), sequence)
+    assert do.tolist() == [0, 1, 0, 3, 0, 0, 2, 0, 3, 0]
+    assert what.tolist()[-3:] == [4, 1, 5]
