@@ -73,7 +73,7 @@ else
 endif
 
 # What a machine with Python 3.12 and PyTorch, but without a network, lacks (benchmarks/gpu_step.py).
-GPU_WHEELS := pydantic pydantic_core annotated-types typing-inspection click rich markdown-it-py mdurl \
+GPU_WHEELS := msgspec click rich markdown-it-py mdurl \
   Pygments pytest pluggy iniconfig packaging
 
 gpu-bundle: $(READY) ## Collect the wheels for the checks on a GPU machine into .gpu

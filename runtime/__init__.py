@@ -7,10 +7,8 @@ from coop_plan.runtime.errors import (
     BuildError,
     CaptureError,
     CudaGraphError,
-    GraphBreakError,
     OptionsError,
     RuntimeRefusalError,
-    StepInFlightError,
     StepSpentError,
 )
 from coop_plan.runtime.reports import StepReport, clear_reports, reports
@@ -19,10 +17,8 @@ __all__ = [
     "BuildError",
     "CaptureError",
     "CudaGraphError",
-    "GraphBreakError",
     "OptionsError",
     "RuntimeRefusalError",
-    "StepInFlightError",
     "StepReport",
     "StepSpentError",
     "clear_reports",

@@ -23,8 +23,8 @@ from coop_plan.runtime.capture.shapes import (
     keep_recompiling,
     shape_of,
 )
-from coop_plan.runtime.device.arena import Memory, memory_of
-from coop_plan.runtime.execute.partition import split
+from coop_plan.runtime.execute.partition import stubs
+from coop_plan.runtime.execute.pool import Pools, pools_of
 from coop_plan.runtime.execute.step import PlannedStep
 from coop_plan.runtime.lines import Lines, lines_of
 from coop_plan.runtime.options import Options
@@ -64,21 +64,21 @@ def coop(
             inside Dynamo's own exception if the graph has no symbols in it.
     """
     wanted = Options.parse(options)
-    memory = memory_of(compile_call() or options)  # held: it lives as long as one of its steps
-    first, function = first_shapes(memory), function_of(gm)
+    first, function = first_shapes(compile_call() or options), function_of(gm)
+    pools = pools_of(repr(wanted))  # held by the steps
     lines = lines_of(gm)
     keep_recompiling(lines.begin)
 
     def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         shape = shape_of(graph, inputs)
-        another = first.get(function, shape) != shape
+        another = first.shapes.get(function, shape) != shape
         if wanted.shapes == "eager" and another and torch.is_grad_enabled():
             log.warning(
                 "%s: input sizes %s run as eager autograd, not within the budget",
                 *(lines.begin, shape),
             )
             return graph
-        compilation = _Compilation(wanted, memory, lines)
+        compilation = _Compilation(wanted, pools, lines, first)
         backend = aot_autograd(
             fw_compiler=compilation.forward,
             bw_compiler=compilation.backward,
@@ -88,7 +88,7 @@ def coop(
         with as_eager():
             compiled: Callable[..., Any] = backend(graph, inputs)
         if compilation.step is not None:
-            first.setdefault(function, shape)
+            first.shapes.setdefault(function, shape)
             if lines.breaks:
                 log.warning(
                     "graph break at %s: what runs outside the graph is not within the budget;"
@@ -105,10 +105,11 @@ def coop(
 class _Compilation:
     """One joint graph on its way from capture to running code."""
 
-    def __init__(self, options: Options, memory: Memory, lines: Lines) -> None:
+    def __init__(self, options: Options, pools: Pools, lines: Lines, call: object) -> None:
         self.options = options
-        self.memory = memory
+        self.pools = pools
         self.lines = lines
+        self.call = call
         self.step: PlannedStep | None = None
         self.began = time.perf_counter()
 
@@ -122,23 +123,23 @@ class _Compilation:
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         captured = capture_joint(joint, num_fwd_outputs, static_lifetime_input_indices or ())
-        self.step, halves = plan_captured(captured, self.options, self.memory, self.lines)
-        return halves
+        self.step = plan_captured(captured, self.options, self.pools, self.lines, self.call)
+        return stubs(captured)
 
-    def forward(self, module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+    def forward(self, _: fx.GraphModule, __: Sequence[Any]) -> Callable[..., Any]:
         assert self.step is not None
-        return self.step.forward(module, args)
+        return self.step.forward()
 
-    def backward(self, module: fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+    def backward(self, _: fx.GraphModule, __: Sequence[Any]) -> Callable[..., Any]:
         assert self.step is not None
-        code = self.step.backward(module, args)
+        code = self.step.backward()
         self.step.report.compile_seconds = time.perf_counter() - self.began
         return code
 
 
 def plan_captured(
-    captured: Captured, options: Options, memory: Memory, lines: Lines
-) -> tuple[PlannedStep, tuple[fx.GraphModule, fx.GraphModule]]:
+    captured: Captured, options: Options, pools: Pools, lines: Lines, call: object
+) -> PlannedStep:
     """Plan a captured step, verify the plan, and make it runnable."""
     began = time.perf_counter()
     if captured.device.type == "cuda":
@@ -172,10 +173,9 @@ def plan_captured(
         plan_cached=shared.cached,
         plan_seconds=time.perf_counter() - began,
     )
-    step = PlannedStep(captured, made, report, memory, lines)
-    halves = split(captured, made, step.ticket, step.redeem)
+    step = PlannedStep(captured, made, report, pools, lines, call)
     add(report)
-    return step, halves
+    return step
 
 
 def _as_it_is(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

@@ -31,6 +31,9 @@ class StepReport:
     outside_bytes: int = 0
     measured_overhead: float | None = None
     steps_run: int = 0
+    forwards_again: int = 0
+    """Forwards that ran a second time before their backward, because the budget did not allow them
+    to keep their memory beside others, or for a second backward."""
     profile_seconds: float = 0.0
     profiled_ops: int = 0
     """Ops that had to be measured: neither this process nor one before it had met them."""

@@ -13,7 +13,6 @@ Itanium ABI, and asks for the memory of tensors by its entry `allocate`.
 import ctypes
 import inspect
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +44,8 @@ from torch._subclasses.functional_tensor import (
     PythonFunctionalizeAPI,
 )
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from coop_plan.runtime.locks import fork_safe_lock
 
 __all__ = [
     "DataDependentOutputException",
@@ -225,6 +226,16 @@ def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
+def inside_backward() -> bool:
+    """Whether this thread runs within a call of the autograd engine."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """How often a tensor, or one that it shares its counter with, has been overwritten."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
 # Ops and tensors.
 
 
@@ -307,7 +318,7 @@ def default_store() -> Any:
 # How ops are traced. These two change PyTorch for all threads while they last: the tables are the
 # process's. One thread at a time does so; what others trace meanwhile is traced alike.
 
-_patched = threading.RLock()
+_patched = fork_safe_lock()
 
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 

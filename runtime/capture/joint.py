@@ -97,7 +97,7 @@ def capture_joint(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what profiling took
     random = sum(op["rng"] for op in builder.op_fields)
-    states = GENERATOR_BYTES * (random + 1 if random else 0)
+    states = GENERATOR_BYTES * (random + 2 if random else 0)  # at the start, and now
     own = TICKET_BYTES + states if device.type == "cpu" else 0
     communication = sum(sorted(builder.communication)[-GROUP_THREADS:])
     builder.add("runtime", own + communication, "buffer")

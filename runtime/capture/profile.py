@@ -19,7 +19,7 @@ import torch
 from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.options import CUDA_ALIGNMENT
@@ -238,18 +238,21 @@ def _measure(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     device = _cuda_device(flat)
     alignment = SCRATCH_ALIGNMENT if device is None else CUDA_ALIGNMENT
     ext.record_begin(device is not None)
-    result = target(*args, **kwargs)
-    events = ext.record_end()
+    try:
+        result = target(*args, **kwargs)
+    finally:
+        events = ext.record_end()
     results = tree_flatten(result)[0]
     outputs, allocations, workspace = _digest(events, inputs, results, target, alignment)
     del result, results
     slots = _scratch_slots(allocations, alignment)
     size = max((offset + need for need, offset in slots), default=0)
-    arena = Arena(size, [slots], [False], Memory(), device)
+    arena, memory = Arena(size, [slots], [False], device), Memory()
+    run = Run(arena)
     timed = _cpu_us if device is None else partial(cuda.device_us, device)
     times: list[float] = []
     while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
-        arena.begin(fresh=False)
+        run.begin(memory, fresh=False)
         try:
             arena.enter(0)
             times.append(timed(lambda: target(*args, **kwargs)))

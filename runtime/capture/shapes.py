@@ -189,12 +189,23 @@ def _static(
     return dynamo_module(gm, graph)
 
 
-_firsts: "weakref.WeakKeyDictionary[object, dict[str, Shape]]" = weakref.WeakKeyDictionary()
+class FirstShapes:
+    """Of each function of one `torch.compile` call, the `owner`, the shape planned first."""
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner  # its id stays its own
+        self.shapes: dict[str, Shape] = {}
 
 
-def first_shapes(memory: object) -> dict[str, Shape]:
-    """Of each function whose steps share `memory`: the shape that was planned first."""
-    return _firsts.setdefault(memory, {})
+_firsts: "weakref.WeakValueDictionary[int, FirstShapes]" = weakref.WeakValueDictionary()
+
+
+def first_shapes(owner: object) -> FirstShapes:
+    """The one of `owner`, as long as somebody has it."""
+    found = _firsts.get(id(owner))
+    if found is None:
+        found = _firsts[id(owner)] = FirstShapes(owner)
+    return found
 
 
 def function_of(gm: fx.GraphModule) -> str:

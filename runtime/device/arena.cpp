@@ -14,6 +14,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 
 #include <algorithm>
 
@@ -24,21 +25,14 @@ namespace {
 
 at::Allocator* original = nullptr;
 coop::Allocate original_cuda = nullptr;
-auto& recorded = *new std::unordered_map<void*, at::DeleterFnPtr>();  // on CUDA; by sizes_mutex
+auto& recorded = *new std::unordered_map<void*, at::DeleterFnPtr>();  // on CUDA; by mutex
 
 void release(void* pointer) {
   if (pointer == nullptr) return;
   if (is_recorded(false)) log_free(pointer);
-  if (Memory* memory = memory_of(pointer)) {
-    if (memory->live.fetch_sub(1) == 1) {
-      std::lock_guard<std::mutex> lock(memories_mutex);
-      memory = memory_of(pointer);  // another thread may have unmapped it meanwhile
-      if (memory != nullptr && memory->retired && memory->live.load() == 0) unmap(memory);
-    }
-    return;
-  }
   {
-    std::lock_guard<std::mutex> lock(sizes_mutex);
+    std::lock_guard<std::mutex> lock(mutex);
+    if (freed_in_memory(pointer)) return;
     const auto found = sizes.find(pointer);
     if (found != sizes.end()) {
       count(-found->second);
@@ -59,7 +53,7 @@ class ArenaAllocator final : public at::Allocator {
     if (p != nullptr) {
       count(static_cast<int64_t>(size));
       {
-        std::lock_guard<std::mutex> lock(sizes_mutex);
+        std::lock_guard<std::mutex> lock(mutex);
         sizes[p] = static_cast<int64_t>(size);
       }
       if (is_recorded(false)) log_alloc(p, size);
@@ -77,13 +71,10 @@ class ArenaAllocator final : public at::Allocator {
 // Of what lies in memory of an arena, and of what was recorded.
 void cuda_release(void* pointer) {
   if (is_recorded(true)) log_free(pointer);
-  if (Memory* memory = memory_of(pointer)) {
-    memory->live.fetch_sub(1);
-    return;
-  }
   at::DeleterFnPtr own = nullptr;
   {
-    std::lock_guard<std::mutex> lock(sizes_mutex);
+    std::lock_guard<std::mutex> lock(mutex);
+    if (freed_in_memory(pointer)) return;
     const auto found = recorded.find(pointer);
     if (found == recorded.end()) return;
     own = found->second;
@@ -103,7 +94,7 @@ at::DataPtr cuda_allocate(void* self, size_t size) {
   // Recorded, it needs our deleter, which PyTorch's record_stream does not know: only for a moment.
   if (is_recorded(true) && p != nullptr && data.get_context() == p) {
     {
-      std::lock_guard<std::mutex> lock(sizes_mutex);
+      std::lock_guard<std::mutex> lock(mutex);
       recorded[p] = data.get_deleter();
     }
     log_alloc(p, size);
@@ -131,6 +122,8 @@ PyObject* install(PyObject*, PyObject*) {
   if (original == nullptr) {
     original = c10::GetCPUAllocator();
     c10::SetCPUAllocator(new ArenaAllocator(), 1);
+    const auto unlock = [] { mutex.unlock(); };
+    pthread_atfork([] { mutex.lock(); }, unlock, unlock);
   }
   Py_RETURN_NONE;
 }
@@ -140,20 +133,6 @@ PyObject* install_cuda(PyObject*, PyObject* address) {
     original_cuda = coop::exchange_allocate(as<at::Allocator>(address), &cuda_allocate);
   }
   return PyBool_FromLong(original_cuda != nullptr);
-}
-
-// Takes its place in the table, or sets an error and returns false.
-bool enlist(Memory* memory) {
-  std::lock_guard<std::mutex> lock(memories_mutex);
-  int at = 0;
-  while (at < memory_count.load() && memories[at].load() != nullptr) ++at;
-  if (at == kMaxMemories) {
-    PyErr_SetString(PyExc_MemoryError, "too many arenas at once");
-    return false;
-  }
-  memories[at].store(memory, std::memory_order_release);
-  if (at == memory_count.load()) memory_count.store(at + 1, std::memory_order_release);
-  return true;
 }
 
 PyObject* memory_create(PyObject*, PyObject* number) {
@@ -171,10 +150,9 @@ PyObject* memory_create(PyObject*, PyObject* number) {
     }
     memory->base = static_cast<char*>(found);
   }
-  if (!enlist(memory)) {
-    if (memory->base != nullptr) munmap(memory->base, memory->mapped);
-    delete memory;
-    return nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    enlist(memory);
   }
   count(bytes);
   return PyLong_FromVoidPtr(memory);
@@ -190,15 +168,13 @@ PyObject* memory_adopt(PyObject*, PyObject* args) {
   memory->device = device;
   memory->base = reinterpret_cast<char*>(address);
   memory->bytes = memory->mapped = static_cast<size_t>(bytes);
-  if (!enlist(memory)) {
-    delete memory;
-    return nullptr;
-  }
+  std::lock_guard<std::mutex> lock(mutex);
+  enlist(memory);
   return PyLong_FromVoidPtr(memory);
 }
 
 PyObject* memory_retire(PyObject*, PyObject* handle) {
-  std::lock_guard<std::mutex> lock(memories_mutex);
+  std::lock_guard<std::mutex> lock(mutex);
   retire(as<Memory>(handle));
   Py_RETURN_NONE;
 }
@@ -211,7 +187,7 @@ PyObject* memory_part(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "Oy#", &handle, &text, &length)) return nullptr;
   Memory* memory = as<Memory>(handle);
   const auto* ranges = reinterpret_cast<const int64_t*>(text);
-  std::lock_guard<std::mutex> lock(memories_mutex);
+  std::lock_guard<std::mutex> lock(mutex);
   size_t from = 0;
   size_t given = 0;
   const auto give = [&](size_t to) {  // pages in [from, to)
@@ -261,11 +237,23 @@ PyObject* program_destroy(PyObject*, PyObject* handle) {
   Py_RETURN_NONE;
 }
 
+PyObject* run_create(PyObject*, PyObject* program) {
+  auto* run = new Run();
+  run->program = as<Program>(program);
+  return PyLong_FromVoidPtr(run);
+}
+
+PyObject* run_destroy(PyObject*, PyObject* handle) {
+  delete as<Run>(handle);
+  Py_RETURN_NONE;
+}
+
 PyObject* begin(PyObject*, PyObject* args) {
-  PyObject *program, *memory;
+  PyObject *run, *memory;
   int fresh;
-  if (!PyArg_ParseTuple(args, "OOp", &program, &memory, &fresh)) return nullptr;
-  active = as<Program>(program);
+  if (!PyArg_ParseTuple(args, "OOp", &run, &memory, &fresh)) return nullptr;
+  as<Run>(run)->outer = active;
+  active = as<Run>(run);
   active->memory = as<Memory>(memory);
   active->arena_bytes = -1;
   if (active->memory->device != kCpu) {
@@ -288,11 +276,11 @@ PyObject* begin(PyObject*, PyObject* args) {
 PyObject* enter(PyObject*, PyObject* number) {
   const long k = PyLong_AsLong(number);
   close_interval();
-  const Slot* slots = active->slots.data();
-  cursor = slots + active->first[k];
-  limit = slots + active->first[k + 1];
+  const Program& program = *active->program;
+  cursor = program.slots.data() + program.first[k];
+  limit = program.slots.data() + program.first[k + 1];
   inside_op = true;
-  timed_class = active->again[k];
+  timed_class = program.again[k];
   Py_RETURN_NONE;
 }
 
@@ -307,17 +295,17 @@ PyObject* leave(PyObject*, PyObject*) {
   close_interval();
   inside_op = false;
   timed_class = -1;
-  active = nullptr;
+  if (active != nullptr) active = active->outer;
   Py_RETURN_NONE;
 }
 
 PyObject* counters(PyObject*, PyObject* handle) {
-  Program* program = as<Program>(handle);
-  const int64_t bytes = program->arena_bytes < 0 ? step_peak_bytes.load() - program->before
-                                                 : program->arena_bytes + program->beside;
-  return Py_BuildValue("LLLdd", static_cast<long long>(program->high_water),
-                       static_cast<long long>(program->outside), static_cast<long long>(bytes),
-                       program->elapsed_us[0], program->elapsed_us[1]);
+  const Run* run = as<Run>(handle);
+  const int64_t bytes = run->arena_bytes < 0 ? step_peak_bytes.load() - run->before
+                                             : run->arena_bytes + run->beside;
+  return Py_BuildValue("LLLdd", static_cast<long long>(run->high_water),
+                       static_cast<long long>(run->outside), static_cast<long long>(bytes),
+                       run->elapsed_us[0], run->elapsed_us[1]);
 }
 
 PyObject* record_begin(PyObject*, PyObject* cuda) {
@@ -364,12 +352,14 @@ PyMethodDef methods[] = {
     {"memory_live", memory_live, METH_O, "(handle) -> allocations in it not freed yet"},
     {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again) -> handle"},
     {"program_destroy", program_destroy, METH_O, "Forget a program."},
-    {"begin", begin, METH_VARARGS, "(program, memory, fresh): this thread runs in the arena."},
+    {"run_create", run_create, METH_O, "(program) -> handle of one call of it"},
+    {"run_destroy", run_destroy, METH_O, "Forget a run."},
+    {"begin", begin, METH_VARARGS, "(run, memory, fresh): this thread runs in the arena."},
     {"enter", enter, METH_O, "(k): op occurrence k comes next."},
     {"pause", pause, METH_NOARGS, "No op until the next enter."},
-    {"leave", leave, METH_NOARGS, "This thread is out of the arena."},
+    {"leave", leave, METH_NOARGS, "This thread is out of the arena, in that of the run around, if any."},
     {"counters", counters, METH_O,
-     "(program) -> high water, outside bytes, bytes of the step, first us, again us"},
+     "(run) -> high water, outside bytes, bytes of the step, first us, again us"},
     {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
     {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},
     {"process_bytes", process_bytes, METH_NOARGS, "-> current, peak bytes of the process"},

@@ -1,13 +1,17 @@
 // What the arena keeps: memories, the programs that run in them, counters, the log of one op.
 //
 // A step is a program of op occurrences, each with the slots its allocations take, in the order in
-// which the op makes them. While a thread is inside an occurrence, its k-th allocation is served at
-// the address of the k-th slot, if the size is the planned one. Everything else, on every thread,
-// goes to PyTorch's allocator. Addresses come from the plan alone: freeing a pointer into the
-// memory of an arena only counts.
+// which the op makes them. A run is one call of it, in a memory of its own as long as it lasts.
+// While a thread is inside an occurrence, its k-th allocation is served at the address of the k-th
+// slot, if the size is the planned one. Everything else, on every thread, goes to PyTorch's
+// allocator. Addresses come from the plan alone: freeing a pointer into the memory of an arena only
+// counts.
 //
-// Memory is shared by all programs of one compiled function. What a user still holds of it when the
-// next step begins keeps its pages (`part`), and the step gets other memory.
+// What a user still holds of a memory when another run begins in it keeps its pages (`part`), and
+// the run gets other memory.
+//
+// One mutex guards all that threads share and is not atomic. It is held while the process forks, so
+// that the child finds it free.
 
 #pragma once
 
@@ -16,6 +20,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -38,14 +43,19 @@ struct Memory {
   size_t counted = 0;  // of them in current_bytes
   size_t mapped = 0;
   std::atomic<int64_t> live{0};
-  bool retired = false;  // guarded by memories_mutex
+  bool retired = false;  // guarded by mutex
 };
 
 struct Program {
   std::vector<int64_t> first;  // occurrence k owns slots [first[k], first[k + 1])
   std::vector<Slot> slots;
   std::vector<uint8_t> again;  // occurrence k is a recomputation
-  Memory* memory = nullptr;  // of the step that runs
+};
+
+struct Run {
+  const Program* program = nullptr;
+  Memory* memory = nullptr;
+  Run* outer = nullptr;      // that this thread was in when this one began
   int64_t arena_bytes = -1;  // of memory on CUDA
   int64_t high_water = 0;
   int64_t outside = 0;
@@ -55,17 +65,14 @@ struct Program {
 };
 
 constexpr size_t kPage = 4096;
-constexpr int kMaxMemories = 1024;
-std::atomic<Memory*> memories[kMaxMemories];
-std::atomic<int> memory_count{0};
-std::mutex memories_mutex;
+auto& mutex = *new std::mutex();  // never destroyed: tensors outlive main
+auto& memories = *new std::map<char*, Memory*>();  // by where they begin; by mutex
 
 // Bytes of the process as they were asked for: PyTorch's on the CPU, and the memory of arenas.
 std::atomic<int64_t> current_bytes{0};
 std::atomic<int64_t> peak_bytes{0};
 std::atomic<int64_t> step_peak_bytes{0};
-std::mutex sizes_mutex;
-auto& sizes = *new std::unordered_map<void*, int64_t>();  // never destroyed: tensors outlive main
+auto& sizes = *new std::unordered_map<void*, int64_t>();  // of PyTorch's on the CPU; by mutex
 
 struct Event {
   bool is_alloc;
@@ -73,7 +80,7 @@ struct Event {
   int64_t size;
 };
 
-thread_local Program* active = nullptr;
+thread_local Run* active = nullptr;
 thread_local const Slot* cursor = nullptr;
 thread_local const Slot* limit = nullptr;
 thread_local bool inside_op = false;
@@ -95,12 +102,17 @@ void count(int64_t bytes) {
   raise_to(step_peak_bytes, now);
 }
 
+// These four under the mutex.
+
+void enlist(Memory* memory) {
+  if (memory->mapped != 0) memories[memory->base] = memory;
+}
+
 void unmap(Memory* memory) {
-  // The entry stays (null), so that readers never see a moved one.
-  for (int i = 0; i < memory_count.load(); ++i) {
-    if (memories[i].load() == memory) memories[i].store(nullptr);
+  if (memory->mapped != 0) {
+    memories.erase(memory->base);
+    if (memory->device == kCpu) munmap(memory->base, memory->mapped);
   }
-  if (memory->device == kCpu && memory->base != nullptr) munmap(memory->base, memory->mapped);
   count(-static_cast<int64_t>(memory->counted));
   delete memory;
 }
@@ -110,14 +122,15 @@ void retire(Memory* memory) {
   if (memory->live.load() == 0) unmap(memory);
 }
 
-Memory* memory_of(void* pointer) {
+// Whether the pointer lies in a memory, which then counts that it is freed.
+bool freed_in_memory(void* pointer) {
   char* p = static_cast<char*>(pointer);
-  const int used = memory_count.load(std::memory_order_acquire);
-  for (int i = 0; i < used; ++i) {
-    Memory* memory = memories[i].load(std::memory_order_acquire);
-    if (memory != nullptr && p >= memory->base && p < memory->base + memory->mapped) return memory;
-  }
-  return nullptr;
+  auto found = memories.upper_bound(p);
+  if (found == memories.begin()) return false;
+  Memory* memory = (--found)->second;
+  if (p >= memory->base + memory->mapped) return false;
+  if (memory->live.fetch_sub(1) == 1 && memory->retired) unmap(memory);
+  return true;
 }
 
 bool is_recorded(bool cuda) { return recording && recording_cuda == cuda; }

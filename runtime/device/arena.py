@@ -1,6 +1,5 @@
-"""The arena: memory that the steps of one compiled function share, and each step's slots in it."""
+"""The arena: the memory that a step runs in, and the step's slots in it."""
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,6 @@ import numpy as np
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.device.cuda import Block
 from coop_plan.runtime.errors import CudaGraphError
-from coop_plan.runtime.lines import Lines
 
 SERVED_OUTSIDE = -1
 """Offset of a slot that PyTorch's allocator serves: an output that leaves the step."""
@@ -36,23 +34,17 @@ class Counters:
 
 
 class Memory:
-    """Bytes at one address, on the CPU or a CUDA device, for one step at a time.
+    """Bytes at one address, on the CPU or a CUDA device, for one run at a time.
 
-    They are taken when first needed. `serial` counts the steps begun in it; `holder` names the last
-    one, from the user's `holder_lines`; `pending` says that its backward has not run, and `kept`
-    are the ranges of its outputs, ascending (begin, end).
+    They are taken when first needed. `kept` are the ranges, ascending (begin, end), of what the
+    last run in it left to the user.
     """
 
     def __init__(self) -> None:
         self._ext: Any = extension()
         self._handle = 0
-        self._bytes = 0
         self._block: Block | None = None
-        self.serial = 0
-        self.holder = ""
-        self.holder_lines = Lines()
-        self.pending = False
-        self.owner: object = None
+        self.bytes = 0
         self.kept: Sequence[tuple[int, int]] = ()
 
     def __del__(self) -> None:
@@ -60,9 +52,9 @@ class Memory:
             self._retire()
 
     @property
-    def can_part(self) -> bool:
-        """Whether it can keep some of its pages and give back the rest."""
-        return self._block is None
+    def fixed(self) -> bool:
+        """Whether a CUDA graph holds its addresses."""
+        return self._block is not None and self._block.captured
 
     @property
     def live(self) -> int:
@@ -80,10 +72,10 @@ class Memory:
             CudaGraphError: it would have to grow, and a CUDA graph holds its addresses.
         """
         there = None if self._block is None else self._block.device
-        if self._handle and (self._bytes < size or there != device):
+        if self._handle and (self.bytes < size or there != device):
             if self._block is not None and self._block.captured:
                 raise CudaGraphError(
-                    f"a CUDA graph was captured in an arena of {self._bytes} bytes, and another"
+                    f"a CUDA graph was captured in an arena of {self.bytes} bytes, and another"
                     f" step of the same function needs {size}: run the largest step before the"
                     " capture, or give it a torch.compile of its own"
                 )
@@ -94,7 +86,7 @@ class Memory:
             else:
                 self._block = Block(size, device)
                 self._handle = self._ext.memory_adopt(device, self._block.address, size)
-            self._bytes = size
+            self.bytes = size
         if self._block is not None:
             self._block.use()
         return self._handle
@@ -107,31 +99,23 @@ class Memory:
         self._handle, self._block = 0, None
 
     def part(self) -> None:
-        """Leave the pages of the last step's outputs to whoever holds them.
+        """Leave the pages of what the last run left to whoever holds some of it.
 
-        All other pages go back to the system now, these when the last such tensor is freed; the
-        next `reserve` maps anew.
+        On the CPU all other pages go back to the system now, these when the last such tensor is
+        freed; the next `reserve` maps anew. On CUDA nothing of a run outlives it.
         """
-        ranges = np.array(self.kept, dtype=np.int64).reshape(-1)
-        self._ext.memory_part(self._handle, ranges.tobytes())
-        self._handle = 0
+        if self.live and self._block is None:
+            ranges = np.array(self.kept, dtype=np.int64).reshape(-1)
+            self._ext.memory_part(self._handle, ranges.tobytes())
+            self._handle = 0
+        self.kept = ()
 
 
 _left: list[Block] = []
-_memories: "weakref.WeakValueDictionary[int, Memory]" = weakref.WeakValueDictionary()
-
-
-def memory_of(owner: object) -> Memory:
-    """The memory that all steps of `owner` share, as long as one of them lives."""
-    memory = _memories.get(id(owner))
-    if memory is None:
-        memory = _memories[id(owner)] = Memory()
-        memory.owner = owner  # its id stays its own
-    return memory
 
 
 class Arena:
-    """The slots of each op occurrence of a step, in `size` bytes of `memory`.
+    """The slots of each op occurrence of a step, in `size` bytes.
 
     `device` is the number of a CUDA device, None for the CPU.
     """
@@ -141,18 +125,16 @@ class Arena:
         size: int,
         program: Sequence[Slots],
         again: Sequence[bool],
-        memory: Memory,
         device: int | None = None,
     ) -> None:
         self._ext: Any = extension()
         self.size = size
         self.device = device
-        self.memory = memory
         first = np.zeros(len(program) + 1, dtype=np.int64)
         np.cumsum([len(slots) for slots in program], out=first[1:])
         flat = np.array([slot for slots in program for slot in slots], dtype=np.int64)
         flat = flat.reshape(-1, 2)
-        self._handle: int = self._ext.program_create(
+        self.handle: int = self._ext.program_create(
             first.tobytes(),
             np.ascontiguousarray(flat[:, 0]).tobytes(),
             np.ascontiguousarray(flat[:, 1]).tobytes(),
@@ -163,12 +145,26 @@ class Arena:
         self.leave = self._ext.leave
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None):
-            self._ext.program_destroy(self._handle)
+        if getattr(self, "handle", None):
+            self._ext.program_destroy(self.handle)
 
-    def begin(self, *, fresh: bool) -> None:
-        """Run this thread's ops in the arena until `leave`; `fresh` starts the counters anew."""
-        self._ext.begin(self._handle, self.memory.reserve(self.size, self.device), fresh)
+
+class Run:
+    """One call of a step, in a memory that may be another one for each part of it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self._ext: Any = extension()
+        self._handle: int = self._ext.run_create(arena.handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._ext.run_destroy(self._handle)
+
+    def begin(self, memory: Memory, *, fresh: bool) -> None:
+        """Run this thread's ops in `memory` until `leave`; `fresh` starts the counters anew."""
+        reserved = memory.reserve(self.arena.size, self.arena.device)
+        self._ext.begin(self._handle, reserved, fresh)
 
     def counters(self) -> Counters:
         """What was measured since the last fresh `begin`."""

@@ -53,7 +53,8 @@ def _is_served(ext: Any) -> bool:
         for values in ((0, 1), (CUDA_ALIGNMENT,), (CUDA_ALIGNMENT,))
     )
     program = ext.program_create(first, size, offset, b"\0")
-    ext.begin(program, memory, True)
+    run = ext.run_create(program)
+    ext.begin(run, memory, True)
     ext.enter(0)
     try:
         there = torch.empty(CUDA_ALIGNMENT, dtype=torch.uint8, device=f"cuda:{device}")
@@ -64,6 +65,7 @@ def _is_served(ext: Any) -> bool:
     )
     del there
     served = served and ext.memory_live(memory) == 0
+    ext.run_destroy(run)
     ext.program_destroy(program)
     ext.memory_retire(memory)
     return served

@@ -2,11 +2,14 @@
 
 Every compute step becomes a copy of its op's node, with the arguments taken from the buffers the
 plan reads; views are made again from the tensor they are views of. The forward returns the tensors
-that later steps read, the backward starts from them: that is the contract between AOTAutograd's
-partitioner and its autograd function (functorch's partitioners, PyTorch 2.13).
+that later steps read, the backward starts from them.
+
+What AOTAutograd sees of this is the same for every plan of a graph (`stubs`): a forward that saves
+one ticket, and a backward that takes it. So another plan can take the place of one that runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import fx
 from coop_plan.runtime.capture.builder import GETITEM, SNAPSHOT
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.torch_internals import (
+    FakeTensor,
     SavedForBackwardsAOTOutput,
     is_primal,
     is_tangent,
@@ -22,81 +26,115 @@ from coop_plan.runtime.torch_internals import (
 from coop_plan.schemas import Compute, Free, Plan, TensorRead
 
 Source = tuple[str, Any]
-"""("buffer", id), ("outside", tensor id) or ("primal", placeholder node)."""
+"""("buffer", id), ("outside", tensor id) or ("input", node: a primal or the copy of one)."""
 
 OCCURRENCE = "coop_occurrence"
 """Key in `node.meta`: the number of the op occurrence among the plan's compute steps."""
 
+FLIGHT = "flight"
+"""Name of the first input."""
 
-def split(
-    captured: Captured,
-    plan: Plan,
-    ticket: Callable[[], torch.Tensor],
-    redeem: Callable[[torch.Tensor], None],
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward module of `plan`.
 
-    The forward saves a `ticket`, a CPU scalar of type int64, which the backward redeems first.
+@dataclass(frozen=True)
+class Halves:
+    """The two graphs of a plan; the first input of each is the flight that runs it.
+
+    The forward then takes the inputs of the step, and returns its outputs and the saved tensors;
+    the backward takes these and the tangents. `inputs` are the primals and copies of them, in
+    order; `saved_inputs[i]` is the position of saved tensor i among them, None if it is made by the
+    forward; `read` are positions of the inputs that the forward reads.
     """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    saved_inputs: Sequence[int | None]
+    read: Sequence[int]
+
+
+def inputs_of(captured: Captured) -> list[fx.Node]:
+    """The primals of a step, then the copies of those that it overwrites."""
+    nodes = captured.module.graph.nodes
+    return [*filter(is_primal, nodes), *(node for node in nodes if SNAPSHOT in node.meta)]
+
+
+def copied(captured: Captured) -> list[int]:
+    """The primals that are copied when a step begins, by position, in the order of the copies."""
+    inputs = inputs_of(captured)
+    return [inputs.index(node.all_input_nodes[0]) for node in inputs if SNAPSHOT in node.meta]
+
+
+def split(captured: Captured, plan: Plan) -> Halves:
+    """The forward and the backward of `plan`."""
     steps = [step for step in plan.steps if isinstance(step, Compute)]
     firsts = {step.op: i for i, step in reversed(list(enumerate(steps)))}
     last_forward = max((firsts[op] for op in range(captured.forward_ops)), default=-1)
     final = _final(plan)
     forward = _Half(captured, None)
-    for node in captured.module.graph.find_nodes(op="placeholder"):
-        if is_primal(node):
-            forward.place(node)
-    for node in captured.module.graph.nodes:
-        if SNAPSHOT in node.meta:
-            forward.place(node)
+    inputs = inputs_of(captured)
+    for node in inputs:
+        forward.place(node)
     for number in range(last_forward + 1):
         forward.emit(steps[number], number)
     backward = _Half(captured, forward)
-    for node in captured.module.graph.find_nodes(op="placeholder"):
-        if not is_primal(node):
-            backward.place(node)
+    for node in filter(is_tangent, captured.module.graph.nodes):
+        backward.place(node)
     for number in range(last_forward + 1, len(steps)):
         backward.emit(steps[number], number)
 
-    output = next(iter(reversed(captured.module.graph.nodes)))
-    descs = output.meta.get("desc", [None] * len(captured.output_args))
     cut = captured.num_fwd_outputs
     gradients = [backward.value(arg, final) for arg in captured.output_args[cut:]]
     results = [forward.value(arg, final) for arg in captured.output_args[:cut]]
+    read = [i for i, node in enumerate(inputs) if forward.placed[node].users]
     saved = [forward.tensor(source) for source in backward.saved]
-    saved.append(_ticket(forward.graph, backward.graph, ticket, redeem))
-    _finish(
-        forward.graph,
-        [*results, *saved],
-        [*descs[:cut], *(SavedForBackwardsAOTOutput(i) for i in range(len(saved)))],
-    )
-    _finish(backward.graph, gradients, list(descs[cut:]))
-    return (
+    positions = {forward.placed[node]: i for i, node in enumerate(inputs)}
+    for half, values in ((forward, [*results, *saved]), (backward, gradients)):
+        half.graph.output(tuple(values))
+        half.graph.lint()
+    return Halves(
         fx.GraphModule(captured.module, forward.graph),
         fx.GraphModule(captured.module, backward.graph),
+        [positions.get(node) for node in saved],
+        read,
     )
 
 
-def _ticket(
-    forward: fx.Graph,
-    backward: fx.Graph,
-    ticket: Callable[[], torch.Tensor],
-    redeem: Callable[[torch.Tensor], None],
-) -> fx.Node:
-    """Let the forward return a ticket as the last thing saved, and the backward redeem it."""
-    first = next(node for node in forward.nodes if node.op == "placeholder" and "val" in node.meta)
-    with forward.inserting_before(next(n for n in forward.nodes if n.op != "placeholder")):
-        issued = forward.call_function(ticket)  # before the first op: no slot is meant for it
-    with first.meta["val"].fake_mode:
-        issued.meta["val"] = torch.empty((), dtype=torch.int64)
-    tangent = next(filter(is_tangent, backward.nodes), None)
-    body = next((n for n in backward.nodes if n.op != "placeholder"), None)
-    with backward.inserting_before(tangent or body):
-        received = backward.placeholder("saved_ticket")
+def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two graphs as AOTAutograd sees them: their inputs and outputs, and nothing between.
+
+    That is its contract between partitioner and autograd function (functorch's partitioners,
+    PyTorch 2.13).
+    """
+    primals = list(filter(is_primal, captured.module.graph.nodes))
+    tangents = list(filter(is_tangent, captured.module.graph.nodes))
+    output = next(iter(reversed(captured.module.graph.nodes)))
+    descs = output.meta.get("desc", [None] * len(captured.output_args))
+    cut = captured.num_fwd_outputs
+    forward, backward = fx.Graph(), fx.Graph()
+    placed = {node: forward.node_copy(node) for node in primals}
+    results = [_stub(forward, arg, placed) for arg in captured.output_args[:cut]]
+    issued = forward.call_function(int)
+    # For AOTAutograd an alias of an input: what is none it takes for a buffer that the backward may
+    # write to, and refuses to run a backward twice (collect_bw_donated_buffer_idxs).
+    fakes = (node.meta["val"] for node in primals)
+    issued.meta["val"] = next(value for value in fakes if isinstance(value, FakeTensor))
+    received = backward.placeholder("saved_ticket")
     received.meta["val"] = issued.meta["val"]
-    with backward.inserting_before(body):
-        backward.call_function(redeem, (received,))
-    return issued
+    placed = {node: backward.node_copy(node) for node in tangents}
+    gradients = [_stub(backward, arg, placed) for arg in captured.output_args[cut:]]
+    saved = SavedForBackwardsAOTOutput(0)
+    forward.output((*results, issued)).meta["desc"] = [*descs[:cut], saved]
+    backward.output(tuple(gradients)).meta["desc"] = list(descs[cut:])
+    return fx.GraphModule(captured.module, forward), fx.GraphModule(captured.module, backward)
+
+
+def _stub(graph: fx.Graph, arg: Any, placed: Mapping[fx.Node, fx.Node]) -> Any:
+    if not isinstance(arg, fx.Node):
+        return arg
+    if arg in placed:
+        return placed[arg]
+    node = graph.call_function(int)
+    node.meta["val"] = arg.meta["val"]
+    return node
 
 
 def _final(plan: Plan) -> dict[int, Source]:
@@ -117,11 +155,6 @@ def _final(plan: Plan) -> dict[int, Source]:
     return found
 
 
-def _finish(graph: fx.Graph, values: list[Any], descs: list[Any]) -> None:
-    graph.output(tuple(values)).meta["desc"] = descs
-    graph.lint()
-
-
 class _Half:
     """One of the two graphs under construction."""
 
@@ -129,19 +162,17 @@ class _Half:
         self.captured = captured
         self.graph = fx.Graph()
         self.saved: list[Source] = []
+        self.placed: dict[fx.Node, fx.Node] = {}
         self._before = before
-        self._first_input: fx.Node | None = None
-        self._placed: dict[fx.Node, fx.Node] = {}
+        self._last_saved = self.graph.placeholder(FLIGHT)
         self._made: dict[Source, tuple[fx.Node, int]] = {}
         self._tensors: dict[Source, fx.Node] = {}
         self._views: dict[tuple[fx.Node, tuple[Source, ...]], fx.Node] = {}
 
     def place(self, node: fx.Node) -> None:
-        """Copy an input of the step, or the snapshot of one."""
-        copy = self.graph.node_copy(node, self._placed.__getitem__)
-        self._placed[node] = copy
-        if self._first_input is None:
-            self._first_input = copy
+        """Let an input of the step be one of the graph."""
+        self.placed[node] = self.graph.placeholder(node.name)
+        self.placed[node].meta = dict(node.meta)
 
     def emit(self, step: Compute, number: int) -> None:
         """Copy the op of a compute step."""
@@ -171,8 +202,8 @@ class _Half:
     def tensor(self, source: Source) -> fx.Node:
         """The node that holds a whole buffer, outside tensor or primal."""
         kind, which = source
-        if kind == "primal":
-            return self._placed[which]
+        if kind == "input":
+            return self.placed[which]
         found = self._tensors.get(source)
         if found is not None:
             return found
@@ -192,28 +223,26 @@ class _Half:
         """A backward input for something that the forward has and returns as saved."""
         assert self._before is not None, f"{source} is read before it is made"
         origin = self._before.tensor(source)
-        anchor = self._first_input
-        if anchor is None:  # no tangents: behind the inputs received so far
-            anchor = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-        with self.graph.inserting_before(anchor):
+        with self.graph.inserting_after(self._last_saved):
             node = self.graph.placeholder(f"saved_{len(self.saved)}")
+        self._last_saved = node
         node.meta = {key: val for key, val in origin.meta.items() if key != OCCURRENCE}
         self.saved.append(source)
-        if source[0] == "primal":
-            self._placed[source[1]] = node
+        if source[0] == "input":
+            self.placed[source[1]] = node
         else:
             self._tensors[source] = node
         return node
 
     def _resolve(self, node: fx.Node, bind: Mapping[int, Source]) -> fx.Node:
         if node.op == "placeholder" or SNAPSHOT in node.meta:
-            if node not in self._placed:
-                return self._receive(("primal", node))
-            return self._placed[node]
+            if node not in self.placed:
+                return self._receive(("input", node))
+            return self.placed[node]
         if node.op == "get_attr":
-            if node not in self._placed:
-                self._placed[node] = self.graph.node_copy(node)
-            return self._placed[node]
+            if node not in self.placed:
+                self.placed[node] = self.graph.node_copy(node)
+            return self.placed[node]
         if node not in self.captured.views:
             (t,) = self.captured.storages[node]
             assert t is not None

@@ -1,160 +1,140 @@
-"""Runs the two halves of a planned step inside its arena."""
+"""A planned step as AOTAutograd calls it: any number of calls, in any order of their halves."""
 
-import gc
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
 
 from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory
-from coop_plan.runtime.errors import GraphBreakError, StepInFlightError, StepSpentError
-from coop_plan.runtime.execute.generators import default_generator
-from coop_plan.runtime.execute.partition import OCCURRENCE
+from coop_plan.runtime.device.arena import Counters
+from coop_plan.runtime.execute.code import Code
+from coop_plan.runtime.execute.flight import Flight, flight_of
+from coop_plan.runtime.execute.generators import Generator, default_generator
+from coop_plan.runtime.execute.partition import copied, inputs_of
+from coop_plan.runtime.execute.pool import Pools, claim
 from coop_plan.runtime.lines import Lines
 from coop_plan.runtime.reports import StepReport
 from coop_plan.runtime.torch_internals import boxed
-from coop_plan.schemas import Compute, Free, Plan
+from coop_plan.schemas import Plan
+
+log = logging.getLogger("coop-plan")
 
 
 class PlannedStep:
-    """One compiled step in the memory that it shares with the others of its `torch.compile` call.
+    """One compiled step; `lines` are the user's lines of its graph, `call` what it is compiled for.
 
-    `lines` are the user's lines of the step's graph.
+    Each call is a flight of its own. It keeps its memory until its backward, unless the budget does
+    not allow that; then its forward runs again before its backward.
     """
 
     def __init__(
-        self, captured: Captured, plan: Plan, report: StepReport, memory: Memory, lines: Lines
+        self,
+        captured: Captured,
+        plan: Plan,
+        report: StepReport,
+        pools: Pools,
+        lines: Lines,
+        call: object,
     ) -> None:
         self.report = report
         self.lines = lines
-        steps = [step for step in plan.steps if isinstance(step, Compute)]
-        seen: set[int] = set()
-        again = []
-        for step in steps:
-            again.append(step.op in seen)
-            seen.add(step.op)
-        repeated = {step.op for step, flag in zip(steps, again, strict=True) if flag}
-        self._ops = [step.op for step in steps]
-        self._again = again
-        devices = {op: device_of(captured.ops[op]) for op in repeated if captured.graph.ops[op].rng}
-        self._replayed = {op: default_generator(device) for op, device in devices.items()}
-        self._states: dict[int, Any] = {}
-        self._present: Any = None
-        self._kept = _kept(plan)
+        self._pools = pools
+        self._call = call  # lives as long as one of its steps
+        self._room = plan.budget_bytes - plan.resident_bytes
+        self._outputs = captured.num_fwd_outputs
+        self._copied = copied(captured)
+        self._parameters = _parameters(captured)
+        self._generators = _generators(captured)
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
             self._clock = cuda.Clock(captured.device.index)
-            self._uncapturable = [
-                captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
-            ]
-        program = [_slots(captured, step) for step in steps]
-        self._memory = memory
-        self._arena = Arena(plan.arena_bytes, program, again, memory, captured.device.index)
+        self._code = Code(captured, plan, self._clock)
 
-    def forward(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """The forward as a boxed callable."""
-        run = self._code(module)
+    def forward(self) -> Callable[[list[Any]], Any]:
+        """The forward as a boxed callable: primals to outputs and a ticket."""
 
         def forward(args: list[Any]) -> Any:
-            self._claim()
-            return self._run(run, args, fresh=True)
+            inputs = list(args)
+            args.clear()
+            if self._clock is not None:
+                cuda.refuse_capture_of(self._code.uncapturable)
+                if (times := self._clock.read()) is not None:
+                    self._take_times(*times)
+            flight = Flight(
+                self.report.name, self._code, self._pools.here(), self._room, self._generators
+            )
+            flight.home.admit(flight)
+            ticket = flight.ticket()
+            with self._running(flight, fresh=True):
+                inputs += [inputs[i].clone() for i in self._copied]
+                flight.hold(inputs, self._parameters)
+                made = self._code.forward(flight, *inputs)
+            outputs = made[: self._outputs]
+            flight.keep(made[self._outputs :], outputs)
+            return (*outputs, ticket)
 
         return boxed(forward)
 
-    def backward(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """The backward as a boxed callable."""
-        run = self._code(module)
+    def backward(self) -> Callable[[list[Any]], Any]:
+        """The backward as a boxed callable: a ticket and tangents to gradients."""
 
         def backward(args: list[Any]) -> Any:
-            result = self._run(run, args, fresh=False)
-            self._memory.pending = False
-            self._states.clear()
+            ticket, *tangents = args
+            args.clear()
+            flight = flight_of(ticket)
+            saved = claim(flight)
+            if saved is None:
+                saved = self._forward_again(flight)
+            flight.check(saved)
+            with self._running(flight, fresh=False):
+                result = flight.code.backward(flight, *saved, *tangents)
+            flight.land()
             if self._clock is not None:
                 self._clock.end()
-            self._measure()
+            self._measure(flight.run.counters())
             return result
 
         return boxed(backward)
 
-    def ticket(self) -> torch.Tensor:
-        """What the forward saves so that its backward can tell whether its memory is still its."""
-        return torch.tensor(self._memory.serial)
-
-    def redeem(self, ticket: torch.Tensor) -> None:
-        """Refuse a backward whose step's memory was reused.
-
-        Raises:
-            StepSpentError: a second backward, or one after another step's forward.
-        """
-        memory = self._memory
-        if ticket.item() != memory.serial:
-            raise StepSpentError(
-                f"the backward of '{self.report.name}' comes after the forward of '{memory.holder}'"
-                " reused its memory: run each step's backward before the next forward"
+    def _forward_again(self, flight: Flight) -> Sequence[Any]:
+        """The saved tensors of a flight whose memory was given to another."""
+        if not self.report.forwards_again:
+            log.warning(
+                "%s: '%s' runs its forward again before its backward, because %s",
+                *(self.lines.begin, self.report.name, flight.why_again),
             )
-        if not memory.pending:
-            raise StepSpentError(
-                f"a second backward through the same step of '{self.report.name}': its memory"
-                " was reused by the first (retain_graph=True is not supported)"
-            )
+        self.report.forwards_again += 1
+        with flight.rewound():
+            flight.home.admit(flight)
+            with self._running(flight, fresh=False), torch.no_grad():
+                made = flight.code.forward(flight, *flight.inputs)
+        saved: Sequence[Any] = made[self._outputs :]
+        return saved
 
-    def _claim(self) -> None:
-        """Make the memory this step's, or refuse while another step needs it.
-
-        What the user still holds of an earlier step, gradients for example, keeps its pages.
-        """
-        memory = self._memory
-        if self._clock is not None:
-            cuda.refuse_capture_of(self._uncapturable)
-            if (times := self._clock.read()) is not None:
-                self._take_times(*times)
-        if memory.live and (memory.pending or not memory.can_part):
-            gc.collect()  # a dropped step may hang in a reference cycle
-        if memory.live and (memory.pending or not memory.can_part):
-            self._refuse()
-        if memory.live:
-            memory.part()
-        memory.serial += 1
-        memory.holder, memory.holder_lines = self.report.name, self.lines
-        memory.pending, memory.kept = True, self._kept
-
-    def _refuse(self) -> None:
-        memory = self._memory
-        earlier = memory.holder_lines
-        again = memory.holder == self.report.name
-        if again or (earlier.begin == self.lines.begin and not earlier.breaks):  # another shape
-            raise StepInFlightError(
-                f"a forward of '{self.report.name}' began while {memory.live} tensors of an earlier"
-                " step still lie in its arena: run the earlier step's backward, or drop its"
-                " loss, before the next forward (if you did, a graph break makes one call run"
-                " several graphs: fullgraph=True shows it)"
-            )
-        raise GraphBreakError(
-            "one compiled function runs as several graphs with gradients, and the budget cannot"
-            f" bound them together: the one that begins at {earlier.begin} ends at {earlier.end},"
-            f" the next begins at {self.lines.begin}; remove the break (fullgraph=True shows it in"
-            " full), or give each part a torch.compile and a budget of its own"
-        )
-
-    def _run(self, run: Callable[..., Any], args: list[Any], *, fresh: bool) -> Any:
-        inputs = list(args)
-        args.clear()
-        self._arena.begin(fresh=fresh)
-        if self._clock is not None and fresh:
-            self._clock.begin()
+    @contextmanager
+    def _running(self, flight: Flight, *, fresh: bool) -> Iterator[None]:
+        """Keep this thread in the arena."""
+        assert flight.memory is not None
         try:
-            return run(*inputs)
-        finally:
-            if self._clock is not None:
-                self._clock.mark(cuda.NEITHER)
-            self._arena.leave()
+            flight.run.begin(flight.memory, fresh=fresh)
+            if self._clock is not None and fresh:
+                self._clock.begin()
+            try:
+                yield
+            finally:
+                flight.go_on()
+                if self._clock is not None:
+                    self._clock.mark(cuda.NEITHER)
+                flight.code.arena.leave()
+        except BaseException:
+            flight.memory = None  # of what was made, none is needed any more
+            raise
 
-    def _measure(self) -> None:
-        counters = self._arena.counters()
+    def _measure(self, counters: Counters) -> None:
         report = self.report
         report.measured_arena_bytes = counters.high_water_bytes
         report.measured_peak_bytes = report.resident_bytes + counters.process_bytes
@@ -168,76 +148,19 @@ class PlannedStep:
         if first_us:
             self.report.measured_overhead = again_us / first_us
 
-    def _code(self, module: fx.GraphModule) -> Callable[..., Any]:
-        """Straight-line code of a half: each op announced, random ops saved or replayed."""
-        graph = module.graph
-        kind: bool | None = None
-        for node in list(graph.nodes):
-            number = node.meta.get(OCCURRENCE)
-            if number is None:
-                continue
-            op, again = self._ops[number], self._again[number]
-            with graph.inserting_before(node):
-                if self._clock is not None and again != kind:
-                    graph.call_function(self._clock.mark, (int(again),))
-                    kind = again
-                if op in self._replayed:
-                    graph.call_function(self._rng_recall if again else self._rng_save, (op,))
-                graph.call_function(self._arena.enter, (number,))
-            if op in self._replayed and again:
-                with graph.inserting_after(node):
-                    graph.call_function(self._rng_return, (op,))
-        module.recompile()
-        code: Callable[..., Any] = module.forward
-        return code
 
-    # Random ops of a default generator: the state before the first run is set again.
-
-    def _rng_save(self, op: int) -> None:
-        self._arena.pause()
-        self._states[op] = self._replayed[op].state()
-
-    def _rng_recall(self, op: int) -> None:
-        self._arena.pause()
-        self._present = self._replayed[op].state()
-        self._replayed[op].set(self._states[op])
-
-    def _rng_return(self, op: int) -> None:
-        self._arena.pause()
-        self._replayed[op].set(self._present)
-        self._present = None
+def _parameters(captured: Captured) -> set[int]:
+    """Positions of the inputs that are leaves with a gradient."""
+    found = set()
+    for i, node in enumerate(inputs_of(captured)):
+        (t,) = captured.storages[node]
+        if t is not None and captured.graph.tensors[t].kind == "parameter":
+            found.add(i)
+    return found
 
 
-def _kept(plan: Plan) -> list[tuple[int, int]]:
-    """Where outputs lie in the arena when the step ends: (begin, end), ascending, bytes."""
-    there: dict[int, tuple[int, int]] = {}
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            for write in step.writes:
-                if write.offset is not None:
-                    there[write.buffer] = (write.offset, write.offset + write.bytes)
-        elif isinstance(step, Free):
-            for buffer in step.buffers:
-                del there[buffer]
-    ranges: list[tuple[int, int]] = []
-    for begin, end in sorted(there.values()):  # in-place pairs have left two at one address
-        if ranges and begin < ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
-        else:
-            ranges.append((begin, end))
-    return ranges
-
-
-def _slots(captured: Captured, step: Compute) -> list[tuple[int, int]]:
-    """Where the allocations of one op occurrence go, in the order the op makes them."""
-    written = {captured.base[w.tensor][1]: w.offset for w in step.writes}
-    slots = []
-    for allocation in captured.profiles[step.op].allocations:
-        if allocation.output >= 0:
-            offset = written[allocation.output]
-            slots.append((allocation.bytes, SERVED_OUTSIDE if offset is None else offset))
-        elif allocation.output == -1:
-            slots.append((allocation.bytes, step.workspace.offset + allocation.offset))
-        else:
-            slots.append((allocation.bytes, SERVED_OUTSIDE))
-    return slots
+def _generators(captured: Captured) -> list[Generator]:
+    """The generators that the forward draws from."""
+    nodes = zip(captured.graph.ops[: captured.forward_ops], captured.ops, strict=False)
+    devices = {device_of(node) for op, node in nodes if op.rng}
+    return [default_generator(device) for device in devices]

@@ -1,13 +1,22 @@
 """The allocator serves planned addresses, and lets everything else pass."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from coop_plan.runtime import BuildError
 from coop_plan.runtime.device import build
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, process_bytes, reset_peak
+from coop_plan.runtime.device.arena import (
+    SERVED_OUTSIDE,
+    Arena,
+    Memory,
+    Run,
+    process_bytes,
+    reset_peak,
+)
 
 SIZE = 4000
 """Bytes of a tensor of a thousand floats."""
@@ -18,68 +27,67 @@ def x():
     return torch.ones(1000)
 
 
-def run_in(arena, number, function):
-    arena.begin(fresh=True)
+def run_in(run, memory, number, function):
+    run.begin(memory, fresh=True)
     try:
-        arena.enter(number)
+        run.arena.enter(number)
         return function()
     finally:
-        arena.leave()
+        run.arena.leave()
 
 
 def test_a_slot_is_served_at_its_address(x):
-    arena = Arena(3 * 4096, [[(SIZE, 4096)], [(SIZE, 8192)]], [False, False], Memory())
-    first = run_in(arena, 0, lambda: x + x)
-    second = run_in(arena, 1, lambda: x + x)
+    memory, run = Memory(), Run(Arena(3 * 4096, [[(SIZE, 4096)], [(SIZE, 8192)]], [False, False]))
+    first = run_in(run, memory, 0, lambda: x + x)
+    second = run_in(run, memory, 1, lambda: x + x)
     assert second.data_ptr() - first.data_ptr() == 4096
-    assert arena.counters().high_water_bytes == 8192 + SIZE
-    assert arena.counters().outside_bytes == 0
+    assert run.counters().high_water_bytes == 8192 + SIZE
+    assert run.counters().outside_bytes == 0
     assert torch.equal(first, torch.full((1000,), 2.0))
 
 
 def test_live_counts_until_the_tensor_dies(x):
-    arena = Arena(4096, [[(SIZE, 0)]], [False], Memory())
-    y = run_in(arena, 0, lambda: x + x)
+    memory, run = Memory(), Run(Arena(4096, [[(SIZE, 0)]], [False]))
+    y = run_in(run, memory, 0, lambda: x + x)
     view = y[10:]
     del y
-    assert arena.memory.live == 1
+    assert memory.live == 1
     del view
-    assert arena.memory.live == 0
+    assert memory.live == 0
 
 
 def test_an_unplanned_allocation_goes_outside_and_is_counted(x):
-    arena = Arena(4096, [[(SIZE - 4, 0)]], [False], Memory())
-    y = run_in(arena, 0, lambda: x + x)
-    assert arena.memory.live == 0
-    assert arena.counters().outside_bytes == SIZE
+    memory, run = Memory(), Run(Arena(4096, [[(SIZE - 4, 0)]], [False]))
+    y = run_in(run, memory, 0, lambda: x + x)
+    assert memory.live == 0
+    assert run.counters().outside_bytes == SIZE
     assert torch.equal(y, x + x)
 
 
 def test_a_slot_planned_outside_is_not_counted(x):
-    arena = Arena(4096, [[(SIZE, SERVED_OUTSIDE)]], [False], Memory())
-    run_in(arena, 0, lambda: x + x)
-    counters = arena.counters()
-    assert (counters.outside_bytes, counters.high_water_bytes, arena.memory.live) == (0, 0, 0)
+    memory, run = Memory(), Run(Arena(4096, [[(SIZE, SERVED_OUTSIDE)]], [False]))
+    run_in(run, memory, 0, lambda: x + x)
+    counters = run.counters()
+    assert (counters.outside_bytes, counters.high_water_bytes, memory.live) == (0, 0, 0)
 
 
 def test_tensors_outlive_their_arena(x):
-    arena = Arena(4096, [[(SIZE, 0)]], [False], Memory())
-    y = run_in(arena, 0, lambda: x + x)
-    del arena
+    memory, run = Memory(), Run(Arena(4096, [[(SIZE, 0)]], [False]))
+    y = run_in(run, memory, 0, lambda: x + x)
+    del run, memory
     gc.collect()
     assert torch.equal(y, x + x)
 
 
 def test_what_is_held_keeps_its_pages_and_the_rest_goes_back(x):
-    memory = Memory()
-    arena = Arena(64 * 4096, [[(SIZE, 40 * 4096)]], [False], memory)
+    memory, run = Memory(), Run(Arena(64 * 4096, [[(SIZE, 40 * 4096)]], [False]))
     before, _ = process_bytes()
-    held = run_in(arena, 0, lambda: x + x)
+    held = run_in(run, memory, 0, lambda: x + x)
     assert process_bytes()[0] - before == 64 * 4096
     memory.kept = [(40 * 4096, 40 * 4096 + SIZE)]
     memory.part()
     assert process_bytes()[0] - before == 4096
-    other = run_in(arena, 0, lambda: x * 3)
+    other = run_in(run, memory, 0, lambda: x * 3)
     assert torch.equal(held, x + x)
     assert torch.equal(other, x * 3)
     del held
@@ -88,22 +96,19 @@ def test_what_is_held_keeps_its_pages_and_the_rest_goes_back(x):
 
 def test_memory_is_shared_and_grows(x):
     memory = Memory()
-    small = Arena(4096, [[(SIZE, 0)]], [False], memory)
-    large = Arena(8192, [[(SIZE, 4096)]], [False], memory)
+    small = Run(Arena(4096, [[(SIZE, 0)]], [False]))
+    large = Run(Arena(8192, [[(SIZE, 4096)]], [False]))
     before, _ = process_bytes()
-    for arena in (small, large, small):
-        run_in(arena, 0, lambda: x + x)
+    for run in (small, large, small):
+        run_in(run, memory, 0, lambda: x + x)
     assert process_bytes()[0] - before == 8192
 
 
 def test_time_is_split_by_class(x):
-    arena = Arena(4096, [[(SIZE, 0)], [(SIZE, 0)]], [False, True], Memory())
+    memory, run = Memory(), Run(Arena(4096, [[(SIZE, 0)], [(SIZE, 0)]], [False, True]))
     for op in (0, 1):
-        arena.begin(fresh=True)
-        arena.enter(op)
-        x.sum()
-        arena.leave()
-        counters = arena.counters()
+        run_in(run, memory, op, x.sum)
+        counters = run.counters()
         assert (counters.first_us > 0, counters.again_us > 0) == (op == 0, op == 1)
 
 
@@ -134,3 +139,62 @@ def test_a_failed_compilation_leaves_nothing_behind(monkeypatch, tmp_path):
     with pytest.raises(BuildError, match="did not compile"):
         build.arena.__wrapped__()
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_half_a_library_in_the_cache_is_compiled_anew(cache):
+    """Loading it would end the process."""
+    library = build.compiled(build.SOURCE, build.NAME, build.HEADERS)
+    whole = library.read_bytes()
+    library.parent.unlink()  # the test's link to the folder that tests share
+    library.parent.mkdir()
+    library.write_bytes(whole[:20_000])
+    library.with_suffix(".sha256").write_text(build._digest_of(whole))
+    assert build.compiled(build.SOURCE, build.NAME, build.HEADERS) == library
+    assert len(library.read_bytes()) == len(whole)
+
+
+def test_a_cache_that_cannot_be_written_is_gone_without(tmp_path, monkeypatch, caplog):
+    (tmp_path / "coop-plan").write_text("a file in the place of the folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = build.compiled(build.SOURCE, build.NAME, build.HEADERS)
+    assert library.exists()
+    assert "going on without the cache" in caplog.text
+
+
+def test_a_compiler_may_be_a_command_with_arguments(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "env g++")
+    library = build.compiled(build.SOURCE, "another_name", build.HEADERS)
+    assert library.exists()
+    for wrong in ("no-such-compiler -x", "g++ 'unclosed"):
+        monkeypatch.setenv("CXX", wrong)
+        with pytest.raises(BuildError, match="CXX"):
+            build.compiled(build.SOURCE, "a_third", build.HEADERS)
+
+
+FORKS = """
+import os, threading, torch
+from coop_plan.runtime.device.build import arena
+
+arena()
+torch.set_num_threads(1)
+done = threading.Event()
+
+def allocate():
+    while not done.is_set():
+        torch.empty(64)
+
+threads = [threading.Thread(target=allocate) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for _ in range(300):
+    child = os.fork()
+    if not child:
+        torch.empty(64)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+done.set()
+"""
+
+
+def test_a_child_forked_while_others_allocate_can_allocate(cache):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=300)

@@ -1,7 +1,6 @@
 """Steps on a CUDA device. Without one, test_cuda.py runs these on a pretended one."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 
 from coop_plan import runtime
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
 from tests.runtime.networks import Mlp
 
@@ -35,45 +34,45 @@ def x():
     return torch.ones(1000, device="cuda")
 
 
-def run_in(arena, function):
-    arena.begin(fresh=True)
+def run_in(run, memory, function):
+    run.begin(memory, fresh=True)
     try:
-        arena.enter(0)
+        run.arena.enter(0)
         return function()
     finally:
-        arena.leave()
+        run.arena.leave()
 
 
 def test_a_slot_is_served_at_its_address(x):
-    arena = Arena(8192, [[(SIZE, 4096)]], [False], Memory(), 0)
-    y = run_in(arena, lambda: x + x)
-    begin = arena.memory._block.address
+    memory, run = Memory(), Run(Arena(8192, [[(SIZE, 4096)]], [False], 0))
+    y = run_in(run, memory, lambda: x + x)
+    begin = memory._block.address
     assert (y.data_ptr() - begin, y.device) == (4096, x.device)
     assert torch.equal(y, 2 * x)
-    counters = arena.counters()
+    counters = run.counters()
     assert (counters.high_water_bytes, counters.outside_bytes) == (4096 + SIZE, 0)
     assert counters.process_bytes == 8192
     view = y[10:]
     del y
-    assert arena.memory.live == 1
+    assert memory.live == 1
     del view
-    assert arena.memory.live == 0
+    assert memory.live == 0
 
 
 def test_what_is_not_as_planned_lies_outside_and_is_counted(x):
-    arena = Arena(4096, [[(SIZE, SERVED_OUTSIDE), (SIZE - 4, 0)]], [False], Memory(), 0)
-    y, z = run_in(arena, lambda: (x + x, x * 3))
-    assert arena.memory.live == 0
-    assert arena.counters().outside_bytes == SIZE  # of z
-    assert arena.counters().process_bytes == 4096 + 2 * SIZE
+    memory, run = Memory(), Run(Arena(4096, [[(SIZE, SERVED_OUTSIDE), (SIZE - 4, 0)]], [False], 0))
+    y, z = run_in(run, memory, lambda: (x + x, x * 3))
+    assert memory.live == 0
+    assert run.counters().outside_bytes == SIZE  # of z
+    assert run.counters().process_bytes == 4096 + 2 * SIZE
     assert torch.equal(y + x, z)
 
 
 def test_the_cpu_is_not_served_in_an_op_on_cuda(x):
-    arena = Arena(4096, [[(SIZE, 0)]], [False], Memory(), 0)
-    on_cpu, y = run_in(arena, lambda: (torch.ones(1000), x + x))
-    assert arena.memory.live == 1
-    assert arena.counters().outside_bytes == 0
+    memory, run = Memory(), Run(Arena(4096, [[(SIZE, 0)]], [False], 0))
+    on_cpu, y = run_in(run, memory, lambda: (torch.ones(1000), x + x))
+    assert memory.live == 1
+    assert run.counters().outside_bytes == 0
     assert torch.equal(y.cpu(), 2 * on_cpu)
 
 
@@ -153,16 +152,19 @@ def test_gradients_held_across_steps_are_never_overwritten():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_a_step_that_is_kept_is_not_written_over():
-    step = compiled(Mlp().cuda(), "60%")
+def test_a_step_that_is_kept_runs_its_forward_again():
+    model = Mlp().cuda()
+    step = compiled(model, "60%")
     batch = torch.randn(256, 64, device="cuda")
     loss = step(batch)
     loss.backward(retain_graph=True)
-    with pytest.raises(runtime.StepInFlightError, match="still lie in its arena"):
-        step(batch)
-    del loss
-    gc.collect()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
     step(batch).backward()
+    model.zero_grad()
+    loss.backward()
+    assert all(map(torch.equal, expected, [p.grad for p in model.parameters()]))
+    assert runtime.reports()[-1].forwards_again == 1
 
 
 def test_steps_on_other_streams_wait_for_each_other():

@@ -511,16 +511,6 @@ def test_a_deep_copy_of_a_compiled_model_trains_on_its_own():
     assert_equal(results[1], results[0])
 
 
-def test_backward_a_second_time_is_refused():
-    x, y = data(1)[0]
-    step = torch.compile(loss_step(Net()), backend="coop", options=OPTIONS)
-    loss = step(x, y)
-    loss.backward(retain_graph=True)
-    with pytest.raises(runtime.StepSpentError, match="retain_graph"):
-        loss.backward()
-    step(x, y).backward()
-
-
 def test_double_backward_is_refused():
     x, y = data(1)[0]
     model = Net()

@@ -18,7 +18,7 @@ from torch import nn
 
 from coop_plan.runtime.capture import composites
 from coop_plan.runtime.device import build
-from coop_plan.runtime.device.arena import Arena, Memory
+from coop_plan.runtime.device.arena import Arena, Memory, Run
 
 ROOT = Path(__file__).parents[2]
 
@@ -502,15 +502,15 @@ def test_only_one_thread_patches():
 def test_the_cpus_tensors_are_served_by_ours():
     size = 4096
     with assumed("SetCPUAllocator, and tensors allocated by `allocate`"):
-        arena = Arena(size, [[(size, 0)]], [False], Memory())
-        arena.begin(fresh=True)
-        arena.enter(0)
+        memory, run = Memory(), Run(Arena(size, [[(size, 0)]], [False]))
+        run.begin(memory, fresh=True)
+        run.arena.enter(0)
         made = torch.empty(size, dtype=torch.uint8)
-        arena.leave()
-        assert arena.counters().high_water_bytes == size
-        assert arena.memory.live == 1
+        run.arena.leave()
+        assert run.counters().high_water_bytes == size
+        assert memory.live == 1
         del made
-        assert arena.memory.live == 0
+        assert memory.live == 0
 
 
 def words_of_the_table_of(address):

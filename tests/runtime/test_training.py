@@ -202,31 +202,12 @@ def test_no_grad_falls_through():
     assert runtime.reports() == []
 
 
-def test_a_second_forward_before_the_backward_is_refused():
-    model = Mlp()
-    step = compiled(model, "60%")
-    batch = torch.randn(256, 64)
-    loss = step(batch)
-    with pytest.raises(runtime.StepInFlightError, match="backward"):
-        step(batch)
-    loss.backward()
-    step(batch).backward()
-
-
 def test_a_forward_that_is_dropped_frees_its_step():
     model = Mlp()
     step = compiled(model, "60%")
     batch = torch.randn(256, 64)
     step(batch)  # the loss dies here, and with it what was kept
     step(batch).backward()
-
-
-def test_retain_graph_is_refused():
-    model = Mlp()
-    loss = compiled(model, "60%")(torch.randn(256, 64))
-    with pytest.raises(RuntimeError, match="retain_graph"):
-        loss.backward(retain_graph=True)
-        loss.backward()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -242,43 +223,21 @@ def test_gradients_held_across_steps_are_never_overwritten():
     assert all(torch.equal(gradient, copied) for gradient, copied in held)
 
 
-def test_a_backward_after_another_forward_is_refused():
-    """Nothing of the first lies in the arena, but its random states would be the second's."""
-
-    def step(x):
-        return (x * x).sum()
-
-    planned = torch.compile(step, backend="coop", options={"budget": "min"})
-    x = torch.randn(64, 64, requires_grad=True)
-    first = planned(x)
-    second = planned(x)
-    second.backward()
-    with pytest.raises(runtime.StepSpentError, match="reused its memory"):
-        first.backward()
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_a_graph_break_is_refused_with_its_lines(caplog):
-    model = Mlp()
-
+def test_a_graph_break_is_said_with_its_line(caplog):
     def step(x):
         y = model.layers[1](model.layers[0](x).tanh()).tanh()
         torch._dynamo.graph_break()
         return model.layers[2](y).relu().square().mean()
 
+    model, batch = Mlp(), torch.randn(256, 64)
+    expected = torch.autograd.grad(step(batch), model.layers[0].weight)
     broken = torch.compile(step, backend="coop", options={"budget": "100%"})
-    with (
-        pytest.raises(runtime.GraphBreakError, match="fullgraph=True") as caught,
-        caplog.at_level("WARNING", "coop-plan"),
-    ):
-        broken(torch.randn(256, 64)).backward()
-    first = step.__code__.co_firstlineno
-    began, ended, went_on = (f"{__file__}:{first + line}" for line in (1, 2, 3))
-    assert f"begins at {began} ends at {ended} (Call to `torch._dynamo.graph_break()`)" in str(
-        caught.value
-    )
-    assert f"the next begins at {went_on};" in str(caught.value)
-    assert f"graph break at {ended}" in caplog.text
+    with caplog.at_level("WARNING", "coop-plan"):
+        found = torch.autograd.grad(broken(batch), model.layers[0].weight)
+    assert torch.equal(*found, *expected)
+    ended = f"{__file__}:{step.__code__.co_firstlineno + 2}"
+    assert f"graph break at {ended} (Call to `torch._dynamo.graph_break()`)" in caplog.text
 
 
 def message_of(options, step=None):

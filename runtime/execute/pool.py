@@ -1,0 +1,101 @@
+"""The memory that flights share: one budget for all that a thread has in flight."""
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from coop_plan.runtime.device.arena import Memory
+from coop_plan.runtime.execute.flight import Flight, in_flight
+from coop_plan.runtime.locks import fork_safe_lock
+from coop_plan.runtime.torch_internals import inside_backward
+
+_lock = fork_safe_lock()
+
+
+class Pool:
+    """Memories within the budget of the flights in them, the largest if they differ.
+
+    When a flight does not fit beside those that wait for their backward, the oldest give up their
+    memory: backwards come in the opposite order, so theirs is needed last.
+    """
+
+    def __init__(self) -> None:
+        self._memories: list[Memory] = []
+
+    def admit(self, flight: Flight) -> None:
+        """Give memory to a flight, for its next half."""
+        with _lock:
+            memory = self._find(flight)
+            memory.part()
+            flight.memory = memory
+
+    def _find(self, flight: Flight) -> Memory:
+        size = flight.code.arena.size
+        most = max(size, flight.room)
+        ours = {id(memory) for memory in self._memories}
+        users = [f for f in in_flight() if f is not flight and id(f.memory) in ours]
+        waiting = [f for f in users if f.saved is not None]
+        limit = max(most, *(f.room for f in users), 0)
+        taken = sum(f.memory.bytes for f in users if f.memory is not None)
+        while waiting and taken + size > limit:
+            oldest = waiting.pop(0)
+            assert oldest.memory is not None
+            taken -= oldest.memory.bytes
+            oldest.give_up(flight.name)
+        busy = {id(f.memory) for f in users}
+        idle = [
+            memory
+            for memory in self._memories
+            if id(memory) not in busy and (memory.bytes <= most or memory.fixed)
+        ]
+        idle.sort(key=lambda memory: (memory.bytes < size, memory.bytes))
+        found = idle.pop(0) if idle else Memory()
+        spare = limit - taken - max(size, found.bytes)
+        self._memories = [memory for memory in self._memories if id(memory) in busy]
+        for memory in idle:
+            spare -= memory.bytes
+            if spare >= 0:
+                self._memories.append(memory)
+        self._memories.append(found)
+        return found
+
+
+def claim(flight: Flight) -> Sequence[Any] | None:
+    """What a flight saved, for its backward, or None if it had to give up its memory."""
+    with _lock:
+        saved, flight.saved = flight.saved, None
+    return saved
+
+
+class Pools:
+    """The pools of all steps that were compiled with equal options, one for each thread.
+
+    What runs in the backward on a thread of autograd's own belongs to the pool that was last used.
+    """
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        self._last: Pool | None = None
+
+    def here(self) -> Pool:
+        """The pool of this thread."""
+        found: Pool | None = getattr(self._here, "pool", None)
+        if found is None and self._last is not None and inside_backward():
+            found = self._last
+        if found is None:
+            found = self._here.pool = Pool()
+        self._last = found
+        return found
+
+
+_pools: "weakref.WeakValueDictionary[str, Pools]" = weakref.WeakValueDictionary()
+
+
+def pools_of(options: str) -> Pools:
+    """The pools for steps of these options, which last as long as one of the steps."""
+    with _lock:
+        found = _pools.get(options)
+        if found is None:
+            found = _pools[options] = Pools()
+        return found
