@@ -158,9 +158,7 @@ def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:
         return []
     from coop_plan.planner.core.problem import beyond_recomputation
 
-    hint = {"transfers": "transfers (--host-budget 0 leaves them out)"}
-    offered = beyond_recomputation(options.on(graph), options.host_budget)
-    return [hint.get(name, name) for name in offered]
+    return options.info.unused(beyond_recomputation(options.on(graph), options.host_budget))
 
 
 def infeasible(error: Any) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def models(graph: Graph, share: float, limit: float) -> Iterator[tuple[int, Milp
     everything, _ = lay_out(keep_all_schedule(problem))
     arena = int((problem.fixed_bytes + everything.arena_bytes) * share) - problem.fixed_bytes
     program = Program.of(problem)
-    capacity = program.capacity(arena)
+    capacity = program.problem.rounded(arena)
     with SolverProcess() as process:
         rounds = Refinement(
             program, process, Incumbent(problem, arena), capacity, time.monotonic() + limit

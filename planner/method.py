@@ -1,7 +1,7 @@
 """What a planning method is: a problem and an arena size in, a schedule out."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -52,7 +52,7 @@ class Solution:
     A placed schedule and what the method proved.
 
     `bound_model` says for which schedules the lower bound (µs) holds: "any", or those in
-    "program-order" that recompute only, in default bodies and without transfers.
+    "program-order" and default bodies, which may move to the host what the problem lets them.
     """
 
     placed: PlacedSchedule
@@ -83,5 +83,11 @@ class MethodInfo:
     """Whether it runs until the deadline, and so needs one."""
     takes_solver: bool = False
     """Whether the integer-programming solver can be named."""
+    transfers: bool = False
+    """Whether it moves tensors to the host, where the graph and the request let it."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Ablation switches, name → what is lost when it is turned off."""
+
+    def unused(self, offered: Iterable[str]) -> list[str]:
+        """Of what is offered beside recomputation, "variants" and "transfers", what it leaves."""
+        return [name for name in offered if not (self.transfers and name == "transfers")]

@@ -168,7 +168,7 @@ def plan(
         None if blocking is None else graph.ops[blocking].id,
         "" if blocking is None else graph.ops[blocking].name,
         0 if blocking is None else needs(problem).first[blocking],
-        problem.beyond_recomputation,
+        info.unused(problem.beyond_recomputation),
     )
 
 
@@ -176,11 +176,11 @@ def _published(solution: Solution) -> Solution:
     """
     Without what was not proved for all that the graph offers.
 
-    No method models op variants or transfers yet: where there are some, a schedule that uses them
-    may cost less than a bound for schedules that do not.
+    No method models op variants yet: where there are some, a schedule that uses them may cost less
+    than a bound for schedules that do not.
     """
     problem, cost = solution.placed.problem, solution.placed.cost_us
-    if solution.bound_model != "program-order" or not problem.beyond_recomputation:
+    if solution.bound_model != "program-order" or "variants" not in problem.beyond_recomputation:
         return solution
     if cost <= problem.floor_us:
         return replace(solution, status="optimal", lower_bound_us=cost, bound_model="any")

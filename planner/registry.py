@@ -113,6 +113,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "ours; after Checkmate, MLSys 2020, section 4; see planner.exact",
             _optimal,
             anytime=True,
+            transfers=True,
         ),
         MethodInfo(
             "auto",
@@ -120,6 +121,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "ours",
             _auto,
             anytime=True,
+            transfers=True,
         ),
     )
 }

@@ -110,9 +110,9 @@ class Plan(Model, frozen=True, kw_only=True):
     are what compute waits for tensors to come back, and for bytes still being copied away.
     `link_bytes_per_s` is a bandwidth, either way, that the cost was asked for instead of the
     device's.
-    `lower_bound_model` says for which schedules `lower_bound_us` holds:
-    "any", or those in "program-order": every op runs for the first time in that order, in its
-    default body, and nothing is moved to the host.
+    `lower_bound_model` says for which schedules `lower_bound_us` holds: "any", or those in
+    "program-order", in which every op runs for the first time in that order and in its default
+    body; they may move to the host what the device and `host_budget_bytes` let them.
     """
 
     schema_: Literal["coop-plan/plan/1"] = field(name="schema")

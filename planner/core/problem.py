@@ -242,7 +242,7 @@ class Problem:
         """
         What is offered beside recomputation (`beyond_recomputation`).
 
-        A bound of a model that has none of it holds only where this is empty.
+        The bound of a model holds only where it has all of it.
         """
         return beyond_recomputation(self.graph, self.host_budget)
 

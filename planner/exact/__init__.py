@@ -9,7 +9,8 @@ Exact planners: mixed-integer and constraint models with proved bounds.
    and the best bound from here on and tells the caller when they move. `model/program.py` is the
    problem as the models see it.
 2. **First model.** `model/points.py` chooses a few time points, `model/timepoint.py` builds the
-   MILP that checks memory there only (`model/milp.py` holds it), and `solver/process.py` has it
+   MILP that checks memory there only (`model/milp.py` holds it; with a link, `model/transfers.py`
+   adds what is on the host and what the copy engines have time for), and `solver/process.py` has it
    solved in a child process, which it kills at the deadline. Its optimum is a lower bound for good.
 3. **Readout.** `primal/readout.py` makes a schedule of the solution, through
    `primal/schedule_builder.py`. If it fits everywhere, `primal/packing.py` looks for a layout, and

@@ -41,19 +41,32 @@ def test_a_cheaper_variant_takes_the_proof_away(method):
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_a_link_to_the_host_takes_the_proof_away(method):
+def test_a_link_to_the_host_is_in_the_bound(method):
+    """With one that costs nothing nothing is proved beyond the base cost; without, more is."""
     device = {"kind": "cuda", "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
     made = plan(chain(device), 42, method=method, alignment=1, time_limit=20)
-    assert (made.status, made.lower_bound_us) == ("feasible", None)
+    assert made.lower_bound_model == "program-order"
+    assert made.lower_bound_us < 99.0
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_who_asks_for_no_transfers_gets_the_proof(method):
+def test_who_asks_for_no_transfers_gets_the_bound_without(method):
     device = {"kind": "cuda", "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
     graph = chain(device)
     made = plan(graph, 42, method=method, alignment=1, time_limit=20, host_budget=0)
     assert (made.status, made.lower_bound_model) == ("optimal", "program-order")
+    assert made.lower_bound_us == pytest.approx(100.0)
     assert made.host_budget_bytes == 0
+
+
+@pytest.mark.parametrize("method", EXACT)
+def test_a_link_is_unused_only_by_who_moves_nothing(method):
+    device = {"kind": "cuda", "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
+    with pytest.raises(InfeasibleBudgetError) as told:
+        plan(chain(device), 20, method=method, alignment=1, time_limit=20)
+    assert told.value.unused == ()
+    with pytest.raises(InfeasibleBudgetError, match="does not use the graph's transfers"):
+        plan(chain(device), 20, method="checkmate", alignment=1, time_limit=20)
 
 
 @pytest.mark.parametrize("method", EXACT)

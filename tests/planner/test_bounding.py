@@ -43,7 +43,7 @@ def program():
 @pytest.fixture
 def capacity(program):
     """Bytes just above its largest working set."""
-    return program.capacity(int(1.3 * largest_working_set(program.problem).bytes))
+    return program.problem.rounded(int(1.3 * largest_working_set(program.problem).bytes))
 
 
 def test_layers_are_recognised(program):
@@ -102,7 +102,7 @@ def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
     params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "FEWEST", 2)
-        Bounding(program, program.capacity(arena), set(), told.append, params).run()
+        Bounding(program, program.problem.rounded(arena), set(), told.append, params).run()
     assert told
     assert max(told) <= (best - problem.base_cost_us) + 1e-6 * best
 

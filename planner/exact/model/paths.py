@@ -7,6 +7,10 @@ still there at τ_j, or the op v that makes the last one is computed again in be
 
     Σ_i X[j, t_i] + Σ_{j<i≤k} Y[i, v] ≥ 1        (≥ X[l, t], j < l ≤ k, where t is only resident)
 
+Where tensors move, one of them may also have come back: on the left there is, for each of them,
+Σ_{j<l≤k} L[l, t_i] or G[j, t_i] as well, whichever is less: the first one that comes back was
+on the host before.
+
 Within one segment that follows from the model. Over several it does not, when variables may be
 fractions: a tenth of an input that stays resident pays for a tenth of its op in each of ten
 segments. The cuts are separated one shortest path at a time.
@@ -14,7 +18,7 @@ segments. The cuts are separated one shortest path at a time.
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
 import numpy as np
@@ -36,13 +40,15 @@ class Path:
     """
     A cut between the time points at positions `low` and `high`.
 
-    `tensors` begins with the one that is needed: by a first run, or resident at position `at`.
+    `tensors` begins with the one that is needed: by a first run, or resident at position `at`. Of
+    those in `copied` it counts that the host had them, of others that they come from there.
     """
 
     low: int
     high: int
     at: int | None
     tensors: tuple[int, ...]
+    copied: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -121,6 +127,9 @@ def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
         demand -= constant
         for column, value in kept:
             terms[column] = terms.get(column, 0.0) + value
+        if model.transfers is not None:
+            back = model.transfers.came_back(low, high, t, copied=t in path.copied)
+            terms |= dict.fromkeys(back, 1.0)
     maker = model.program.problem.producer[path.tensors[-1]]
     for k in range(low + 1, high + 1):
         if maker in model.y[k]:
@@ -136,6 +145,19 @@ def _add(milp: Milp, model: TimePointModel, path: Path) -> None:
 def _slack(model: TimePointModel, path: Path, values: Vector) -> float:
     terms, demand = _terms(model, path)
     return float(sum(value * values[column] for column, value in terms.items()) - demand)
+
+
+def _copied(model: TimePointModel, path: Path, values: Vector) -> frozenset[int]:
+    """Of which tensors of a path less is on the host than comes from there."""
+    low, high = model.points.index(path.low), model.points.index(path.high)
+    transfers = model.transfers
+    assert transfers is not None
+    return frozenset(
+        t
+        for t in path.tensors
+        if sum(values[transfers.came_back(low, high, t, copied=True)])
+        < sum(values[transfers.came_back(low, high, t, copied=False)])
+    )
 
 
 def _violated(
@@ -160,6 +182,8 @@ def _violated(
     for _, start, ((high, first, begin), (_, _, end)), tensors in found:
         point = model.points[high]
         path = Path(start, point, None if first else point, tuple(tensors[begin:end].tolist()))
+        if model.transfers is not None:
+            path = replace(path, copied=_copied(model, path, values))
         if path not in known:
             chosen.append(path)
         if len(chosen) == params.cuts_per_round:

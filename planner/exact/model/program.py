@@ -2,14 +2,41 @@
 A problem as the exact models see it: what is available when, and what can be computed again.
 
 Everything here is a superset of what the verifier accepts (see `planner.verifier`), restricted to
-schedules that compute every op for the first time in program order, in its default variant, and
-that do not swap. So what a model proves on it holds for all of those.
+schedules that compute every op for the first time in program order, in its default variant. So what
+a model proves on it holds for all of those.
 """
 
 from dataclasses import dataclass
 
 from coop_plan.planner.core.needs import needs
 from coop_plan.planner.core.problem import Problem
+
+
+@dataclass(frozen=True)
+class Links:
+    """
+    What may be moved to the host and back, and how fast.
+
+    µs per tensor of a copy to the host and of one back, and the bytes that copies may take there,
+    rounded up as in the arena; None for no limit.
+    """
+
+    to_host_us: list[float]
+    to_device_us: list[float]
+    host_capacity: int | None
+
+    @classmethod
+    def of(cls, problem: Problem) -> "Links | None":
+        """Those of a problem, None where nothing can be moved."""
+        device, limit = problem.device, problem.host_budget
+        if "transfers" not in problem.beyond_recomputation:
+            return None
+        to_host, to_device = (
+            [device.copy_latency_us + size / speed * 1e6 for size in problem.bytes]
+            for speed in (device.d2h_bytes_per_s, device.h2d_bytes_per_s)
+        )
+        capacity = None if limit is None else problem.rounded(limit)
+        return cls(to_host, to_device, capacity)
 
 
 @dataclass(frozen=True)
@@ -27,7 +54,8 @@ class Program:
     not run again what touches them. `useful[t]` is the last position at which having tensor t can
     still matter. `pairs[o]` lists the (output, input) pairs that may share one address in the first
     run of o. `rerun_bytes[o]` is what a recompute of o writes in the arena although its first run
-    wrote it outside. All sizes are bytes, rounded up to the alignment.
+    wrote it outside. `links` are None where nothing can be moved to the host. All sizes are bytes,
+    rounded up to the alignment.
     """
 
     problem: Problem
@@ -40,6 +68,7 @@ class Program:
     useful: list[int]
     pairs: list[tuple[tuple[int, int], ...]]
     rerun_bytes: list[int]
+    links: Links | None
 
     @classmethod
     def of(cls, problem: Problem) -> "Program":
@@ -66,7 +95,17 @@ class Program:
             for outputs in problem.op_outputs
         ]
         return cls(
-            problem, n, reads, makes, always, overwritten, until, useful, [*pairs, ()], [*again, 0]
+            problem,
+            n,
+            reads,
+            makes,
+            always,
+            overwritten,
+            until,
+            useful,
+            [*pairs, ()],
+            [*again, 0],
+            Links.of(problem),
         )
 
     def once(self, op: int) -> bool:

@@ -21,13 +21,15 @@ class RelaxedSolution(NamedTuple):
     """
     A relaxation's values by number of time point and op, or tensor.
 
-    `again` is Y; `kept` how much of a tensor is there after a time point, `asked` X, or 1 for what
-    first runs of the segment read (`first`). Reads are CSR: op v's are
-    `reads[reads_ptr[v]:reads_ptr[v + 1]]`.
+    `again` is Y, `landed` L and `copied` G (without transfers they have no columns); `kept` how
+    much of a tensor is there after a time point, `asked` X, or 1 for what first runs of the segment
+    read (`first`). Reads are CSR: op v's are `reads[reads_ptr[v]:reads_ptr[v + 1]]`.
     """
 
     points: Ints
     again: Matrix
+    landed: Matrix
+    copied: Matrix
     kept: Matrix
     asked: Matrix
     first: NDArray[np.bool_]
@@ -42,11 +44,17 @@ class RelaxedSolution(NamedTuple):
         producer = np.array(program.problem.producer, dtype=np.int64)
         shape = len(model.points), producer.size
         again, kept, asked = np.zeros((shape[0], program.n)), np.zeros(shape), np.zeros(shape)
+        transfers = model.transfers
+        landed = np.zeros((shape[0], producer.size if transfers else 0))
+        copied = np.full(landed.shape, np.inf)
         first = np.zeros(shape, dtype=np.bool_)
         always = np.array(program.always, dtype=np.bool_)
         for k, point in enumerate(model.points):
             if model.y[k]:
                 again[k, list(model.y[k])] = values[list(model.y[k].values())]
+            if transfers is not None:
+                landed[k, list(transfers.landed[k])] = values[list(transfers.landed[k].values())]
+                copied[k, list(transfers.copies[k])] = values[list(transfers.copies[k].values())]
             for t, column in model.x[k].items():
                 kept[k, t] = asked[k, t] = 1.0 if column is None else values[column]
             for number, column in model.z[k].items():
@@ -57,6 +65,8 @@ class RelaxedSolution(NamedTuple):
         return cls(
             np.array(model.points, dtype=np.int64),
             again,
+            landed,
+            copied,
             kept,
             asked,
             first,
@@ -85,6 +95,8 @@ def most_violated(
     path = np.empty(1024, dtype=np.int64)
     found = length = 0
     again = np.zeros(n)
+    has = s.kept[low].copy()  # how much of a tensor was there or has come back since
+    back = np.zeros(tensors)
     most = np.zeros(n)  # how much of an op can be had again
     through = np.full(n, -1)  # the input that limits it, −1 the op itself
     needed = np.zeros(tensors)
@@ -94,6 +106,9 @@ def most_violated(
     for high in range(low + 1, count):
         for v in range(min(start, n)):
             again[v] += s.again[high, v]
+        for t in range(s.landed.shape[1]):
+            back[t] += s.landed[high, t]
+            has[t] = s.kept[low, t] + min(back[t], s.copied[low, t])
         candidates = 0
         for v in range(min(start, n)):
             most[v], through[v] = again[v], -1
@@ -101,7 +116,7 @@ def most_violated(
                 continue
             for k in range(s.reads_ptr[v], s.reads_ptr[v + 1]):
                 t = s.reads[k]
-                there = s.kept[low, t]
+                there = has[t]
                 if 0 <= s.producer[t] < start:
                     there += most[s.producer[t]]
                 if there < most[v] - 1e-9:
@@ -112,7 +127,7 @@ def most_violated(
                 continue
             # Where that much was asked for before, tighter cuts end there.
             needed[t] = s.asked[high, t]
-            missing = needed[t] - s.kept[low, t] - most[maker]
+            missing = needed[t] - has[t] - most[maker]
             if missing > least and high > low + 1:
                 short[candidates], which[candidates] = -missing, t
                 candidates += 1

@@ -10,11 +10,13 @@ symbols of Jain et al., Checkmate, MLSys 2020, section 4:
     Z[k, p]   the in-place pair p of τ_k shares one address, so its input is gone afterwards
     H[k, d]   d is held through the whole of segment k (only where a cut needs it)
 
+Where tensors may be moved to the host, the columns of `planner.exact.model.transfers` join them.
+
 Only what every schedule must do is asked for, so the minimum is a lower bound for any schedule that
-the verifier accepts, that first computes in program order, and that neither swaps nor chooses op
-variants: nothing is said of the order of recomputes in a segment, nor of how often an op runs in
-it. A schedule is read out of a solution (`planner.exact.primal.readout`); where that overflows, the
-model is refined by more time points and by cuts.
+the verifier accepts, that first computes in program order, and that chooses no op variants: nothing
+is said of the order of recomputes in a segment, nor of how often an op runs in it. A schedule is
+read out of a solution (`planner.exact.primal.readout`); where that overflows, the model is refined
+by more time points and by cuts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,6 +24,7 @@ from dataclasses import dataclass, field
 
 from coop_plan.planner.exact.model.milp import INFINITY, Milp
 from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.transfers import Transfers
 from coop_plan.planner.exact.params import DEFAULTS, ModelParams
 
 COST_SCALE = 1e4
@@ -57,13 +60,19 @@ class TimePointModel:
     """Per segment: number of a pair of τ_k → column."""
     memory: list[list[int]] = field(default_factory=list)
     """Per segment: the rows of what fits while τ_k runs."""
+    transfers: Transfers | None = None
+    """What is moved to the host and back; none where nothing can be."""
 
     def __post_init__(self) -> None:
         self.cost_unit = self.program.problem.base_cost_us / COST_SCALE or 1.0
+        if self.program.links is not None:
+            self.transfers = Transfers(self)
         for k in range(len(self.points)):
             self._variables(k)
             self._dependencies(k)
             self._memory(k)
+        if self.transfers is not None:
+            self.transfers.finish()
         wanted: dict[int, list[int]] = {}
         for position, op in sorted(self.cuts):
             k = next(k for k, point in enumerate(self.points) if point >= position)
@@ -98,6 +107,8 @@ class TimePointModel:
                 and any(program.useful[t] > start for t in program.makes[v])
             }
         )
+        if self.transfers is not None:
+            self.transfers.variables(k)
 
     def _in_arena(self, t: int) -> bool:
         problem = self.program.problem
@@ -123,17 +134,24 @@ class TimePointModel:
         pairs = self.program.pairs[self.points[k]]
         return [z for number, z in self.z[k].items() if pairs[number][1] == source]
 
-    def _available(self, k: int, t: int) -> tuple[int, list[tuple[int, float]]]:
-        """Whether t can be had in segment k at all: kept, or computed again."""
+    def available(self, k: int, t: int) -> tuple[int, list[tuple[int, float]]]:
+        """Whether t can be had in segment k at all: kept, computed again, or back from the host."""
         constant, terms = self.kept(k, t)
-        again = self.y[k].get(self.program.problem.producer[t])
-        return constant, terms if again is None else [*terms, (again, 1.0)]
+        terms = [*terms, *self.again(k, t)]
+        if self.transfers is not None:
+            terms += self.transfers.waited(k, t)
+        return constant, terms
+
+    def again(self, k: int, t: int) -> list[tuple[int, float]]:
+        """Whether t is computed again in segment k."""
+        column = self.y[k].get(self.program.problem.producer[t])
+        return [] if column is None else [(column, 1.0)]
 
     def _dependencies(self, k: int) -> None:
         program, milp = self.program, self.milp
 
         def require(t: int, demand: int, column: int | None) -> None:
-            constant, terms = self._available(k, t)
+            constant, terms = self.available(k, t)
             if constant and not terms:
                 return
             if column is not None:
@@ -152,6 +170,8 @@ class TimePointModel:
         for t, resident in self.x[k].items():
             if resident is not None:
                 require(t, 0, resident)
+        if self.transfers is not None:
+            self.transfers.rows(k)
 
     def _memory(self, k: int) -> None:
         # [Constraint] Σ bytes of residents + outputs + workspace of τ_k ≤ capacity.
@@ -161,6 +181,8 @@ class TimePointModel:
         weights = {
             column: size[t] for t, column in self.x[k].items() if column is not None and size[t]
         }
+        if self.transfers is not None:
+            weights |= {column: size[t] for t, column in self.transfers.arriving[k].items()}
         z: dict[int, int] = {}
         for number, (out, source) in enumerate(program.pairs[point]):
             if program.useful[source] <= point:
@@ -200,7 +222,7 @@ class TimePointModel:
             # What was just made may be made again in the segment, of which Y does not tell.
             if producer[t] >= self.start(k) or not size[t] or (not constant and not terms):
                 continue
-            # [Constraint] H ≥ kept + X − 1 − Y.
+            # [Constraint] H ≥ kept + X − 1 − Y − L.
             h = milp.column(0.0, 1.0, 0.0, integer=False)
             again = self.y[k].get(producer[t])
             row = [(h, 1.0), *((c, -value) for c, value in terms)]
@@ -208,6 +230,8 @@ class TimePointModel:
                 row.append((column, -1.0))
             if again is not None:
                 row.append((again, 1.0))
+            if self.transfers is not None:
+                row += self.transfers.waited(k, t)
             milp.row(row, constant + (column is None) - 1, INFINITY)
             held.append((t, h))
         for v in ops:

@@ -1,0 +1,279 @@
+"""
+Transfers in the time-point model: what is on the host, and what the copy engines have time for.
+
+The model of `planner.exact.model.timepoint` says what is resident at time points τ_k and what runs
+again in the segments between them. Here are its columns and rows for plans that also move tensors
+to the host and back, on the timeline of `planner.core.timeline`:
+
+    L[k, d]   a copy of d from the host is waited for in segment k, and d can be read from then on
+    A[k, d]   d is arriving while τ_k runs: its bytes are taken, the copy is not waited for yet
+    C[k, d]   how many copies of d to the host were waited for by the end of τ_k
+    G[k, d]   the host still has a copy of d then (only where the host's bytes are limited)
+    W[k]      µs that compute waits in segment k
+    V[k]      µs of the copies that are arriving at the end of τ_k that are over by then
+    U[k]      the same of copies to the host that are not waited for by then
+
+A copy that begins in segment k is no column of its own: it is A[k] − A[k−1] + L[k].
+
+Why the optimum is a bound. Take any plan that the verifier accepts and that first runs every op in
+program order, in its default body. An *episode* of a tensor is a longest stretch of steps over
+which at least one buffer of it is live. Within an episode the tensor can be read from its first run
+or the first wait for a copy from the host on, whichever is first; until then it is arriving. A step
+that reads the tensor comes after that moment, and an episode without such a moment is of no use and
+left out. So let X[k, d] be 1 where τ_k runs in the later part of an episode and A[k, d] where it
+runs in the earlier one: as many bytes are taken at least. An episode that begins with a copy and
+becomes readable by a wait gives one copy that begins and is waited for within it (L[k, d] at its
+wait); those of different episodes are different copies. If the whole of that happens within a
+segment in which the tensor could be read before, or is computed again, it is left out, as the model
+has the tensor in that segment anyway. In-place pairs end an episode or save nothing.
+
+Where an episode begins with a copy, no buffer was live before it. So a copy to the host was waited
+for before, or else its buffer could not have ended. C counts those waits, but for those at which
+the tensor could be read only because it had come back in the same segment: then a copy on the host
+is older. Every row holds for these values:
+
+- what is read in segment k could be read at τ_{k−1}, or can be since: by a run, or by a wait for
+  what the host had at τ_{k−1}, as in the segment itself no copy was made of what could not be read;
+- what begins to arrive has a copy on the host, and what is copied there can be read;
+- segment k takes its first runs, its recomputes and W[k]. The copies of an engine are disjoint in
+  time, those waited for in segment k are over when τ_k begins, as it is the last step of its
+  segment, and what is over by the end of τ_k began before it, in the order of the steps: it is
+  waited for by then, or arriving. A copy to the host begins after the first run of what makes it.
+
+The objective, what runs again and what compute waits for, is the makespan less the base cost. It
+is no more with fewer bytes or shorter copies, so both may be cut off (`LONGEST_COPY`).
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.program import Program
+
+Terms = list[tuple[int, float]]
+
+ROUNDING = 1e-9
+"""Relative slack of rows of the host's memory (see `planner.exact.model.timepoint`)."""
+
+LONGEST_COPY = 10.0
+"""In base costs: what takes longer counts as so long, far from a solver's tolerances."""
+
+
+class Model(Protocol):
+    """What is needed of `planner.exact.model.timepoint.TimePointModel`."""
+
+    program: Program
+    milp: Milp
+    points: list[int]
+    cost_unit: float
+    x: list[dict[int, int | None]]
+    y: list[dict[int, int]]
+
+    def start(self, k: int) -> int: ...
+    def kept(self, k: int, t: int) -> tuple[int, Terms]: ...
+    def again(self, k: int, t: int) -> Terms: ...
+
+
+@dataclass
+class Transfers:
+    """The columns of transfers in a model; by segment, tensor → column."""
+
+    model: Model
+    landed: list[dict[int, int]] = field(default_factory=list)
+    """L."""
+    arriving: list[dict[int, int]] = field(default_factory=list)
+    """A."""
+    left: list[dict[int, int]] = field(default_factory=list)
+    """C."""
+    held: list[dict[int, int]] = field(default_factory=list)
+    """G; empty where the host's bytes are not limited."""
+    stall: list[int] = field(default_factory=list)
+    """W, in units of the model's cost."""
+    ahead: list[tuple[int, int]] = field(default_factory=list)
+    """V and U, in units of the model's cost."""
+
+    def __post_init__(self) -> None:
+        links, unit = self.model.program.links, self.model.cost_unit
+        assert links is not None
+        longest = LONGEST_COPY * max(self.model.program.problem.base_cost_us, unit)
+        self.to_host = [min(us, longest) / unit for us in links.to_host_us]
+        self.to_device = [min(us, longest) / unit for us in links.to_device_us]
+        self.host_capacity = links.host_capacity
+
+    def variables(self, k: int) -> None:
+        """The columns of segment k; those of X and Y are there already."""
+        model = self.model
+        program, milp = model.program, model.milp
+        point, start = model.points[k], model.start(k)
+        before = model.x[k - 1] if k else {}
+        useful = program.useful
+        # [Variable] L[k, d] for what was made before the segment and is read in it or later.
+        self.landed.append({t: milp.binary() for t in before if self._moves(t, start)})
+        # [Variable] A[k, d], unless τ_k reads it.
+        self.arriving.append(
+            {
+                t: milp.column(0.0, 1.0, 0.0, integer=False)
+                for t in self.landed[k]
+                if useful[t] > point and model.x[k].get(t) is not None
+            }
+        )
+        # [Variable] C[k, d] for what is there before τ_k, once a segment at most.
+        known = self.left[k - 1] if k else {}
+        made = [t for t in model.x[k] if t not in known and self._moves(t, start)]
+        most = 1.0 if self.host_capacity is None else float(k + 1)
+        self.left.append(
+            {
+                t: milp.column(0.0, most, 0.0, integer=False)
+                for t in [*known, *made]
+                if self._moves(t, start)
+            }
+        )
+        limited = self.left[k] if self.host_capacity is not None else {}
+        self.held.append({t: milp.column(0.0, 1.0, 0.0, integer=False) for t in limited})
+
+    def _moves(self, t: int, start: int) -> bool:
+        """Whether it may help that t, which lies in the arena, comes back after this position."""
+        program = self.model.program
+        return program.problem.size[t] > 0 and program.useful[t] > start
+
+    def waited(self, k: int, t: int) -> Terms:
+        """Whether a copy of t from the host is waited for in segment k."""
+        column = self.landed[k].get(t)
+        return [] if column is None else [(column, 1.0)]
+
+    def came_back(self, low: int, high: int, t: int, *, copied: bool) -> list[int]:
+        """
+        Columns of which t cannot be back in segments low + 1 … high without one of them.
+
+        If `copied`, the one that says that the host had it before; none if it cannot be back.
+        """
+        back = [columns[t] for columns in self.landed[low + 1 : high + 1] if t in columns]
+        return [self.copies[low][t]] if copied and back and t in self.copies[low] else back
+
+    @property
+    def copies(self) -> list[dict[int, int]]:
+        """Whether the host has a copy at the end of a segment: G, or else C."""
+        return self.left if self.host_capacity is None else self.held
+
+    def _column(self, columns: list[dict[int, int]], k: int, t: int, value: float) -> Terms:
+        found = columns[k].get(t) if k >= 0 else None
+        return [] if found is None else [(found, value)]
+
+    def _begun(self, k: int, t: int) -> Terms:
+        """How many copies of t from the host begin in segment k."""
+        return [
+            *self._column(self.arriving, k, t, 1.0),
+            *self._column(self.arriving, k - 1, t, -1.0),
+            *self._column(self.landed, k, t, 1.0),
+        ]
+
+    def rows(self, k: int) -> None:
+        """The rows of segment k."""
+        self._copies(k)
+        self._host(k)
+        self._engines(k)
+
+    def _copies(self, k: int) -> None:
+        model, milp = self.model, self.model.milp
+        for t in self.landed[k]:
+            begun = self._begun(k, t)
+            # [Constraint] what is waited for was begun: A[k] − A[k−1] + L[k] ≥ 0.
+            if len(begun) > 1:
+                milp.row(begun, 0.0, INFINITY)
+            # [Constraint] what begins was on the host: ≤ C[k], or G[k−1] + C[k] − C[k−1].
+            if self.host_capacity is None:
+                there = self._column(self.left, k, t, -1.0)
+            else:
+                there = [
+                    *self._column(self.held, k - 1, t, -1.0),
+                    *self._column(self.left, k, t, -1.0),
+                    *self._column(self.left, k - 1, t, 1.0),
+                ]
+            milp.row([*begun, *there], -INFINITY, 0.0)
+            # [Constraint] none of it without a copy: A[k] ≤ G[k], L[k] ≤ G[k−1].
+            for at, column in (k, self.arriving[k].get(t)), (k - 1, self.landed[k][t]):
+                if column is not None:
+                    there = self._column(self.copies, at, t, -1.0)
+                    milp.row([(column, 1.0), *there], -INFINITY, 0.0)
+        for t in self.left[k]:
+            gone = [*self._column(self.left, k, t, 1.0), *self._column(self.left, k - 1, t, -1.0)]
+            # [Constraint] C[k] ≥ C[k−1].
+            if len(gone) > 1:
+                milp.row(gone, 0.0, INFINITY)
+            # [Constraint] what is copied to the host is there: C[k] − C[k−1] ≤ kept + Y.
+            constant, terms = model.kept(k, t)
+            terms = [*terms, *model.again(k, t)]
+            milp.row([*gone, *((c, -value) for c, value in terms)], -INFINITY, constant)
+
+    def _host(self, k: int) -> None:
+        """[Constraint] Σ bytes of G[k, d] ≤ the host's; G[k] ≤ G[k−1] + C[k] − C[k−1]."""
+        milp, size = self.model.milp, self.model.program.problem.size
+        for t in self.held[k]:
+            terms = [
+                *self._column(self.held, k, t, 1.0),
+                *self._column(self.held, k - 1, t, -1.0),
+                *self._column(self.left, k, t, -1.0),
+                *self._column(self.left, k - 1, t, 1.0),
+            ]
+            milp.row(terms, -INFINITY, 0.0)
+        if self.held[k]:
+            assert self.host_capacity is not None
+            load = [(c, size[t] / self.host_capacity) for t, c in self.held[k].items()]
+            milp.row(load, -INFINITY, 1.0 + ROUNDING)
+
+    def _engines(self, k: int) -> None:
+        """[Constraint] what an engine does in segment k takes no longer than the segment."""
+        model, milp = self.model, self.model.milp
+        program = model.program
+        cost = [*program.problem.cost, 0.0]
+        point, start = model.points[k], model.start(k)
+        least = sum(cost[op] for op in range(start + 1, point + 1)) / model.cost_unit
+        last = cost[point] / model.cost_unit
+        most = sum(
+            2 * (self.to_host[t] + self.to_device[t]) for t in {*self.left[k], *self.landed[k]}
+        )
+        self.stall.append(milp.column(0.0, most, 1.0, integer=False))
+        back = milp.column(0.0, most, 0.0, integer=False)
+        away = milp.column(0.0, most, 0.0, integer=False)
+        self.ahead.append((back, away))
+        segment = [(self.stall[k], -1.0)]
+        segment += [(c, -cost[v] / model.cost_unit) for v, c in model.y[k].items() if cost[v]]
+        # [Constraint] V[k] ≤ Σ µs of what is arriving.
+        arriving = [(c, -self.to_device[t]) for t, c in self.arriving[k].items()]
+        milp.row([(back, 1.0), *arriving], -INFINITY, 0.0)
+        waited: list[tuple[int, Terms]] = [
+            (back, [(c, self.to_device[t]) for t, c in self.landed[k].items()]),
+            (
+                away,
+                [
+                    (column, value * self.to_host[t])
+                    for t in self.left[k]
+                    for column, value in [
+                        *self._column(self.left, k, t, 1.0),
+                        *self._column(self.left, k - 1, t, -1.0),
+                    ]
+                ],
+            ),
+        ]
+        for engine, (column, work) in enumerate(waited):
+            known = [(self.ahead[k - 1][engine], -1.0)] if k else []
+            # [Constraint] what is waited for is over when τ_k begins.
+            milp.row([*work, *known, *segment], -INFINITY, least - last)
+            # [Constraint] with what goes on beyond it, when τ_k ends.
+            milp.row([*work, (column, 1.0), *known, *segment], -INFINITY, least)
+
+    def finish(self) -> None:
+        """[Constraint] U[k] ≤ Σ µs of copies to the host, of what is made by then, still to end."""
+        model, milp = self.model, self.model.milp
+        producer = model.program.problem.producer
+        last: dict[int, int] = {}
+        for columns in self.left:
+            last |= columns
+        for k, (_, away) in enumerate(self.ahead):
+            terms: dict[int, float] = {away: 1.0}
+            for t, column in last.items():
+                if producer[t] < model.points[k]:
+                    terms[column] = terms.get(column, 0.0) - self.to_host[t]
+                    done = self.left[k].get(t, column)
+                    terms[done] = terms.get(done, 0.0) + self.to_host[t]
+            milp.row([(c, value) for c, value in terms.items() if value], -INFINITY, 0.0)

@@ -1,0 +1,163 @@
+"""The shortest makespan over recomputation and transfers, by exhaustive search on tiny graphs.
+
+Label setting over event sequences: what may come next is a run, a free, a copy that begins, or a
+wait. A state says what is readable, in flight and on the host; its labels are the times of compute,
+of both engines and of what is in flight, and only those that are nowhere later than another are
+kept. Memory is logical, ops first run in program order, and no tensor is overwritten.
+"""
+
+import heapq
+from itertools import combinations
+from typing import NamedTuple
+
+from coop_plan.planner import Problem
+
+
+class TooManyStatesError(Exception):
+    """The search was given up."""
+
+
+class State(NamedTuple):
+    """First runs done; tensors readable, being copied away and back (in order), on the host."""
+
+    done: int
+    live: frozenset[int]
+    away: tuple[int, ...]
+    back: tuple[int, ...]
+    host: frozenset[int]
+
+
+def shortest(problem: Problem, arena_bytes: int, *, most: int = 60_000) -> float | None:
+    """
+    Least makespan in µs of any schedule whose live bytes stay within the arena, None if none does.
+
+    Host copies take rounded bytes from the begin of the copy until they are not needed any more.
+
+    Raises:
+        TooManyStatesError: more than `most` labels.
+    """
+    return _Search(problem, arena_bytes).run(most)
+
+
+class _Search:
+    def __init__(self, problem, arena_bytes):
+        self.problem, self.graph = problem, problem.graph
+        step, limit = problem.alignment, problem.host_budget
+        self.capacity = -(-arena_bytes // step) * step
+        self.host_capacity = float("inf") if limit is None else -(-limit // step) * step
+        index = {tensor.id: t for t, tensor in enumerate(self.graph.tensors)}
+        self.pairs = [[(index[a], index[b]) for a, b in op.inplace] for op in self.graph.ops]
+        self.n = problem.op_count
+        device = self.graph.device
+        self.out = [self.copy_us(device, size, device.d2h_bytes_per_s) for size in problem.bytes]
+        self.back = [self.copy_us(device, size, device.h2d_bytes_per_s) for size in problem.bytes]
+        self.kept = {
+            t for t in range(problem.tensor_count) if problem.is_output[t] and self.in_arena(t)
+        }
+
+    @staticmethod
+    def copy_us(device, size, speed):
+        return device.copy_latency_us + size / speed * 1e6 if speed else float("inf")
+
+    def in_arena(self, t):
+        return not (self.problem.resident[t] or self.problem.outside[t])
+
+    def size(self, tensors):
+        return sum(self.problem.size[t] for t in tensors)
+
+    def run(self, most):
+        none = frozenset()
+        start, times = State(0, none, (), (), none), (0.0, 0.0, 0.0)
+        labels, heap, number = {start: [times]}, [(0.0, 0, start, times)], 0
+        while heap:
+            now, _, state, times = heapq.heappop(heap)
+            if times not in labels[state]:
+                continue
+            if state.done == self.n and self.kept <= state.live and not state.away + state.back:
+                return now
+            for following, then in self.moves(state, times):
+                known = labels.setdefault(following, [])
+                if any(all(a <= b for a, b in zip(old, then, strict=True)) for old in known):
+                    continue
+                known[:] = [
+                    old for old in known if not all(b <= a for a, b in zip(old, then, strict=True))
+                ]
+                known.append(then)
+                number += 1
+                if number > most:
+                    raise TooManyStatesError
+                heapq.heappush(heap, (then[0], number, following, then))
+        return None
+
+    def moves(self, state, times):
+        """States that may follow, each with its times: compute, both engines, what is in flight."""
+        done, live, away, back, host = state
+        now, out_free, back_free, *ends = times
+        out_ends, back_ends = ends[: len(away)], ends[len(away) :]
+
+        def label(clock, following, out_at=out_free, back_at=back_free, out=(), coming=()):
+            return following, tuple(max(clock, t) for t in (clock, out_at, back_at, *out, *coming))
+
+        for t in live - set(away):
+            yield label(
+                now, state._replace(live=live - {t}), out_free, back_free, out_ends, back_ends
+            )
+        room = self.capacity - self.size(live) - self.size(back)
+        host_room = self.host_capacity - self.size(host) - self.size(away)
+        for t in live - set(away) - host:
+            if self.problem.size[t] and self.problem.size[t] <= host_room:
+                end = max(now, out_free) + self.out[t]
+                following = state._replace(away=(*away, t))
+                yield label(now, following, end, back_free, [*out_ends, end], back_ends)
+        for t in host - live - set(back):
+            if self.problem.size[t] <= room:
+                end = max(now, back_free) + self.back[t]
+                following = state._replace(back=(*back, t))
+                yield label(now, following, out_free, end, out_ends, [*back_ends, end])
+        if self.problem.host_budget is not None:
+            for t in host - set(back):
+                following = state._replace(host=host - {t})
+                yield label(now, following, out_free, back_free, out_ends, back_ends)
+        if away:  # in the order of the engine, as later ones end later
+            following = state._replace(away=away[1:], host=host | {away[0]})
+            clock = max(now, out_ends[0])
+            yield label(clock, following, out_free, back_free, out_ends[1:], back_ends)
+        if back:
+            following = state._replace(back=back[1:], live=live | {back[0]})
+            clock = max(now, back_ends[0])
+            yield label(clock, following, out_free, back_free, out_ends, back_ends[1:])
+        for o in range(min(done + 1, self.n)):
+            if o < done and not self.graph.ops[o].recomputable:
+                continue
+            for after in self.runs(o, done, state):
+                following = state._replace(done=max(done, o + 1), live=after)
+                clock = now + self.problem.cost[o]
+                yield label(clock, following, out_free, back_free, out_ends, back_ends)
+
+    def runs(self, o, done, state):
+        """What is readable after running op o, one set per choice of what shares an address."""
+        problem = self.problem
+        if any(self.in_arena(t) and t not in state.live for t in problem.op_inputs[o]):
+            return
+        if any(not self.in_arena(t) and problem.producer[t] >= done for t in problem.op_inputs[o]):
+            return
+        made = {t for t in problem.op_outputs[o] if self.in_arena(t) or o < done}
+        if made & set(state.back):
+            return  # fetched in vain
+        need = self.size(state.live) + self.size(state.back)
+        need += problem.workspace[o] + self.size(made)
+        pairs = [
+            (a, b)
+            for a, b in self.pairs[o]
+            if a in made
+            and self.in_arena(b)
+            and b not in state.away
+            and 0 < problem.bytes[a] <= problem.bytes[b]
+        ]
+        for count in range(len(pairs) + 1):
+            for chosen in combinations(pairs, count):
+                if len({a for a, _ in chosen}) < count or len({b for _, b in chosen}) < count:
+                    continue
+                if need - self.size(a for a, _ in chosen) <= self.capacity:
+                    after = state.live - {b for _, b in chosen}
+                    yield after | {t for t in made if self.in_arena(t)}

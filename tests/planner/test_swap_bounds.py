@@ -1,0 +1,133 @@
+"""Bounds that contain transfers: against exhaustive search over event sequences."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from coop_plan.planner import Problem
+from coop_plan.planner.core import blocks
+from coop_plan.planner.core.needs import largest_working_set
+from coop_plan.planner.exact.dual.bounding import Bounding
+from coop_plan.planner.exact.model.milp import Outcome
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
+from coop_plan.planner.exact.solver.process import SolverProcess
+from coop_plan.planner.keep_all import keep_all_schedule
+from tests.planner.brute_force import cheapest
+from tests.planner.brute_force_swap import TooManyStatesError, shortest
+from tests.planner.test_exact import BUDGETS, SETTINGS
+from tests.strategies import graphs
+from tests.support import make_graph
+
+SECONDS = 20.0
+TINY = graphs(max_ops=5, mutates=False, variants=False)
+HOSTS = st.sampled_from([None, None, 8, 24])
+
+
+@pytest.fixture(scope="module")
+def process():
+    """One worker for all models of this module."""
+    with SolverProcess() as running:
+        yield running
+
+
+def drawn(graph, outputs, share, alignment, host):
+    """A tiny problem with a link, an arena too small for everything, and its shortest makespan."""
+    problem = Problem.from_graph(graph, alignment, outputs, host)
+    assume(problem.op_count > 0 and problem.tensor_count <= 12)
+    most = int(keep_all_schedule(problem).live_bytes().max(initial=0))
+    least = largest_working_set(problem).bytes
+    assume(least < most)
+    arena = problem.rounded(least + int((most - 1 - least) * share))
+    try:
+        best = shortest(problem, arena)
+    except TooManyStatesError:
+        assume(False)
+    without = cheapest(problem, arena)
+    assert without is None or best <= without + 1e-9
+    return problem, arena, best
+
+
+@settings(SETTINGS, max_examples=40)
+@given(graph=TINY, host=HOSTS, chosen=st.sets(st.integers(0, 5)), **BUDGETS)
+def test_no_plan_is_shorter_than_the_model_says(
+    process, graph, host, chosen, outputs, share, alignment
+):
+    """At any time points, and at all of them."""
+    problem, arena, best = drawn(graph, outputs, share, alignment, host)
+    program = Program.of(problem)
+    assert program.links is not None
+    for points in ({p for p in chosen if p < program.n}, range(program.n)):
+        model = TimePointModel(program, problem.rounded(arena), sorted({*points, program.n}), ())
+        answer = process.solve(model.milp, time.monotonic() + SECONDS)
+        if best is None:
+            continue
+        assert answer.outcome is not Outcome.INFEASIBLE
+        assert problem.base_cost_us + answer.bound * model.cost_unit <= best * (1 + 1e-6) + 1e-6
+
+
+@settings(SETTINGS, max_examples=40)
+@given(graph=TINY, host=HOSTS, **BUDGETS)
+def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs, share, alignment):
+    """Blocks of two copies, one time point more at a time, until all ops are time points."""
+    problem, arena, best = drawn(graph, outputs, share, alignment, host)
+    assume(best is not None)
+    told = []
+    params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "FEWEST", 2)
+        bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)
+        bounding.run()
+    assert told
+    assert problem.base_cost_us + max(told) <= best * (1 + 1e-6) + 1e-6
+
+
+def there_and_back(us, speed=1e6, **limits):
+    """One tensor of 8 bytes in the way of others, ops of `us`, and a link of 1 byte/µs each way."""
+    graph = make_graph(
+        {0: ("activation", 8), 1: ("activation", 8), 2: ("activation", 8), 3: ("output", 0)},
+        [
+            {"outputs": [0], "cost_us": 1.0, "recomputable": False},
+            {"inputs": [0], "cost_us": us},
+            {"outputs": [1], "cost_us": 1.0},
+            {"inputs": [1], "outputs": [2], "cost_us": us},
+            {"inputs": [2], "cost_us": us},
+            {"inputs": [0], "outputs": [3], "cost_us": 1.0},
+        ],
+        device={"kind": "cuda", "h2d_bytes_per_s": speed, "d2h_bytes_per_s": speed},
+    )
+    return Problem.from_graph(graph, 1, **limits)
+
+
+@pytest.mark.parametrize(("us", "stall"), [(8.0, 0.0), (5.0, 5.0), (0.0, 15.0)])
+def test_the_model_tells_what_the_link_has_no_time_for(process, us, stall):
+    """A copy that goes away beside one op and comes back beside another stalls for the rest."""
+    problem = there_and_back(us)
+    program = Program.of(problem)
+    model = TimePointModel(program, 16, list(range(program.n + 1)), ())
+    answer = process.solve(model.milp, time.monotonic() + SECONDS)
+    assert answer.bound * model.cost_unit == pytest.approx(stall, abs=1e-3)
+    assert shortest(problem, 16) == pytest.approx(problem.base_cost_us + stall)
+
+
+def test_a_host_that_is_too_small_takes_no_copy(process):
+    problem = there_and_back(8.0, host_budget=7)
+    program = Program.of(problem)
+    model = TimePointModel(program, 16, list(range(program.n + 1)), ())
+    answer = process.solve(model.milp, time.monotonic() + SECONDS)
+    assert answer.outcome is Outcome.INFEASIBLE
+    assert shortest(problem, 16) is None
+
+
+def test_without_transfers_the_model_is_what_it_was():
+    """A budget of the host of 0 bytes leaves no column and no row of them."""
+    models = []
+    for problem in (there_and_back(8.0, host_budget=0), there_and_back(8.0, speed=0.0)):
+        program = Program.of(problem)
+        models.append(TimePointModel(program, 24, list(range(program.n + 1)), ()))
+    assert models[0].transfers is None
+    assert models[0].milp == models[1].milp
