@@ -85,6 +85,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "knows the whole step: plans evictions first, places second, near the optimum",
             "ours; closure cost / (bytes x distance to next use^alpha), see planner.offline",
             _coop_offline,
+            transfers=True,
         ),
         MethodInfo(
             "dtr",
