@@ -11,6 +11,13 @@ COOP_SWITCHES = {
     "recomputable-inplace": "in-place pairs are copied instead of sharing one address",
 }
 
+DELTA_SWITCHES = {
+    "filter": "the stalest tensor is released, not the one of least cost / (bytes x staleness)",
+    "director": "what is released is swapped wherever it may be, and not by cost",
+    "prefetch": "a tensor comes back when it is asked for",
+    "overlap": "a copy to the host begins when an allocation fails",
+}
+
 CHECKMATE_SWITCHES = {
     "integral": "the LP relaxation with two-phase rounding (section 5) solves it instead"
 }
@@ -38,6 +45,18 @@ def _dte(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.online.methods import solve_dte
 
     return solve_dte(problem, request)
+
+
+def _delta(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_delta
+
+    return solve_delta(problem, request)
+
+
+def _swap_only(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_swap_only
+
+    return solve_swap_only(problem, request)
 
 
 def _coop_offline(problem: Problem, request: Request) -> Solution:
@@ -98,6 +117,20 @@ METHODS: Mapping[str, MethodInfo] = {
             "as dtr, counting the free bytes next to a tensor as its own",
             "Hu et al., MegTaiChi (MegEngine's DTE), ICS 2022",
             _dte,
+        ),
+        MethodInfo(
+            "delta",
+            "online; a filter says what goes, a director whether it is swapped or recomputed",
+            "Tang et al., DELTA, arXiv 2203.15980, 2022; what is open, see planner.online.delta",
+            _delta,
+            switches=DELTA_SWITCHES,
+        ),
+        MethodInfo(
+            "swap-only",
+            "online; the stalest tensor goes to the host, nothing is recomputed",
+            "after Rhu et al., vDNN, MICRO 2016, and Peng et al., Capuchin, ASPLOS 2020",
+            _swap_only,
+            switches={name: DELTA_SWITCHES[name] for name in ("prefetch", "overlap")},
         ),
         MethodInfo(
             "checkmate",

@@ -336,6 +336,18 @@ class Problem:
         ]
 
     @cached_property
+    def movable(self) -> list[bool]:
+        """Which tensors may be copied to the host: activations in the arena, not overwritten."""
+        return [
+            tensor.kind == "activation"
+            and tensor.bytes > 0
+            and self.producer[t] >= 0
+            and bool(self.consumers[t])
+            and not self.overwritten[t]
+            for t, tensor in enumerate(self.graph.tensors)
+        ]
+
+    @cached_property
     def repeatable(self) -> list[bool]:
         """Ops that make something evictable and may run again anywhere after their first run."""
         return [

@@ -123,16 +123,19 @@ class Schedule:
         return cls._of(problem, do, what)
 
     @classmethod
-    def as_told(cls, problem: Problem, bodies: Ints, taken: Ints, dropped: Ints) -> "Schedule":
+    def as_told(
+        cls, problem: Problem, what: Ints, taken: Ints, dropped: Ints, do: Ints
+    ) -> "Schedule":
         """
         The schedule of a run that has decided what ends when (`planner.core.lifetimes`).
+
+        Event e is of kind `do[e]` and subject `what[e]`.
 
         Raises:
             NoScheduleError: it read what it had dropped.
         """
-        do = np.full(bodies.size, RUN, dtype=np.int64)
-        made = trace_as_told(to_arrays(problem), do, bodies, taken, dropped)
-        return cls(problem, do, bodies, _complete(made, do))
+        made = trace_as_told(to_arrays(problem), do, what, taken, dropped)
+        return cls(problem, do, what, _complete(made, do))
 
     @classmethod
     def _of(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":

@@ -118,20 +118,6 @@ class JointState(NamedTuple):
     counts: Ints
 
 
-def movable(problem: Problem) -> Flags:
-    """Which tensors may be copied to the host: activations that no op overwrites and one reads."""
-    flags = [
-        tensor.kind == "activation"
-        and not problem.outside[t]
-        and tensor.bytes > 0
-        and problem.producer[t] >= 0
-        and bool(problem.consumers[t])
-        and not problem.overwritten[t]
-        for t, tensor in enumerate(problem.graph.tensors)
-    ]
-    return np.array(flags, dtype=np.uint8)
-
-
 def start(problem: Problem, room: int, params: MoveParams = DEFAULTS.moves) -> JointState:
     """A walk at no sequence yet, with room for so many events."""
     a, device = to_arrays(problem), problem.device
@@ -143,7 +129,7 @@ def start(problem: Problem, room: int, params: MoveParams = DEFAULTS.moves) -> J
     state = JointState(
         numbers=MoveNumbers(**asdict(params)),
         again=np.array(problem.repeatable, dtype=np.uint8),
-        movable=movable(problem),
+        movable=np.array(problem.movable, dtype=np.uint8),
         out_us=out_us,
         in_us=in_us,
         sequence=np.zeros(room, dtype=np.int64),

@@ -14,11 +14,21 @@ implementation (oneflow/core/vm/remat): best fit, cost / staleness without the s
 closure pinning, eager eviction of recomputed tensors.
 """
 
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.run import OnlineRun, simulate_arena
 from coop_plan.planner.online.simulator import SINGLE, SINGLE_WITH_NEIGHBOURS, WINDOW
+from coop_plan.planner.online.transfers import (
+    DIRECTS,
+    FILTERS,
+    OVERLAPS,
+    PREFETCHES,
+    RECOMPUTES,
+    SWAPS_OUT,
+)
 
 
 def solve_coop(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
@@ -46,6 +56,40 @@ def solve_dtr(problem: Problem, request: Request, params: OnlineParams = DEFAULT
 def solve_dte(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
     """DTR's rule with the free bytes next to a tensor counted as its own."""
     return _solution(_run_single(problem, request, SINGLE_WITH_NEIGHBOURS, params))
+
+
+def solve_delta(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
+    """DELTA's filter and director with prefetch and overlap, each unless switched off."""
+    flags = {"director": DIRECTS, "filter": FILTERS, "prefetch": PREFETCHES, "overlap": OVERLAPS}
+    on = [flag for switch, flag in flags.items() if switch not in request.off]
+    return _solution(_run_linked(problem, request, SWAPS_OUT + RECOMPUTES + sum(on), params))
+
+
+def solve_swap_only(
+    problem: Problem, request: Request, params: OnlineParams = DEFAULTS
+) -> Solution:
+    """The stalest tensor is swapped, and nothing is computed again."""
+    flags = {"prefetch": PREFETCHES, "overlap": OVERLAPS}
+    on = [flag for switch, flag in flags.items() if switch not in request.off]
+    return _solution(_run_linked(problem, request, SWAPS_OUT + sum(on), params))
+
+
+def _run_linked(
+    problem: Problem, request: Request, transfers: int, params: OnlineParams
+) -> OnlineRun:
+    if "transfers" not in problem.beyond_recomputation:
+        if not transfers & RECOMPUTES:
+            raise DoesNotFitError(largest_working_set(problem).op)
+        return _run_single(problem, request, SINGLE, params)
+    return simulate_arena(
+        problem,
+        request,
+        SINGLE,
+        partition=False,
+        inplace=False,
+        transfers=transfers,
+        params=params,
+    )
 
 
 def _run_single(problem: Problem, request: Request, rule: int, params: OnlineParams) -> OnlineRun:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Params, Positive, Size
+from coop_plan.planner.core.params import Count, Params, Positive, Share, Size
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,16 @@ class OnlineParams(Params):
 
     A run that outgrows it is made again with twice the room.
     """
+
+    ahead_share: Share = 0.1
+    """
+    Share of the arena that `delta` and `swap-only` keep free or on its way to the host.
+
+    It is for copies that overlap with what runs.
+    """
+
+    prefetched: Count = 2
+    """Tensors that `delta` and `swap-only` fetch ahead at a time."""
 
     chunk_ops: Count = 256
     """Ops between two looks at the clock."""

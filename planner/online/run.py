@@ -18,6 +18,7 @@ from coop_plan.planner.online.state import (
     DROP_EVENT,
     DROPPED,
     DROPS,
+    EVENT_DO,
     EVENT_OP,
     EVENT_WORKSPACE,
     EVENTS,
@@ -67,6 +68,7 @@ class OnlineRun:
         schedule = Schedule.as_told(
             self.problem,
             s.event[EVENT_OP, :events].copy(),
+            do=s.event[EVENT_DO, :events].copy(),
             taken=np.ascontiguousarray(s.record[rows, :writes].T),
             dropped=np.ascontiguousarray(s.record[[DROP_EVENT, DROPPED], :drops].T),
         )
@@ -84,6 +86,7 @@ def simulate_arena(
     *,
     partition: bool,
     inplace: bool,
+    transfers: int = 0,
     params: OnlineParams = DEFAULTS,
 ) -> OnlineRun:
     """
@@ -96,12 +99,12 @@ def simulate_arena(
     unit = problem.alignment
     floor, units = request.arena_bytes // unit * unit, problem.rounded(request.arena_bytes)
     try:
-        return _simulate(problem, request, floor, rule, partition, inplace, params)
+        return _simulate(problem, request, floor, rule, partition, inplace, transfers, params)
     except DoesNotFitError:
         if units == floor:
             raise
     # The last unit is cut short: it serves whoever happens to end within the rest of it.
-    run = _simulate(problem, request, units, rule, partition, inplace, params)
+    run = _simulate(problem, request, units, rule, partition, inplace, transfers, params)
     if run.placed.arena_bytes > request.arena_bytes:
         raise DoesNotFitError(largest_working_set(problem).op)
     return run
@@ -114,14 +117,19 @@ def _simulate(
     rule: int,
     partition: bool,
     inplace: bool,
+    transfers: int,
     params: OnlineParams,
 ) -> OnlineRun:
     arrays = to_arrays(problem)
     n = problem.op_count
     most = n * (params.max_recomputes_per_op + 1)
     record = min(most, params.first_record * n + 64)
+    if transfers:
+        record += 4 * problem.tensor_count
     while True:
-        state = empty_arena(problem, capacity, record, params, partition=partition)
+        state = empty_arena(
+            problem, capacity, record, params, partition=partition, transfers=transfers
+        )
         status = DONE
         for start in range(0, n, params.chunk_ops):
             request.check_time()

@@ -4,6 +4,8 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.compiled import inlined, inner, njit
+from coop_plan.planner.core.lifetimes import RUN
+from coop_plan.planner.online.delta import end_copies, look_ahead, released
 from coop_plan.planner.online.neighbours import computed, evicted, neighbour_cost
 from coop_plan.planner.online.space import NO_ROOM, allocate, find, free_bytes, release
 from coop_plan.planner.online.state import (
@@ -14,19 +16,23 @@ from coop_plan.planner.online.state import (
     DROP_EVENT,
     DROPPED,
     DROPS,
+    EVENT_DO,
     EVENT_OP,
     EVENT_WORKSPACE,
     EVENTS,
     EVICTABLE,
     EVICTED,
     FAILURES,
+    FLYING,
     FREE,
     FREE_RATIOS,
+    HOSTED,
     INPLACE_EVENT,
     INPLACE_OUT,
     INPLACE_SOURCE,
     KEPT,
     LAST_ACCESS,
+    LEAVING,
     LIVE,
     MARK,
     NODES,
@@ -47,6 +53,7 @@ from coop_plan.planner.online.state import (
     WRITTEN,
     ArenaState,
 )
+from coop_plan.planner.online.transfers import begin_fetch, end_fetch, end_offload
 
 WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS = range(3)
 """Eviction rules: Coop's, DTR's and DTE's."""
@@ -69,6 +76,10 @@ def advance(
         if status != DONE:
             return status
         _release_touched(a, s, position, position + 1, position)
+        if s.transfers != 0:
+            look_ahead(a, s, position)
+            if position == a.ops - 1:
+                end_copies(s)
         for i in range(s.counts[RETAINED] - 1, -1, -1):  # from the end: some may go
             _release_if_dead(a, s, s.tensor[WAITING, i], position)
     return DONE
@@ -89,7 +100,8 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
             t = a.reads[k]
             s.tensor[PINS, t] += 1
             producer = a.producer[t]
-            if s.tensor[LIVE, t] == 0 and s.op[SEEN, producer] != stamp:
+            gone = s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0
+            if gone and s.op[SEEN, producer] != stamp:
                 s.op[SEEN, producer] = stamp
                 s.stack[depth] = producer
                 depth += 1
@@ -115,7 +127,8 @@ def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, in
             return RECORD_FULL
         missing = False
         for k in range(a.reads_ptr[op + 1] - 1, a.reads_ptr[op] - 1, -1):
-            if s.tensor[LIVE, a.reads[k]] == 0:
+            t = a.reads[k]
+            if s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0:
                 s.stack[depth] = a.producer[a.reads[k]]
                 depth += 1
                 missing = True
@@ -128,8 +141,11 @@ def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, in
             s.counts[EVENTS] == s.event.shape[1]
             or s.counts[OFFSETS] + a.makes_ptr[op + 1] - a.makes_ptr[op] > s.record.shape[1]
             or s.counts[NODES] + 2 * s.times.shape[1] > s.record.shape[1]
+            or (s.transfers and s.counts[EVENTS] + 3 * s.times.shape[1] > s.event.shape[1])
         ):
             return RECORD_FULL
+        if s.transfers != 0 and not _fetch(a, s, op, rule):
+            return goal
         if not _execute(a, s, op, goal, rule, inplace):
             return goal
     return DONE
@@ -180,6 +196,11 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
         elif size > 0:
             s.transient[s.counts[TRANSIENT]] = at
             s.counts[TRANSIENT] += 1
+    if s.transfers != 0:
+        for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+            if s.tensor[FLYING, a.reads[k]] == 1:
+                end_fetch(s, a.reads[k])
+    s.event[EVENT_DO, s.counts[EVENTS]] = RUN
     s.event[EVENT_OP, s.counts[EVENTS]] = op
     s.event[EVENT_WORKSPACE, s.counts[EVENTS]] = at
     s.counts[EVENTS] += 1
@@ -202,6 +223,19 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
 
 
 @inner
+def _fetch(a: Arrays, s: ArenaState, op: int, rule: int) -> bool:
+    """Begin to fetch what `op` reads and the host has; False when it finds no room."""
+    for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+        t = a.reads[k]
+        if s.tensor[LIVE, t] == 0:
+            at = _allocate(a, s, a.size[t], t, op, rule)
+            if at == NO_ROOM:
+                return False
+            begin_fetch(s, t, at)
+    return True
+
+
+@inner
 def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
     """Record the pairs whose input has no reader left, in the program and in the closure."""
     first = s.counts[WRITES]
@@ -212,6 +246,7 @@ def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
             and s.tensor[PINS, source] == 1
             and s.tensor[EVICTABLE, source] == 1
             and s.tensor[LIVE, out] == 0
+            and s.tensor[LEAVING, source] == 0
         ):
             free = True
             for j in range(first, s.counts[WRITES]):
@@ -236,7 +271,10 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: in
     if at != NO_ROOM:
         return at
     while at == NO_ROOM:
-        victims = _cheapest_window(s, size) if rule == WINDOW else _cheapest_tensor(s, rule)
+        if s.transfers != 0:
+            victims = released(a, s)
+        else:
+            victims = _cheapest_window(s, size) if rule == WINDOW else _cheapest_tensor(s, rule)
         if victims == 0:
             return NO_ROOM
         s.counts[EVICTED] += victims
@@ -324,14 +362,19 @@ def _cheapest_tensor(s: ArenaState, rule: int) -> int:
 
 @inner
 def _drop(a: Arrays, s: ArenaState, t: int) -> None:
-    """End tensor `t` after the last event so far."""
+    """End tensor `t` after the last event so far; a copy of it must be over."""
+    if s.tensor[LEAVING, t] == 1:
+        end_offload(s, t)
+    if s.tensor[FLYING, t] == 1:
+        end_fetch(s, t)
     s.record[DROPPED, s.counts[DROPS]] = t
     s.record[DROP_EVENT, s.counts[DROPS]] = s.counts[EVENTS] - 1
     s.counts[DROPS] += 1
     s.tensor[LIVE, t] = 0
     if a.size[t] > 0:
         release(s, s.tensor[ADDRESS, t])
-    evicted(s, t)
+    if s.tensor[HOSTED, t] == 0:
+        evicted(s, t)
 
 
 @inner
@@ -402,7 +445,7 @@ def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
                 if s.tensor[MARK, child] == stamp or a.is_output[child] == 1:
                     continue
                 s.tensor[MARK, child] = stamp
-                if s.tensor[LIVE, child] == 1:
+                if s.tensor[LIVE, child] == 1 or s.tensor[HOSTED, child] == 1:
                     s.block[VICTIM, found] = child
                     found += 1
                 elif a.last_use[child] > position:

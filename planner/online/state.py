@@ -25,20 +25,24 @@ FREE = -1
     RETAINED,
     STAMP,
     TRANSIENT,
-) = range(12)
+    SWAPS,
+    FETCHED,
+    HOST_BYTES,
+) = range(15)
 
-# Entries of `ArenaState.total`, µs and a sum of shares.
-CLOCK, FREE_RATIOS = range(2)
+# Entries of `ArenaState.total`, µs and a sum of shares; when the copy engines are free.
+CLOCK, FREE_RATIOS, OUT_FREE, IN_FREE = range(4)
 
 # Rows of `ArenaState.block`: blocks in address order, free ones again by (size, offset), scratch.
 BLOCK_AT, BLOCK_SIZE, OWNER, HOLE_AT, HOLE_SIZE, VICTIM = range(6)
 
-# Rows of `ArenaState.tensor`; the last three are lists and marks.
+# Rows of `ArenaState.tensor`; three are lists and marks, the last five are about the host.
 NODE, LIVE, KEPT, WRITTEN, RETAINED_NOW, PINS, EVICTABLE = range(7)
 ADDRESS, WAITING, TO_VISIT, MARK = range(7, 11)
+HOSTED, LEAVING, FLYING, MOVABLE, SWAPPED = range(11, 16)
 
 # Rows of `ArenaState.times`, µs.
-OWN_COST, LAST_ACCESS = range(2)
+OWN_COST, LAST_ACCESS, AWAY, BACK = range(4)
 
 # Rows of `ArenaState.op`.
 RIGHT, SEEN = range(2)
@@ -47,7 +51,7 @@ RIGHT, SEEN = range(2)
 PARENT, ROOT_SEEN = range(2)
 
 # Rows of `ArenaState.event` and, each with a length of its own, of `ArenaState.record`.
-EVENT_OP, EVENT_WORKSPACE = range(2)
+EVENT_OP, EVENT_WORKSPACE, EVENT_DO = range(3)
 OFFSET, DROPPED, DROP_EVENT, INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(6)
 
 
@@ -57,7 +61,10 @@ class ArenaState(NamedTuple):
 
     Few arrays of many rows, because compile time grows with their number. Adjacent free blocks are
     always merged; an owner is a tensor, `FREE`, or the number of tensors for what lives during one
-    op only. Sizes and offsets are bytes, times µs.
+    op only. Sizes and offsets are bytes, times µs. `out_us` and `in_us` are what copies of a tensor
+    to the host and back take, `transfers` the flags of `planner.online.transfers`, 0 for none, and
+    `ahead` the bytes that are to be free or on their way to the host after every op, `prefetched`
+    how many tensors may be on their way back.
     """
 
     capacity: int
@@ -77,10 +84,22 @@ class ArenaState(NamedTuple):
     record: Ints
     stack: Ints
     transient: Ints
+    out_us: Floats
+    in_us: Floats
+    transfers: int
+    host_budget: int
+    ahead: int
+    prefetched: int
 
 
 def empty_arena(
-    problem: Problem, capacity: int, events: int, params: OnlineParams, *, partition: bool
+    problem: Problem,
+    capacity: int,
+    events: int,
+    params: OnlineParams,
+    *,
+    partition: bool,
+    transfers: int = 0,
 ) -> ArenaState:
     """An empty arena of `capacity` bytes and a record of `events` events at most."""
     n, count = problem.op_count, problem.tensor_count
@@ -93,23 +112,34 @@ def empty_arena(
     state = ArenaState(
         capacity=capacity,
         min_staleness_us=params.min_staleness_us,
-        counts=np.zeros(12, dtype=np.int64),
-        total=np.zeros(2),
+        counts=np.zeros(15, dtype=np.int64),
+        total=np.zeros(4),
         block=np.empty((6, blocks), dtype=np.int64),
         costs=np.empty(blocks),
         near_ptr=near_ptr,
         near=near,
-        tensor=np.zeros((11, count + 1), dtype=np.int64),
-        times=np.zeros((2, count)),
+        tensor=np.zeros((16, count + 1), dtype=np.int64),
+        times=np.zeros((4, count)),
         op=np.zeros((2, n), dtype=np.int64),
         part=np.zeros((2, drops), dtype=np.int64),
         component=np.empty(drops),
-        event=np.empty((2, events), dtype=np.int64),
+        event=np.zeros((3, events), dtype=np.int64),
         record=np.empty((6, drops), dtype=np.int64),
         stack=np.empty(events + count, dtype=np.int64),
         transient=np.empty(most + 1, dtype=np.int64),
+        out_us=np.full(count, np.inf),
+        in_us=np.full(count, np.inf),
+        transfers=transfers,
+        host_budget=-1 if problem.host_budget is None else problem.host_budget,
+        ahead=int(params.ahead_share * capacity),
+        prefetched=params.prefetched,
     )
     state.tensor[NODE] = -1
+    if transfers and problem.device.linked:
+        device, size = problem.device, np.array(problem.bytes)
+        state.tensor[MOVABLE, :count] = problem.movable
+        state.out_us[:] = device.copy_latency_us + size * 1e6 / device.d2h_bytes_per_s
+        state.in_us[:] = device.copy_latency_us + size * 1e6 / device.h2d_bytes_per_s
     state.tensor[EVICTABLE, :count] = problem.evictable
     state.times[OWN_COST] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
     if partition:
