@@ -101,6 +101,12 @@ class RefinementParams(Params):
     """Cost over bound, minus one, above which a hard model is worth a process beside the search for
     bounds, and longer climbs of coop-offline."""
 
+    wide_gap_linked: Ratio = 1e-3
+    """The same with transfers, for which coop-offline is the one that finds plans."""
+
+    all_points_ops: Size = 30
+    """With transfers, all ops are time points from the beginning where there are no more."""
+
     alone_share: Share = 0.3
     """Share of the time left for those bounds where there is one processor only."""
 
@@ -141,6 +147,10 @@ class PathCutParams(Params):
 
     quick_precision: tuple[tuple[Share, Share], ...] = ((1e-2, 2e-2), (1e-2, 2e-2))
     """The same where it has to be quick."""
+
+    simplex_columns: Size = 60_000
+    """With transfers, relaxations of up to so many columns are solved to their optimum: first-order
+    methods are far from it for long."""
 
     cuts_per_round: Count = 3000
     """New cuts before the relaxation is solved again."""
@@ -221,6 +231,12 @@ class FollowParams(Params):
 @dataclass(frozen=True)
 class BoundingParams(Params):
     """Time points of the relaxations beside the search (see `planner.exact.dual.bounding`)."""
+
+    few: tuple[Count, ...] = (4, 8, 20)
+    integral_columns: Size = 6000
+    integral_seconds: Seconds = 20.0
+    """With transfers, so many time points are tried, and the best of these models is also solved as
+    it is, if it has no more columns, for so long, before there are more time points."""
 
     spread: Count = 10
     """Time points of the first step where nothing repeats; each step has twice as many."""

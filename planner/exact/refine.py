@@ -68,8 +68,12 @@ class Refinement:
         self.gap = self.params.refinement.first_gap
         self.paths = PathCuts(self.params.path_cuts)
         if not self.points:
-            count = self.params.refinement.first_points
-            self.points = initial_points(self.program, self.capacity, count)
+            self.points = initial_points(self.program, self.capacity, self._first_points())
+
+    def _first_points(self) -> int:
+        params = self.params.refinement
+        small = self.program.n <= params.all_points_ops
+        return self.program.n if self.program.links and small else params.first_points
 
     def round(self) -> Readout | None:
         """Solve once; None when there is no solution to read, for want of time or because of it."""
@@ -126,13 +130,16 @@ class Refinement:
 
         Once there is a plan, and then once, the time is left to those who make it cheaper. With one
         processor only, bounds come before whatever is done meanwhile. As long as nothing is proved,
-        the gap says nothing.
+        the gap says nothing; but with transfers, nothing may well be all that there is to prove.
         """
         bounding, incumbent, params = self.bounding, self.incumbent, self.params.refinement
         if bounding is None or self.gave_way or not self.proves:
             return False
         known = incumbent.bound_us > incumbent.problem.base_cost_us
-        if not known or incumbent.gap <= params.wide_gap:
+        wide = params.wide_gap
+        if self.program.links is not None:
+            known, wide = True, params.wide_gap_linked
+        if not known or incumbent.gap <= wide:
             return False
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
         if processors() == 1:

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 
 from coop_plan.planner.core.blocks import repetitions
 from coop_plan.planner.exact.dual.background import BoundingJob
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Relaxation
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Relaxation
 from coop_plan.planner.exact.model.paths import Path, PathCuts, Relax
 from coop_plan.planner.exact.model.points import initial_points, too_full
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
-from coop_plan.planner.exact.solver.jobs import Failure, RelaxMilp
+from coop_plan.planner.exact.solver import simplex
+from coop_plan.planner.exact.solver.jobs import Failure, RelaxMilp, SolveMilp
+from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 from coop_plan.planner.exact.solver.pdlp import Relaxations
 from coop_plan.planner.exact.solver.worker import connect
 
@@ -44,6 +46,8 @@ class Bounding:
     _ranked: list[list[int]] = field(default_factory=list)
     _chosen: list[list[int]] = field(default_factory=list)
     _compare: bool = True
+    _best: float = -INFINITY
+    _model: TimePointModel | None = None
 
     def __post_init__(self) -> None:
         self.paths = self._cuts()
@@ -51,7 +55,10 @@ class Bounding:
 
     def run(self) -> None:
         """One step after the other, as long as there are time points to add."""
-        self._ranked = self._candidates()
+        if self.program.links is not None:
+            self._try_few()
+        else:
+            self._ranked = self._candidates()
         best = -INFINITY
         while len(self.points) <= self.program.n:
             copies = bool(self._ranked)
@@ -81,7 +88,38 @@ class Bounding:
         chosen = sorted({*points, self.program.n})
         model = TimePointModel(self.program, self.capacity, chosen, (), self.params.model)
         unit = model.cost_unit
-        return paths.strengthen(_relaxing(), model, INFINITY, lambda bound: self.tell(bound * unit))
+        bound = paths.strengthen(
+            _relaxing(), model, INFINITY, lambda bound: self.tell(bound * unit)
+        )
+        if model.transfers is not None and not paths.quick and bound > self._best:
+            self._best, self._model = bound, model
+        return bound
+
+    def _try_few(self) -> None:
+        """
+        Go on from the best of a few models, each with some time points of its own.
+
+        With transfers, which ones they are matters more than how many. And fractions of copies are
+        worth more than fractions of runs, so the best one is solved with whole ones as well.
+        """
+        for count in self.params.bounding.few:
+            points = set(initial_points(self.program, self.capacity, count))
+            self._relax(points, self._cuts())
+        self._solve(self.params.bounding.integral_seconds)
+        if self._model is not None:
+            self.points = {*self._model.points[:-1]}
+
+    def _solve(self, seconds: float) -> None:
+        """Solve the best model itself."""
+        most = self.params.bounding.integral_columns
+        if self._model is None or len(self._model.milp.lower) > most:
+            return
+        unit = self._model.cost_unit
+        answer = solve_milp(
+            SolveMilp(self._model.milp), seconds, lambda news: self.tell(news.bound * unit)
+        )
+        if answer.outcome is not Outcome.INFEASIBLE:
+            self.tell(answer.bound * unit)
 
     def _next_spread(self) -> list[int]:
         points = initial_points(self.program, self.capacity, self._spread)
@@ -150,7 +188,9 @@ def _relaxing() -> Relax:
     relaxations = Relaxations()
 
     def relax(milp: Milp, deadline: float, accuracy: float, start: Relaxation | None) -> Relaxation:
-        return relaxations.solve(RelaxMilp(milp, accuracy, start), deadline)  # as good as never
+        job = RelaxMilp(milp, accuracy, start)
+        solve = relaxations.solve if accuracy else simplex.relax
+        return solve(job, deadline)  # as good as never
 
     return relax
 

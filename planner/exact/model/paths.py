@@ -86,9 +86,13 @@ class PathCuts:
         precision = self.params.quick_precision if self.quick else self.params.precision
         stalled = 0
         solved = 0
+        columns = len(model.milp.lower)
+        simplex = model.transfers is not None and columns <= self.params.simplex_columns
         while stalled < len(precision) and time.monotonic() < deadline:
             solved += 1
             accuracy, progress = precision[stalled]
+            if simplex:
+                accuracy = 0.0
             answer = relax(relaxed, deadline, accuracy, last)
             gained = solved == 1 or answer.bound >= bound + progress * abs(bound)
             bound = max(bound, answer.bound)
@@ -103,6 +107,8 @@ class PathCuts:
             for path in found:
                 _add(relaxed, model, path)
             self.paths += found
+            if simplex and not found:
+                break
             if not found or not gained:
                 stalled += 1
         if last is not None and last.values is not None:

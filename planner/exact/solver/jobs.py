@@ -5,7 +5,7 @@ What a solver's process is asked, and what it answers: one frozen type each, sen
 | ------------------- | -------------------------------- | -------------------------------------- |
 | `SolveMilp`         | `milp_solvers`, OR-Tools MathOpt | `News` while it runs, then `Answer`    |
 | `SolvePulp`         | `milp_solvers`, PuLP             | `PulpAnswer`                           |
-| `RelaxMilp`         | `pdlp`, OR-Tools PDLP            | `Relaxation`                           |
+| `RelaxMilp`         | `pdlp`, OR-Tools PDLP, or HiGHS  | `Relaxation`                           |
 | `PackBlocks`        | `cp_sat`, OR-Tools CP-SAT        | `Packing`                              |
 | `ScheduleIntervals` | `cp_sat`, OR-Tools CP-SAT        | `IntervalSchedule`                     |
 
@@ -45,7 +45,7 @@ class News:
 @dataclass(frozen=True)
 class RelaxMilp:
     """
-    Solve the relaxation of a program to a relative accuracy.
+    Solve the relaxation of a program to a relative accuracy; 0: to its optimum, by simplex.
 
     Every column must have finite bounds. `start` is the answer to the same program, or to one with
     fewer rows.

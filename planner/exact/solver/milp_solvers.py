@@ -19,6 +19,9 @@ OUTCOMES = {
     "TERMINATION_REASON_INFEASIBLE": Outcome.INFEASIBLE,
 }
 
+LONGEST_SECONDS = 1e6
+"""No time limit at all is so long."""
+
 HIGHS_LOG = re.compile(r"%\s+(-?inf|-?[\d.e+]+)\s+(-?inf|-?[\d.e+]+)\s+(?:[\d.]+%|Large)")
 """The dual bound and the best objective in a line of HiGHS's branch-and-bound table."""
 
@@ -31,7 +34,7 @@ def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> 
 
     highs = job.solver == "highs"
     parameters = parameters_pb2.SolveParametersProto()
-    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=seconds))
+    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=min(seconds, LONGEST_SECONDS)))
     parameters.absolute_gap_tolerance = job.gap
     parameters.relative_gap_tolerance = job.relative_gap
     if highs:
@@ -46,7 +49,7 @@ def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> 
                 tell(News(float(found[1]), float(found[2])))
 
     result = core.solve(
-        _proto(job.milp),
+        to_proto(job.milp),
         getattr(parameters_pb2, SOLVERS[job.solver]),
         parameters_pb2.SolverInitializerProto(),
         parameters,
@@ -70,7 +73,7 @@ def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> 
     return Answer(outcome, bounds.dual_bound, bounds.primal_bound, values)
 
 
-def _proto(milp: Milp) -> Any:
+def to_proto(milp: Milp) -> Any:
     """The program as MathOpt's protocol buffer, filled column-wise: its Python API is too slow."""
     from ortools.math_opt import model_pb2
 

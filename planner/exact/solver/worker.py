@@ -38,6 +38,10 @@ def answer(job: Job, seconds: float, tell: Callable[[object], None]) -> JobAnswe
             from coop_plan.planner.exact.solver.milp_solvers import solve_pulp
 
             return solve_pulp(job, seconds)
+        case RelaxMilp(accuracy=0.0):
+            from coop_plan.planner.exact.solver.simplex import relax
+
+            return relax(job, seconds)
         case RelaxMilp():
             from coop_plan.planner.exact.solver.pdlp import Relaxations
 
