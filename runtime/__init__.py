@@ -6,6 +6,7 @@ Importing this package does not import torch; its parts do.
 from coop_plan.runtime.errors import (
     BuildError,
     CaptureError,
+    CopyError,
     CudaGraphError,
     OptionsError,
     RuntimeRefusalError,
@@ -16,6 +17,7 @@ from coop_plan.runtime.reports import StepReport, clear_reports, reports
 __all__ = [
     "BuildError",
     "CaptureError",
+    "CopyError",
     "CudaGraphError",
     "OptionsError",
     "RuntimeRefusalError",

@@ -21,5 +21,9 @@ class StepSpentError(RuntimeRefusalError):
     """A backward needs a step whose memory was reused, and whose forward cannot run again."""
 
 
+class CopyError(RuntimeRefusalError):
+    """A copy to the host or back failed, or cannot be made; the step is given up."""
+
+
 class CudaGraphError(RuntimeRefusalError):
     """What a CUDA graph would have to capture, or has captured, cannot be run so."""

@@ -5,13 +5,24 @@ from dataclasses import dataclass, field
 from coop_plan.schemas import Graph, Plan
 
 
+@dataclass(frozen=True)
+class CopySpan:
+    """When a copy of a step ran, µs of `time.perf_counter`; to the host (`away`) or back."""
+
+    buffer: int
+    bytes: int
+    away: bool
+    begin_us: float
+    end_us: float
+
+
 @dataclass
 class StepReport:
     """Sizes in bytes, times as named.
 
     `resident_bytes` are there before the step: parameters, buffers, inputs. `measured_overhead` is
-    time in recomputed ops / time in first computations, taken inside the last step; `outside_bytes`
-    are planned allocations that were not served at their address in it.
+    time in recomputed ops and in waits for copies / time in first computations, taken inside the
+    last step; `outside_bytes` are planned allocations that were not served at their address in it.
     """
 
     name: str
@@ -45,6 +56,21 @@ class StepReport:
     last_step_us: float | None = None
     """Time inside the ops of the last step, forward and backward, µs. On CUDA this and
     `measured_overhead` are times on the device, of the last step that was over when one began."""
+
+    measured_host_arena_bytes: int = 0
+    """How far the slab on the host was used in the last step."""
+    measured_offload_stall_us: float = 0.0
+    measured_prefetch_stall_us: float = 0.0
+    """What the last step's ops waited for copies to the host, and for copies from there."""
+    copies: list[CopySpan] = field(default_factory=list, repr=False)
+    """When each copy of the last step ran, on the CPU."""
+
+    @property
+    def measured_makespan_us(self) -> float | None:
+        """Time of the last step in ops and in waits for copies, µs; `plan.cost_us` was planned."""
+        if self.last_step_us is None:
+            return None
+        return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
 
 
 _reports: list[StepReport] = []

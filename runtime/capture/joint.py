@@ -3,6 +3,7 @@
 Program order is the forward ops, then the backward ops, each in traced order.
 """
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from coop_plan.runtime.capture.collectives import (
 )
 from coop_plan.runtime.capture.profile import OpProfile, measured_ops
 from coop_plan.runtime.device import cuda
+from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
     InputMutationAOTOutput,
@@ -94,6 +96,7 @@ def capture_joint(
     for node in module.graph.nodes:
         builder.visit(node)
     _own_layout(module, builder, outputs, num_fwd_outputs)
+    described = _described(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what profiling took
     random = sum(op["rng"] for op in builder.op_fields)
@@ -118,7 +121,7 @@ def capture_joint(
     document = {
         "schema": "coop-plan/graph/1",
         "name": name,
-        "device": _described(device),
+        "device": described,
         "tensors": builder.tensors,
         "ops": ops,
     }
@@ -169,7 +172,13 @@ def _described(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu":
         return {"kind": "cpu", "name": torch.backends.cpu.get_cpu_capability()}
     found = torch.cuda.get_device_properties(device)
-    return {"kind": "cuda", "name": found.name, "memory_bytes": found.total_memory}
+    described = {"kind": "cuda", "name": found.name, "memory_bytes": found.total_memory}
+    return described | _link(device)
+
+
+@functools.cache
+def _link(device: torch.device) -> dict[str, float]:
+    return measured_link(device, functools.partial(cuda.device_us, device.index))
 
 
 def _own_layout(

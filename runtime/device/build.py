@@ -35,13 +35,29 @@ def arena() -> ModuleType:
     Raises:
         BuildError: no compiler, no Python headers, or a failed compilation.
     """
-    library = compiled(SOURCE, NAME, HEADERS)
-    spec = importlib.util.spec_from_file_location(NAME, library)
+    module = _load(SOURCE, NAME, HEADERS)
+    module.install()
+    return module
+
+
+@functools.cache
+def links() -> ModuleType:
+    """The extension module whose threads copy, compiled if it is not in the cache.
+
+    Raises:
+        BuildError: as `arena` does.
+    """
+    return _load(SOURCE.with_name("links.cpp"), "coop_plan_links", link=())
+
+
+def _load(
+    source: Path, name: str, headers: Sequence[Path] = (), link: Sequence[str] = ("c10",)
+) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, compiled(source, name, headers, link))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.install()
     return module
 
 

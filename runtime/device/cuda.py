@@ -5,7 +5,8 @@ Nothing here is imported or called before a graph with CUDA tensors is captured.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from coop_plan.runtime.errors import BuildError, CudaGraphError
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals import cuda_allocator, keep_busy, unset_fake_temporarily
 
-FIRST, AGAIN, NEITHER = range(3)
-"""Kinds of time that `Clock` tells apart: first computations, recomputations, and the rest."""
+FIRST, AGAIN, NEITHER, AWAY, BACK = range(5)
+"""Kinds of time that `Clock` tells apart: first computations, recomputations, and the rest; waits
+for copies to the host, and back."""
 
 BUSY_CYCLES = 400_000
 """Of the device's clock, about 200 µs: it works so long while Python starts the op to be timed."""
@@ -155,6 +157,8 @@ class Clock:
         self._device = device
         self._marks: list[tuple[Any, int]] = []
         self._done: list[list[tuple[Any, int]]] = []
+        self.stall_us = [0.0, 0.0]
+        """Of the step read last, what it waited for copies away, and back."""
 
     def begin(self) -> None:
         """A step begins; what the one before left unfinished is dropped."""
@@ -166,6 +170,14 @@ class Clock:
             event = _event()
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append((event, kind))
+
+    @contextmanager
+    def waiting(self, direction: int) -> Iterator[None]:
+        """The current stream waits for a copy in that direction (0: to the host)."""
+        before = self._marks[-1][1] if self._marks else NEITHER
+        self.mark(AWAY + direction)
+        yield
+        self.mark(before)
 
     def end(self) -> None:
         """The step is over."""
@@ -180,8 +192,9 @@ class Clock:
             return None
         while self._done and self._done[0][-1][0].query():
             marks = self._done.pop(0)
-            times = [0.0, 0.0, 0.0]
+            times = [0.0] * 5
             for (event, kind), (following, _) in itertools.pairwise(marks):
                 times[kind] += event.elapsed_time(following) * 1e3
             found = times[FIRST], times[AGAIN]
+            self.stall_us = times[AWAY:]
         return found

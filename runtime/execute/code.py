@@ -9,10 +9,11 @@ from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena
+from coop_plan.runtime.execute.copies import Copies, Route, Transfers
 from coop_plan.runtime.execute.flight import Flight
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import FLIGHT, OCCURRENCE, split
-from coop_plan.schemas import Compute, Free, Plan
+from coop_plan.schemas import Compute, Free, Plan, Prefetch
 
 
 class Code:
@@ -41,18 +42,32 @@ class Code:
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
         self.kept = _kept(plan)
+        transfers = Transfers(plan)
+        arriving = [transfers.all[i] for i in transfers.arrivals()]
         self.arena = Arena(
             plan.arena_bytes,
-            [_slots(captured, step) for step in steps],
-            self._again,
+            [
+                *(_slots(captured, step) for step in steps),
+                *([(moved.bytes, moved.offset)] for moved in arriving),
+            ],
+            [*self._again, *(False for _ in arriving)],
             captured.device.index,
         )
         self._clock = clock
+        self._route: Route | None = None
+        if transfers.all:
+            device = captured.graph.device.with_link(plan.link_bytes_per_s)
+            host = plan.host_arena_bytes
+            self._route = Route(transfers, host, self.arena, len(steps), device, captured.device)
         halves = split(captured, plan)
         self.saved_inputs = halves.saved_inputs
         self.read = halves.read
         self.forward = self._code(halves.forward)
         self.backward = self._code(halves.backward)
+
+    def copies(self) -> Copies | None:
+        """What carries out the plan's transfers for one flight, if it has any."""
+        return None if self._route is None else Copies(self._route, self._clock)
 
     def _code(self, module: fx.GraphModule) -> Callable[..., Any]:
         """Straight-line code of a half: each op announced, random ops saved or replayed."""
@@ -87,6 +102,8 @@ def _kept(plan: Plan) -> Sequence[tuple[int, int]]:
             for write in step.writes:
                 if write.offset is not None:
                     there[write.buffer] = (write.offset, write.offset + write.bytes)
+        elif isinstance(step, Prefetch):
+            there[step.buffer] = (step.offset, step.offset + step.bytes)
         elif isinstance(step, Free):
             for buffer in step.buffers:
                 del there[buffer]

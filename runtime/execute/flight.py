@@ -16,6 +16,7 @@ import torch
 
 from coop_plan.runtime.device.arena import Arena, Memory, Run
 from coop_plan.runtime.errors import StepSpentError
+from coop_plan.runtime.execute.copies import Copies
 from coop_plan.runtime.execute.generators import Generator
 from coop_plan.runtime.torch_internals import tensor_version
 
@@ -34,6 +35,9 @@ class Runnable(Protocol):
     read: Sequence[int]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+
+    def copies(self) -> Copies | None:
+        """What carries out the transfers of one flight, if there are any."""
 
 
 class Home(Protocol):
@@ -63,6 +67,7 @@ class Flight:
         self.home = home
         self.room = room
         self.run = Run(code.arena)
+        self.copies = code.copies()
         self.inputs: Sequence[Any] = ()
         self.saved: Sequence[Any] | None = None
         self.memory: Memory | None = None

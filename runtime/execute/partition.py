@@ -17,13 +17,14 @@ from torch import fx
 
 from coop_plan.runtime.capture.builder import GETITEM, SNAPSHOT
 from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.execute.copies import Transfers, offload, prefetch, wait
 from coop_plan.runtime.torch_internals import (
     FakeTensor,
     SavedForBackwardsAOTOutput,
     is_primal,
     is_tangent,
 )
-from coop_plan.schemas import Compute, Free, Plan, TensorRead
+from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, TensorRead, Wait
 
 Source = tuple[str, Any]
 """("buffer", id), ("outside", tensor id) or ("input", node: a primal or the copy of one)."""
@@ -65,21 +66,18 @@ def copied(captured: Captured) -> list[int]:
 
 def split(captured: Captured, plan: Plan) -> Halves:
     """The forward and the backward of `plan`."""
-    steps = [step for step in plan.steps if isinstance(step, Compute)]
-    firsts = {step.op: i for i, step in reversed(list(enumerate(steps)))}
-    last_forward = max((firsts[op] for op in range(captured.forward_ops)), default=-1)
+    border = _border(captured, plan)
+    emitter = _Emitter(plan)
     final = _final(plan)
     forward = _Half(captured, None)
     inputs = inputs_of(captured)
     for node in inputs:
         forward.place(node)
-    for number in range(last_forward + 1):
-        forward.emit(steps[number], number)
+    emitter.emit(forward, range(border))
     backward = _Half(captured, forward)
     for node in filter(is_tangent, captured.module.graph.nodes):
         backward.place(node)
-    for number in range(last_forward + 1, len(steps)):
-        backward.emit(steps[number], number)
+    emitter.emit(backward, range(border, len(plan.steps)))
 
     cut = captured.num_fwd_outputs
     gradients = [backward.value(arg, final) for arg in captured.output_args[cut:]]
@@ -96,6 +94,42 @@ def split(captured: Captured, plan: Plan) -> Halves:
         [positions.get(node) for node in saved],
         read,
     )
+
+
+def _border(captured: Captured, plan: Plan) -> int:
+    """How many steps of the plan are the forward's: to its last op, and what is copied right then.
+
+    What waits, or takes over memory, is the backward's.
+    """
+    seen: set[int] = set()
+    border = 0
+    for number, step in enumerate(plan.steps, start=1):
+        if isinstance(step, Compute):
+            if step.op < captured.forward_ops and step.op not in seen:
+                border = number
+            seen.add(step.op)
+    while border < len(plan.steps) and isinstance(plan.steps[border], Offload | Free):
+        border += 1
+    return border
+
+
+class _Emitter:
+    """Puts the steps of a plan into the halves, in order."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._steps = plan.steps
+        self._transfers = Transfers(plan)
+        self._occurrence = 0
+
+    def emit(self, half: "_Half", numbers: range) -> None:
+        """The steps with these numbers."""
+        for number in numbers:
+            step = self._steps[number]
+            if isinstance(step, Compute):
+                half.emit(step, self._occurrence)
+                self._occurrence += 1
+            elif not isinstance(step, Free):
+                half.transfer(step, self._transfers.of_step[number])
 
 
 def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -152,6 +186,8 @@ def _final(plan: Plan) -> dict[int, Source]:
                     found[write.tensor] = ("outside", write.tensor)
                 elif write.buffer not in freed:
                     found.setdefault(write.tensor, ("buffer", write.buffer))
+        elif isinstance(step, Prefetch) and step.buffer not in freed:
+            found.setdefault(step.tensor, ("buffer", step.buffer))
     return found
 
 
@@ -164,7 +200,7 @@ class _Half:
         self.saved: list[Source] = []
         self.placed: dict[fx.Node, fx.Node] = {}
         self._before = before
-        self._last_saved = self.graph.placeholder(FLIGHT)
+        self._flight = self._last_saved = self.graph.placeholder(FLIGHT)
         self._made: dict[Source, tuple[fx.Node, int]] = {}
         self._tensors: dict[Source, fx.Node] = {}
         self._views: dict[tuple[fx.Node, tuple[Source, ...]], fx.Node] = {}
@@ -192,6 +228,20 @@ class _Half:
                 ("outside", write.tensor) if write.offset is None else ("buffer", write.buffer)
             )
             self._made[source] = (copy, captured.base[write.tensor][1])
+
+    def transfer(self, step: Offload | Prefetch | Wait, number: int) -> None:
+        """Begin transfer `number` of the plan, or wait for it."""
+        if isinstance(step, Wait):
+            self.graph.call_function(wait, (self._flight, number))
+        elif isinstance(step, Offload):
+            source = self.tensor(("buffer", step.buffer))
+            self.graph.call_function(offload, (self._flight, number, source))
+        else:
+            node = self.graph.call_function(prefetch, (self._flight, number))
+            maker, position = self.captured.base[step.tensor]
+            value = maker.meta["val"]
+            node.meta["val"] = value if isinstance(value, torch.Tensor) else value[position]
+            self._made["buffer", step.buffer] = (node, 0)
 
     def value(self, arg: Any, final: Mapping[int, Source]) -> Any:
         """An output of the step in terms of this graph."""

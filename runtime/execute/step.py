@@ -12,6 +12,7 @@ from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters
 from coop_plan.runtime.execute.code import Code
+from coop_plan.runtime.execute.copies import Copies
 from coop_plan.runtime.execute.flight import Flight, flight_of
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
@@ -63,11 +64,13 @@ class PlannedStep:
             if self._clock is not None:
                 cuda.refuse_capture_of(self._code.uncapturable)
                 if (times := self._clock.read()) is not None:
-                    self._take_times(*times)
+                    self._take_times(*times, self._clock.stall_us)
             flight = Flight(
                 self.report.name, self._code, self._pools.here(), self._room, self._generators
             )
             flight.home.admit(flight)
+            if flight.copies is not None:
+                flight.copies.begin(flight.memory)
             ticket = flight.ticket()
             with self._running(flight, fresh=True):
                 inputs += [inputs[i].clone() for i in self._copied]
@@ -95,7 +98,7 @@ class PlannedStep:
             flight.land()
             if self._clock is not None:
                 self._clock.end()
-            self._measure(flight.run.counters())
+            self._measure(flight.run.counters(), flight.copies)
             return result
 
         return boxed(backward)
@@ -110,6 +113,8 @@ class PlannedStep:
         self.report.forwards_again += 1
         with flight.rewound():
             flight.home.admit(flight)
+            if flight.copies is not None:
+                flight.copies.begin(flight.memory)
             with self._running(flight, fresh=False), torch.no_grad():
                 made = flight.code.forward(flight, *flight.inputs)
         saved: Sequence[Any] = made[self._outputs :]
@@ -131,22 +136,30 @@ class PlannedStep:
                     self._clock.mark(cuda.NEITHER)
                 flight.code.arena.leave()
         except BaseException:
+            if flight.copies is not None:
+                flight.copies.abandon()
             flight.memory = None  # of what was made, none is needed any more
             raise
 
-    def _measure(self, counters: Counters) -> None:
+    def _measure(self, counters: Counters, copies: Copies | None) -> None:
         report = self.report
         report.measured_arena_bytes = counters.high_water_bytes
         report.measured_peak_bytes = report.resident_bytes + counters.process_bytes
         report.outside_bytes = counters.outside_bytes
         report.steps_run += 1
         if self._clock is None:
-            self._take_times(counters.first_us, counters.again_us)
+            stalls = (0.0, 0.0) if copies is None else copies.stall_us
+            self._take_times(counters.first_us, counters.again_us, stalls)
+        if copies is not None:
+            report.measured_host_arena_bytes = copies.host_high_water
+            report.copies = copies.spans
 
-    def _take_times(self, first_us: float, again_us: float) -> None:
-        self.report.last_step_us = first_us + again_us
+    def _take_times(self, first_us: float, again_us: float, stalls: Sequence[float]) -> None:
+        report = self.report
+        report.last_step_us = first_us + again_us
+        report.measured_offload_stall_us, report.measured_prefetch_stall_us = stalls
         if first_us:
-            self.report.measured_overhead = again_us / first_us
+            report.measured_overhead = (again_us + sum(stalls)) / first_us
 
 
 def _parameters(captured: Captured) -> set[int]:

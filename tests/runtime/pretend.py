@@ -44,11 +44,14 @@ class Stream:
     current: "Stream"
     waits: "list[tuple[Stream, Stream]]" = []
 
-    def __init__(self):
+    def __init__(self, device=None):
         self.number = next(self.numbers)
 
     def wait_stream(self, other):
         self.waits.append((self, other))
+
+    def wait_event(self, event):
+        event.waited()
 
 
 Stream.default = Stream.current = Stream()
@@ -69,6 +72,7 @@ class Event:
 
     def __init__(self, enable_timing=False):
         self.moment = None
+        self.waited = lambda: None
 
     def record(self, stream=None):
         self.moment = time.perf_counter_ns()
@@ -106,6 +110,7 @@ def pretend(path):
     import torch
 
     from coop_plan.runtime import torch_internals
+    from coop_plan.runtime.device import links
 
     torch_internals.CUDA_LIBRARY = Path(path)
 
@@ -138,6 +143,7 @@ def pretend(path):
     }
     for name, value in replacements.items():
         setattr(torch.cuda, name, value)
+    links.pinned = lambda size: torch.empty(size, dtype=torch.uint8)
     torch.Tensor.record_stream = lambda tensor, stream: None
 
 

@@ -8,6 +8,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -154,6 +155,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("resize_", resize_);
   m.impl("copy_", copy_);
   m.impl("_copy_from", copy_from);

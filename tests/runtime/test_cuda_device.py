@@ -1,16 +1,20 @@
 """Steps on a CUDA device. Without one, test_cuda.py runs these on a pretended one."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 from coop_plan import runtime
+from coop_plan.runtime import backend
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.device.links import AWAY, BACK, CudaLinks, cuda_streams, measured_link
 from tests.runtime.networks import Mlp
+from tests.runtime.swapping import swap_plan
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -137,7 +141,8 @@ def test_training_gives_the_joint_graphs_numbers_in_the_planned_arena(model, sha
     assert report.outside_bytes == 0
     assert report.measured_peak_bytes <= report.budget_bytes
     assert report.last_step_us > 0
-    assert (report.measured_overhead > 0) == (report.plan.recomputed_ops > 0)
+    if not report.plan.swapped_bytes:  # a wait for a copy is overhead, too
+        assert (report.measured_overhead > 0) == (report.plan.recomputed_ops > 0)
 
 
 def test_gradients_held_across_steps_are_never_overwritten():
@@ -211,7 +216,8 @@ def capturing(monkeypatch):
 
 
 def test_recomputed_dropout_cannot_be_captured(capturing):
-    step, batch = compiled(Mlp(0.2).cuda(), "min"), torch.randn(256, 64, device="cuda")
+    step = compiled(Mlp(0.2).cuda(), "min", host_budget=0)
+    batch = torch.randn(256, 64, device="cuda")
     step(batch).backward()
     capturing(True)
     with pytest.raises(runtime.CudaGraphError, match="native_dropout"):
@@ -254,3 +260,59 @@ def test_a_cuda_graph_of_a_step_gives_its_numbers():
     graph.replay()
     found = [loss.detach(), *(p.grad for p in model.parameters())]
     assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as can be"])
+def test_copies_whenever_they_happen(late, monkeypatch):
+    """A copy may happen at any time from where it is asked for to the wait for it."""
+    moments = []
+    begin, event = CudaLinks._begin, torch.cuda.Event
+
+    def later(links, direction, storage, there, least_us):
+        asked = event()
+        asked.waited = lambda: moments.append(begin(links, direction, storage, there, least_us))
+        return asked
+
+    if late and torch.cuda.get_device_name() == "Pretended":  # a device decides for itself
+        monkeypatch.setattr(CudaLinks, "_begin", later)
+    monkeypatch.setattr(backend, "plan", swap_plan)
+    model = Mlp(0.3).cuda()
+    other, batch = copy.deepcopy(model), torch.randn(256, 64, device="cuda")
+    losses = train(model, model, batch)
+    again = train(other, compiled(other, "100%", link="1GB/s"), batch)
+    assert all(map(torch.equal, losses, again))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    (report,) = runtime.reports()
+    plan = report.plan
+    assert plan.swapped_bytes > 0
+    assert report.outside_bytes == 0
+    assert report.measured_host_arena_bytes == plan.host_arena_bytes
+    assert report.measured_makespan_us >= report.last_step_us
+
+
+def test_each_direction_has_a_stream_that_waits_for_the_step(monkeypatch):
+    monkeypatch.setattr(backend, "plan", swap_plan)
+    other, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+    begun, begin = [], CudaLinks._begin
+
+    def seen(links, direction, storage, there, least_us):
+        begun.append(direction)
+        return begin(links, direction, storage, there, least_us)
+
+    monkeypatch.setattr(CudaLinks, "_begin", seen)
+    waits = getattr(torch.cuda.Stream, "waits", [])
+    waits.clear()
+    compiled(other, "100%", link="1GB/s")(batch).backward()
+    assert set(begun) == {AWAY, BACK}
+    streams = cuda_streams(0)
+    assert streams[AWAY] != streams[BACK]
+    if torch.cuda.get_device_name() == "Pretended":
+        current = torch.cuda.current_stream()
+        assert waits == [(streams[direction], current) for direction in begun]
+
+
+def test_the_link_is_measured():
+    found = measured_link(torch.device("cuda", 0), functools.partial(cuda.device_us, 0))
+    assert found["copy_latency_us"] >= 0
+    assert found["d2h_bytes_per_s"] > 0
+    assert found["h2d_bytes_per_s"] > 0

@@ -1,0 +1,62 @@
+"""Plans with transfers by the plainest rule, for what runs them."""
+
+from coop_plan.planner import verify
+from coop_plan.planner.core.assemble import assemble
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.layout import lay_out, lay_out_host
+
+
+def swap_plan(graph, options, *, ahead=2, share=1.0):
+    """
+    Every tensor of the forward that the backward reads goes to the host and comes back.
+
+    Copied away once the forward is through with it, waited for an op later, and back `ahead` ops
+    before it is read. With a `share` the largest ones alone, so much of their bytes.
+    """
+    graph = options.on(graph)
+    problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
+    phases = [op.phase == "forward" for op in graph.ops]
+    moved = {}
+    for t, tensor in enumerate(graph.tensors):
+        uses = problem.consumers[t]
+        made = problem.producer[t]
+        early = [op for op in uses if phases[op]]
+        late = [op for op in uses if not phases[op]]
+        if tensor.kind != "activation" or not tensor.bytes or not graph.device.linked:
+            continue
+        if made < 0 or not phases[made]:
+            continue
+        last = max([made, *early])
+        if late and late[0] >= last + 2 + ahead and not problem.overwritten[t]:
+            moved[t] = (last, late[0])
+    wanted = share * sum(graph.tensors[t].bytes for t in moved)
+    for t in sorted(moved, key=lambda t: graph.tensors[t].bytes):
+        if sum(graph.tensors[u].bytes for u in moved) - graph.tensors[t].bytes >= wanted:
+            del moved[t]
+    orders = []
+    for op in range(problem.op_count):
+        orders += [("prefetch", t) for t, (_, late) in moved.items() if late == op + ahead]
+        orders += [("wait", t) for t, (_, late) in moved.items() if late == op]
+        orders.append(("run", op))
+        orders += [("wait", t) for t, (last, _) in moved.items() if last == op - 1]
+        orders += [("offload", t) for t, (last, _) in moved.items() if last == op]
+    schedule = Schedule.of_orders(problem, orders)
+    placed, _ = lay_out(schedule, work=0)
+    host = lay_out_host(schedule, work=0)
+    made = assemble(
+        placed,
+        host_offsets=host.offsets,
+        host_arena_bytes=host.arena_bytes,
+        link_bytes_per_s=options.link,
+        method=options.method,
+        budget_bytes=problem.fixed_bytes + placed.arena_bytes,
+        status="feasible",
+        lower_bound_us=None,
+        lower_bound_model=None,
+        eviction_free_ratio=None,
+        evictions=None,
+        solve_seconds=0.0,
+    )
+    verify(graph, made)
+    return made

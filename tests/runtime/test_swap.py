@@ -1,0 +1,197 @@
+"""Steps whose tensors go to the host and come back: eager's numbers, whatever the link does."""
+
+import copy
+import functools
+import gc
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from coop_plan import runtime
+from coop_plan.runtime import backend
+from coop_plan.runtime.device import build
+from coop_plan.runtime.device.arena import process_bytes
+from coop_plan.runtime.device.links import AWAY, BACK, CpuLinks, cpu_engines
+from tests.runtime.swapping import swap_plan
+from tests.runtime.test_training import CASES, assert_same, compiled, train
+
+LINK = "20MB/s"
+"""Slow: the copies of these small networks are in flight for milliseconds."""
+
+
+@pytest.fixture(autouse=True)
+def swapping(monkeypatch):
+    monkeypatch.setattr(backend, "plan", swap_plan)
+
+
+def pair(case="mlp", link=LINK):
+    """A model in eager, the same one with copies, and a batch."""
+    make, batch = CASES[case]
+    model = make()
+    other = copy.deepcopy(model)
+    return model, other, compiled(other, "100%", link=link), batch()
+
+
+def one_step(step, batch):
+    loss = step(batch)
+    loss.backward()
+    return loss.detach().clone()
+
+
+@pytest.mark.parametrize("case", ["dropout", "convolution", "tied"])
+def test_losses_and_parameters_equal_eager(case):
+    """Bit for bit, at the planned addresses on the device and on the host."""
+    model, other, step, batch = pair(case)
+    losses = train(model, model, batch)
+    assert_same(model, losses, other, train(other, step, batch))
+    (report,) = runtime.reports()
+    plan = report.plan
+    assert plan.swapped_bytes > 0
+    assert (report.measured_arena_bytes, report.outside_bytes) == (plan.arena_bytes, 0)
+    assert report.measured_host_arena_bytes == plan.host_arena_bytes
+    assert report.measured_makespan_us >= report.last_step_us
+    assert sum(span.bytes for span in report.copies) == plan.swapped_bytes
+
+
+def test_copies_take_as_long_as_the_link_says():
+    """In each direction one after the other."""
+    _, other, step, batch = pair("mlp", "200MB/s")
+    train(other, step, batch)
+    (report,) = runtime.reports()
+    for away in (True, False):
+        spans = [span for span in report.copies if span.away is away]
+        for span in spans:
+            assert span.end_us - span.begin_us >= span.bytes / 200e6 * 1e6
+        for one, following in itertools.pairwise(spans):
+            assert following.begin_us >= one.begin_us + one.bytes / 200e6 * 1e6 - 1e-3
+    stalls = report.measured_offload_stall_us + report.measured_prefetch_stall_us
+    assert report.measured_makespan_us == pytest.approx(report.last_step_us + stalls)
+
+
+def fails_once(monkeypatch, direction):
+    """The next copy in a direction has a fault in its thread."""
+    begin = CpuLinks._begin
+    left = [direction]
+
+    def broken(links, towards, storage, there, least_us):
+        if towards not in left:
+            return begin(links, towards, storage, there, least_us)
+        left.clear()
+        engine = cpu_engines()[towards]
+        return engine, build.links().ask(engine, 0, 0, storage.nbytes(), least_us)
+
+    monkeypatch.setattr(CpuLinks, "_begin", broken)
+
+
+@pytest.mark.parametrize("direction", [AWAY, BACK], ids=["away", "back"])
+def test_a_fault_in_a_copy_gives_up_the_step_and_no_other(direction, monkeypatch):
+    model, other, step, batch = pair()
+    losses = [one_step(model, batch) for _ in range(2)]
+    assert torch.equal(one_step(step, batch), losses[0])
+    gradients = [parameter.grad.clone() for parameter in other.parameters()]
+    fails_once(monkeypatch, direction)
+    with pytest.raises(runtime.CopyError, match="a copy failed: a copy from or to nowhere"):
+        one_step(step, batch)
+    for parameter, gradient in zip(other.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    assert torch.equal(one_step(step, batch), losses[1])
+    assert_same(model, losses, other, losses)
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, another.grad)
+
+
+def test_an_interrupt_while_a_copy_is_waited_for_leaves_nothing_behind():
+    model, other, step, batch = pair("mlp", "1MB/s")  # every copy takes 66 ms
+    loss = one_step(model, batch)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        assert torch.equal(one_step(step, batch), loss)
+        live = process_bytes()[0]
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            one_step(step, batch)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    other.zero_grad()
+    model.zero_grad()
+    assert torch.equal(one_step(step, batch), one_step(model, batch))
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, another.grad)
+    gc.collect()
+    assert process_bytes()[0] <= live
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_steps_in_flight_have_their_copies_apart(reverse):
+    """One is dropped with copies in flight; of two others each backward gets its own tensors."""
+    model, other, step, batch = pair()
+    batches = [batch, batch * 2 + 1]
+    step(batch)  # no backward
+    losses = [step(x) for x in batches]
+    expected = [model(x) for x in batches]
+    order = list(zip(losses, expected, strict=True))[:: -1 if reverse else 1]
+    for loss, another in order:
+        assert torch.equal(loss, another)
+        loss.backward()
+        another.backward()
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.grad, another.grad)
+
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_the_slab_goes_with_the_step_and_two_threads_are_all():
+    cpu_engines()
+    before, live = threads(), process_bytes()[0]
+    model, other, step, batch = pair()
+    step(batch)  # a copy is in flight
+    assert threads() == before
+    del step, other, batch, model
+    runtime.clear_reports()
+    torch._dynamo.reset()
+    gc.collect()
+    assert process_bytes()[0] <= live
+
+
+def test_a_forked_child_copies_by_threads_of_its_own(tmp_path):
+    model, _, step, batch = pair()
+    expected = one_step(model, batch)
+    assert torch.equal(one_step(step, batch), expected)
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(one_step(step, batch), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_engine_takes_its_copies_in_order_and_says_when():
+    ext = build.links()
+    link = ext.open()
+    source = torch.arange(1 << 16, dtype=torch.uint8)
+    targets = [torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(3)]
+    ask = functools.partial(ext.ask, link)
+    tickets = [ask(t.data_ptr(), source.data_ptr(), t.numel(), 2000.0) for t in targets]
+    spans = [ext.wait(link, ticket)[1:] for ticket in tickets]
+    assert all(torch.equal(target, source) for target in targets)
+    assert all(end - begin >= 2000 for begin, end in spans)
+    assert all(b[0] >= a[0] + 2000 - 1e-3 for a, b in itertools.pairwise(spans))
+    with pytest.raises(KeyError, match="no copy"):
+        ext.wait(link, tickets[0])
+    bad = ask(targets[0].data_ptr(), 0, 8, 0.0)
+    good = ask(targets[0].data_ptr(), source.data_ptr() + 1, 8, 0.0)
+    with pytest.raises(RuntimeError, match="from or to nowhere"):
+        ext.wait(link, bad)
+    ext.wait(link, good)
+    assert targets[0][:8].tolist() == list(range(1, 9))
+    ext.settle(link)
+    ext.close(link)
