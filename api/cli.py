@@ -30,6 +30,7 @@ from coop_plan.api.exits import (
 )
 from coop_plan.api.place import place
 from coop_plan.api.seconds import Seconds
+from coop_plan.api.serve import serve
 
 if TYPE_CHECKING:
     from coop_plan.planner import PlanOptions, Progress
@@ -245,33 +246,6 @@ def methods() -> None:
             click.echo(f"  --ablate {switch}: {lost}")
 
 
-@cli.command()
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
-@click.option("--store", metavar="PATH", help="SQLite file of the plan cache.")
-@click.option("--max-body", default="64MiB", show_default=True, help="Largest request body.")
-@click.option("--max-ops", type=click.IntRange(1), default=100_000, show_default=True)
-def serve(host: str, port: int, store: str | None, max_body: str, max_ops: int) -> None:
-    """Serve POST /plan with a plan cache."""
-    from coop_plan.schemas import parse_bytes
-
-    limit = parse_bytes(max_body)
-    try:
-        import uvicorn
-
-        from coop_plan.api.service import create_app
-    except ModuleNotFoundError as error:
-        fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
-    from coop_plan.planner.cache.store import SqliteStore, StoreError, default_path
-
-    try:
-        plans = SqliteStore(Path(store) if store else default_path())
-    except StoreError as error:
-        fail(error, EXIT_ERROR)
-    app = create_app(plans, max_body_bytes=limit, max_ops=max_ops)
-    uvicorn.run(app, host=host, port=port, log_level="info")
-
-
 def _read_graph(source: str) -> "Graph":
     from coop_plan.schemas import load_graph, parse_graph
 
@@ -323,6 +297,7 @@ def _without_collections() -> Iterator[None]:
 
 
 cli.add_command(place)
+cli.add_command(serve)
 
 
 def main(arguments: list[str] | None = None) -> None:

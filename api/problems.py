@@ -1,13 +1,11 @@
 """Errors as `application/problem+json` (RFC 9457), each with a stable type."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-
-from coop_plan.planner import InfeasibleBudgetError, TimeLimitError
-from coop_plan.schemas import InvalidInputError
 
 PREFIX = "urn:coop-plan:problem:"
 MEDIA_TYPE = "application/problem+json"
@@ -20,6 +18,12 @@ PROBLEMS = {
     "too-many-ops": (413, "The graph has more ops than this server takes"),
     "not-found": (404, "There is nothing at this address"),
     "method-not-allowed": (405, "The address does not take this method"),
+    "unsupported-media-type": (415, "The body is of a type or encoding this server does not read"),
+    "forbidden": (403, "The request comes from where none is taken"),
+    "slow-body": (408, "The body did not arrive in time"),
+    "too-much-work": (413, "The request needs more memory or time than this server gives it"),
+    "cancelled": (409, "The solve was cancelled"),
+    "busy": (503, "The server has too much to do; see `Retry-After`"),
     "internal-error": (500, "The server failed; the request is not at fault"),
 }
 """Problem type → (status, title)."""
@@ -33,11 +37,44 @@ class ProblemError(Exception):
         super().__init__(detail)
 
 
-def response(name: str, detail: str, **members: Any) -> JSONResponse:
-    """The problem document as a response."""
+SCHEMA: dict[str, Any] = {
+    "title": "Problem",
+    "description": "A problem (RFC 9457); some types have members of their own.",
+    "type": "object",
+    "properties": {
+        "type": {"enum": [PREFIX + name for name in PROBLEMS]},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+    },
+    "required": ["type", "title", "status", "detail"],
+}
+"""The JSON Schema of a problem."""
+
+
+def described(*names: str) -> dict[int | str, dict[str, Any]]:
+    """Problems as an OpenAPI operation lists them, by status."""
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    found: dict[int | str, dict[str, Any]] = {}
+    for name in names:
+        status, title = PROBLEMS[name]
+        known = found.setdefault(status, {"description": "", "content": content})
+        known["description"] += f"{'; ' if known['description'] else ''}{title} (`{name}`)"
+    return found
+
+
+def response(
+    name: str, detail: str, headers: Mapping[str, str] | None = None, **members: Any
+) -> JSONResponse:
+    """The problem document as a response; `retry_after` (s) becomes the header."""
     status, title = PROBLEMS[name]
+    sent = dict(headers or {})
+    if "retry_after" in members:
+        sent["Retry-After"] = str(members["retry_after"])
     document = {"type": PREFIX + name, "title": title, "status": status, "detail": detail}
-    return JSONResponse({**document, **members}, status_code=status, media_type=MEDIA_TYPE)
+    return JSONResponse(
+        {**document, **members}, status_code=status, media_type=MEDIA_TYPE, headers=sent
+    )
 
 
 def install(app: FastAPI) -> None:
@@ -47,33 +84,13 @@ def install(app: FastAPI) -> None:
     async def problem(_: Request, error: ProblemError) -> JSONResponse:
         return response(error.name, error.detail, **error.members)
 
-    @app.exception_handler(InvalidInputError)
-    async def invalid(_: Request, error: InvalidInputError) -> JSONResponse:
-        return response("invalid-input", error.message, pointer=error.pointer)
-
-    @app.exception_handler(InfeasibleBudgetError)
-    async def infeasible(_: Request, error: InfeasibleBudgetError) -> JSONResponse:
-        return response(
-            "budget-infeasible",
-            str(error),
-            budget_bytes=error.budget_bytes,
-            min_feasible_bytes=error.min_feasible_bytes,
-            blocking_op=error.blocking_op,
-            blocking_op_name=error.blocking_op_name,
-            working_set_bytes=error.working_set_bytes,
-        )
-
-    @app.exception_handler(TimeLimitError)
-    async def late(_: Request, error: TimeLimitError) -> JSONResponse:
-        return response("time-limit", str(error))
-
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> JSONResponse:
         name = {404: "not-found", 405: "method-not-allowed"}.get(error.status_code)
         if name is None:
             return response("invalid-input", str(error.detail), pointer="")
-        return response(name, str(error.detail))
+        return response(name, str(error.detail), error.headers)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
-        return response("internal-error", f"{type(error).__name__} while planning")
+        return response("internal-error", f"{type(error).__name__} in the server")

@@ -1,24 +1,29 @@
-"""The REST service: `POST /plan`, `GET /plans/{key}`, `GET /healthz`."""
+"""The REST service: `POST /plan`, plans and jobs by their addresses, `/livez`, `/readyz`."""
 
 import asyncio
-from importlib import metadata
+import contextlib
+import functools
+import logging
+import os
+import re
+from collections.abc import AsyncIterator, Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from coop_plan.api import problems
+from coop_plan.api.answers import Limits, PlanRequest, Reply
+from coop_plan.api.bodies import Bodies
+from coop_plan.api.doorkeeper import LOOPBACK, Doorkeeper
+from coop_plan.api.jobs import Job, Jobs
 from coop_plan.api.problems import ProblemError
-from coop_plan.planner import plan
-from coop_plan.planner.cache.store import PlanStore, StoredPlan, planner_version
-from coop_plan.planner.options import PlanOptions
-from coop_plan.schemas import (
-    Graph,
-    Plan,
-    fingerprint,
-)
-from coop_plan.schemas._parse import parse
+from coop_plan.api.worker import Settings, Task
+from coop_plan.api.workers import Pool, WorkerLostError
+from coop_plan.schemas import Plan
 
 EXAMPLE: dict[str, Any] = {
     "graph": {
@@ -41,87 +46,133 @@ EXAMPLE: dict[str, Any] = {
     "budget": "90%",
 }
 
+WAIT_SECONDS = 10.0
+"""How long a request waits for its plan, unless it says `Prefer: wait=N`."""
 
-class PlanRequest(PlanOptions, frozen=True, kw_only=True):
-    """What `POST /plan` takes; the names are those of the command line."""
+MAX_WAIT_SECONDS = 120.0
 
-    graph: Graph
+LOOK_SECONDS = 60.0
+"""How long reading a request and looking for its answer may take."""
 
+KEY = re.compile("[0-9a-f]{64}")
 
-class Planner:
-    """Answers requests from the store, or by one solve however many ask at once."""
-
-    def __init__(self, store: PlanStore, max_ops: int) -> None:
-        self._store = store
-        self._max_ops = max_ops
-        self._running: dict[str, asyncio.Task[StoredPlan]] = {}
-
-    def read(self, body: bytes) -> tuple[str, Graph, PlanRequest]:
-        """The key, graph and options of a request body."""
-        request = parse(PlanRequest, body)
-        ops = len(request.graph.ops)
-        if ops > self._max_ops:
-            raise ProblemError(
-                "too-many-ops",
-                f"{ops} ops; this server takes {self._max_ops}",
-                max_ops=self._max_ops,
-            )
-        links = request.on(request.graph).device.linked
-        key = request.key(fingerprint(request.graph), planner_version(), links=links)
-        return key, request.graph, request
-
-    async def answer(self, body: bytes) -> tuple[str, Plan, bool]:
-        """The key, the plan for the request's own graph, and whether it came from the store."""
-        key, graph, request = await asyncio.to_thread(self.read, body)
-        found = await asyncio.to_thread(self._cached, key, graph)
-        if found is not None:
-            return key, found, True
-        task = self._running.get(key)
-        if task is None:
-            task = asyncio.create_task(asyncio.to_thread(self._solve, key, graph, request))
-            self._running[key] = task
-            task.add_done_callback(lambda _: self._running.pop(key, None))
-        # A client that goes away must not take the others' solve with it.
-        stored = await asyncio.shield(task)
-        made = stored.for_graph(graph)
-        if made is None:  # a graph whose structure differs has another key
-            raise AssertionError("a plan does not hold for the graph it was made for")
-        return key, made, False
-
-    def stored(self, key: str) -> Plan | None:
-        """The plan of a key, in the ids of the graph it was made for, if it still holds."""
-        record = self._store.get(key)
-        return None if record is None else record.as_made()
-
-    def _cached(self, key: str, graph: Graph) -> Plan | None:
-        """The stored plan in this graph's ids, if it holds."""
-        record = self._store.get(key)
-        return None if record is None else record.for_graph(graph)
-
-    def _solve(self, key: str, graph: Graph, request: PlanRequest) -> StoredPlan:
-        made = plan(graph, request)
-        stored = StoredPlan.of(made, graph)
-        self._store.put(key, stored)
-        return stored
+log = logging.getLogger("uvicorn.error")
 
 
-def create_app(
-    store: PlanStore, *, max_body_bytes: int = 64 << 20, max_ops: int = 100_000
-) -> FastAPI:
-    """The service over a plan store, with limits on the body (bytes) and the graph (ops)."""
-    version = metadata.version("coop-plan")
-    app = FastAPI(title="coop-plan", version=version, redoc_url=None)
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """
+    What a service is started with.
+
+    `solvers` plans are made at once, each in a process of `solver_memory` bytes, `queue` more may
+    wait; `readers` processes of `reader_memory` bytes read requests and look for answers. Records
+    in the file `store` are sealed with `secret`.
+    """
+
+    store: Path
+    secret: bytes
+    limits: Limits = Limits()
+    solvers: int = os.cpu_count() or 1
+    readers: int = max(1, (os.cpu_count() or 1) // 2)
+    queue: int = 64
+    solver_memory: int = 8 << 30
+    reader_memory: int = 2 << 30
+    store_bytes: int = 1 << 30
+    hosts: Collection[str] = LOOPBACK
+
+    def worker(self, memory: int) -> Settings:
+        """The settings of a worker process of so many bytes."""
+        return Settings(str(self.store), self.secret, self.limits, memory, self.store_bytes)
+
+
+class Desk:
+    """Where requests are answered: from the store, or by one solve however many ask at once."""
+
+    def __init__(self, service: Service) -> None:
+        self._readers = Pool(service.worker(service.reader_memory), service.readers)
+        self._threads = ThreadPoolExecutor(service.readers, thread_name_prefix="reader")
+        solvers = Pool(service.worker(service.solver_memory), service.solvers)
+        self.jobs = Jobs(
+            solvers,
+            solvers=service.solvers,
+            queue=service.queue,
+            seconds=service.limits.seconds,
+        )
+
+    async def look(self, task: Task, body: bytes = b"", record: bytes = b"") -> tuple[Reply, bytes]:
+        """What a reader answers; raises `ProblemError` where that is a problem."""
+        call = functools.partial(self._readers.call, task, body, record, seconds=LOOK_SECONDS)
+        try:
+            reply, data = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except WorkerLostError:
+            message = "the request needs more memory or time to read than this server gives it"
+            raise ProblemError("too-much-work", message) from None
+        if reply.dropped:
+            log.warning("%d records of the plan store were damaged or no answer", reply.dropped)
+        _raise(reply)
+        return reply, data
+
+    async def answer(
+        self, request: Request, body: bytes, encoding: str, wait: float
+    ) -> tuple[Reply, bytes, Job | None]:
+        """The reply with its plan; or a job, which is over where it was waited for."""
+        reply, data = await self.look(Task("ask", encoding), body)
+        if reply.found:
+            return reply, data, None
+        job = self.jobs.join(reply, body, encoding)
+        gone = asyncio.create_task(_gone(request))
+        try:
+            async with asyncio.timeout(wait):
+                while not job.over:
+                    changed = asyncio.create_task(job.changed.wait())
+                    both = {changed, gone}
+                    try:
+                        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                    finally:
+                        changed.cancel()
+                    if gone.done():
+                        raise ProblemError("cancelled", "the client left")
+        except TimeoutError:
+            job.wanted = True
+            return reply, b"", job
+        finally:
+            gone.cancel()
+            self.jobs.leave(job)
+        if job.problem is not None:
+            _raise(job.problem)
+        reply, data = await self.look(Task("ask", encoding, with_record=True), body, job.record)
+        return reply, data, job
+
+    async def close(self) -> None:
+        """End all processes."""
+        await self.jobs.close()
+        self._readers.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def create_app(service: Service) -> FastAPI:
+    """The service as an ASGI application; its processes live as long as its lifespan."""
+    desk: Desk | None = None
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        nonlocal desk
+        desk = Desk(service)
+        try:
+            yield
+        finally:
+            await desk.close()
+
+    def at_work() -> Desk:
+        if desk is None:
+            raise ProblemError("busy", "the server is starting", retry_after=1)
+        return desk
+
+    app = FastAPI(title="coop-plan", docs_url=None, redoc_url=None, lifespan=lifespan)
     problems.install(app)
-    planner = Planner(store, max_ops)
-    _, schemas = msgspec.json.schema_components(
-        [PlanRequest, Plan], ref_template="#/components/schemas/{name}"
-    )
-    problem = {
-        name: {"description": title, "content": {problems.MEDIA_TYPE: {}}}
-        for name, (_, title) in problems.PROBLEMS.items()
-    }
-
-    plan_content = {
+    app.add_middleware(Doorkeeper, hosts=service.hosts)
+    bodies = Bodies(service.limits.body_bytes)
+    described = problems.described
+    plan_content: dict[str, Any] = {
         "description": "A plan",
         "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Plan"}}},
     }
@@ -131,10 +182,20 @@ def create_app(
         summary="Plan a graph within a budget",
         responses={
             200: plan_content,
-            409: problem["budget-infeasible"],
-            413: problem["body-too-large"],
-            422: problem["invalid-input"],
-            504: problem["time-limit"],
+            202: {"description": "It is being made: `Location` is its job"},
+            **described(
+                "invalid-input",
+                "budget-infeasible",
+                "cancelled",
+                "time-limit",
+                "body-too-large",
+                "too-many-ops",
+                "too-much-work",
+                "unsupported-media-type",
+                "slow-body",
+                "forbidden",
+                "busy",
+            ),
         },
         openapi_extra={
             "requestBody": {
@@ -149,49 +210,102 @@ def create_app(
         },
     )
     async def post_plan(request: Request) -> Response:
-        key, made, hit = await planner.answer(await _body(request, max_body_bytes))
+        wait = _wait(request)
+        async with bodies.of(request) as (body, encoding):
+            reply, data, job = await at_work().answer(request, body, encoding, wait)
+        if job is not None and not job.over:
+            headers = {"Location": f"/jobs/{job.id}", "Retry-After": "2"}
+            return JSONResponse(job.document(), status_code=202, headers=headers)
         headers = {
-            "Location": f"/plans/{key}",
-            "Coop-Plan-Cache": "hit" if hit else "miss",
+            "Location": f"/plans/{reply.key}",
+            "Coop-Plan-Cache": "hit" if job is None else "miss",
         }
-        return Response(made.to_json(), media_type="application/json", headers=headers)
+        return Response(data, media_type="application/json", headers=headers)
 
     @app.get(
         "/plans/{key}",
-        summary="A stored plan",
-        responses={200: plan_content, 404: problem["not-found"]},
+        summary="A stored plan, in the ids of the graph it was made for",
+        responses={200: plan_content, **described("not-found", "too-much-work", "forbidden")},
     )
     async def get_plan(key: str) -> Response:
-        made = await asyncio.to_thread(planner.stored, key)
-        if made is None:
-            raise ProblemError("not-found", f"no plan {key}")
-        return Response(made.to_json(), media_type="application/json")
+        if KEY.fullmatch(key) is None:
+            raise ProblemError("not-found", "no plan of that key")
+        _, data = await at_work().look(Task("stored", key=key))
+        return Response(data, media_type="application/json")
 
-    @app.get("/healthz", summary="Whether the service answers")
+    job_content = described("not-found", "forbidden")
+
+    @app.get("/jobs/{job_id}", summary="How a solve is getting on", responses=job_content)
+    async def get_job(job_id: str) -> Response:
+        return JSONResponse(at_work().jobs.get(job_id).document())
+
+    @app.delete("/jobs/{job_id}", summary="Cancel a solve", responses=job_content)
+    async def delete_job(job_id: str) -> Response:
+        jobs = at_work().jobs
+        job = jobs.get(job_id)
+        jobs.cancel(job)
+        return JSONResponse(job.document())
+
+    @app.get("/jobs/{job_id}/events", summary="The same as it happens", responses=job_content)
+    async def get_events(job_id: str, request: Request) -> Response:
+        jobs = at_work().jobs
+        last = request.headers.get("last-event-id", "")
+        number = int(last) if last.isdigit() and len(last) < 18 else -1
+        events = jobs.follow(jobs.get(job_id), number)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    @app.get("/livez", summary="Whether the service answers", responses=described("forbidden"))
+    async def livez() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:
-        return {"status": "ok", "version": version}
+        return {"status": "ok"}
 
-    generate = app.openapi
+    @app.get(
+        "/readyz",
+        summary="Whether it can answer: its store can be written",
+        responses=described("busy", "forbidden"),
+    )
+    async def readyz() -> dict[str, str]:
+        at_work()
+        if not os.access(service.store, os.W_OK):
+            raise ProblemError("busy", "the plan store cannot be written", retry_after=5)
+        return {"status": "ok"}
 
-    def openapi() -> dict[str, Any]:
-        document = generate()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.openapi = functools.cache(functools.partial(_document, app.openapi))  # type: ignore[method-assign]
     return app
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """The body, refused as soon as it is known to be larger than `limit` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > limit:
-        raise ProblemError("body-too-large", f"at most {limit} bytes", max_body_bytes=limit)
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise ProblemError("body-too-large", f"at most {limit} bytes", max_body_bytes=limit)
-        parts.append(part)
-    return b"".join(parts)
+def _document(generate: Any) -> dict[str, Any]:
+    """The OpenAPI description, with the schemas of the contract."""
+    document: dict[str, Any] = generate()
+    _, schemas = msgspec.json.schema_components(
+        [PlanRequest, Plan], ref_template="#/components/schemas/{name}"
+    )
+    known = document.setdefault("components", {}).setdefault("schemas", {})
+    known.update(schemas, Problem=problems.SCHEMA)
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which is never sent
+        known.pop(name, None)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            if "HTTPValidationError" in str(operation["responses"].get("422")):
+                del operation["responses"]["422"]
+    return document
+
+
+def _raise(reply: Reply) -> None:
+    if reply.problem:
+        raise ProblemError(reply.problem, reply.detail, **reply.members)
+
+
+def _wait(request: Request) -> float:
+    """The seconds of `Prefer: wait=N` (RFC 7240)."""
+    found = re.search(r"(?:^|[,;]\s*)wait=(\d{1,9})\b", request.headers.get("prefer", ""))
+    return WAIT_SECONDS if found is None else min(float(found[1]), MAX_WAIT_SECONDS)
+
+
+async def _gone(request: Request) -> None:
+    """Return when the client has left; its body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

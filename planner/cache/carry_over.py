@@ -23,10 +23,13 @@ def carry_over(
     Raises:
         KeyError, ValueError: the graph has not what the plan names.
     """
-    op_ids = dict(zip(ops, (op.id for op in graph.ops), strict=True))
-    tensor_ids = dict(zip(tensors, tensor_order(graph), strict=True))
-    steps = [_step(step, op_ids, tensor_ids) for step in plan.steps]
-    carried = plan.model_copy(update={"steps": steps})
+    own_ops, own_tensors = [op.id for op in graph.ops], tensor_order(graph)
+    carried = plan
+    if (own_ops, own_tensors) != (ops, tensors):
+        op_ids = dict(zip(ops, own_ops, strict=True))
+        tensor_ids = dict(zip(tensors, own_tensors, strict=True))
+        steps = [_step(step, op_ids, tensor_ids) for step in plan.steps]
+        carried = plan.model_copy(update={"steps": steps})
     if same_costs:
         return carried
     base = fsum(op.cost_us for op in graph.ops)
@@ -62,7 +65,13 @@ def _step(step: Step, op_ids: dict[int, int], tensor_ids: dict[int, int]) -> Ste
             )
             for write in step.writes
         ]
-        return step.model_copy(update={"op": op_ids[step.op], "reads": reads, "writes": writes})
+        return Compute(
+            op=op_ids[step.op],
+            variant=step.variant,
+            reads=reads,
+            writes=writes,
+            workspace=step.workspace,
+        )
     if isinstance(step, Prefetch):
         return step.model_copy(update={"tensor": tensor_ids[step.tensor]})
     return step

@@ -1,21 +1,24 @@
-"""Where plans are kept: one small interface, SQLite behind it."""
+"""Where answers are kept: one small interface, SQLite behind it."""
 
-import base64
+import contextlib
 import functools
 import hashlib
-import json
 import os
 import sqlite3
 import threading
-import zlib
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from coop_plan.planner.cache.carry_over import carry_over
-from coop_plan.planner.verifier import find_faults
-from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_graph, parse_plan
-from coop_plan.schemas.fingerprint import tensor_order
+from coop_plan.planner.cache.record import Record, seal, unseal
+from coop_plan.schemas import InvalidInputError
+
+ALTERNATIVES = 4
+"""Answers to one question that are kept, for graphs that cost differently."""
+
+TOUCH_SECONDS = 3600
+"""How exactly it is known when a record was last used."""
 
 
 @functools.cache
@@ -29,76 +32,21 @@ def planner_version() -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class StoredPlan:
-    """
-    A plan and the graph it was made for: its ids in order, a digest of its costs, and itself.
-
-    `packed` is the graph's document, compressed: it is only read where no other graph is at hand.
-    """
-
-    plan: Plan
-    ops: list[int]
-    tensors: list[int]
-    costs: str
-    packed: str
-
-    @classmethod
-    def of(cls, plan: Plan, graph: Graph) -> "StoredPlan":
-        """What to keep of a plan for `graph`."""
-        packed = base64.b64encode(zlib.compress(graph.to_json().encode())).decode()
-        ops = [op.id for op in graph.ops]
-        return cls(plan, ops, tensor_order(graph), _exact_costs(graph), packed)
-
-    def for_graph(self, graph: Graph) -> Plan | None:
-        """The plan in the ids and costs of a graph, or None where it does not hold for it."""
-        try:
-            same = self.costs == _exact_costs(graph)
-            carried = carry_over(self.plan, self.ops, self.tensors, graph, same_costs=same)
-        except (KeyError, ValueError):  # it names what the graph has not
-            return None
-        return None if find_faults(graph, carried, limit=1) else carried
-
-    def as_made(self) -> Plan | None:
-        """The plan for the graph it was made for, or None where it does not hold."""
-        try:
-            graph = parse_graph(zlib.decompress(base64.b64decode(self.packed)))
-        except (ValueError, zlib.error):
-            return None
-        return self.for_graph(graph)
-
-    def to_json(self) -> str:
-        """The record as text."""
-        rest = {name: getattr(self, name) for name in ("ops", "tensors", "costs", "packed")}
-        return f'{json.dumps(rest)[:-1]}, "plan": {self.plan.to_json()}}}'
-
-    @classmethod
-    def from_json(cls, text: str) -> "StoredPlan":
-        """The record of a text; raises `InvalidInputError` when it is damaged."""
-        try:
-            record = json.loads(text)
-            ids = list(record["ops"]), list(record["tensors"])
-            return cls(parse_plan(record["plan"]), *ids, record["costs"], record["packed"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidInputError(f"damaged record: {error}") from None
-
-
-def _exact_costs(graph: Graph) -> str:
-    """Digest of all costs to the last digit: a proof holds for these alone."""
-    device = graph.device
-    costs: list[object] = [device.d2h_bytes_per_s, device.h2d_bytes_per_s, device.copy_latency_us]
-    costs += [[op.cost_us, *(variant.cost_us for variant in op.variants)] for op in graph.ops]
-    return hashlib.sha256(json.dumps(costs).encode()).hexdigest()
-
-
 class PlanStore(Protocol):
-    """Keeps plans by key; safe to call from several threads."""
+    """Keeps answers by key; safe to call from several threads and processes."""
 
-    def get(self, key: str) -> StoredPlan | None:
-        """The plan of a key, or None; a damaged record counts as none."""
+    def get(self, key: str) -> list[Record]:
+        """The answers kept by a key, the first one first; damaged ones are dropped."""
 
-    def put(self, key: str, stored: StoredPlan) -> None:
-        """Keep a plan, replacing what was there."""
+    def put(self, key: str, record: Record, *, another: bool = False) -> None:
+        """
+        Keep the first answer of a key: what is there stays, and is everybody's.
+
+        With `another` it is kept beside the ones that are there; of too many the oldest goes.
+        """
+
+    def delete(self, key: str) -> None:
+        """Forget a key."""
 
 
 class StoreError(Exception):
@@ -112,20 +60,29 @@ def default_path() -> Path:
 
 
 class SqliteStore:
-    """Plans in one SQLite file, shared by threads and processes.
+    """
+    Answers in one SQLite file, shared by threads and processes.
 
     With `wal` readers and a writer do not wait for each other; without, the file can be read where
-    nothing can be written.
+    nothing can be written. Records are sealed with `secret`: who does not have it can forge none.
+    Above `max_bytes` of records those go that were not used for the longest time.
 
     Raises:
         StoreError: the file cannot be opened or is no database of ours.
     """
 
-    def __init__(self, path: Path, *, wal: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, wal: bool = True, secret: bytes = b"", max_bytes: int = 1 << 30
+    ) -> None:
         self._lock = threading.Lock()
+        self._secret, self._max_bytes = secret, max_bytes
+        self.dropped = 0
+        """Damaged records met."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(path, timeout=10, check_same_thread=False)
+            self._connection = sqlite3.connect(
+                path, timeout=10, check_same_thread=False, isolation_level=None
+            )
             try:
                 self._create(wal)
             except sqlite3.Error:
@@ -135,39 +92,95 @@ class SqliteStore:
             raise StoreError(f"plan store {path} cannot be opened: {error}") from error
 
     def _create(self, wal: bool) -> None:
-        with self._connection:
-            if wal:
-                self._connection.execute("pragma journal_mode=wal")
-            self._connection.execute(
-                "create table if not exists plan (key text primary key, record text not null,"
-                " made text not null default current_timestamp) without rowid"
+        if wal:
+            self._connection.execute("pragma journal_mode=wal")
+        found = self._connection.execute("select 1 from sqlite_master where name = 'answer'")
+        if found.fetchone() is None:
+            self._connection.executescript(
+                "begin immediate;"
+                "drop table if exists plan;"  # of versions before 0.2, whose plans nobody asks for
+                "create table if not exists answer (key text not null, slot integer not null,"
+                " record blob not null, bytes integer not null, used integer not null,"
+                " primary key (key, slot));"
+                "create index if not exists by_use on answer (used, bytes);"
+                "commit"
             )
 
-    def get(self, key: str) -> StoredPlan | None:
-        """The plan of a key, or None; a damaged record counts as none."""
+    def get(self, key: str) -> list[Record]:
+        """The answers kept by a key, the first one first; damaged ones are dropped."""
+        now = int(time.time())
         with self._lock:
-            row = self._connection.execute(
-                "select record from plan where key = ?", (key,)
-            ).fetchone()
-        if row is None:
-            return None
-        try:
-            return StoredPlan.from_json(row[0])
-        except InvalidInputError:
-            return None
+            rows = self._connection.execute(
+                "select slot, record, used from answer where key = ? order by slot", (key,)
+            ).fetchall()
+            if any(used < now - TOUCH_SECONDS for _, _, used in rows):
+                with contextlib.suppress(sqlite3.Error):  # as where nothing can be written
+                    self._connection.execute("update answer set used = ? where key = ?", (now, key))
+        found: list[Record] = []
+        for slot, data, _ in rows:
+            try:
+                found.append(unseal(data, key, self._secret))
+            except InvalidInputError:
+                self.dropped += 1
+                with self._lock, contextlib.suppress(sqlite3.Error):
+                    self._connection.execute(
+                        "delete from answer where key = ? and slot = ? and record = ?",
+                        (key, slot, data),
+                    )
+        return found
 
-    def put(self, key: str, stored: StoredPlan) -> None:
-        """Keep a plan, replacing what was there."""
-        with self._lock, self._connection:
+    def put(self, key: str, record: Record, *, another: bool = False) -> None:
+        """Keep the first answer of a key, or another beside it; see `PlanStore.put`."""
+        data = seal(record, key, self._secret)
+        now = int(time.time())
+        with self._lock, self._transaction():
+            slots = [
+                slot
+                for (slot,) in self._connection.execute(
+                    "select slot from answer where key = ? order by rowid", (key,)
+                )
+            ]
+            if slots and not another:
+                return
+            if len(slots) >= ALTERNATIVES:
+                self._connection.execute(
+                    "delete from answer where key = ? and slot = ?", (key, slots[0])
+                )
+            slot = max(slots, default=-1) + 1
             self._connection.execute(
-                "insert or replace into plan (key, record) values (?, ?)", (key, stored.to_json())
+                "insert into answer values (?, ?, ?, ?, ?)", (key, slot, data, len(data), now)
             )
+            self._prune()
+
+    def _prune(self) -> None:
+        query = "select coalesce(sum(bytes), 0) from answer"
+        (total,) = self._connection.execute(query).fetchone()
+        if total <= self._max_bytes:
+            return
+        oldest = self._connection.execute("select rowid, bytes from answer order by used, rowid")
+        gone = []
+        for row, size in oldest:
+            if total <= self._max_bytes * 0.9:
+                break
+            gone.append((row,))
+            total -= size
+        self._connection.executemany("delete from answer where rowid = ?", gone)
 
     def delete(self, key: str) -> None:
-        """Forget a plan."""
-        with self._lock, self._connection:
-            self._connection.execute("delete from plan where key = ?", (key,))
+        """Forget a key."""
+        with self._lock:
+            self._connection.execute("delete from answer where key = ?", (key,))
 
     def close(self) -> None:
         """Close the file."""
         self._connection.close()
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("begin immediate")
+        try:
+            yield
+            self._connection.execute("commit")
+        except BaseException:
+            self._connection.execute("rollback")
+            raise

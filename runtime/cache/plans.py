@@ -6,7 +6,8 @@ Kept as the service keeps its plans, and apart from them; read again through the
 from contextlib import closing
 from pathlib import Path
 
-from coop_plan.planner.cache.store import SqliteStore, StoredPlan, planner_version
+from coop_plan.planner.cache.record import StoredPlan
+from coop_plan.planner.cache.store import SqliteStore, planner_version
 from coop_plan.runtime.cache.files import cache_dir, going_on_without
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
@@ -22,13 +23,11 @@ def key_of(graph: Graph, options: Options) -> str:
 def find(key: str, graph: Graph, options: Options) -> Plan | None:
     """The plan kept by this key, if there is one, it holds for `graph`, and is what was asked."""
     with going_on_without(_path()), _open() as store:
-        record = store.get(key)
-        if record is None:
-            return None
-        candidate = record.for_graph(graph)
-        if candidate is not None and _is_asked(candidate, options):
-            return candidate
-        store.delete(key)
+        for record in store.get(key):
+            found = record.for_question(graph, options.plan)
+            if isinstance(found, Plan):
+                return found
+            store.delete(key)
     return None
 
 
@@ -36,17 +35,6 @@ def keep(key: str, graph: Graph, plan: Plan) -> None:
     """Keep a verified plan of `graph`."""
     with going_on_without(_path()), _open() as store:
         store.put(key, StoredPlan.of(plan, graph))
-
-
-def _is_asked(plan: Plan, options: Options) -> bool:
-    asked = options.plan
-    budget = int(asked.budget.value) if asked.budget.kind == "bytes" else plan.budget_bytes
-    given = plan.budget_bytes, plan.method, plan.outputs, plan.alignment
-    transfers = plan.host_budget_bytes, plan.link_bytes_per_s
-    return (given, transfers) == (
-        (budget, asked.method, asked.outputs, asked.alignment),
-        (asked.host_budget, asked.link),
-    )
 
 
 def _open() -> closing[SqliteStore]:

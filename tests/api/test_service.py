@@ -1,59 +1,55 @@
-"""The service: plans over HTTP, the cache, and a problem document for everything else."""
+"""The service over HTTP, as a process: plans, the cache, jobs, and a problem for all else."""
 
-import asyncio
+import concurrent.futures
+import gzip
 import json
+import signal
+import socket
 import sqlite3
-import threading
+import time
+from pathlib import Path
 
 import httpx
 import pytest
 
-from coop_plan.api import service
-from coop_plan.api.service import EXAMPLE, create_app
-from coop_plan.planner import TimeLimitError, find_faults
-from coop_plan.planner.cache.store import SqliteStore
+from coop_plan.api.service import EXAMPLE
+from coop_plan.planner import find_faults
 from coop_plan.schemas import parse_graph, parse_plan
+from tests.api.server import children, serving
+from tests.support import make_graph
 
 PROBLEM = "application/problem+json"
 
 
-@pytest.fixture
-def store(tmp_path):
-    store = SqliteStore(tmp_path / "cache" / "plans.sqlite3")
-    yield store
-    store.close()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    options = ["--store", str(folder / "plans"), "--max-ops", "5000", "--max-body", "2MiB"]
+    with serving(folder, *options, "--solvers", "2", "--queue", "2") as client:
+        yield client
 
 
 @pytest.fixture
-def send(store):
-    """Send requests to the app at once, in order of completion of none: a list of responses."""
-
-    def call(*requests, **limits):
-        async def talk():
-            transport = httpx.ASGITransport(create_app(store, **limits), raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                sent = (client.request(method, url, **rest) for method, url, rest in requests)
-                return await asyncio.gather(*sent)
-
-        return asyncio.run(talk())
-
-    return call
-
-
-@pytest.fixture
-def ask(send):
+def ask(server):
     """POST /plan with one body."""
 
-    def call(body, **limits):
-        rest = {"content": body} if isinstance(body, bytes) else {"json": body}
-        return send(("POST", "/plan", rest), **limits)[0]
+    def call(body, **headers):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", "Prefer": "wait=100"} | headers
+        return server.post("/plan", content=content, headers=headers)
 
     return call
 
 
 @pytest.fixture
-def body(document):
-    return {"graph": document, "budget": 330, "alignment": 1}
+def body(document, request):
+    """A question of the test's own: nobody else has asked it."""
+    name = request.node.name
+    return {"graph": document, "budget": 330, "alignment": 1} | {"seed": hash(name) % 2**31}
 
 
 def problem(response, status, name):
@@ -66,16 +62,27 @@ def problem(response, status, name):
     return document
 
 
-def test_a_plan_is_made_once_then_served_and_kept(ask, send, body, chain):
+def slow(name):
+    """A question that takes far longer than any test waits."""
+    n = 1200
+    tensors = {0: ("input", 1)} | dict.fromkeys(range(1, 2 * n + 1), ("activation", 100))
+    ops = [{"inputs": [t - 1], "outputs": [t], "name": name} for t in range(1, n + 1)]
+    ops += [{"inputs": [t - 1, 2 * n + 1 - t], "outputs": [t]} for t in range(n + 1, 2 * n + 1)]
+    graph = json.loads(make_graph(tensors, ops).to_json())
+    return {"graph": graph, "budget": "30%", "time_limit": 500, "alignment": 1}
+
+
+def test_a_plan_is_made_once_then_served_and_kept(ask, server, body, chain):
     first, second = ask(body), ask(body)
-    assert [r.status_code for r in (first, second)] == [200, 200]
+    assert [r.status_code for r in (first, second)] == [200, 200], first.text
     assert [r.headers["coop-plan-cache"] for r in (first, second)] == ["miss", "hit"]
     assert first.content == second.content
     plan = parse_plan(first.content)
     assert plan.peak_bytes <= 330
     assert not find_faults(chain, plan)
-    (stored,) = send(("GET", first.headers["location"], {}))
+    stored = server.get(first.headers["location"])
     assert parse_plan(stored.content) == plan
+    assert "server" not in stored.headers
 
 
 def test_the_cache_is_hit_by_structure_and_answers_in_the_asked_ids_and_costs(ask, body, document):
@@ -85,14 +92,14 @@ def test_the_cache_is_hit_by_structure_and_answers_in_the_asked_ids_and_costs(as
         tensor["name"] = "renamed"
     for number, op in enumerate(document["ops"]):
         op["id"] += 500
-        op["cost_us"] = 2.0 + number
+        op["cost_us"] = 2.0 + number / 100
         for field in ("inputs", "outputs"):
             op[field] = [t + 1000 for t in op[field]]
     response = ask(body)
     assert response.headers["coop-plan-cache"] == "hit"
     plan = parse_plan(response.content)
     assert not find_faults(parse_graph(document), plan)
-    assert plan.base_cost_us == sum(2.0 + n for n in range(9))
+    assert plan.base_cost_us == pytest.approx(sum(2.0 + n / 100 for n in range(9)))
     assert plan.lower_bound_us is None
 
 
@@ -112,39 +119,18 @@ def test_another_question_is_another_plan(ask, body, change):
     assert ask({**body, **change}).headers["coop-plan-cache"] == "miss"
 
 
-def test_another_structure_is_another_plan(ask, body, document):
-    ask(body)
-    document["tensors"][3]["bytes"] += 1
-    assert ask(body).headers["coop-plan-cache"] == "miss"
-
-
-def test_identical_requests_at_once_cost_one_solve(send, body, monkeypatch):
-    calls = []
-    together = threading.Event()
-
-    def counted(*arguments, **options):
-        calls.append(1)
-        together.wait(0.5)
-        return plan(*arguments, **options)
-
-    plan = service.plan
-    monkeypatch.setattr(service, "plan", counted)
-    responses = send(*(("POST", "/plan", {"json": body}) for _ in range(8)))
+def test_identical_requests_at_once_get_one_plan(ask, body):
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        responses = list(threads.map(ask, [body] * 8))
     assert {r.status_code for r in responses} == {200}
     assert len({r.content for r in responses}) == 1
-    assert len(calls) == 1
 
 
-@pytest.mark.parametrize("damage", ["not json", '{"ops": [], "tensors": []}', "wrong plan"])
-def test_a_damaged_record_is_planned_again(ask, body, tmp_path, damage):
+def test_a_damaged_record_is_planned_again(ask, folder, body):
     good = ask(body)
-    with sqlite3.connect(tmp_path / "cache" / "plans.sqlite3") as connection:
-        if damage == "wrong plan":  # readable, but it would read what is gone
-            (text,) = connection.execute("select record from plan").fetchone()
-            record = json.loads(text)
-            record["plan"]["steps"] = record["plan"]["steps"][1:]
-            damage = json.dumps(record)
-        connection.execute("update plan set record = ?", (damage,))
+    with sqlite3.connect(folder / "plans") as connection:
+        key = good.headers["location"].rpartition("/")[2]
+        connection.execute("update answer set record = x'00' where key = ?", (key,))
     connection.close()
     again = ask(body)
     assert again.headers["coop-plan-cache"] == "miss"
@@ -153,7 +139,8 @@ def test_a_damaged_record_is_planned_again(ask, body, tmp_path, damage):
 
 
 def test_an_infeasible_budget_is_a_conflict_that_says_what_would_do(ask, body):
-    answer = problem(ask({**body, "budget": 200}), 409, "budget-infeasible")
+    for _ in range(2):
+        answer = problem(ask({**body, "budget": 200}), 409, "budget-infeasible")
     assert answer["budget_bytes"] == 200
     assert answer["blocking_op_name"]
     assert ask({**body, "budget": answer["min_feasible_bytes"]}).status_code == 200
@@ -166,10 +153,14 @@ def test_an_infeasible_budget_is_a_conflict_that_says_what_would_do(ask, body):
         ({"budget": 0}, "/budget"),
         ({"budget": "lots"}, "/budget"),
         ({"budget": None}, "/budget"),
+        ({"budget": True}, "/budget"),
+        ({"budget": "9" * 20 + "%"}, "/budget"),
         ({"method": "magic"}, "/method"),
         ({"outputs": "nowhere"}, "/outputs"),
         ({"alignment": 3}, "/alignment"),
         ({"time_limit": -1}, "/time_limit"),
+        ({"time_limit": 601}, "/time_limit"),
+        ({"seed": -1}, "/seed"),
         ({"switches": {"magic": False}}, "/switches/magic"),
         ({"extra": 1}, "/extra"),
         ({"graph": []}, "/graph"),
@@ -186,6 +177,8 @@ def test_a_wrong_request_says_where(ask, body, change, pointer):
         (lambda g: g["ops"][2].update(inputs=[77]), "/graph/ops/2/inputs/0"),
         (lambda g: g["ops"][0].update(inputs=[8]), "/graph/ops/0/inputs/0"),
         (lambda g: g["tensors"][1].update(bytes=-1), "/graph/tensors/1/bytes"),
+        (lambda g: g["ops"][0].update(cost_us=float("nan")), "/graph/ops/0/cost_us"),
+        (lambda g: g["ops"][0].update(cost_us=1e308), "/graph/ops/0/cost_us"),
         (lambda g: g.pop("ops"), "/graph/ops"),
     ],
 )
@@ -199,62 +192,135 @@ def test_a_body_that_is_no_request_is_refused(ask, text):
     problem(ask(text), 422, "invalid-input")
 
 
-def test_not_a_number_is_refused(ask, body):
-    text = json.dumps(body).replace('"cost_us": 1.0', '"cost_us": NaN', 1).encode()
-    assert b"NaN" in text
-    problem(ask(text), 422, "invalid-input")
+def test_limits_on_body_and_ops(ask, server):
+    assert problem(ask(b" " * (3 << 20)), 413, "body-too-large")["max_body_bytes"] == 2 << 20
+    bomb = gzip.compress(b" " * (64 << 20))
+    packed = {"Content-Encoding": "gzip"}
+    assert problem(ask(bomb, **packed), 413, "body-too-large")["max_body_bytes"] == 2 << 20
+    ops = [{"inputs": [], "outputs": []}] * 5001
+    graph = json.loads(make_graph({}, ops).to_json())
+    for op in graph["ops"]:
+        op.pop("variants")
+    content = gzip.compress(json.dumps({"graph": graph, "budget": 1}).encode())
+    assert problem(ask(content, **packed), 413, "too-many-ops")["max_ops"] == 5000
 
+    def stream():  # of unknown length: refused while it is read
+        for _ in range(30):
+            yield b" " * (1 << 17)
 
-def test_limits_on_body_and_ops(ask, send, body):
-    size = len(json.dumps(body))
-    assert problem(ask(body, max_body_bytes=100), 413, "body-too-large")["max_body_bytes"] == 100
-    assert problem(ask(body, max_ops=8), 413, "too-many-ops")["max_ops"] == 8
-    assert ask(body, max_ops=9, max_body_bytes=size).status_code == 200
-
-    async def stream():  # of unknown length: refused while it is read
-        for _ in range(10):
-            yield b" " * 50
-
-    (response,) = send(("POST", "/plan", {"content": stream()}), max_body_bytes=100)
+    json_type = {"Content-Type": "application/json"}
+    response = server.post("/plan", content=stream(), headers=json_type)
     problem(response, 413, "body-too-large")
 
 
-def test_a_time_limit_too_short_for_any_plan_is_said(ask, body, monkeypatch):
-    def late(*_, **__):
-        raise TimeLimitError("no plan within 1 s")
-
-    monkeypatch.setattr(service, "plan", late)
-    problem(ask(body), 504, "time-limit")
-
-
-def test_a_failure_of_ours_is_a_problem_and_the_next_request_works(ask, body, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("secret detail")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(service, "plan", broken)
-        assert "secret" not in problem(ask(body), 500, "internal-error")["detail"]
-    assert ask(body).status_code == 200
+def test_who_may_ask(server, body):
+    content = json.dumps(body)
+    for headers, status, name in [
+        ({"Content-Type": "text/plain"}, 415, "unsupported-media-type"),
+        ({"Content-Type": "application/json", "Content-Encoding": "br"}, 415, None),
+        ({"Content-Type": "application/json", "Host": "evil.example"}, 403, "forbidden"),
+        ({"Content-Type": "application/json", "Origin": "http://evil.example"}, 403, "forbidden"),
+    ]:
+        response = server.post("/plan", content=content, headers=headers)
+        problem(response, status, name or "unsupported-media-type")
 
 
-def test_addresses(send):
-    missing, wrong, nowhere, health = send(
-        ("GET", f"/plans/{'0' * 64}", {}),
-        ("GET", "/plan", {}),
-        ("GET", "/nope", {}),
-        ("GET", "/healthz", {}),
-    )
-    problem(missing, 404, "not-found")
+def test_addresses(server):
+    problem(server.get(f"/plans/{'0' * 64}"), 404, "not-found")
+    problem(server.get("/plans/nonsense"), 404, "not-found")
+    problem(server.get("/jobs/nonsense"), 404, "not-found")
+    problem(server.get("/nope"), 404, "not-found")
+    wrong = server.get("/plan")
     problem(wrong, 405, "method-not-allowed")
-    problem(nowhere, 404, "not-found")
-    assert health.json()["status"] == "ok"
+    assert wrong.headers["allow"] == "POST"
+    for address in ("/livez", "/readyz", "/healthz"):
+        assert server.get(address).json() == {"status": "ok"}
 
 
-def test_openapi_describes_the_request_with_an_example_that_works(send, ask):
-    (response,) = send(("GET", "/openapi.json", {}))
-    document = response.json()
+def test_a_long_solve_is_a_job_that_can_be_followed_and_cancelled(ask, server):
+    response = ask(slow("followed"), Prefer="wait=0")
+    assert response.status_code == 202, response.text
+    assert int(response.headers["retry-after"]) > 0
+    job = response.headers["location"]
+    while not server.get(job).json()["message"]:  # its process has begun
+        time.sleep(0.02)
+    again = ask(slow("followed"), Prefer="wait=0")
+    assert again.headers["location"] == job
+    busy = set(children(server.process.pid))
+    with server.stream("GET", f"{job}/events") as events:
+        lines = events.iter_lines()
+        assert next(lines).startswith("id: ")
+        assert next(lines) == "event: running"
+        assert json.loads(next(lines).removeprefix("data: "))["elapsed_seconds"] >= 0
+        assert server.delete(job).json()["state"] == "cancelled"
+        assert any(line == "event: cancelled" for line in lines)
+    assert server.get(job).json()["state"] == "cancelled"
+    assert busy - set(children(server.process.pid))  # its process is gone
+    assert server.get("/livez").status_code == 200
+
+
+def test_too_many_solves_are_refused(ask, server):
+    asked = [ask(slow(f"crowd {n}"), Prefer="wait=0") for n in range(5)]
+    try:
+        assert [r.status_code for r in asked] == [202, 202, 202, 202, 503]
+        problem(asked[-1], 503, "busy")
+        assert int(asked[-1].headers["retry-after"]) > 0
+    finally:
+        for response in asked[:-1]:
+            server.delete(response.headers["location"])
+
+
+def test_openapi_describes_the_request_with_an_example_that_works(server, ask):
+    document = server.get("/openapi.json").json()
     content = document["paths"]["/plan"]["post"]["requestBody"]["content"]["application/json"]
     assert content["example"] == EXAMPLE
-    assert {"PlanRequest", "Graph", "Op", "Plan"} <= set(document["components"]["schemas"])
+    schemas = document["components"]["schemas"]
+    assert {"PlanRequest", "Graph", "Op", "Plan", "Problem"} <= set(schemas)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            for status, answer in operation["responses"].items():
+                if int(status) >= 400:
+                    assert PROBLEM in answer["content"], (status, answer)
     plan = parse_plan(ask(content["example"]).content)
     assert plan.recomputed_ops > 0
+
+
+def test_a_port_in_use_ends_in_one_line(run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, out, err = run("serve", "--port", taken.getsockname()[1], "--store", "plans")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "cannot be listened on" in err
+
+
+def test_a_client_that_leaves_takes_its_solve_along_and_sigterm_all_of_them(tmp_path):
+    """Its process is gone; so are all at the end, whatever is being solved."""
+    content, json_type = json.dumps(slow("left")).encode(), {"Content-Type": "application/json"}
+    with serving(tmp_path, "--store", str(tmp_path / "plans"), "--solvers", "1") as client:
+        client.get(f"/plans/{'0' * 64}")
+        process = client.process.pid
+        readers = set(children(process))
+        address = client.base_url.host, client.base_url.port
+        head = f"POST /plan HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+        with socket.create_connection(address) as connection:
+            connection.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + content)
+            while not (solving := set(children(process)) - readers):
+                time.sleep(0.02)
+        while solving & set(children(process)):
+            time.sleep(0.02)
+        headers = json_type | {"Prefer": "wait=0"}
+        assert client.post("/plan", content=content, headers=headers).status_code == 202
+        workers = children(process)
+        assert len(workers) > len(readers)
+        client.process.send_signal(signal.SIGTERM)
+        client.process.wait(60)
+        with pytest.raises(httpx.HTTPError):
+            client.get("/livez")
+    assert not [number for number in workers if alive(number)]
+
+
+def alive(number):
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

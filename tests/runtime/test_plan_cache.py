@@ -1,12 +1,12 @@
 """A plan is made once on a machine, and made again when what was kept does not hold."""
 
 import contextlib
-import json
 import sqlite3
 
 import pytest
 
 from coop_plan.planner import find_faults
+from coop_plan.planner.cache.record import StoredRefusal, seal, unseal
 from coop_plan.runtime.capture import profile
 from coop_plan.runtime.capture.profile import OpProfile
 from tests.runtime.starts import start
@@ -17,6 +17,14 @@ def store(cache):
     connection = sqlite3.connect(cache / "step_plans.sqlite3")
     with contextlib.closing(connection), connection:
         yield connection
+
+
+def changed(cache, change):
+    """What is kept, changed by whoever can seal it; with None by somebody who cannot."""
+    with store(cache) as connection:
+        ((key, data),) = connection.execute("select key, record from answer")
+        made = data[:-1] if change is None else seal(change(unseal(data, key, b"")), key, b"")
+        connection.execute("update answer set record = ?", (made,))
 
 
 def test_the_second_start_reads_the_plan_that_the_first_made():
@@ -64,20 +72,26 @@ def test_other_costs_are_another_plan(monkeypatch):
     assert report.profiled_ops == 0
 
 
-@pytest.mark.parametrize("damage", ["not json", "no plan", "wrong plan", "wrong ids"])
+@pytest.mark.parametrize("damage", ["not sealed", "no plan", "wrong plan", "wrong ids"])
 def test_a_plan_that_does_not_hold_is_made_again(cache, damage):
     good, _ = start()
-    with store(cache) as connection:
-        ((text,),) = connection.execute("select record from plan")
-        record = json.loads(text)
+
+    def spoil(record):
+        plan = record.plan
         if damage == "no plan":
-            del record["plan"]
-        elif damage == "wrong plan":  # it would read what is gone
-            record["plan"]["steps"] = record["plan"]["steps"][1:]
-        elif damage == "wrong ids":
-            record["tensors"] = record["tensors"][1:]
-        text = damage if damage == "not json" else json.dumps(record)
-        connection.execute("update plan set record = ?", (text,))
+            return StoredRefusal(
+                method=plan.method,
+                budget_bytes=1,
+                min_feasible_bytes=2,
+                op=None,
+                working_set_bytes=0,
+                unused=[],
+            )
+        if damage == "wrong plan":  # it would read what is gone
+            return record.model_copy({"plan": plan.model_copy({"steps": plan.steps[1:]})})
+        return record.model_copy({"tensors": record.tensors[1:]})
+
+    changed(cache, None if damage == "not sealed" else spoil)
     report, _ = start()
     assert not report.plan_cached
     assert report.plan.steps == good.plan.steps
@@ -86,19 +100,22 @@ def test_a_plan_that_does_not_hold_is_made_again(cache, damage):
 
 def test_a_plan_within_more_than_was_asked_is_made_again(cache):
     start(10_000_000)
-    with store(cache) as connection:
-        connection.execute("update plan set record = replace(record, '10000000', '10000001')")
+    changed(
+        cache,
+        lambda record: record.model_copy(
+            {"plan": record.plan.model_copy({"budget_bytes": 10_000_001})}
+        ),
+    )
     assert not start(10_000_000)[0].plan_cached
 
 
 def test_a_bad_entry_is_deleted_even_if_no_other_plan_can_be_made(cache, monkeypatch):
     start()
-    with store(cache) as connection:
-        connection.execute("update plan set record = replace(record, '\"op\":1,', '\"op\":2,')")
+    changed(cache, lambda record: record.model_copy({"ops": record.ops[::-1]}))
     monkeypatch.setattr("coop_plan.runtime.cache.plans.keep", lambda *_: None)
     assert not start()[0].plan_cached
     with store(cache) as connection:
-        assert connection.execute("select count(*) from plan").fetchone() == (0,)
+        assert connection.execute("select count(*) from answer").fetchone() == (0,)
 
 
 def test_a_damaged_file_costs_a_line_and_is_replaced(cache, caplog):

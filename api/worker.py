@@ -1,0 +1,113 @@
+"""
+A process that works for the service: it parses, looks up, verifies, plans, and can be killed.
+
+`python -m coop_plan.api.worker FD`: settings come first, then one request after the other, each
+answered before the next is read. Whatever a request does to it, the server goes on.
+"""
+
+import ctypes
+import gc
+import os
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from coop_plan.api.answers import Answers, Limits, RefusedError, Reply
+from coop_plan.planner.cache.store import SqliteStore
+from coop_plan.schemas import InvalidInputError
+
+PR_SET_PDEATHSIG = 1
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What a worker is started with; `memory_bytes` of address space beyond what it starts with."""
+
+    store: str
+    secret: bytes
+    limits: Limits
+    memory_bytes: int
+    store_bytes: int = 1 << 30
+
+
+class Task(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request to a worker; its body follows, and a record where one was made for it."""
+
+    do: str
+    encoding: str = ""
+    key: str = ""
+    with_record: bool = False
+    another: bool = False
+    """Solve for costs that the kept plans were not made for."""
+
+
+def main(descriptor: int) -> None:
+    """Work until the server is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to act on
+    # A busy worker does not read, so it would not see that the server has died.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = Connection(descriptor)
+    settings = msgspec.msgpack.decode(connection.recv_bytes(), type=Settings)
+    limit = _address_space() + settings.memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    store = SqliteStore(
+        Path(settings.store), secret=settings.secret, max_bytes=settings.store_bytes
+    )
+    answers = Answers(store, settings.limits)
+    # Documents have no cycles: reference counts free them at once.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    connection.send_bytes(msgspec.json.encode(Reply()))
+    while True:
+        try:
+            task = msgspec.json.decode(connection.recv_bytes(), type=Task)
+            body = connection.recv_bytes()
+            record = connection.recv_bytes() if task.with_record else b""
+        except EOFError:
+            return
+        reply, data = _do(answers, task, body, record, connection)
+        reply.dropped, answers.dropped = answers.dropped + store.dropped, 0
+        store.dropped = 0
+        del body, record
+        connection.send_bytes(msgspec.json.encode(reply))
+        connection.send_bytes(data)
+
+
+def _do(
+    answers: Answers, task: Task, body: bytes, record: bytes, connection: Connection
+) -> tuple[Reply, bytes]:
+    def say(message: str, fraction: float | None) -> None:
+        news = Reply(detail=message, fraction=fraction, final=False)
+        connection.send_bytes(msgspec.json.encode(news))
+
+    try:
+        if task.do == "solve":
+            return answers.solve(body, task.encoding, task.another, say)
+        if task.do == "stored":
+            return answers.stored(task.key)
+        return answers.ask(body, task.encoding, record)
+    except RefusedError as refused:
+        return refused.reply, b""
+    except InvalidInputError as error:
+        members = {"pointer": error.pointer}
+        return Reply(problem="invalid-input", detail=error.message, members=members), b""
+    except MemoryError:
+        detail = "the request needs more memory than this server gives it"
+        return Reply(problem="too-much-memory", detail=detail), b""
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return Reply(problem="internal-error", detail=f"{type(error).__name__} in a worker"), b""
+
+
+def _address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,168 @@
+"""Jobs: one solve a question, a bounded queue, and a process that is gone when nobody waits."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from coop_plan.api.answers import Reply
+from coop_plan.api.jobs import Jobs
+from coop_plan.api.problems import ProblemError
+from coop_plan.api.workers import WorkerLostError
+
+
+class FakeWorker:
+    def __init__(self):
+        self.killed = threading.Event()
+
+    def kill(self):
+        self.killed.set()
+
+
+class FakePool:
+    """Calls that last until they are let go, or until their worker is killed."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.calls, self.workers = [], []
+
+    def call(self, task, body, record=b"", *, seconds, say, taken):
+        worker = FakeWorker()
+        self.calls.append((body, seconds))
+        self.workers.append(worker)
+        taken(worker)
+        say(Reply(detail="under way", fraction=0.5, final=False))
+        while not self.go.is_set():
+            if worker.killed.wait(0.01):
+                raise WorkerLostError(late=False)
+        if body == b"late":
+            raise WorkerLostError(late=True)
+        return Reply(found=True), b"record"
+
+    def close(self):
+        self.go.set()
+
+
+def asked(key, costs="", seconds=None):
+    return Reply(key=key, costs=costs, seconds=seconds)
+
+
+def run(scenario, **limits):
+    async def all_of_it():
+        pool = FakePool()
+        jobs = Jobs(pool, **({"solvers": 1, "queue": 1, "seconds": 7.0} | limits))
+        try:
+            await asyncio.wait_for(scenario(jobs, pool), 60)
+        finally:
+            await jobs.close()
+
+    asyncio.run(all_of_it())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_identical_questions_are_one_solve():
+    async def scenario(jobs, pool):
+        first = jobs.join(asked("a"), b"body", "")
+        assert all(jobs.join(asked("a"), b"body", "") is first for _ in range(99))
+        assert jobs.join(asked("a", costs="others"), b"body", "") is not first
+        pool.go.set()
+        await until(lambda: first.over)
+        assert (first.state, first.record) == ("done", b"record")
+        assert first.document()["plan"] == "/plans/a"
+        assert jobs.get(first.id) is first
+        assert jobs.join(asked("a"), b"body", "") is not first
+
+    run(scenario)
+
+
+def test_the_time_limit_of_a_question_is_that_of_its_process():
+    async def scenario(jobs, pool):
+        jobs.join(asked("a"), b"", "")
+        jobs.join(asked("b", seconds=2.0), b"late", "")
+        pool.go.set()
+        await until(lambda: len(pool.calls) == 2 and not jobs._running)
+        assert sorted(seconds for _, seconds in pool.calls) == [32.0, 37.0]
+
+    run(scenario)
+
+
+def test_a_solve_that_is_late_ends_with_its_time_limit():
+    async def scenario(jobs, pool):
+        job = jobs.join(asked("a"), b"late", "")
+        pool.go.set()
+        await until(lambda: job.over)
+        assert (job.state, job.problem.problem) == ("failed", "time-limit")
+
+    run(scenario)
+
+
+def test_a_full_queue_is_refused_and_says_when_to_come_back():
+    async def scenario(jobs, pool):
+        running = jobs.join(asked("a"), b"", "")
+        await until(lambda: running.state == "running")
+        jobs.join(asked("b"), b"", "")
+        with pytest.raises(ProblemError) as full:
+            jobs.join(asked("c"), b"", "")
+        assert full.value.name == "busy"
+        assert full.value.members["retry_after"] > 0
+        assert jobs.join(asked("b"), b"", "").state == "queued"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_job_is_cancelled_when_the_last_client_leaves(queued):
+    async def scenario(jobs, pool):
+        other = jobs.join(asked("other"), b"", "") if queued else None
+        if queued:
+            await until(lambda: other.state == "running")
+        job = jobs.join(asked("a"), b"", "")
+        assert jobs.join(asked("a"), b"", "") is job
+        if not queued:
+            await until(lambda: job.worker is not None)
+        jobs.leave(job)
+        assert not job.over
+        jobs.leave(job)
+        assert job.state == "cancelled"
+        await until(lambda: job.ended is not None)
+        assert len(pool.calls) == 1
+        assert pool.workers[0].killed.is_set() != queued
+
+    run(scenario)
+
+
+def test_a_job_whose_address_was_given_goes_on_until_it_is_cancelled():
+    async def scenario(jobs, pool):
+        job = jobs.join(asked("a"), b"", "")
+        await until(lambda: job.worker is not None)
+        job.wanted = True
+        jobs.leave(job)
+        assert not job.over
+        jobs.cancel(job)
+        await until(lambda: job.ended is not None)
+        assert pool.workers[0].killed.is_set()
+
+    run(scenario)
+
+
+def test_events_tell_every_change_and_resume():
+    async def scenario(jobs, pool):
+        job = jobs.join(asked("a"), b"", "")
+        seen = []
+        async for event in jobs.follow(job, -1):
+            seen.append(event)
+            if b"under way" in event:
+                pool.go.set()
+        assert b"event: done" in seen[-1]
+        numbers = [int(event.split(b"\n")[0][4:]) for event in seen]
+        assert numbers == sorted(set(numbers))
+        again = [event async for event in jobs.follow(job, numbers[-1])]
+        assert len(again) == 1
+        assert time.monotonic() > job.began
+
+    run(scenario)
