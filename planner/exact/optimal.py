@@ -118,6 +118,9 @@ class _OptimalSolve:
             placed = self._iterate(rounds)
         if rounds.infeasible:
             return
+        if self.program.links is not None:
+            self._go_on_with_transfers()
+            return
         if not placed:
             self._shrink(rounds)
         if rounds.cut_short:
@@ -126,6 +129,14 @@ class _OptimalSolve:
             self._iterate(rounds)
         if not self.finished() and self.program.n <= self.params.search.joint_ops:
             self._solve_jointly(capacity)
+
+    def _go_on_with_transfers(self) -> None:
+        """Leave the rest to coop-offline, which alone makes plans with transfers."""
+        if self.finished():
+            return
+        params, left = self.params.search, self.deadline - time.monotonic()
+        small = self.program.n <= params.joint_ops and self.incumbent.solution is not None
+        self._climb(min(1.0, params.joint_seconds / left) if small else 1.0, self.finished)
 
     def _solve_jointly(self, capacity: int) -> None:
         """Eviction and layout as one model."""

@@ -58,7 +58,8 @@ class SearchParams(Params):
     """Runs an op may have then, the first one included."""
 
     joint_seconds: Seconds = 2.0
-    """How long it may look for a better plan; for any plan at all, as long as there is time."""
+    """How long it may look for a better plan; for any plan at all, as long as there is time. With
+    transfers, which that model does not have, coop-offline goes on for so long instead."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ class Refinement:
     paths: PathCuts = field(init=False)
 
     def __post_init__(self) -> None:
-        self.gap = self.params.refinement.first_gap
+        linked = self.program.links is not None
+        self.gap = PROOF / 2 if linked else self.params.refinement.first_gap
         self.paths = PathCuts(self.params.path_cuts)
         if not self.points:
             self.points = initial_points(self.program, self.capacity, self._first_points())
@@ -102,7 +103,8 @@ class Refinement:
             easy = now + max(left * params.easy_share, params.easy_seconds)
             answer = self._attempt(model, min(self.deadline, easy))
             self.hard = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-            if self.hard and self._gives_way():
+            closer = self.program.links is not None and len(self.points) <= self.program.n
+            if (self.hard or closer) and self._gives_way():
                 return NOTHING
         if self.hard:
             bound = self.paths.strengthen(self.process.relax, model, now + left * shares.cuts)
