@@ -48,6 +48,7 @@ class Mutation:
 
 PLANS = "tests/planner/test_online_plans.py"
 RUN = "tests/planner/test_online_run.py"
+SCHEDULE = "tests/planner/core/test_schedule.py"
 
 MUTATIONS = (
     Mutation(  # Coop evicts as DTR does
@@ -91,6 +92,35 @@ MUTATIONS = (
         "peak = resident + arena + outside",
         "peak = resident + arena",
         ("tests/planner/test_verifier.py",),
+    ),
+    Mutation(  # two copies on the host lie on one another
+        "host-overlap",
+        "planner/verifier",
+        "if start < end and offset < stop:",
+        "if start < end and offset < stop - 1:",
+        ("tests/planner/test_verifier.py",),
+    ),
+    Mutation(  # a copy on the host ends when it was made
+        "host-lifetime",
+        "planner/core",
+        "upper[flying[t.moved[e]]] = e + 1",
+        "upper[flying[t.moved[e]]] = upper[flying[t.moved[e]]]",
+        (f"{SCHEDULE}::test_copies_on_the_host_share_addresses_once_they_are_read",),
+    ),
+    Mutation(  # a copy does not wait for the one before it
+        "engine-order",
+        "planner/core",
+        "begin = max(now_us, self.free_us)",
+        "begin = now_us",
+        (f"{SCHEDULE}::test_an_engine_takes_its_copies_in_order",),
+    ),
+    Mutation(  # nobody waits for copies
+        "wait-for-copies",
+        "runtime",
+        "over = self._link.wait(ticket)",
+        "over = None",
+        ("tests/runtime/test_swap.py::test_losses_and_parameters_equal_eager",),
+        compiled=True,
     ),
     Mutation(  # a random op that runs again draws other numbers
         "rng-replay",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from coop_plan import runtime
+from coop_plan.planner import plan
 from coop_plan.runtime import backend
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes
@@ -195,3 +196,18 @@ def test_an_engine_takes_its_copies_in_order_and_says_when():
     assert targets[0][:8].tolist() == list(range(1, 9))
     ext.settle(link)
     ext.close(link)
+
+
+def test_the_planners_own_transfers_run(monkeypatch):
+    """What coop-offline moves within a budget, where a link makes it worth while."""
+    monkeypatch.setattr(backend, "plan", plan)
+    model = CASES["dropout"][0]()
+    other, batch = copy.deepcopy(model), CASES["dropout"][1]()
+    losses = train(model, model, batch)
+    step = compiled(other, "60%", link="100GB/s")
+    assert_same(model, losses, other, train(other, step, batch))
+    (report,) = runtime.reports()
+    assert report.plan.swapped_bytes > 0
+    assert report.measured_peak_bytes <= report.budget_bytes + report.plan.host_arena_bytes
+    assert (report.measured_arena_bytes, report.outside_bytes) == (report.plan.arena_bytes, 0)
+    assert report.measured_host_arena_bytes == report.plan.host_arena_bytes

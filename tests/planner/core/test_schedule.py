@@ -173,6 +173,15 @@ def test_stalls_are_told_by_cause():
     assert made.cost_us == pytest.approx(3 + 2 + 4)
 
 
+def test_an_engine_takes_its_copies_in_order():
+    """Two of 2 µs each begin when op 0 is over: the second one ends at 1 + 2 + 2."""
+    problem = Problem.from_graph(siblings(device=Device(d2h_bytes_per_s=4e6, h2d_bytes_per_s=4e6)))
+    orders = [("run", 0), ("offload", 1), ("offload", 2), ("wait", 2), ("wait", 1)]
+    made = plan_of(Schedule.of_orders(problem, [*orders, ("run", 1), ("run", 2)]))
+    assert (made.offload_stall_us, made.cost_us) == (4.0, 7.0)
+    assert find_faults(problem.graph, made) == []
+
+
 def test_copies_on_the_host_share_addresses_once_they_are_read():
     """A copy lives from its offload to the last wait on it or on a prefetch from it."""
     problem = Problem.from_graph(
