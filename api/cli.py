@@ -34,7 +34,7 @@ from coop_plan.api.serve import serve
 
 if TYPE_CHECKING:
     from coop_plan.planner import PlanOptions, Progress
-    from coop_plan.schemas import Graph, InvalidInputError, Outputs
+    from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
 
 
 class DefaultGroup(click.Group):
@@ -150,7 +150,22 @@ def plan(
     elif as_json:
         click.echo(json.dumps(figures(made)))
     else:
-        print_plan(made, len(document.ops), _unmodelled(document, options))
+        print_plan(
+            made, len(document.ops), _unmodelled(document, options), _link(made, document, options)
+        )
+
+
+def _link(made: "Plan", graph: "Graph", options: "PlanOptions") -> str | None:
+    """Why a method that could use the link did not."""
+    from coop_plan.planner.core.problem import Problem
+    from coop_plan.planner.joint.worth import unworthy_link
+
+    if not options.info.transfers:
+        return None
+    problem = Problem.from_graph(
+        options.on(graph), options.alignment, options.outputs, options.host_budget
+    )
+    return unworthy_link(problem, made)
 
 
 def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:

@@ -92,8 +92,14 @@ def figures(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in plan.to_dict().items() if name != "steps"}
 
 
-def print_plan(plan: Plan, op_count: int, unmodelled: Sequence[str] = ()) -> None:
-    """A plan's figures as a short table on stdout; `unmodelled` is why there is no bound."""
+def print_plan(
+    plan: Plan, op_count: int, unmodelled: Sequence[str] = (), link: str | None = None
+) -> None:
+    """
+    A plan's figures as a short table on stdout.
+
+    `unmodelled` is why there is no bound, `link` why nothing is moved to the host.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -120,6 +126,8 @@ def print_plan(plan: Plan, op_count: int, unmodelled: Sequence[str] = ()) -> Non
             ),
             ("stalls", f"{back}, {away}"),
         ]
+    elif link is not None:
+        rows.insert(7, ("swapped", link))
     if plan.lower_bound_us is not None and plan.base_cost_us:
         bound = max(0.0, plan.lower_bound_us / plan.base_cost_us - 1)
         rows.insert(6, ("overhead at least", f"{bound:.2%}"))

@@ -123,6 +123,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "online; a filter says what goes, a director whether it is swapped or recomputed",
             "Tang et al., DELTA, arXiv 2203.15980, 2022; what is open, see planner.online.delta",
             _delta,
+            transfers=True,
             switches=DELTA_SWITCHES,
         ),
         MethodInfo(
@@ -130,6 +131,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "online; the stalest tensor goes to the host, nothing is recomputed",
             "after Rhu et al., vDNN, MICRO 2016, and Peng et al., Capuchin, ASPLOS 2020",
             _swap_only,
+            transfers=True,
             switches={name: DELTA_SWITCHES[name] for name in ("prefetch", "overlap")},
         ),
         MethodInfo(

@@ -21,13 +21,13 @@ class MoveParams(Params):
     mend_chance: Share = 0.3
     """Chance that a change that needs too much is mended although it may be accepted."""
 
-    recompute_chance: Share = 0.17
+    recompute_chance: Share = 0.12
     """Chance of a change to compute something again for an event that reads it."""
 
-    fetch_chance: Share = 0.25
+    fetch_chance: Share = 0.2
     """Chance of a change to fetch something for an event that reads it."""
 
-    convert_chance: Share = 0.1
+    convert_chance: Share = 0.2
     """Chance of a change to fetch what is computed again, or to compute again what is fetched."""
 
     move_chance: Share = 0.25
@@ -94,7 +94,7 @@ class JointParams(Params):
     cooling: Ratio = 2.0
     """The temperature falls with this power of what is left of the search."""
 
-    events: Size = 60_000_000
+    events: Size = 45_000_000
     """The search's length without a time limit, in events gone through, about."""
 
     steps_per_event: Size = 500

@@ -11,7 +11,7 @@ import numpy as np
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.compiled import inner, njit
 from coop_plan.planner.joint.measure import excess, makespan
-from coop_plan.planner.joint.moves import begin_trial, change, collect, retime
+from coop_plan.planner.joint.moves import begin_trial, change, collect
 from coop_plan.planner.joint.repair import repair
 from coop_plan.planner.joint.sequence import (
     AT_LEAVE,
@@ -76,17 +76,6 @@ def walk(
                 break
             if over == 0.0 or mended == j.numbers.repairs or not repair(a, j):
                 break
-
-
-@njit
-def timed_anew(a: Arrays, j: JointState, capacity: int, host: int) -> None:
-    """Time all copies of the sequence at hand anew, if that makes it no worse."""
-    begin_trial(j)
-    before = makespan(a, j, np.inf)
-    need = excess(a, j, capacity, host)
-    _accept(a, j)
-    if retime(a, j) and makespan(a, j, before) <= before and excess(a, j, capacity, host) <= need:
-        _accept(a, j)
 
 
 @inner
