@@ -30,6 +30,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsAOTOutput,
 )
 from torch._guards import CompileContext
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -294,14 +295,29 @@ def below_autograd_in_grad_mode() -> Iterator[None]:
 # Ranks.
 
 
-def group_ranks(group: Any) -> tuple[str, int]:
-    """The name and the first global rank of the process group that a functional collective names.
-
-    Assumed: its last argument is the group, or the name by which c10d knows it.
-    """
+def first_rank(group: str) -> int:
+    """The lowest global rank of the process group that c10d knows by a name."""
     c10d: Any = torch.distributed.distributed_c10d
-    found = c10d._resolve_process_group(group) if isinstance(group, str) else group
-    return str(found.group_name), min(torch.distributed.get_process_group_ranks(found))
+    return min(torch.distributed.get_process_group_ranks(c10d._resolve_process_group(group)))
+
+
+def is_object(value: object) -> bool:
+    """Whether a value of a traced graph stands for an object that is neither tensor nor number."""
+    return isinstance(value, FakeScriptObject)
+
+
+def real_object(value: Any) -> Any:
+    """What such a value stands for. Assumed: it is in `real_obj`."""
+    return value.real_obj
+
+
+def group_name(value: Any) -> str:
+    """The name of the process group that a value of a traced graph stands for.
+
+    Assumed: it is the name, the group, or a `FakeScriptObject` that stands for the group.
+    """
+    group = real_object(value) if is_object(value) else value
+    return str(getattr(group, "group_name", group))
 
 
 def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:

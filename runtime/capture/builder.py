@@ -19,6 +19,7 @@ from coop_plan.runtime.torch_internals import (
     OpOverload,
     argument_names,
     is_mutable,
+    is_object,
     is_primal,
     is_tangent,
     negative_view,
@@ -100,7 +101,7 @@ class GraphBuilder:
             there = value.device.type == self.device.type  # no bytes on the CPU count on CUDA
             size = _storage_bytes(value, node) if there else 0
             self.storages[node] = (self.add(node.name, size, kind),)
-        elif value is None or isinstance(value, (int, float, bool, str)):
+        elif value is None or isinstance(value, (int, float, bool, str)) or is_object(value):
             self.storages[node] = (None,)
         else:
             raise CaptureError(

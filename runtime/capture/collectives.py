@@ -23,6 +23,7 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
     OpOverload,
     argument_names,
+    group_name,
     tree_flatten,
     tree_map,
     wait_for_collective,
@@ -52,6 +53,9 @@ SCRATCH: dict[str, tuple[int, int]] = {
 GROUP_THREADS = 2
 """Of gloo. Each gives back what a collective took only some time after it is complete."""
 
+GROUP = "group_name"
+"""The argument of a collective that says between whom it is."""
+
 OPERATION = "coop_collective"
 """Attribute of a function in a graph: the collective that it runs and waits for."""
 
@@ -78,6 +82,7 @@ def complete_collectives(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
         elif name in SCRATCH:
+            _name_group(node, target)
             node.target = _completed(target)
         else:
             raise CaptureError(
@@ -91,13 +96,18 @@ def collective_of(target: object) -> OpOverload | None:
     return getattr(target, OPERATION, None)
 
 
-def group_of(node: fx.Node) -> Any:
-    """The process group, or its name, of the collective that a node runs; None if it runs none."""
+def group_of(node: fx.Node) -> str | None:
+    """The name of the process group of the collective that a node runs; None if it runs none."""
     op = collective_of(node.target)
-    if op is None:
-        return None
+    return None if op is None else str(node.kwargs[GROUP])
+
+
+def _name_group(node: fx.Node, op: OpOverload) -> None:
+    """Let a collective name its group, last of all, where DTensor passes it as an input."""
     given = dict(zip(argument_names(op), node.args, strict=False)) | node.kwargs
-    return given["group_name"]
+    group = given.pop(GROUP)
+    named = group.meta["val"] if isinstance(group, fx.Node) else group
+    node.args, node.kwargs = (), {**given, GROUP: group_name(named)}
 
 
 def modelled(op: OpOverload, args: Any, kwargs: Any, made: Any) -> OpProfile:

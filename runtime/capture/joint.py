@@ -25,8 +25,10 @@ from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
     InputMutationAOTOutput,
+    is_object,
     is_primal,
     is_tangent,
+    real_object,
     tree_flatten,
 )
 from coop_plan.schemas import Graph, parse_graph
@@ -86,6 +88,7 @@ def capture_joint(
     """
     began, measured = time.perf_counter(), measured_ops()
     complete_collectives(module)
+    _bind_objects(module)
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = list(output.args[0])
     device = _device_of_step(module)
@@ -144,6 +147,20 @@ def capture_joint(
     )
 
 
+def _bind_objects(module: fx.GraphModule) -> None:
+    """Let the step return meshes of DTensor as constants: no half hands one to the other."""
+    output = next(iter(reversed(module.graph.nodes)))
+    for i, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        if output not in node.users or not is_object(value):
+            continue
+        setattr(module, f"coop_object_{i}", real_object(value))
+        with module.graph.inserting_before(output):
+            constant = module.graph.create_node("get_attr", f"coop_object_{i}")
+        constant.meta["val"] = value
+        output.replace_input_with(node, constant)
+
+
 def _device_of_step(module: fx.GraphModule) -> torch.device:
     """The one device that a step runs on; scalars on the CPU are no other."""
     found: dict[torch.device, fx.Node] = {}
@@ -194,6 +211,8 @@ def _own_layout(
     end = next(iter(reversed(module.graph.nodes)))
     for i, gradient in enumerate(outputs[num_fwd_outputs:]):
         if not isinstance(gradient, fx.Node) or i not in builder.static_inputs:
+            continue
+        if is_object(gradient.meta["val"]):
             continue
         (t,) = builder.storages[gradient]
         parameter, value = primals[i].meta["val"], gradient.meta["val"]

@@ -20,7 +20,7 @@ import torch
 from coop_plan.planner.verifier import InvalidPlanError, verify
 from coop_plan.runtime.capture.collectives import group_of
 from coop_plan.runtime.capture.joint import Captured
-from coop_plan.runtime.torch_internals import default_store, group_ranks
+from coop_plan.runtime.torch_internals import default_store, first_rank
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint, parse_plan
 
 log = logging.getLogger("coop-plan")
@@ -50,9 +50,8 @@ def one_plan(captured: Captured, asked: str, make: Callable[[], tuple[Plan, bool
     group = next((found for found in map(group_of, captured.ops) if found is not None), None)
     if group is None:
         return Shared(captured.graph, *make())
-    name, first = group_ranks(group)
-    number = next(_planned[name])
-    key = f"coop-plan/{name}/{number}"
+    first = first_rank(group)
+    key = f"coop-plan/{group}/{next(_planned[group])}"
     structure = f"{fingerprint(captured.graph)} {asked}"
     if torch.distributed.get_rank() == first:
         try:

@@ -1,0 +1,135 @@
+"""Data, sharded and tensor parallel training: eager's numbers, every rank within its budget."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from coop_plan import runtime
+from tests.runtime.ranks import together
+
+HERE = "tests.runtime.test_distributed"
+OPTIONS = {"backend": "coop", "options": {"budget": "min"}}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.narrow(nn.functional.gelu(self.wide(x)))
+
+
+class Net(nn.Module):
+    """The loss of a few blocks; one layer is of no use."""
+
+    def __init__(self, unused):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.unused = nn.Linear(4, 4) if unused else None
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def train(model, called, rank):
+    torch.manual_seed(10 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = called(torch.randn(64, 32))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+    parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return losses + [p.detach().clone() for p in parameters]
+
+
+def as_it_is(model):
+    return model
+
+
+def compiled(model):
+    return torch.compile(model, **OPTIONS)
+
+
+def in_place(model):
+    model.compile(fullgraph=True, **OPTIONS)
+    return model
+
+
+def hooked(model, **options):
+    ddp = DistributedDataParallel(model, **options)
+    ddp.register_comm_hook(None, allreduce_hook)
+    return ddp
+
+
+def tensor_parallel(layout):
+    """The blocks' hidden size is split; with `Shard(0)` the batch is, between them."""
+
+    def wrap(model):
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for block in model.blocks:
+            plan = {
+                "wide": ColwiseParallel(input_layouts=layout),
+                "narrow": RowwiseParallel(output_layouts=layout),
+            }
+            parallelize_module(block, mesh, plan)
+        return model
+
+    return wrap
+
+
+def ddp(**options):
+    return lambda model: DistributedDataParallel(model, **options)
+
+
+def train_all(rank, count):
+    """(name, parallelism, compiled within it, compiled around it)."""
+    warnings.simplefilter("ignore")
+    unused = {"find_unused_parameters": True}
+    for name, wrap, inner, outer in [
+        ("DDP, static graph", ddp(static_graph=True), in_place, as_it_is),
+        ("DDP, static graph, compiled around", ddp(static_graph=True), as_it_is, compiled),
+        ("DDP, unused parameters", ddp(**unused), compiled, as_it_is),
+        ("DDP with a hook", lambda model: hooked(model, **unused), compiled, as_it_is),
+        ("FSDP2", fully_shard, as_it_is, in_place),
+        ("FSDP2, compiled within", fully_shard, in_place, as_it_is),
+        ("tensor parallel", tensor_parallel(Replicate()), as_it_is, compiled),
+        ("tensor parallel, rows sharded", tensor_parallel(Shard(0)), as_it_is, compiled),
+    ]:
+        has_unused = name in ("DDP, unused parameters", "DDP with a hook")
+        eager = wrap(Net(has_unused))
+        expected = train(eager, eager, rank)
+        model = wrap(inner(Net(has_unused)))
+        found = train(model, outer(model), rank)
+        assert all(map(torch.equal, found, expected)), name
+        reports = runtime.reports()
+        assert [report.steps_run for report in reports] == [3], name
+        assert all(report.plan.recomputed_ops > 0 for report in reports), name
+        assert all(report.outside_bytes == 0 for report in reports), name
+        over = [report.measured_peak_bytes - report.budget_bytes for report in reports]
+        assert max(over) <= 0, f"{name}: {over}"
+        runtime.clear_reports()
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_parallel_training_on_processes(tmp_path, count):
+    together(f"{HERE}:train_all", tmp_path / "run", count)
