@@ -11,6 +11,7 @@ from torch import fx
 
 from coop_plan.planner import plan, verify
 from coop_plan.planner.cache.store import planner_version
+from coop_plan.runtime import watch
 from coop_plan.runtime.cache import plans
 from coop_plan.runtime.capture.composites import as_eager
 from coop_plan.runtime.capture.joint import Captured, capture_joint
@@ -34,6 +35,7 @@ from coop_plan.runtime.torch_internals import (
     boxed,
     compile_call,
     prepare_dynamo,
+    takes_gradients,
     warn_of_version,
 )
 from coop_plan.schemas import Plan
@@ -95,11 +97,21 @@ def coop(
                     " fullgraph=True makes this an error",
                     lines.end,
                 )
+            return watch.counted(compiled)
+        if takes_gradients(gm):
+            log.warning(
+                "%s: torch.func takes gradients within the graph and leaves no backward to plan:"
+                " the graph runs as it is, not within the budget; loss.backward() is planned",
+                lines.begin,
+            )
         return compiled
 
     if is_symbolic(gm):
         return ByShape(gm, compile_static).run
     return compile_static(gm, example_inputs)
+
+
+watch.install(coop)
 
 
 class _Compilation:

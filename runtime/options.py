@@ -1,9 +1,11 @@
 """The options of `torch.compile(..., backend="coop", options={...})`."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from coop_plan.environment import VARIABLE
 from coop_plan.planner.options import OPTION_NAMES, PlanOptions
 from coop_plan.runtime.errors import OptionsError
 from coop_plan.schemas import InvalidInputError
@@ -52,6 +54,8 @@ class Options:
             OptionsError: no budget, an unknown name, or a value that cannot be used.
         """
         values = {"outputs": OUTPUTS} | dict(given or {})
+        if "budget" not in values and os.environ.get(VARIABLE):
+            values["budget"] = os.environ[VARIABLE]
         known = [*OPTION_NAMES, *OURS]
         for name in values:
             if name not in known:
@@ -59,7 +63,7 @@ class Options:
         if "budget" not in values:
             raise OptionsError(
                 'the coop backend needs a budget: options={"budget": "12GiB"} (or bytes, "50%",'
-                ' "min")'
+                f' "min"), or {VARIABLE} in the environment'
             )
         if values["outputs"] not in ("gradients", "outside"):
             raise OptionsError(

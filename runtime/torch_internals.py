@@ -15,6 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -122,6 +123,85 @@ def raise_recompile_limits(beyond: int) -> dict[str, int]:
     return raised
 
 
+def watch_calls(
+    backend: Callable[..., Any], asked: Callable[[], None], around: Callable[[Any], Any]
+) -> None:
+    """Call `asked()` when something is compiled with `backend`; surround each call by a context.
+
+    `around(call)` makes the context; `call` is what `compile_call` finds, to which attributes may
+    be given. Assumed: a `torch._TorchCompileWrapper` stands for the call; what it has in its
+    `__dict__` gets to `torch._dynamo.optimize`, which asks it for `backend_ctx_ctor`
+    (_dynamo/repro/after_dynamo.py:87, _dynamo/eval_frame.py:1772).
+    """
+    wrapper: Any = torch._TorchCompileWrapper
+    initialize = wrapper.__init__
+
+    def prepare(self: Any) -> None:
+        self.backend_ctx_ctor = partial(around, self)
+        _let_trace_pytorchs_own()
+        _pass_over_words_said_once()
+        asked()
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        initialize(self, *args, **kwargs)
+        if self.compiler_fn is backend:
+            prepare(self)
+
+    wrapper.__init__ = __init__
+    frame = _calling(initialize.__code__)
+    if frame is not None and frame.f_locals["backend"] == backend.__name__:  # it loads this
+        prepare(frame.f_locals["self"])
+
+
+_top_frame_before: bool | None = None
+"""What `wrap_top_frame` was before a module of PyTorch's own was compiled in place."""
+
+
+def _let_trace_pytorchs_own() -> None:
+    """Let Dynamo compile a `torch.nn.Sequential`, say, of which `compile` is being called.
+
+    It passes over frames in PyTorch's own files, and puts one of its own around everything but a
+    module's `_call_impl`, which that compiles (_dynamo/eval_frame.py:1047).
+    """
+    global _top_frame_before
+    end_in_place()
+    frame = _calling(torch.nn.Module.compile.__code__)
+    module = None if frame is None else frame.f_locals["self"]
+    if module is not None and torch._dynamo.trace_rules.check(type(module).forward):
+        _top_frame_before = torch._dynamo.config.wrap_top_frame
+        torch._dynamo.config.wrap_top_frame = True
+
+
+def _pass_over_words_said_once() -> None:
+    """Let Dynamo pass over what transformers logs once, or it would break the graph for it.
+
+    GPT-2 says so that its loss is the default one. Assumed: the methods are of `logging.Logger`.
+    """
+    for name in ("warning_once", "info_once", "warning_advice"):
+        method = getattr(logging.Logger, name, None)
+        if method is not None:
+            torch._dynamo.config.ignore_logging_functions.add(method)
+
+
+def end_in_place() -> None:
+    """What is compiled from now on is compiled as always; the first call asks for it."""
+    global _top_frame_before
+    if _top_frame_before is not None:
+        torch._dynamo.config.wrap_top_frame = _top_frame_before
+        _top_frame_before = None
+
+
+def recorded_nodes() -> int:
+    """How many nodes of autograd's graph this thread has made: a number that only rises."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def reasons_to_break() -> dict[str, int]:
+    """Why Dynamo broke graphs so far, and how often each."""
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
 def compile_call() -> object | None:
     """What stands for the `torch.compile` call that asks the backend; the options may be shared.
 
@@ -172,6 +252,15 @@ def source_name(node: fx.Node) -> str | None:
     """Where Dynamo found an input, as an expression of the user's frame."""
     source = getattr(node, "_dynamo_source", None)
     return None if source is None else str(source.name)
+
+
+def takes_gradients(gm: fx.GraphModule) -> bool:
+    """Whether `torch.func.grad` or one of its kind runs inside Dynamo's graph.
+
+    Assumed: such a stretch begins with a call of `_grad_increment_nesting`.
+    """
+    targets = (node.target for node in gm.graph.nodes if node.op == "call_function")
+    return any("grad_increment_nesting" in getattr(name, "__name__", "") for name in targets)
 
 
 def copy_dynamo_node(graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any]) -> fx.Node:

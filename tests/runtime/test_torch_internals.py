@@ -149,6 +149,51 @@ def test_the_call_that_compiles_is_found():
         assert internals.compile_call() is None
 
 
+def test_calls_of_what_a_backend_compiles_are_watched():
+    met = []
+
+    @contextlib.contextmanager
+    def around(call):
+        met.append(call)
+        yield
+
+    def backend(gm, _):
+        return gm.forward
+
+    kept = torch._TorchCompileWrapper.__init__
+    with assumed("a compile call's attributes get to torch._dynamo.optimize"):
+        try:
+            internals.watch_calls(backend, lambda: met.append("asked"), around)
+            twice = torch.compile(lambda x: x + x, backend=backend)
+            torch.compile(lambda x: x, backend="eager")(torch.ones(2))
+            for fullgraph in (False, True):
+                twice = torch.compile(lambda x: x + x, backend=backend, fullgraph=fullgraph)
+                before = internals.recorded_nodes()
+                twice(torch.ones(2, requires_grad=True))
+                assert internals.recorded_nodes() > before
+        finally:
+            torch._TorchCompileWrapper.__init__ = kept
+        asked, first, second = [i for i, m in enumerate(met) if m == "asked"], met[2], met[-1]
+        assert asked == [0, 1, 3]
+        assert first.compiler_fn is second.compiler_fn is backend
+
+
+def test_gradients_within_dynamos_graph_are_seen():
+    found = []
+
+    def backend(gm, _):
+        found.append(internals.takes_gradients(gm))
+        return gm.forward
+
+    def double(x):
+        return (x * x).sum()
+
+    with assumed("torch.func.grad begins with _grad_increment_nesting"):
+        torch.compile(torch.func.grad(double), backend=backend)(torch.ones(2))
+        torch.compile(double, backend=backend)(torch.ones(2))
+    assert found == [True, False]
+
+
 def test_compilations_are_numbered():
     with assumed("CompileContext numbers a frame's compilations from 0"):
         calls = [(torch.ones(n),) for n in (2, 3)]

@@ -1,0 +1,99 @@
+"""Calls of compiled functions in which nothing was planned are told of, never passed over.
+
+Dynamo may decide, without asking the backend, that a frame runs as it is: because of a graph break
+in a loop, or since nobody calls what was compiled.
+"""
+
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from coop_plan.runtime.torch_internals import (
+    end_in_place,
+    reasons_to_break,
+    recorded_nodes,
+    watch_calls,
+)
+
+log = logging.getLogger("coop-plan")
+
+SAID = "coop_said"
+"""Attribute of a `torch.compile` call of which was said that nothing was planned."""
+
+
+class _Counts:
+    """Of this process: functions compiled, calls of them, planned forwards in these."""
+
+    compiled = 0
+    calls = 0
+    planned = 0
+
+
+def counted(planned: Callable[..., Any]) -> Callable[..., Any]:
+    """A planned step whose calls are known of."""
+
+    def run(*args: Any) -> Any:
+        _Counts.planned += 1
+        return planned(*args)
+
+    return run
+
+
+def install(backend: Any) -> None:
+    """Watch the calls of all functions that are compiled with `backend` from now on."""
+    watch_calls(backend, _compiled, _Call)
+
+
+def _compiled() -> None:
+    """A function was compiled; if it is never called, the first optimizer step tells."""
+    _Counts.compiled += 1
+    if _Counts.compiled > 1:
+        return
+
+    def first_step(*_: Any) -> None:
+        handle.remove()
+        if not _Counts.calls:
+            log.warning(
+                "nothing was planned: %d function(s) compiled with this backend, and an optimizer"
+                " made its first step before one of them was called: compile what the loop calls"
+                " (Lightning calls training_step: coop_plan.runtime.doors.lightning)",
+                _Counts.compiled,
+            )
+
+    handle = register_optimizer_step_post_hook(first_step)
+
+
+class _Call:
+    """Surrounds one call of what `compiled`, a `torch.compile` call, made."""
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled
+
+    def __enter__(self) -> None:
+        end_in_place()
+        _Counts.calls += 1
+        self._planned, self._nodes = _Counts.planned, recorded_nodes()
+        self._known = {} if hasattr(self._compiled, SAID) else reasons_to_break()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if _Counts.planned != self._planned or recorded_nodes() == self._nodes:
+            return
+        if not torch.is_grad_enabled() or hasattr(self._compiled, SAID):
+            return
+        setattr(self._compiled, SAID, True)
+        reasons = [why for why in reasons_to_break() if why not in self._known]
+        why = next((line for line in "\n".join(reasons).splitlines() if line.strip()), "")
+        log.warning(
+            "nothing was planned: a compiled function ran as eager autograd, not within the"
+            " budget%s; fullgraph=True makes this an error that names the line",
+            f" ({why.strip()})" if why else "",
+        )

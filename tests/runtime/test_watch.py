@@ -1,0 +1,134 @@
+"""What is compiled and not planned is told of, in one line of the log."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from coop_plan import runtime
+
+ROOT = Path(__file__).parents[2]
+BUDGET = {"budget": "min"}
+
+
+def gradients(model, called, *args):
+    torch.manual_seed(1)
+    model.zero_grad()
+    made = called(*args)
+    (made[0] if isinstance(made, tuple) else made).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("make", "args"),
+    [
+        (lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), 1),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1),
+        (lambda: nn.MultiheadAttention(8, 2, batch_first=True), 3),
+    ],
+    ids=["Sequential", "TransformerEncoderLayer", "MultiheadAttention"],
+)
+def test_pytorchs_own_modules_are_planned_when_compiled_in_place(make, args, caplog):
+    before = torch._dynamo.config.wrap_top_frame
+    inputs = [torch.randn(4, 8, 8)] * args
+    torch.manual_seed(0)
+    model = make()
+    expected = gradients(model, model, *inputs)
+    model.compile(backend="coop", options=BUDGET)
+    assert all(map(torch.equal, gradients(model, model, *inputs), expected))
+    assert [report.steps_run for report in runtime.reports()] == [1]
+    assert "nothing was planned" not in caplog.text
+    assert torch._dynamo.config.wrap_top_frame == before
+
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x):
+        mask = torch.arange(16) < 4
+        h = x
+        for layer in self.layers:
+            h = layer(h).tanh().clone()
+            h[mask] = layer(x[:4])
+        return h
+
+
+class Breaking(Rows):
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+            torch._dynamo.graph_break()
+        return x
+
+
+class Hooked(Rows):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].register_full_backward_hook(lambda *_: None)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Averaging(Hooked):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.BatchNorm1d(8, momentum=None)])
+
+
+@pytest.mark.parametrize("make", [Rows, Breaking, Hooked, Averaging])
+def test_a_call_in_which_nothing_is_planned_says_so_once(make, caplog):
+    x = torch.randn(16, 8, requires_grad=True)
+    torch.manual_seed(0)
+    model = make()
+    expected = gradients(model, model, x)
+    called = torch.compile(model, backend="coop", options=BUDGET)
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(model, called, x), expected))
+    planned = sum(report.steps_run for report in runtime.reports())
+    assert planned or caplog.text.count("nothing was planned") == 1
+
+
+def test_gradients_within_the_graph_are_told_of(caplog):
+    def loss(w, x):
+        return (x @ w).tanh().square().mean()
+
+    step = torch.compile(torch.func.grad(loss), backend="coop", options={"budget": 1000})
+    step(torch.randn(8, 8), torch.randn(16, 8))
+    assert caplog.text.count("torch.func takes gradients within the graph") == 1
+
+
+def test_evaluation_is_nothing_to_tell_of(caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    called = torch.compile(model, backend="coop", options=BUDGET)
+    with torch.no_grad():
+        called(torch.randn(4, 8))
+    model.requires_grad_(False)
+    called(torch.randn(4, 8))
+    assert not [record for record in caplog.records if record.name == "coop-plan"]
+
+
+NEVER = """
+import torch
+model = torch.nn.Linear(4, 4)
+model.compile(backend="coop", options={"budget": "min"})
+model.forward(torch.randn(2, 4)).sum().backward()
+optimizer = torch.optim.SGD(model.parameters())
+optimizer.step()
+optimizer.step()
+"""
+
+
+def test_what_is_never_called_is_told_of_at_the_first_step():
+    """As with LightningModule.compile(): its Trainer calls training_step."""
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stderr.count("before one of them was called") == 1
