@@ -225,6 +225,16 @@ def compilation() -> tuple[int | None, int | None]:
     return (None, None) if found is None else (found.frame_id, found.frame_compile_id)
 
 
+def compiled_call(module: torch.nn.Module) -> Any:
+    """What `module.compile()` put in the place of a module's call, or None."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
+    """Put back what `compiled_call` found."""
+    module._compiled_call_impl = call
+
+
 def reset_dynamo() -> None:
     """Forget all compiled code."""
     torch._dynamo.reset()

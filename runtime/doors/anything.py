@@ -65,8 +65,10 @@ def plan_what_trains(budget: str) -> None:
 
 
 def _compile(module: nn.Module, budget: str) -> None:
+    from coop_plan.runtime.torch_internals import compiled_call  # loads Dynamo
+
     module.__dict__[ASKED] = True
-    if module._compiled_call_impl is not None:
+    if compiled_call(module) is not None:
         return
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return

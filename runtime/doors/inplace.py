@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from coop_plan.runtime.options import Options
+from coop_plan.runtime.torch_internals import compiled_call, set_compiled_call
 
 
 def coop(budget: int | str | None, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,11 +27,11 @@ def compile_module(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[
 
     The module stays what it is: its class, its parameters and their names.
     """
-    kept = module._compiled_call_impl
+    kept = compiled_call(module)
     module.compile(**arguments)
 
     def undo() -> None:
-        module._compiled_call_impl = kept
+        set_compiled_call(module, kept)
 
     return undo
 

@@ -178,6 +178,15 @@ def test_calls_of_what_a_backend_compiles_are_watched():
         assert first.compiler_fn is second.compiler_fn is backend
 
 
+def test_a_compiled_call_can_be_put_back():
+    module = nn.Linear(2, 2)
+    assert internals.compiled_call(module) is None
+    module.compile(backend="eager")
+    assert internals.compiled_call(module) is not None
+    internals.set_compiled_call(module, None)
+    assert internals.compiled_call(module) is None
+
+
 def test_gradients_within_dynamos_graph_are_seen():
     found = []
 
