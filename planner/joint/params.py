@@ -97,7 +97,7 @@ class JointParams(Params):
     events: Size = 45_000_000
     """The search's length without a time limit, in events gone through, about."""
 
-    steps_per_event: Size = 500
+    steps_per_event: Size = 1500
     """The same as steps, at most, as a factor on the events of a sequence."""
 
     hurried: Count = 10
