@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.planner import plan, verify
+from coop_plan.planner import InfeasibleBudgetError, plan, verify
 from coop_plan.planner.cache.store import planner_version
 from coop_plan.runtime import watch
 from coop_plan.runtime.cache import plans
@@ -33,12 +33,13 @@ from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals import (
     aot_autograd,
     boxed,
+    called_from_compiled,
     compile_call,
     prepare_dynamo,
     takes_gradients,
     warn_of_version,
 )
-from coop_plan.schemas import Plan
+from coop_plan.schemas import Graph, Plan
 
 log = logging.getLogger("coop-plan")
 
@@ -67,7 +68,7 @@ def coop(
     """
     wanted = Options.parse(options)
     first, function = first_shapes(compile_call() or options), function_of(gm)
-    pools = pools_of(repr(wanted))  # held by the steps
+    pools = pools_of(wanted)  # held by the steps
     lines = lines_of(gm)
     keep_recompiling(lines.begin)
 
@@ -162,7 +163,7 @@ def plan_captured(
         found = plans.find(key, captured.graph, options)
         if found is not None:
             return found, True
-        made = plan(captured.graph, options.plan)
+        made = _plan(captured.graph, options, lines)
         verify(captured.graph, made)
         plans.keep(key, captured.graph, made)
         return made, False
@@ -188,6 +189,20 @@ def plan_captured(
     step = PlannedStep(captured, made, report, pools, lines, call)
     add(report)
     return step
+
+
+def _plan(graph: Graph, options: Options, lines: Lines) -> Plan:
+    """The plan of a graph; of a part of a function, the smallest if its share cannot be met.
+
+    A share is of the peak of an iteration, which is not known before it has run.
+    """
+    try:
+        return plan(graph, options.plan)
+    except InfeasibleBudgetError:
+        part = lines.breaks or called_from_compiled()
+        if options.plan.budget.kind != "share" or not part:
+            raise
+        return plan(graph, options.plan.model_copy(update={"budget_": "min"}))
 
 
 def _as_it_is(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

@@ -86,6 +86,12 @@ def clear_reports() -> None:
     _reports.clear()
 
 
+def drop(report: StepReport) -> None:
+    """Forget a record that another takes the place of."""
+    if report in _reports:
+        _reports.remove(report)
+
+
 def add(report: StepReport) -> None:
     """Add a record."""
     _reports.append(report)

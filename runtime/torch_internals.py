@@ -235,6 +235,21 @@ def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
     module._compiled_call_impl = call
 
 
+def called_from_compiled() -> bool:
+    """Whether what is compiled now is called by a function that Dynamo has split at a graph break.
+
+    Assumed: its code calls what it compiled, and the rest of itself, by names that begin so.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if any(
+            name.startswith(("__compiled_fn_", "__resume_at_")) for name in frame.f_code.co_names
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def reset_dynamo() -> None:
     """Forget all compiled code."""
     torch._dynamo.reset()

@@ -41,7 +41,7 @@ class Code:
         self.uncapturable = [
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
-        self.kept = _kept(plan)
+        self.kept = kept_by(plan)
         transfers = Transfers(plan)
         arriving = [transfers.all[i] for i in transfers.arrivals()]
         self.arena = Arena(
@@ -95,7 +95,8 @@ class Code:
         return code
 
 
-def _kept(plan: Plan) -> Sequence[tuple[int, int]]:
+def kept_by(plan: Plan) -> Sequence[tuple[int, int]]:
+    """Where outputs lie in the arena when a plan is over: (begin, end), ascending, bytes."""
     there: dict[int, tuple[int, int]] = {}
     for step in plan.steps:
         if isinstance(step, Compute):

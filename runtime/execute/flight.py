@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from coop_plan.runtime.device.arena import Arena, Memory, Run
+from coop_plan.runtime.device.arena import Arena, Counters, Memory, Run
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.copies import Copies
 from coop_plan.runtime.execute.generators import Generator
@@ -40,8 +40,25 @@ class Runnable(Protocol):
         """What carries out the transfers of one flight, if there are any."""
 
 
+class Course(Protocol):
+    """What the flight is part of (runtime.execute.course)."""
+
+    def backward(self, flight: "Flight") -> None:
+        """Its backward begins."""
+
+    def given(self, flight: "Flight", tangents: Sequence[Any], made: Sequence[Any]) -> None:
+        """Its backward took and made these."""
+
+    def measured(self, flight: "Flight", counters: Counters) -> None:
+        """It is over."""
+
+
 class Home(Protocol):
     """Where a flight gets memory (runtime.execute.pool)."""
+
+    @property
+    def course(self) -> Course:
+        """Of what shares the memory."""
 
     def admit(self, flight: "Flight") -> None:
         """Set the flight's memory."""
@@ -63,11 +80,9 @@ class Flight:
         self, name: str, code: Runnable, home: Home, room: int, generators: Sequence[Generator]
     ) -> None:
         self.name = name
-        self.code = code
         self.home = home
-        self.room = room
-        self.run = Run(code.arena)
-        self.copies = code.copies()
+        self.run_as(code, room)
+        self._alone = code, room
         self.inputs: Sequence[Any] = ()
         self.saved: Sequence[Any] | None = None
         self.memory: Memory | None = None
@@ -79,6 +94,11 @@ class Flight:
         self._present: tuple[Generator, Any] | None = None
         self._versions: Sequence[int] = ()
         self._saved_versions: Sequence[int] = ()
+
+    def run_as(self, code: Runnable, room: int) -> None:
+        """Let both halves be of this code."""
+        self.code, self.room, self.run = code, room, Run(code.arena)
+        self.copies = code.copies()
 
     def ticket(self) -> torch.Tensor:
         """What stands for the flight until it is dropped: a scalar on the CPU, its number."""
@@ -111,7 +131,8 @@ class Flight:
     def give_up(self, taken_by: str) -> None:
         """Leave the memory to another."""
         self.saved, self.memory = None, None
-        self.why_again = f"'{taken_by}' needed its memory"
+        self.run_as(*self._alone)
+        self.why_again = f"{taken_by} needed its memory"
 
     def check(self, saved: Sequence[Any]) -> None:
         """See that nothing was overwritten that the backward needs.

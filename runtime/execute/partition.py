@@ -58,6 +58,11 @@ def inputs_of(captured: Captured) -> list[fx.Node]:
     return [*filter(is_primal, nodes), *(node for node in nodes if SNAPSHOT in node.meta)]
 
 
+def tangents_of(captured: Captured) -> list[fx.Node]:
+    """The gradients of its outputs that a step is given."""
+    return list(filter(is_tangent, captured.module.graph.nodes))
+
+
 def copied(captured: Captured) -> list[int]:
     """The primals that are copied when a step begins, by position, in the order of the copies."""
     inputs = inputs_of(captured)
@@ -75,7 +80,7 @@ def split(captured: Captured, plan: Plan) -> Halves:
         forward.place(node)
     emitter.emit(forward, range(border))
     backward = _Half(captured, forward)
-    for node in filter(is_tangent, captured.module.graph.nodes):
+    for node in tangents_of(captured):
         backward.place(node)
     emitter.emit(backward, range(border, len(plan.steps)))
 
@@ -139,7 +144,7 @@ def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
     PyTorch 2.13).
     """
     primals = list(filter(is_primal, captured.module.graph.nodes))
-    tangents = list(filter(is_tangent, captured.module.graph.nodes))
+    tangents = tangents_of(captured)
     output = next(iter(reversed(captured.module.graph.nodes)))
     descs = output.meta.get("desc", [None] * len(captured.output_args))
     cut = captured.num_fwd_outputs

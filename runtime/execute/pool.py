@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
+from coop_plan.runtime.execute.course import Course
 from coop_plan.runtime.execute.flight import Flight, in_flight
+from coop_plan.runtime.execute.regions import Call
 from coop_plan.runtime.locks import fork_safe_lock
+from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals import inside_backward
 
 _lock = fork_safe_lock()
@@ -20,8 +23,23 @@ class Pool:
     memory: backwards come in the opposite order, so theirs is needed last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options) -> None:
+        self.course = Course(options)
         self._memories: list[Memory] = []
+        self._of_all: Memory | None = None
+
+    def begin(self, flight: Flight, step: object, call: Call) -> bool:
+        """Give a new flight memory, and code; whether counters begin anew with it."""
+        code = self.course.forward(flight, step, call)
+        if code is None or self.course.regions is None:
+            self.admit(flight)
+            return True
+        flight.run_as(code, self.course.regions.room)
+        if self.course.first:
+            self.admit(flight)
+            self._of_all = flight.memory
+        flight.memory = self._of_all
+        return self.course.first
 
     def admit(self, flight: Flight) -> None:
         """Give memory to a flight, for its next half."""
@@ -36,14 +54,15 @@ class Pool:
         ours = {id(memory) for memory in self._memories}
         users = [f for f in in_flight() if f is not flight and id(f.memory) in ours]
         waiting = [f for f in users if f.saved is not None]
+        sizes = {id(f.memory): f.memory.bytes for f in users if f.memory is not None}
         limit = max(most, *(f.room for f in users), 0)
-        taken = sum(f.memory.bytes for f in users if f.memory is not None)
-        while waiting and taken + size > limit:
-            oldest = waiting.pop(0)
-            assert oldest.memory is not None
-            taken -= oldest.memory.bytes
-            oldest.give_up(flight.name)
-        busy = {id(f.memory) for f in users}
+        while waiting and sum(sizes.values()) + size > limit:
+            given = waiting[0].memory
+            for other in [f for f in waiting if f.memory is given]:
+                waiting.remove(other)
+                other.give_up(f"'{flight.name}'")
+            sizes.pop(id(given))
+        taken, busy = sum(sizes.values()), sizes.keys()
         idle = [
             memory
             for memory in self._memories
@@ -74,7 +93,8 @@ class Pools:
     What runs in the backward on a thread of autograd's own belongs to the pool that was last used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._here = threading.local()
         self._last: Pool | None = None
 
@@ -84,7 +104,7 @@ class Pools:
         if found is None and self._last is not None and inside_backward():
             found = self._last
         if found is None:
-            found = self._here.pool = Pool()
+            found = self._here.pool = Pool(self._options)
         self._last = found
         return found
 
@@ -92,10 +112,10 @@ class Pools:
 _pools: "weakref.WeakValueDictionary[str, Pools]" = weakref.WeakValueDictionary()
 
 
-def pools_of(options: str) -> Pools:
+def pools_of(options: Options) -> Pools:
     """The pools for steps of these options, which last as long as one of the steps."""
     with _lock:
-        found = _pools.get(options)
+        found = _pools.get(repr(options))
         if found is None:
-            found = _pools[options] = Pools()
+            found = _pools[repr(options)] = Pools(options)
         return found

@@ -17,6 +17,7 @@ from coop_plan.runtime.execute.flight import Flight, flight_of
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
 from coop_plan.runtime.execute.pool import Pools, claim
+from coop_plan.runtime.execute.regions import Call
 from coop_plan.runtime.lines import Lines
 from coop_plan.runtime.reports import StepReport
 from coop_plan.runtime.torch_internals import boxed
@@ -44,6 +45,7 @@ class PlannedStep:
         self.report = report
         self.lines = lines
         self._pools = pools
+        self._captured = captured
         self._call = call  # lives as long as one of its steps
         self._room = plan.budget_bytes - plan.resident_bytes
         self._outputs = captured.num_fwd_outputs
@@ -65,19 +67,19 @@ class PlannedStep:
                 cuda.refuse_capture_of(self._code.uncapturable)
                 if (times := self._clock.read()) is not None:
                     self._take_times(*times, self._clock.stall_us)
-            flight = Flight(
-                self.report.name, self._code, self._pools.here(), self._room, self._generators
-            )
-            flight.home.admit(flight)
+            pool = self._pools.here()
+            flight = Flight(self.report.name, self._code, pool, self._room, self._generators)
+            fresh = pool.begin(flight, self, Call(self._captured, self._clock))
             if flight.copies is not None:
                 flight.copies.begin(flight.memory)
             ticket = flight.ticket()
-            with self._running(flight, fresh=True):
+            with self._running(flight, fresh=fresh):
                 inputs += [inputs[i].clone() for i in self._copied]
                 flight.hold(inputs, self._parameters)
-                made = self._code.forward(flight, *inputs)
+                made = flight.code.forward(flight, *inputs)
             outputs = made[: self._outputs]
             flight.keep(made[self._outputs :], outputs)
+            pool.course.received(flight, outputs)
             return (*outputs, ticket)
 
         return boxed(forward)
@@ -89,6 +91,7 @@ class PlannedStep:
             ticket, *tangents = args
             args.clear()
             flight = flight_of(ticket)
+            flight.home.course.backward(flight)
             saved = claim(flight)
             if saved is None:
                 saved = self._forward_again(flight)
@@ -98,7 +101,12 @@ class PlannedStep:
             flight.land()
             if self._clock is not None:
                 self._clock.end()
-            self._measure(flight.run.counters(), flight.copies)
+            if flight.code is self._code:
+                flight.home.course.given(flight, tangents, result)
+                self._measure(flight.run.counters(), flight.copies)
+            else:
+                self.report.steps_run += 1
+                flight.home.course.measured(flight, flight.run.counters())
             return result
 
         return boxed(backward)
@@ -117,7 +125,9 @@ class PlannedStep:
                 flight.copies.begin(flight.memory)
             with self._running(flight, fresh=False), torch.no_grad():
                 made = flight.code.forward(flight, *flight.inputs)
-        saved: Sequence[Any] = made[self._outputs :]
+        flight.keep(made[self._outputs :], made[: self._outputs])
+        saved = claim(flight)
+        assert saved is not None
         return saved
 
     @contextmanager

@@ -194,13 +194,14 @@ def test_layers_compiled_one_by_one():
     both(loop, lambda: nn.Sequential(*(Block() for _ in range(4))))
 
 
-def test_graph_breaks_in_a_loop_over_layers():
+def test_graph_breaks():
     class Broken(Unshared):
         def forward(self, x):
             x = F.gelu(self.first(x))
-            for i, norm in enumerate(self.norms):
-                torch._dynamo.graph_break()
-                x = F.dropout(norm(self.layers[i](x)), 0.2, self.training) + x
+            torch._dynamo.graph_break()
+            x = F.dropout(self.norms[0](self.layers[0](x)), 0.2, self.training) + x
+            torch._dynamo.graph_break()
+            x = F.dropout(self.norms[1](self.layers[1](x)), 0.2, self.training) + x
             return self.head(x)
 
     def loop(model, step):

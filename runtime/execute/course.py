@@ -1,0 +1,208 @@
+"""The course of one iteration: which steps are called, and in which order their halves run.
+
+An iteration lasts from a forward that finds nothing waiting to the next such forward. The first of
+its kind is recorded; those that follow run by the plan of the whole (`runtime.execute.regions`), as
+long as they keep to its order.
+"""
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from coop_plan.runtime.device.arena import Counters, Run
+from coop_plan.runtime.execute.code import Code
+from coop_plan.runtime.execute.flight import Flight
+from coop_plan.runtime.execute.regions import Call, Event, Regions, plan_regions
+from coop_plan.runtime.options import Options
+from coop_plan.runtime.reports import drop
+from coop_plan.runtime.torch_internals import has_no_memory
+
+log = logging.getLogger("coop-plan")
+
+Order = tuple[tuple[object, ...], tuple[Event, ...]]
+"""The steps of an iteration, by call, and its events."""
+
+MOST_CALLS = 1_000
+"""In one iteration: beyond, each call has a plan of its own."""
+
+MOST_ORDERS = 16
+"""That are planned for one thread: beyond, iterations differ too often for plans to pay."""
+
+MOST_TRIES = 4
+"""How often an order is planned anew since it took more than was planned."""
+
+
+class Course:
+    """What one thread has in flight under some options, as a sequence of iterations."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._flights: list[weakref.ref[Flight]] = []
+        self._steps: list[object] = []
+        self._calls: list[Call] = []
+        self._events: list[Event] = []
+        self._numbers: weakref.WeakKeyDictionary[Flight, int] = weakref.WeakKeyDictionary()
+        self._order: Order | None = None
+        self._known: dict[Order, Regions | None] = {}
+        self._recorded: dict[Order, list[Call]] = {}
+        self._tries: dict[Order, int] = {}
+        self._plans: Regions | None = None
+        self._left = False
+        self._tally: list[Counters] = []
+        self._run: Run | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether the forward that begins is the first of its iteration."""
+        return len(self._calls) == 1
+
+    @property
+    def regions(self) -> Regions | None:
+        """By which this iteration runs, if it does."""
+        return self._plans
+
+    def forward(self, flight: Flight, step: object, call: Call) -> Code | None:
+        """A forward begins: its code, if the iteration runs by a plan of the whole."""
+        waiting = any(f is not None and f.saved is not None for f in self._present())
+        if not waiting or len(self._calls) == MOST_CALLS:
+            self._begin_with(step)
+        number = len(self._calls)
+        self._numbers[flight] = number
+        self._flights.append(weakref.ref(flight))
+        self._steps.append(step)
+        self._calls.append(call)
+        return self._next(number, False)
+
+    def backward(self, flight: Flight) -> None:
+        """A backward begins."""
+        number = self._numbers.get(flight)
+        if number is None:
+            self._leave("the backward of an earlier iteration came")
+        else:
+            self._next(number, True)
+
+    def measured(self, flight: Flight, counters: Counters) -> None:
+        """Add what was measured in a call that ran by the plan of the whole."""
+        if self._plans is None:
+            return
+        if self._numbers.get(flight) == 0:
+            self._run = flight.run
+        self._tally.append(counters)
+        if len(self._tally) == len(self._plans.codes) and self._run is not None:
+            report = self._plans.report
+            report.measured_arena_bytes = max(c.high_water_bytes for c in self._tally)
+            peak = self._run.counters().process_bytes
+            report.measured_peak_bytes = report.resident_bytes + peak
+            report.outside_bytes = sum(c.outside_bytes for c in self._tally)
+            report.steps_run += 1
+            first = sum(c.first_us for c in self._tally)
+            again = sum(c.again_us for c in self._tally)
+            report.last_step_us = first + again
+            report.measured_overhead = again / first if first else None
+            self._run = None
+
+    def given(self, flight: Flight, tangents: Sequence[Any], made: Sequence[Any]) -> None:
+        """Note what a recorded call was given, and what its backward made."""
+        number = self._numbers.get(flight)
+        if number is not None and len(self._calls) > 1:
+            call = self._calls[number]
+            call.inputs, call.tangents = addresses(flight.inputs), addresses(tangents)
+            call.made += addresses(made)
+
+    def received(self, flight: Flight, made: Sequence[Any]) -> None:
+        """Note what the forward of a recorded call made."""
+        if self._plans is None:
+            self._calls[self._numbers[flight]].made += addresses(made)
+
+    def _present(self) -> list[Flight | None]:
+        return [ref() for ref in self._flights]
+
+    def _next(self, number: int, backward: bool) -> Code | None:
+        at = len(self._events)
+        if at <= 2 * MOST_CALLS:  # one more than an order can have
+            self._events.append((number, backward))
+        if self._plans is None or self._order is None:
+            return None
+        steps, events = self._order
+        if at < len(events) and events[at] == (number, backward):
+            if backward:
+                return None
+            if steps[number] is self._steps[number]:
+                return self._plans.codes[number]
+        self._leave("another order of forwards and backwards")
+        return None
+
+    def _leave(self, why: str) -> None:
+        """Run the rest of the iteration by plans of single calls, within the same budget."""
+        if self._plans is None:
+            return
+        log.info("%s: its %d graphs are planned one by one", why, len(self._plans.codes))
+        for flight in self._present():
+            if flight is not None and flight.saved is not None:
+                flight.give_up("another order of the iteration")
+        self._plans, self._order, self._left = None, None, True
+
+    def _begin_with(self, step: object) -> None:
+        """Begin an iteration: by the last one's plan if its first step is this one."""
+        recorded, left = len(self._calls) > 1, self._left
+        try:
+            order = self._end()
+        finally:
+            self._flights, self._steps, self._calls, self._events = [], [], [], []
+            self._tally, self._left, self._order, self._plans = [], False, None, None
+            self._numbers = weakref.WeakKeyDictionary()
+        orders = [o for o in self._known if o[0][0] is step and self._known[o] is not None]
+        if order not in orders and orders and not left and not recorded:
+            order = orders[-1]  # a single call came between, an evaluation perhaps
+        if order in orders:
+            self._order, self._plans = order, self._known[order]
+
+    def _end(self) -> Order | None:
+        """The order of the iteration that is over, if it can run by a plan of the whole."""
+        if self._plans is not None and self._order is not None:
+            if len(self._tally) == len(self._plans.codes):
+                self._plan_again(self._order, self._plans)
+            return self._order
+        calls = len(self._calls)
+        complete = len(self._events) == 2 * calls == 2 * len({e for e in self._events if e[1]})
+        complete = complete and all(call.inputs for call in self._calls)
+        if self._left or not 1 < calls <= MOST_CALLS or not complete:
+            return None
+        order = tuple(self._steps), tuple(self._events)
+        if order not in self._known and len(self._known) < MOST_ORDERS:
+            self._recorded[order] = self._calls
+            self._known[order] = plan_regions(self._calls, self._events, 0, self._options)
+        return order
+
+    def _plan_again(self, order: Order, plans: Regions) -> None:
+        """Plan what the iteration took beyond its plan from now on."""
+        report, tries = plans.report, self._tries.get(order, 0)
+        beyond = report.measured_peak_bytes - report.budget_bytes
+        if beyond <= 0 or tries > MOST_TRIES:
+            return
+        self._tries[order] = tries + 1
+        if tries == MOST_TRIES:
+            log.warning(
+                "%d graphs of one iteration and what runs between them take %d bytes more than"
+                " their budget of %d",
+                *(len(plans.codes), beyond, report.budget_bytes),
+            )
+            return
+        between = plans.between + beyond
+        again = plan_regions(self._recorded[order], order[1], between, self._options)
+        if again is not None:
+            drop(report)
+            self._known[order] = again
+
+
+def addresses(values: Sequence[Any]) -> list[int | None]:
+    """Where the storage of each tensor begins; None for what has no memory."""
+    return [
+        value.untyped_storage().data_ptr() or None
+        if isinstance(value, torch.Tensor) and not has_no_memory(value)
+        else None
+        for value in values
+    ]

@@ -1,0 +1,231 @@
+"""The steps of one iteration as one: planned together, within one budget, in one arena.
+
+An iteration of several graphs is known once it has run: which steps were called, and in which order
+their forwards and backwards came. The graphs are laid side by side in that order. Between them is
+the user's code, of which only the bytes are known that it held. The plan of the whole is then cut
+into one for each call, and these share their arena: what one leaves where another begins is as
+planned, as long as the order is the same.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coop_plan.planner import plan, verify
+from coop_plan.planner.core.errors import InfeasibleBudgetError
+from coop_plan.runtime.cache import plans
+from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.execute.code import Code, kept_by
+from coop_plan.runtime.execute.partition import inputs_of, tangents_of
+from coop_plan.runtime.options import Options
+from coop_plan.runtime.reports import StepReport, add, reports
+from coop_plan.schemas import Compute, Free, Graph, Plan, parse_graph
+
+log = logging.getLogger("coop-plan")
+
+Event = tuple[int, bool]
+"""The number of a call in its iteration, and whether its backward began, or its forward."""
+
+
+@dataclass
+class Call:
+    """One call of a step while its iteration was recorded.
+
+    Addresses of storages: `inputs` and `tangents` by position, `made` of all that came out of its
+    halves; None for what is no tensor.
+    """
+
+    captured: Captured
+    clock: cuda.Clock | None
+    inputs: Sequence[int | None] = ()
+    tangents: Sequence[int | None] = ()
+    made: list[int | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """One code for each call of an iteration; `room` as of a flight, `between` as planned for."""
+
+    codes: Sequence[Code]
+    room: int
+    between: int
+    report: StepReport
+
+
+def plan_regions(
+    calls: Sequence[Call], events: Sequence[Event], between: int, options: Options
+) -> Regions | None:
+    """Plan an iteration as one, or say in the log why not and return None.
+
+    Args:
+        calls: in the order of their forwards.
+        events: forwards and backwards, one of each for every call.
+        between: the most bytes that the user's code held between the graphs.
+        options: of all of them.
+    """
+    layout = _Layout(calls, events, between)
+    if calls[0].captured.device.type == "cuda":
+        options = options.on_cuda()
+    try:
+        made, cached = _plan(layout.graph, options)
+    except InfeasibleBudgetError as error:
+        log.warning("%d graphs of one iteration are not planned together: %s", len(calls), error)
+        return None
+    parts = layout.cut(made)
+    if parts is None:
+        log.warning(
+            "%d graphs of one iteration are not planned together: method %s recomputes one's ops"
+            " within another",
+            *(len(calls), made.method),
+        )
+        return None
+    codes = [Code(call.captured, part, call.clock) for call, part in zip(calls, parts, strict=True)]
+    kept = kept_by(made)
+    for code in codes:
+        code.kept = kept
+    within = between + sum(call.captured.resident_within for call in calls)
+    report = StepReport(
+        name=f"iteration of {len(calls)} graphs {len(reports())}",
+        budget_bytes=made.budget_bytes,
+        peak_bytes=made.peak_bytes,
+        planned_arena_bytes=made.arena_bytes,
+        resident_bytes=made.resident_bytes - within,
+        planned_overhead=made.overhead,
+        method=made.method,
+        status=made.status,
+        graph=layout.graph,
+        plan=made,
+        plan_cached=cached,
+    )
+    add(report)
+    return Regions(codes, made.budget_bytes - made.resident_bytes, between, report)
+
+
+def _plan(graph: Graph, options: Options) -> tuple[Plan, bool]:
+    key = plans.key_of(graph, options)
+    found = plans.find(key, graph, options)
+    if found is not None:
+        return found, True
+    made = plan(graph, options.plan)
+    verify(graph, made)
+    plans.keep(key, graph, made)
+    return made, False
+
+
+class _Layout:
+    """The graph of all calls, and where in it the tensors and ops of each are."""
+
+    def __init__(self, calls: Sequence[Call], events: Sequence[Event], between: int) -> None:
+        self._calls = calls
+        self._events = events
+        self._first: list[int] = []
+        self._ops: list[tuple[int, int]] = []
+        tensors: list[dict[str, Any]] = []
+        there = {
+            address
+            for call in calls
+            for address in call.made
+            if address is not None and address not in call.inputs
+        }
+        for call in calls:
+            graph = call.captured.graph
+            shared = _shared(call, there)
+            self._first.append(len(tensors))
+            for t in graph.tensors:
+                size = 0 if t.id in shared else t.bytes
+                made = {"id": len(tensors), "name": t.name, "bytes": size, "kind": t.kind}
+                tensors.append(made)
+        tensors.append({"id": len(tensors), "name": "between", "bytes": between, "kind": "input"})
+        ops: list[dict[str, Any]] = []
+        for k, backward in events:
+            first = self._first[k]
+            for i in _half(calls[k].captured, backward):
+                op = calls[k].captured.graph.ops[i]
+                self._ops.append((k, i))
+                ops.append(
+                    {
+                        "id": len(ops),
+                        "name": op.name,
+                        "phase": op.phase,
+                        "inputs": [first + t for t in op.inputs],
+                        "outputs": [first + t for t in op.outputs],
+                        "cost_us": op.cost_us,
+                        "workspace_bytes": op.workspace_bytes,
+                        "recomputable": op.recomputable,
+                        "rng": op.rng,
+                    }
+                )
+        device = calls[0].captured.graph.device
+        document = {
+            "schema": "coop-plan/graph/1",
+            "name": "iteration",
+            "device": {"kind": device.kind, "name": device.name},
+            "tensors": tensors,
+            "ops": ops,
+        }
+        self.graph = parse_graph(document, source="the graphs of an iteration")
+
+    def cut(self, whole: Plan) -> list[Plan] | None:
+        """The steps of each call, in its own numbers; None if one is within another's half."""
+        steps = list(whole.steps)
+        turn = self._turns(steps)
+        parts: list[list[Any]] = [[] for _ in self._calls]
+        owner: dict[int, int] = {}
+        for i, step in enumerate(steps):
+            if isinstance(step, Compute):
+                k, op = self._ops[step.op]
+                if k != turn[i]:
+                    return None
+                first = self._first[k]
+                writes = [
+                    write.model_copy(update={"tensor": write.tensor - first})
+                    for write in step.writes
+                ]
+                owner |= {write.buffer: k for write in writes}
+                parts[k].append(step.model_copy(update={"op": op, "writes": writes}))
+            elif isinstance(step, Free):
+                for k, part in enumerate(parts):
+                    own = [buffer for buffer in step.buffers if owner[buffer] == k]
+                    if own:
+                        part.append(step.model_copy(update={"buffers": own}))
+            else:
+                return None  # a copy to the host
+        return [whole.model_copy(update={"steps": part}) for part in parts]
+
+    def _turns(self, steps: Sequence[Any]) -> list[int]:
+        """Whose half each step falls into: a half ends with the last first run of its ops."""
+        firsts: dict[int, int] = {}
+        for i, step in enumerate(steps):
+            if isinstance(step, Compute):
+                firsts.setdefault(step.op, i)
+        turns: list[int] = []
+        op = 0
+        for k, backward in self._events:
+            count = len(_half(self._calls[k].captured, backward))
+            end = max((firsts[o] + 1 for o in range(op, op + count)), default=0)
+            turns += [k] * (end - len(turns))
+            op += count
+        return turns + [self._events[-1][0]] * (len(steps) - len(turns))
+
+
+def _half(captured: Captured, backward: bool) -> range:
+    """The ops of one half."""
+    if backward:
+        return range(captured.forward_ops, len(captured.graph.ops))
+    return range(captured.forward_ops)
+
+
+def _shared(call: Call, there: set[int]) -> set[int]:
+    """The residents of a call whose bytes are counted elsewhere; `there` are known addresses."""
+    nodes = (*inputs_of(call.captured), *tangents_of(call.captured))
+    shared = set()
+    for node, address in zip(nodes, (*call.inputs, *call.tangents), strict=True):
+        (t,) = call.captured.storages[node]
+        if t is None or address is None:
+            continue
+        if address in there:
+            shared.add(t)
+        there.add(address)
+    return shared

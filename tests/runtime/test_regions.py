@@ -1,0 +1,118 @@
+"""The graphs of one iteration run by one plan, within one budget; another order is right, too."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from coop_plan import runtime
+from tests.runtime.test_flight import forwards_again, model_itself
+from tests.runtime.test_loops import Unshared, both, data, state_of
+
+# Of Dynamo's own, where it looks at what is no leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+def iterations():
+    return [report for report in runtime.reports() if report.name.startswith("iteration")]
+
+
+def twice(model, step, x):
+    return (step(x) - step(x.flip(0))).square().mean()
+
+
+@pytest.mark.parametrize("budget", ["min", "75%", "100%"])
+def test_a_model_twice_for_one_loss_is_planned_as_one(budget):
+    def loop(model, step):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, _ in data(5):
+            optimizer.zero_grad()
+            twice(model, step, x).backward()
+            optimizer.step()
+        return state_of(model, optimizer)
+
+    both(loop, Unshared, wrap=model_itself, options={"budget": budget})
+    (report,) = iterations()
+    assert report.steps_run >= 2
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert len(report.graph.ops) == 2 * len(runtime.reports()[0].graph.ops)
+    assert forwards_again() == 1  # while it was recorded
+
+
+def test_graph_breaks_are_planned_as_one():
+    class Broken(Unshared):
+        def forward(self, x):
+            x = F.gelu(self.first(x))
+            torch._dynamo.graph_break()
+            x = F.dropout(self.norms[0](self.layers[0](x)), 0.2, self.training) + x
+            torch._dynamo.graph_break()
+            x = F.dropout(self.norms[1](self.layers[1](x)), 0.2, self.training) + x
+            return self.head(x)
+
+    def loop(model, step):
+        for x, y in data(4):
+            F.cross_entropy(step(x), y).backward()
+        return state_of(model)
+
+    both(loop, Broken, wrap=model_itself, options={"budget": "70%"})
+    (report,) = iterations()
+    assert report.steps_run >= 1
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_another_order_on_the_way_is_right(budget):
+    """Forwards left out, forwards more, backwards turned round, an exception between."""
+
+    def loop(model, step):
+        kept = []
+        for i, (x, y) in enumerate(data(14)):
+            if i == 5:
+                kept.append(step(x))
+            elif i == 6:
+                kept.append(twice(model, step, x))
+            elif i == 7:
+                first, second = F.cross_entropy(step(x), y), F.cross_entropy(step(x + 1), y)
+                first.backward()
+                second.backward()
+            elif i == 8:
+                with pytest.raises(ValueError, match="on purpose"):
+                    raise ValueError("on purpose", step(x))
+            elif i == 9:
+                (twice(model, step, x) + step(x).mean()).backward()
+            elif i == 10:
+                loss = twice(model, step, x)
+                loss.backward(retain_graph=True)
+                loss.backward()
+            else:
+                twice(model, step, x).backward()
+        kept[1].backward()
+        kept[0].sum().backward()
+        return state_of(model)
+
+    both(loop, Unshared, wrap=model_itself, options={"budget": budget})
+
+
+def test_a_recurrent_cell_is_planned_over_time():
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 32)])
+
+        def forward(self, x, hidden):
+            return torch.tanh(self.layers[0](x) + self.layers[1](hidden))
+
+    def loop(model, step):
+        found = {}
+        for i, (x, _) in enumerate(data(4)):
+            hidden, x = torch.zeros(8, 32), x.requires_grad_()
+            for part in x.split(8):
+                hidden = step(part, hidden)
+            hidden.sum().backward()
+            found[str(i)] = x.grad
+        return found
+
+    both(loop, Cell, wrap=model_itself, options={"budget": "100%"})
+    (report,) = iterations()
+    assert report.steps_run >= 1
+    assert report.measured_peak_bytes <= report.budget_bytes
