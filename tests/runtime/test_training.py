@@ -281,4 +281,4 @@ def test_two_models_in_flight_at_once_with_one_options_dict():
     options = {"budget": "100%"}
     planned = run(lambda f: torch.compile(f, backend="coop", options=options))
     assert all(map(torch.equal, run(lambda f: f), planned))
-    assert len(runtime.reports()) == 2
+    assert sum(report.name.startswith("step") for report in runtime.reports()) == 2
