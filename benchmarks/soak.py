@@ -4,7 +4,7 @@
 
 Two threads train a model of one class each, beside an eager twin: random lengths, evaluation in
 between without `no_grad`, exceptions thrown in, gradients kept, a model called twice for one loss,
-children forked that allocate. Exits 1 when a number differs from eager's, a child fails, or resident
+children forked that allocate. Exits 1 if a number differs from eager's, a child fails, or resident
 memory grew by more than a tenth from the second third of the time to the last.
 """
 
