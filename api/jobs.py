@@ -108,7 +108,7 @@ class Jobs:
         """
         question = asked.key, asked.costs
         job = self._running.get(question)
-        if job is None:
+        if job is None or job.over:
             if len(self._running) >= self._solvers + self._queue:
                 raise ProblemError("busy", "too many plans wait to be made", retry_after=5)
             job = Job(secrets.token_hex(16), asked.key)
@@ -183,7 +183,8 @@ class Jobs:
             job.state = "failed" if reply.problem else "done"
 
     def _end(self, question: tuple[str, str], job: Job) -> None:
-        self._running.pop(question, None)
+        if self._running.get(question) is job:
+            del self._running[question]
         if not job.over:
             job.state = "failed"
             job.problem = Reply(problem="internal-error", detail="the solve could not be run")

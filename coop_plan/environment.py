@@ -5,13 +5,16 @@ variable nothing happens; this file imports nothing, so that `import torch` cost
 """
 
 VARIABLE = "COOP_BUDGET"
+_begun = False
 
 
 def autoload() -> None:
     """Plan whatever this process trains, if the environment says within what."""
+    global _begun
     import os
 
-    if os.environ.get(VARIABLE):
+    if os.environ.get(VARIABLE) and not _begun:
+        _begun = True  # what follows imports PyTorch, which calls this again
         from coop_plan.runtime.doors.anything import plan_what_trains
 
         plan_what_trains(os.environ[VARIABLE])

@@ -80,7 +80,7 @@ def coop(
                 "%s: input sizes %s run as eager autograd, not within the budget",
                 *(lines.begin, shape),
             )
-            return graph
+            return watch.counted(graph)  # of which it was said
         compilation = _Compilation(wanted, pools, lines, first)
         backend = aot_autograd(
             fw_compiler=compilation.forward,

@@ -34,7 +34,7 @@ class _Counts:
 
 
 def counted(planned: Callable[..., Any]) -> Callable[..., Any]:
-    """A planned step whose calls are known of."""
+    """A step that is planned, or of which it was said that it is not."""
 
     def run(*args: Any) -> Any:
         _Counts.planned += 1

@@ -201,6 +201,7 @@ def _random_order(graph: Graph, random: Random) -> list[Op]:
                 touched & {*b.outputs, *b.mutates}
                 or set(op.mutates) & {t for v in (b, *b.variants) for t in v.inputs}
                 or (op.rng and b.rng)
+                or not (op.recomputable or b.recomputable)
                 for b in before
             ):
                 ready.append(index)

@@ -71,7 +71,7 @@ def wheel(sources, sdist, tmp_path_factory):
 
 def expected():
     """The files of the package, seen through the links in coop_plan/."""
-    files = {"coop_plan/__init__.py", "coop_plan/py.typed"}
+    files = {f"coop_plan/{name}" for name in ("__init__.py", "environment.py", "py.typed")}
     for folder in FOLDERS:
         assert (ROOT / "coop_plan" / folder).samefile(ROOT / folder)
         for path in (ROOT / folder).rglob("*"):
