@@ -196,6 +196,8 @@ REFUSED = {
         "cannot be planned",
     ),
 }
+if torch.__version__.startswith("2.11."):  # whose check is no effect, so it is planned
+    del REFUSED["a checked inverse"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
