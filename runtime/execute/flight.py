@@ -6,6 +6,7 @@ over.
 """
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +30,12 @@ class Runnable(Protocol):
     """What a flight has to know of its code (runtime.execute.code)."""
 
     arena: Arena
-    kept: Sequence[tuple[int, int]]
     replayed: Mapping[int, Generator]
     saved_inputs: Sequence[int | None]
     read: Sequence[int]
+    slots: dict[int, int]
+    left: dict[int, int]
+    watch: bool
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
@@ -57,6 +60,10 @@ class Flight:
 
     Inputs and saved outputs are kept as aliases that autograd does not know of, or they would keep
     the ticket. Their versions tell whether one was overwritten.
+
+    `held_bytes` of gradients were there when it began; `alone` says that no other flight of its
+    thread ran meanwhile. `leaves` are the tensors whose gradients last, `held` those of
+    the gradients that the backward adds to, both by position among the primals.
     """
 
     def __init__(
@@ -69,6 +76,11 @@ class Flight:
         self.run = Run(code.arena)
         self.copies = code.copies()
         self.inputs: Sequence[Any] = ()
+        self.leaves: Mapping[int, torch.Tensor] = {}
+        self.held: Mapping[int, torch.Tensor] = {}
+        self.held_bytes = 0
+        self.alone = True
+        self.thread = threading.get_ident()
         self.saved: Sequence[Any] | None = None
         self.memory: Memory | None = None
         self.why_again = "it ran a backward already (retain_graph=True)"
@@ -86,6 +98,12 @@ class Flight:
         _flights[number] = self
         self._ticket = weakref.ref(array, lambda _: drop(number, None))
         return torch.from_numpy(array)
+
+    def meet(self) -> None:
+        """It runs now: let the flights of this thread that lie in memory note that."""
+        for other in in_flight():
+            if other is not self and other.memory is not None and other.thread == self.thread:
+                other.alone = False
 
     def hold(self, inputs: Sequence[Any], leaves: Container[int]) -> None:
         """Keep the inputs of the forward; those at `leaves` never lead to a ticket."""
@@ -112,6 +130,14 @@ class Flight:
         """Leave the memory to another."""
         self.saved, self.memory = None, None
         self.why_again = f"'{taken_by}' needed its memory"
+
+    def take_in(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Add a new gradient to the one held, or let autograd have it."""
+        held = self.held.get(position)
+        if held is None:
+            return gradient
+        held.add_(gradient)
+        return None
 
     def check(self, saved: Sequence[Any]) -> None:
         """See that nothing was overwritten that the backward needs.
@@ -153,8 +179,10 @@ class Flight:
 
     def land(self) -> None:
         """The backward is over: of its memory, only the gradients are needed."""
+        self.held, self.leaves = {}, {}
         if self.memory is not None:
-            self.memory.kept = self.code.kept
+            counters = self.run.counters()
+            self.memory.rest(counters.before_bytes + counters.process_bytes)
             self.memory = None
 
     # Random ops of a default generator: the state before the first run is set again.
