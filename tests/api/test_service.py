@@ -285,9 +285,10 @@ def test_openapi_describes_the_request_with_an_example_that_works(server, ask):
     assert plan.recomputed_ops > 0
 
 
-def test_a_port_in_use_ends_in_one_line(run):
+def test_a_port_in_use_ends_in_one_line(run, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, out, err = run("serve", "--port", taken.getsockname()[1], "--store", "plans")
+        port = taken.getsockname()[1]
+        code, out, err = run("serve", "--port", port, "--store", tmp_path / "plans")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert "cannot be listened on" in err
 
