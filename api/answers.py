@@ -7,24 +7,31 @@ import sqlite3
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from coop_plan.api.graphs import Digest, Graphs, GraphStore, digest_of
 from coop_plan.planner.cache.record import Record, StoredPlan, StoredRefusal, as_bytes, as_record
 from coop_plan.planner.cache.store import PlanStore, planner_version
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint
 from coop_plan.schemas._parse import parse
 
-REMEMBERED = 64
-"""Verified plans that a worker keeps at hand, as they are sent."""
+T = TypeVar("T")
+
+REMEMBERED_BYTES = 32 << 20
+"""Of verified plans that a worker keeps at hand, as they are sent."""
 
 
 class PlanRequest(PlanOptions, frozen=True, kw_only=True):
-    """What `POST /plan` takes; the names are those of the command line."""
+    """
+    What `POST /plan` takes; the names are those of the command line.
 
-    graph: Graph
+    The graph is a document, or the digest of one that was sent before.
+    """
+
+    graph: Graph | Digest
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -40,7 +47,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
     What a worker says; a plan, if there is one, follows as bytes.
 
     `problem` names one of `api.problems`, with its members. Without an answer `key` and `costs`
-    say by what a solve for it is shared, and `seconds` how long it may take.
+    say by what a solve for it is shared, and `seconds` how long it may take. `ops` and `read` (the
+    bytes of the body, unpacked) are what limits of a client's own are held against.
     """
 
     key: str = ""
@@ -53,6 +61,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
     dropped: int = 0
     fraction: float | None = None
     final: bool = True
+    ops: int = 0
+    read: int = 0
 
 
 class RefusedError(Exception):
@@ -63,38 +73,103 @@ class RefusedError(Exception):
         super().__init__(detail)
 
 
+class Question(msgspec.Struct, frozen=True, gc=False):
+    """A request that was read: its key, its graph (with the digest it was named by) and options."""
+
+    key: str
+    graph: Graph
+    options: PlanRequest
+    digest: str
+    read: int
+
+
 class Answers:
     """Answers requests from a store, and makes what is not in it."""
 
-    def __init__(self, store: PlanStore, limits: Limits) -> None:
+    def __init__(self, store: PlanStore, limits: Limits, graphs: GraphStore) -> None:
         self._store, self._limits = store, limits
-        self._at_hand: OrderedDict[str, tuple[Record, bytes]] = OrderedDict()
+        self._graphs = Graphs(graphs)
+        self._at_hand = AtHand()
         self.dropped = 0
         """Records that were damaged, or held no answer to what they were kept by."""
 
-    def read(self, body: bytes, encoding: str = "") -> tuple[str, PlanRequest]:
-        """The key and the request of a body."""
+    def read(self, body: bytes, encoding: str = "") -> Question:
+        """The question of a body."""
         data = unpack(body, encoding, self._limits.body_bytes)
         request = parse(PlanRequest, data)
-        limits, graph = self._limits, request.graph
-        if len(graph.ops) > limits.ops:
-            message = f"{len(graph.ops)} ops; this server takes {limits.ops}"
-            raise RefusedError("too-many-ops", message, max_ops=limits.ops)
+        limits, digest = self._limits, ""
         if request.time_limit is not None and request.time_limit > limits.seconds:
             message = f"this server gives a request {limits.seconds:g} s at most"
             raise InvalidInputError(message, "/time_limit")
+        if isinstance(request.graph, str):
+            digest = request.graph
+            kept = self._from_graphs(self._graphs.get, digest)
+            if kept is None:
+                message = f"{digest} was not sent, or is not kept any more"
+                raise RefusedError("unknown-graph", message, digest=digest)
+            graph, structure = kept.graph, kept.fingerprint
+        else:
+            graph, structure = request.graph, ""
+        self._check_ops(graph)
         linked = request.on(graph).device.linked
-        return request.key(fingerprint(graph), planner_version(), links=linked), request
+        key = request.key(structure or fingerprint(graph), planner_version(), links=linked)
+        return Question(key, graph, request, digest, len(data))
+
+    def _check_ops(self, graph: Graph) -> None:
+        limit = self._limits.ops
+        if len(graph.ops) > limit:
+            message = f"{len(graph.ops)} ops; this server takes {limit}"
+            raise RefusedError("too-many-ops", message, max_ops=limit)
+
+    def put_graph(self, body: bytes, encoding: str, digest: str) -> tuple[Reply, bytes]:
+        """Keep a graph under its digest; `found` says that it was there."""
+        document = unpack(body, encoding, self._limits.body_bytes)
+        actual = digest_of(document)
+        if actual != digest:
+            message = f"the digest of this document is {actual}"
+            raise RefusedError("wrong-digest", message, digest=actual)
+        ops = 0
+
+        def check(graph: Graph) -> None:
+            nonlocal ops
+            self._check_ops(graph)
+            ops = len(graph.ops)
+
+        try:
+            new = self._graphs.put(digest, document, check)
+        except (OSError, sqlite3.Error) as error:
+            message = f"the graph could not be kept: {error}"
+            raise RefusedError("busy", message, retry_after=5) from None
+        return Reply(found=not new, ops=ops, read=len(document)), b""
+
+    def graph(self, digest: str) -> tuple[Reply, bytes]:
+        """The document of a digest."""
+        document = self._from_graphs(self._graphs.document, digest)
+        if document is None:
+            raise RefusedError("not-found", "no graph of that digest")
+        return Reply(found=True), document
+
+    def _from_graphs(self, get: Callable[[str], T], digest: str) -> T:
+        try:
+            return get(digest)
+        except (OSError, sqlite3.Error):
+            message = "the store of graphs cannot be read"
+            raise RefusedError("busy", message, retry_after=5) from None
 
     def ask(self, body: bytes, encoding: str, made: bytes) -> tuple[Reply, bytes]:
         """
         The answer to a request, if it is there: in the store or in `made`, a solve's own record.
 
-        A plan that was made for quite other costs is none, unless it is that record.
+        A plan that was made for quite other costs is none, unless it is that record. Where nothing
+        is found, the body as a solve needs it comes back if the request only names its graph.
         """
-        key, request = self.read(body, encoding)
-        graph = request.graph
+        question = self.read(body, encoding)
+        key, graph, request = question.key, question.graph, question.options
+        reply = Reply(key=key, ops=len(graph.ops), read=question.read)
         records = [as_record(made)] if made else self._records(key)
+        at_hand = None if made else self._at_hand.get(key, question.digest, records)
+        if at_hand is not None:
+            return msgspec.structs.replace(reply, found=True), at_hand
         best: Plan | None = None
         for record in records:
             answer = record.for_question(graph, request)
@@ -107,10 +182,16 @@ class Answers:
             if suits and (best is None or answer.cost_us < best.cost_us):
                 best = answer
         if best is not None:
-            return Reply(key=key, found=True), best.to_json().encode()
+            data = best.to_json().encode()
+            if question.digest and not made:
+                self._at_hand.keep(key, question.digest, records, data)
+            return msgspec.structs.replace(reply, found=True), data
         # Whoever finds plans for other costs waits for a plan of costs like theirs, to the digit.
         costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))
-        return Reply(key=key, costs=costs, seconds=request.time_limit), b""
+        whole = b""
+        if question.digest:
+            whole = msgspec.structs.replace(request, graph=graph).to_json().encode()
+        return msgspec.structs.replace(reply, costs=costs, seconds=request.time_limit), whole
 
     def solve(
         self,
@@ -122,12 +203,12 @@ class Answers:
         """Make the answer, or another one for other costs, and keep it; its record."""
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 
-        key, request = self.read(body, encoding)
-        graph = request.graph
+        question = self.read(body, encoding)
+        key, graph, request = question.key, question.graph, question.options
         record: Record
         try:
             made = plan(graph, request, progress=lambda p: say(p.message, p.fraction))
-            record = StoredPlan.of(self._better(key, request, made) if another else made, graph)
+            record = StoredPlan.of(self._better(question, made) if another else made, graph)
         except InfeasibleBudgetError as error:
             record = StoredRefusal.of(error, graph)
         except TimeLimitError as error:
@@ -142,25 +223,23 @@ class Answers:
 
     def stored(self, key: str) -> tuple[Reply, bytes]:
         """The first plan of a key, verified, in the ids of the graph it was made for."""
-        for record in self._records(key):
-            at_hand = self._at_hand.get(key)
-            if at_hand is not None and at_hand[0] == record:
-                return Reply(key=key, found=True), at_hand[1]
-            found = record.as_made() if isinstance(record, StoredPlan) else None
-            if found is None:
-                continue
-            data = found[1].to_json().encode()
-            self._at_hand[key] = record, data
-            while len(self._at_hand) > REMEMBERED:
-                self._at_hand.popitem(last=False)
+        records = self._records(key)
+        data = self._at_hand.get(key, "", records)
+        if data is not None:
             return Reply(key=key, found=True), data
+        for record in records:
+            found = record.as_made() if isinstance(record, StoredPlan) else None
+            if found is not None:
+                data = found[1].to_json().encode()
+                self._at_hand.keep(key, "", records, data)
+                return Reply(key=key, found=True), data
         return Reply(problem="not-found", detail="no plan of that key"), b""
 
-    def _better(self, key: str, request: PlanRequest, made: Plan) -> Plan:
+    def _better(self, question: Question, made: Plan) -> Plan:
         """The plan that was made or a kept one, whichever costs less for this graph."""
         candidates = [made]
-        for record in self._records(key):
-            found = record.for_question(request.graph, request)
+        for record in self._records(question.key):
+            found = record.for_question(question.graph, question.options)
             if isinstance(found, Plan):
                 candidates.append(found)
         return min(candidates, key=lambda candidate: candidate.cost_us)
@@ -172,6 +251,30 @@ class Answers:
         except (OSError, sqlite3.Error):
             self.dropped += 1
             return []
+
+
+class AtHand:
+    """
+    Verified answers as they are sent, by their question, as long as the store holds what they
+    were made of: the plan of a key for one graph (or, without a digest, as it was made).
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], tuple[list[Record], bytes]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: str, digest: str, records: list[Record]) -> bytes | None:
+        """The answer that these records gave."""
+        kept = self._kept.get((key, digest))
+        return kept[1] if kept is not None and kept[0] == records else None
+
+    def keep(self, key: str, digest: str, records: list[Record], data: bytes) -> None:
+        """Remember an answer; those go that are the oldest."""
+        old = self._kept.pop((key, digest), None)
+        self._bytes += len(data) - (0 if old is None else len(old[1]))
+        self._kept[key, digest] = records, data
+        while self._bytes > REMEMBERED_BYTES and len(self._kept) > 1:
+            self._bytes -= len(self._kept.popitem(last=False)[1][1])
 
 
 def infeasible(key: str, error: Any) -> Reply:

@@ -16,6 +16,8 @@ PROBLEMS = {
     "time-limit": (504, "No plan was found within the time limit"),
     "body-too-large": (413, "The body is larger than this server takes"),
     "too-many-ops": (413, "The graph has more ops than this server takes"),
+    "unknown-graph": (404, "The graph must be sent first: PUT /graphs/{digest}"),
+    "wrong-digest": (422, "The document is not the one that its address names; see `digest`"),
     "not-found": (404, "There is nothing at this address"),
     "method-not-allowed": (405, "The address does not take this method"),
     "unsupported-media-type": (415, "The body is of a type or encoding this server does not read"),

@@ -15,15 +15,16 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from coop_plan.api import problems
+from coop_plan.api import graph_addresses, problems
 from coop_plan.api.answers import Limits, PlanRequest, Reply
 from coop_plan.api.bodies import Bodies
 from coop_plan.api.doorkeeper import LOOPBACK, Doorkeeper
+from coop_plan.api.entity_tags import tagged
 from coop_plan.api.jobs import Job, Jobs
 from coop_plan.api.problems import ProblemError
 from coop_plan.api.worker import Settings, Task
 from coop_plan.api.workers import Pool, WorkerLostError
-from coop_plan.schemas import Plan
+from coop_plan.schemas import Graph, Plan
 
 EXAMPLE: dict[str, Any] = {
     "graph": {
@@ -118,7 +119,7 @@ class Desk:
         reply, data = await self.look(Task("ask", encoding), body)
         if reply.found:
             return reply, data, None
-        job = self.jobs.join(reply, body, encoding)
+        job = self.jobs.join(reply, data or body, "" if data else encoding)
         gone = asyncio.create_task(_gone(request))
         try:
             async with asyncio.timeout(wait):
@@ -187,6 +188,7 @@ def create_app(service: Service) -> FastAPI:
                 "invalid-input",
                 "budget-infeasible",
                 "cancelled",
+                "unknown-graph",
                 "time-limit",
                 "body-too-large",
                 "too-many-ops",
@@ -225,13 +227,17 @@ def create_app(service: Service) -> FastAPI:
     @app.get(
         "/plans/{key}",
         summary="A stored plan, in the ids of the graph it was made for",
-        responses={200: plan_content, **described("not-found", "too-much-work", "forbidden")},
+        responses={
+            200: plan_content,
+            304: {"description": "It is the one of `If-None-Match`"},
+            **described("not-found", "too-much-work", "forbidden"),
+        },
     )
-    async def get_plan(key: str) -> Response:
+    async def get_plan(key: str, request: Request) -> Response:
         if KEY.fullmatch(key) is None:
             raise ProblemError("not-found", "no plan of that key")
         _, data = await at_work().look(Task("stored", key=key))
-        return Response(data, media_type="application/json")
+        return tagged(request, data)
 
     job_content = described("not-found", "forbidden")
 
@@ -273,6 +279,10 @@ def create_app(service: Service) -> FastAPI:
             raise ProblemError("busy", "the plan store cannot be written", retry_after=5)
         return {"status": "ok"}
 
+    async def look(task: Task, body: bytes = b"") -> tuple[Reply, bytes]:
+        return await at_work().look(task, body)
+
+    graph_addresses.install(app, bodies, look)
     app.openapi = functools.cache(functools.partial(_document, app.openapi))  # type: ignore[method-assign]
     return app
 
@@ -281,7 +291,7 @@ def _document(generate: Any) -> dict[str, Any]:
     """The OpenAPI description, with the schemas of the contract."""
     document: dict[str, Any] = generate()
     _, schemas = msgspec.json.schema_components(
-        [PlanRequest, Plan], ref_template="#/components/schemas/{name}"
+        [PlanRequest, Plan, Graph], ref_template="#/components/schemas/{name}"
     )
     known = document.setdefault("components", {}).setdefault("schemas", {})
     known.update(schemas, Problem=problems.SCHEMA)

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from coop_plan.api.answers import Answers, Limits, RefusedError, Reply
+from coop_plan.api.graphs import SqliteGraphs
 from coop_plan.planner.cache.store import SqliteStore
 from coop_plan.schemas import InvalidInputError
 
@@ -57,7 +58,8 @@ def main(descriptor: int) -> None:
     store = SqliteStore(
         Path(settings.store), secret=settings.secret, max_bytes=settings.store_bytes
     )
-    answers = Answers(store, settings.limits)
+    graphs = SqliteGraphs(Path(settings.store), max_bytes=settings.store_bytes)
+    answers = Answers(store, settings.limits, graphs)
     # Documents have no cycles: reference counts free them at once.
     gc.collect()
     gc.freeze()
@@ -90,6 +92,10 @@ def _do(
             return answers.solve(body, task.encoding, task.another, say)
         if task.do == "stored":
             return answers.stored(task.key)
+        if task.do == "put-graph":
+            return answers.put_graph(body, task.encoding, task.key)
+        if task.do == "graph":
+            return answers.graph(task.key)
         return answers.ask(body, task.encoding, record)
     except RefusedError as refused:
         return refused.reply, b""
@@ -98,7 +104,7 @@ def _do(
         return Reply(problem="invalid-input", detail=error.message, members=members), b""
     except MemoryError:
         detail = "the request needs more memory than this server gives it"
-        return Reply(problem="too-much-memory", detail=detail), b""
+        return Reply(problem="too-much-work", detail=detail), b""
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
         return Reply(problem="internal-error", detail=f"{type(error).__name__} in a worker"), b""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coop_plan.api.answers import Answers, Limits
+from coop_plan.api.graphs import SqliteGraphs
 from coop_plan.planner.cache.store import SqliteStore
 
 
@@ -41,7 +42,8 @@ def main() -> None:
     graphs["chain of 10 000"] = chain(5_000)
     gc.disable()  # as in the service's workers
     with tempfile.TemporaryDirectory() as folder:
-        answers = Answers(SqliteStore(Path(folder) / "plans"), Limits())
+        path = Path(folder) / "plans"
+        answers = Answers(SqliteStore(path), Limits(), SqliteGraphs(path))
         for name, graph in graphs.items():
             answers.solve(_body(graph), "", False, lambda *_: None)
             for op in graph["ops"]:

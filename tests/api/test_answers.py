@@ -9,6 +9,7 @@ import zstandard
 
 from coop_plan.api import answers as module
 from coop_plan.api.answers import Answers, Limits, RefusedError
+from coop_plan.api.graphs import SqliteGraphs
 from coop_plan.planner import find_faults
 from coop_plan.planner.cache.record import as_record, seal, unseal
 from coop_plan.planner.cache.store import SqliteStore
@@ -30,8 +31,8 @@ def store(path):
 
 
 @pytest.fixture
-def answers(store):
-    return Answers(store, Limits())
+def answers(store, path):
+    return Answers(store, Limits(), SqliteGraphs(path))
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def test_a_store_that_fails_costs_no_plan(answers, store, question, chain):
 
 def test_the_store_stays_within_its_size(tmp_path, question):
     store = SqliteStore(tmp_path / "small", max_bytes=20_000)
-    answers = Answers(store, Limits())
+    answers = Answers(store, Limits(), SqliteGraphs(tmp_path / "small"))
     keys = []
     for budget in range(330, 350):
         solve(answers, question | {"budget": budget})
@@ -192,11 +193,12 @@ def test_packed_bodies(answers, question, encoding):
             answers.read(broken, encoding)
 
 
-def test_limits(store, question):
-    small = Answers(store, Limits(ops=8, seconds=10.0))
+def test_limits(store, path, question):
+    graphs = SqliteGraphs(path)
+    small = Answers(store, Limits(ops=8, seconds=10.0), graphs)
     with pytest.raises(RefusedError):
         ask(small, question)
-    small = Answers(store, Limits(ops=9, seconds=10.0))
+    small = Answers(store, Limits(ops=9, seconds=10.0), graphs)
     assert not ask(small, question | {"time_limit": 10})[0].found
     with pytest.raises(InvalidInputError, match="10 s at most"):
         ask(small, question | {"time_limit": 11})

@@ -1,0 +1,77 @@
+"""`PUT /graphs/{digest}` and `GET /graphs/{digest}`."""
+
+import re
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from coop_plan.api.answers import Reply
+from coop_plan.api.bodies import Bodies
+from coop_plan.api.entity_tags import tagged
+from coop_plan.api.problems import ProblemError, described
+from coop_plan.api.worker import Task
+
+DIGEST = re.compile("sha256:[0-9a-f]{64}")
+
+
+class Look(Protocol):
+    """Gives a task to a reader; raises `ProblemError`."""
+
+    async def __call__(self, task: Task, body: bytes = b"") -> tuple[Reply, bytes]:
+        """What the reader answers."""
+
+
+def install(app: FastAPI, bodies: Bodies, look: Look) -> None:
+    """Add the addresses of graphs."""
+    graph: dict[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Graph"}}}
+
+    @app.put(
+        "/graphs/{digest}",
+        summary="Send a graph, to name it by the SHA-256 of its document from then on",
+        status_code=201,
+        responses={
+            201: {"description": "It is kept"},
+            204: {"description": "It was there"},
+            **described(
+                "invalid-input",
+                "wrong-digest",
+                "body-too-large",
+                "too-many-ops",
+                "too-much-work",
+                "unsupported-media-type",
+                "not-found",
+                "slow-body",
+                "forbidden",
+                "busy",
+            ),
+        },
+        openapi_extra={"requestBody": {"required": True, "content": graph}},
+    )
+    async def put_graph(digest: str, request: Request) -> Response:
+        _check(digest)
+        async with bodies.of(request) as (body, encoding):
+            reply, _ = await look(Task("put-graph", encoding, key=digest), body)
+        if reply.found:
+            return Response(status_code=204, headers={"ETag": f'"{digest}"'})
+        headers = {"Location": f"/graphs/{digest}", "ETag": f'"{digest}"'}
+        return Response(status_code=201, headers=headers)
+
+    @app.get(
+        "/graphs/{digest}",
+        summary="A graph that was sent",
+        responses={
+            200: {"description": "The document as it was sent", "content": graph},
+            304: {"description": "It is the one of `If-None-Match`"},
+            **described("not-found", "too-much-work", "forbidden"),
+        },
+    )
+    async def get_graph(digest: str, request: Request) -> Response:
+        _check(digest)
+        _, data = await look(Task("graph", key=digest))
+        return tagged(request, data, digest)
+
+
+def _check(digest: str) -> None:
+    if DIGEST.fullmatch(digest) is None:
+        raise ProblemError("not-found", "a graph is named by sha256: and 64 hexadecimal digits")
