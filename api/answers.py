@@ -48,7 +48,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
     `problem` names one of `api.problems`, with its members. Without an answer `key` and `costs`
     say by what a solve for it is shared, and `seconds` how long it may take. `ops` and `read` (the
-    bytes of the body, unpacked) are what limits of a client's own are held against.
+    bytes of the body, unpacked) are what limits of a client's own are held against; a graph that is
+    only `named` is not in the body.
     """
 
     key: str = ""
@@ -63,6 +64,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     final: bool = True
     ops: int = 0
     read: int = 0
+    named: bool = False
 
 
 class RefusedError(Exception):
@@ -160,12 +162,12 @@ class Answers:
         """
         The answer to a request, if it is there: in the store or in `made`, a solve's own record.
 
-        A plan that was made for quite other costs is none, unless it is that record. Where nothing
-        is found, the body as a solve needs it comes back if the request only names its graph.
+        A plan that was made for quite other costs is none, unless it is that record.
         """
         question = self.read(body, encoding)
         key, graph, request = question.key, question.graph, question.options
-        reply = Reply(key=key, ops=len(graph.ops), read=question.read)
+        named = bool(question.digest)
+        reply = Reply(key=key, ops=len(graph.ops), read=question.read, named=named)
         records = [as_record(made)] if made else self._records(key)
         at_hand = None if made else self._at_hand.get(key, question.digest, records)
         if at_hand is not None:
@@ -188,10 +190,13 @@ class Answers:
             return msgspec.structs.replace(reply, found=True), data
         # Whoever finds plans for other costs waits for a plan of costs like theirs, to the digit.
         costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))
-        whole = b""
-        if question.digest:
-            whole = msgspec.structs.replace(request, graph=graph).to_json().encode()
-        return msgspec.structs.replace(reply, costs=costs, seconds=request.time_limit), whole
+        return msgspec.structs.replace(reply, costs=costs, seconds=request.time_limit), b""
+
+    def whole(self, body: bytes, encoding: str) -> tuple[Reply, bytes]:
+        """The body of a request that only names its graph, with the graph: what a solve needs."""
+        question = self.read(body, encoding)
+        request = msgspec.structs.replace(question.options, graph=question.graph)
+        return Reply(key=question.key), request.to_json().encode()
 
     def solve(
         self,

@@ -119,7 +119,10 @@ class Desk:
         reply, data = await self.look(Task("ask", encoding), body)
         if reply.found:
             return reply, data, None
-        job = self.jobs.join(reply, data or body, "" if data else encoding)
+        question, packed = body, encoding
+        if reply.named:
+            (_, question), packed = await self.look(Task("whole", encoding), body), ""
+        job = self.jobs.join(reply, question, packed)
         gone = asyncio.create_task(_gone(request))
         try:
             async with asyncio.timeout(wait):

@@ -92,6 +92,8 @@ def _do(
             return answers.solve(body, task.encoding, task.another, say)
         if task.do == "stored":
             return answers.stored(task.key)
+        if task.do == "whole":
+            return answers.whole(body, task.encoding)
         if task.do == "put-graph":
             return answers.put_graph(body, task.encoding, task.key)
         if task.do == "graph":

@@ -88,8 +88,10 @@ def test_an_answer_by_digest_is_the_answer_by_document(answers, store, document)
     assert unknown.value.reply.problem == "unknown-graph"
     assert not answers.put_graph(data, "", digest)[0].found
     assert answers.put_graph(gzip.compress(data), "gzip", digest)[0].found
-    reply, whole = answers.ask(asked, "", b"")
+    reply, _ = answers.ask(asked, "", b"")
     assert not reply.found
+    assert reply.named
+    _, whole = answers.whole(asked, "")
     assert (reply.ops, reply.read) == (9, len(asked))
     assert json.loads(whole)["graph"]["ops"][0]["name"] == "f1"  # what a solve needs
     solved, _ = answers.solve(whole, "", False, lambda *_: None)
@@ -99,6 +101,7 @@ def test_an_answer_by_digest_is_the_answer_by_document(answers, store, document)
     assert by_digest[0][0].found
     assert by_digest[0] == by_digest[1]
     assert by_digest[0][1] == by_document[1]
+    assert not by_document[0].named
     store.delete(reply.key)  # what is at hand is no answer without its record
     assert not answers.ask(asked, "", b"")[0].found
 
@@ -114,7 +117,8 @@ def test_two_graphs_of_one_structure_keep_their_own_ids(answers, document):
         asked = {"graph": digest_of(data), "budget": 330, "alignment": 1}
         reply, answer = answers.ask(json.dumps(asked).encode(), "", b"")
         if not reply.found:
-            answers.solve(answer, "", False, lambda *_: None)
+            whole = answers.whole(json.dumps(asked).encode(), "")[1]
+            answers.solve(whole, "", False, lambda *_: None)
             answer = answers.ask(json.dumps(asked).encode(), "", b"")[1]
         steps.append([step.op for step in parse_plan(answer).steps if hasattr(step, "op")])
     assert [op + 500 for op in steps[0]] == steps[1]
