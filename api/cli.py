@@ -28,6 +28,7 @@ from coop_plan.api.exits import (
     fail,
     interruptions,
 )
+from coop_plan.api.make_token import token
 from coop_plan.api.place import place
 from coop_plan.api.seconds import Seconds
 from coop_plan.api.serve import serve
@@ -313,6 +314,7 @@ def _without_collections() -> Iterator[None]:
 
 cli.add_command(place)
 cli.add_command(serve)
+cli.add_command(token)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -42,7 +42,10 @@ class Doorkeeper:
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("X-Content-Type-Options", "nosniff")
                 headers.setdefault("Cache-Control", "no-store")
-                headers.setdefault("Content-Security-Policy", "default-src 'none'")
+                policy = "default-src 'none'; frame-ancestors 'none'"
+                headers.setdefault("Content-Security-Policy", policy)
+                headers.setdefault("Cross-Origin-Resource-Policy", "same-origin")
+                headers.setdefault("Referrer-Policy", "no-referrer")
             await send(message)
 
         headers = Headers(scope=scope)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from coop_plan.api.access import Caller
 from coop_plan.api.answers import Reply
 from coop_plan.api.bodies import Bodies
 from coop_plan.api.entity_tags import tagged
@@ -52,6 +53,8 @@ def install(app: FastAPI, bodies: Bodies, look: Look) -> None:
         _check(digest)
         async with bodies.of(request) as (body, encoding):
             reply, _ = await look(Task("put-graph", encoding, key=digest), body)
+        caller: Caller = request.state.caller
+        caller.check(reply)
         if reply.found:
             return Response(status_code=204, headers={"ETag": f'"{digest}"'})
         headers = {"Location": f"/graphs/{digest}", "ETag": f'"{digest}"'}

@@ -25,6 +25,7 @@ MIN_SECRET = 16
 @click.option("--store", metavar="PATH", help="SQLite file of the plan cache.")
 @click.option("--store-size", default="1GiB", show_default=True, help="Of its records.")
 @click.option("--store-key", metavar="FILE", help="Secret that seals them [default: PATH.key].")
+@click.option("--tokens", metavar="FILE", help="Who may ask: see `coop-plan token`.")
 @click.option("--max-body", default="64MiB", show_default=True, help="Largest request body.")
 @click.option("--max-ops", type=click.IntRange(1), default=100_000, show_default=True)
 @click.option(
@@ -53,6 +54,7 @@ def serve(
     store: str | None,
     store_size: str,
     store_key: str | None,
+    tokens: str | None,
     max_body: str,
     max_ops: int,
     max_time_limit: float,
@@ -62,7 +64,8 @@ def serve(
 ) -> None:
     """Serve POST /plan with a plan cache.
 
-    Plans are made in processes of their own. Anybody who reaches the address may ask.
+    Plans are made in processes of their own. Anybody on this machine may ask, unless --tokens says
+    who; on an address that others reach it must.
     """
     from coop_plan.schemas import parse_bytes
 
@@ -70,13 +73,18 @@ def serve(
     try:
         import uvicorn
 
+        from coop_plan.api import logs
         from coop_plan.api.answers import Limits
         from coop_plan.api.doorkeeper import LOOPBACK, is_loopback
         from coop_plan.api.service import Service, create_app
+        from coop_plan.api.tokens import load
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
     from coop_plan.planner.cache.store import SqliteStore, StoreError, default_path
 
+    if tokens is None and not is_loopback(host):
+        raise click.UsageError(f"{host} is reached by others: say who may ask (--tokens FILE)")
+    holders = None if tokens is None else load(tokens)
     path = Path(store) if store else default_path()
     try:
         SqliteStore(path).close()  # made or refused here, in one line
@@ -93,10 +101,11 @@ def serve(
         solver_memory=memory,
         store_bytes=size,
         hosts=hosts,
+        tokens=holders,
     )
     config = uvicorn.Config(
         create_app(service),
-        log_level="info",
+        log_config=logs.configure(),
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         timeout_keep_alive=30,

@@ -16,12 +16,16 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from coop_plan.api import graph_addresses, problems
+from coop_plan.api.access import OPEN, SCHEME, Access, Caller
 from coop_plan.api.answers import Limits, PlanRequest, Reply
 from coop_plan.api.bodies import Bodies
 from coop_plan.api.doorkeeper import LOOPBACK, Doorkeeper
 from coop_plan.api.entity_tags import tagged
 from coop_plan.api.jobs import Job, Jobs
+from coop_plan.api.metrics import MEDIA_TYPE, Metrics
+from coop_plan.api.observed import Observed
 from coop_plan.api.problems import ProblemError
+from coop_plan.api.tokens import Tokens
 from coop_plan.api.worker import Settings, Task
 from coop_plan.api.workers import Pool, WorkerLostError
 from coop_plan.schemas import Graph, Plan
@@ -57,7 +61,7 @@ LOOK_SECONDS = 60.0
 
 KEY = re.compile("[0-9a-f]{64}")
 
-log = logging.getLogger("uvicorn.error")
+log = logging.getLogger("coop_plan.service")
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +70,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     `solvers` plans are made at once, each in a process of `solver_memory` bytes, `queue` more may
     wait; `readers` processes of `reader_memory` bytes read requests and look for answers. Records
-    in the file `store` are sealed with `secret`.
+    in the file `store` are sealed with `secret`. Without `tokens` anybody may ask.
     """
 
     store: Path
@@ -79,6 +83,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     reader_memory: int = 2 << 30
     store_bytes: int = 1 << 30
     hosts: Collection[str] = LOOPBACK
+    tokens: Tokens | None = None
 
     def worker(self, memory: int) -> Settings:
         """The settings of a worker process of so many bytes."""
@@ -88,7 +93,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 class Desk:
     """Where requests are answered: from the store, or by one solve however many ask at once."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._readers = Pool(service.worker(service.reader_memory), service.readers)
         self._threads = ThreadPoolExecutor(service.readers, thread_name_prefix="reader")
         solvers = Pool(service.worker(service.solver_memory), service.solvers)
@@ -108,6 +114,7 @@ class Desk:
             message = "the request needs more memory or time to read than this server gives it"
             raise ProblemError("too-much-work", message) from None
         if reply.dropped:
+            self._metrics.dropped(reply.dropped)
             log.warning("%d records of the plan store were damaged or no answer", reply.dropped)
         _raise(reply)
         return reply, data
@@ -116,13 +123,21 @@ class Desk:
         self, request: Request, body: bytes, encoding: str, wait: float
     ) -> tuple[Reply, bytes, Job | None]:
         """The reply with its plan; or a job, which is over where it was waited for."""
+        caller: Caller = request.state.caller
         reply, data = await self.look(Task("ask", encoding), body)
+        caller.check(reply)
         if reply.found:
             return reply, data, None
+        reply.seconds = caller.check_seconds(reply.seconds)
         question, packed = body, encoding
         if reply.named:
             (_, question), packed = await self.look(Task("whole", encoding), body), ""
         job = self.jobs.join(reply, question, packed)
+        try:
+            caller.wait_for(job)
+        except ProblemError:
+            self.jobs.leave(job)
+            raise
         gone = asyncio.create_task(_gone(request))
         try:
             async with asyncio.timeout(wait):
@@ -156,11 +171,12 @@ class Desk:
 def create_app(service: Service) -> FastAPI:
     """The service as an ASGI application; its processes live as long as its lifespan."""
     desk: Desk | None = None
+    metrics = Metrics()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         nonlocal desk
-        desk = Desk(service)
+        desk = Desk(service, metrics)
         try:
             yield
         finally:
@@ -171,9 +187,12 @@ def create_app(service: Service) -> FastAPI:
             raise ProblemError("busy", "the server is starting", retry_after=1)
         return desk
 
-    app = FastAPI(title="coop-plan", docs_url=None, redoc_url=None, lifespan=lifespan)
+    # The version is the interface's: which release answers is nobody's business.
+    app = FastAPI(title="coop-plan", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
     problems.install(app)
+    app.add_middleware(Access, tokens=service.tokens)
     app.add_middleware(Doorkeeper, hosts=service.hosts)
+    app.add_middleware(Observed, metrics=metrics)  # the outermost
     bodies = Bodies(service.limits.body_bytes)
     described = problems.described
     plan_content: dict[str, Any] = {
@@ -263,6 +282,18 @@ def create_app(service: Service) -> FastAPI:
         events = jobs.follow(jobs.get(job_id), number)
         return StreamingResponse(events, media_type="text/event-stream")
 
+    @app.get(
+        "/metrics",
+        summary="For Prometheus",
+        response_class=Response,
+        responses={
+            200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+            **described("forbidden"),
+        },
+    )
+    async def get_metrics() -> Response:
+        return Response(metrics.text(), media_type=MEDIA_TYPE)
+
     @app.get("/livez", summary="Whether the service answers", responses=described("forbidden"))
     async def livez() -> dict[str, str]:
         return {"status": "ok"}
@@ -290,6 +321,10 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
+EVERYWHERE = ("unauthorized", "forbidden", "too-many-requests", "busy")
+"""What any address but the open ones may answer."""
+
+
 def _document(generate: Any) -> dict[str, Any]:
     """The OpenAPI description, with the schemas of the contract."""
     document: dict[str, Any] = generate()
@@ -300,10 +335,16 @@ def _document(generate: Any) -> dict[str, Any]:
     known.update(schemas, Problem=problems.SCHEMA)
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which is never sent
         known.pop(name, None)
-    for operations in document["paths"].values():
+    document["components"]["securitySchemes"] = {"token": SCHEME}
+    for path, operations in document["paths"].items():
         for operation in operations.values():
-            if "HTTPValidationError" in str(operation["responses"].get("422")):
-                del operation["responses"]["422"]
+            answers = operation["responses"]
+            if "HTTPValidationError" in str(answers.get("422")):
+                del answers["422"]
+            if path not in OPEN:
+                operation["security"] = [{}, {"token": []}]
+                for status, answer in problems.described(*EVERYWHERE).items():
+                    answers.setdefault(str(status), answer)
     return document
 
 

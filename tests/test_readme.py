@@ -29,6 +29,7 @@ VOLATILE = (
     r"(?<=^time         ).*",
     r"(?<=^location: /plans/)\w+",  # a key names the planner's version
     r"(?<=^content-length: ).*",
+    r"(?<=^traceparent: ).*",
 )
 """What differs from one machine, run or version to another."""
 

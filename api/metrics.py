@@ -1,0 +1,98 @@
+"""What `/metrics` says, in Prometheus' text format; `docker/grafana.json` shows it."""
+
+import functools
+from collections.abc import Callable, Mapping
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+STATES = ("queued", "running")
+
+REQUEST_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10, 60)
+SOLVE_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 150, 300, 600)
+GAPS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+class Metrics:
+    """The counters of one server."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._registry = registry
+        self._requests = Counter(
+            "coop_plan_requests",
+            "Requests that were answered",
+            ("method", "route", "status"),
+            registry=registry,
+        )
+        self._request_seconds = Histogram(
+            "coop_plan_request_seconds",
+            "Time from a request's head to the end of its answer",
+            ("method", "route"),
+            buckets=REQUEST_SECONDS,
+            registry=registry,
+        )
+        self._plans = Counter(
+            "coop_plan_plans",
+            "Plans that were sent, by what the cache had (Coop-Plan-Cache)",
+            ("cache",),
+            registry=registry,
+        )
+        self._dropped = Counter(
+            "coop_plan_verify_failures",
+            "Kept records that were damaged, or did not hold for what was asked",
+            registry=registry,
+        )
+        self._jobs = Gauge("coop_plan_jobs", "Solves by state", ("state",), registry=registry)
+        self._solve_seconds = Histogram(
+            "coop_plan_solve_seconds",
+            "Time of solves from queue to end",
+            ("state",),
+            buckets=SOLVE_SECONDS,
+            registry=registry,
+        )
+        self._gap = Histogram(
+            "coop_plan_gap_at_end",
+            "How far a plan may be from the best one when its solve ended, where a bound is known",
+            buckets=GAPS,
+            registry=registry,
+        )
+
+    def answered(self, method: str, route: str, status: int, seconds: float, cache: str) -> None:
+        """A request is over; `cache` is the answer's Coop-Plan-Cache."""
+        self._requests.labels(method, route, str(status)).inc()
+        self._request_seconds.labels(method, route).observe(seconds)
+        if cache:
+            self._plans.labels(cache).inc()
+
+    def dropped(self, count: int) -> None:
+        """Kept records turned out to be none."""
+        self._dropped.inc(count)
+
+    def solved(self, state: str, seconds: float, gap: float | None) -> None:
+        """A solve is over."""
+        self._solve_seconds.labels(state).observe(seconds)
+        if gap is not None:
+            self._gap.observe(gap)
+
+    def follow(self, states: Callable[[], Mapping[str, int]]) -> None:
+        """Ask for the numbers of solves whenever somebody asks for the metrics."""
+        for state in STATES:
+            self._jobs.labels(state).set_function(functools.partial(_number, states, state))
+
+    def text(self) -> bytes:
+        """All of it."""
+        return generate_latest(self._registry)
+
+
+def _number(states: Callable[[], Mapping[str, int]], state: str) -> float:
+    return states().get(state, 0)
