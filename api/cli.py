@@ -95,6 +95,13 @@ def cli() -> None:
 @click.option("--solver", help="Of checkmate: any solver PuLP has here, such as GUROBI_CMD.")
 @click.option("--relax", is_flag=True, help="Of checkmate: the LP with two-phase rounding.")
 @click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
+@click.option(
+    "--server",
+    metavar="URL",
+    envvar="COOP_PLAN_SERVER",
+    show_envvar=True,
+    help="Ask this service; a token is taken from COOP_PLAN_TOKEN.",
+)
 @click.option("-o", "--output", metavar="PLAN", help="Write the plan here; - is stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan (with -o: its figures).")
 def plan(
@@ -110,6 +117,7 @@ def plan(
     solver: str | None,
     relax: bool,
     ablate: tuple[str, ...],
+    server: str | None,
     output: str | None,
     as_json: bool,
 ) -> None:
@@ -135,11 +143,9 @@ def plan(
     )
     document = _read_graph(graph)
     from coop_plan.planner.core.errors import InfeasibleBudgetError
-    from coop_plan.planner.planning import plan as make_plan
 
     try:
-        with _progress() as progress, _without_collections():
-            made = make_plan(document, options, progress=progress)
+        made = _make(document, options) if not server else _ask(server, document, options)
     except InfeasibleBudgetError as error:
         if as_json:
             click.echo(json.dumps(infeasible(error)))
@@ -154,6 +160,27 @@ def plan(
         print_plan(
             made, len(document.ops), _unmodelled(document, options), _link(made, document, options)
         )
+
+
+def _make(graph: "Graph", options: "PlanOptions") -> "Plan":
+    from coop_plan.planner.planning import plan as make_plan
+
+    with _progress() as progress, _without_collections():
+        return make_plan(graph, options, progress=progress)
+
+
+def _ask(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
+    """The plan that a service makes or has."""
+    try:
+        from coop_plan.api.calls import ServerError
+        from coop_plan.api.client import Client
+    except ModuleNotFoundError as error:
+        fail(f"--server needs {error.name}: pip install 'coop-plan[client]'", EXIT_ERROR)
+    try:
+        with Client(server) as client:
+            return client.plan(graph, options)
+    except ServerError as error:
+        fail(error, EXIT_ERROR)
 
 
 def _link(made: "Plan", graph: "Graph", options: "PlanOptions") -> str | None:

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from coop_plan.api.calls import JobState, ServerAwayError, ServerError, ServerProblemError
+    from coop_plan.api.client import AsyncClient, Client
     from coop_plan.planner import (
         METHODS,
         Fault,
@@ -27,14 +29,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
+    "AsyncClient",
+    "Client",
     "Fault",
     "Graph",
     "InfeasibleBudgetError",
     "InvalidInputError",
     "InvalidPlanError",
+    "JobState",
     "Plan",
     "PlanOptions",
     "Progress",
+    "ServerAwayError",
+    "ServerError",
+    "ServerProblemError",
     "StepReport",
     "TimeLimitError",
     "clear_reports",
@@ -48,10 +56,16 @@ __all__ = [
 
 _SCHEMAS = {"Graph", "InvalidInputError", "Plan", "load_graph", "load_plan"}
 _RUNTIME = {"StepReport", "clear_reports", "reports"}
+_CALLS = {"JobState", "ServerAwayError", "ServerError", "ServerProblemError"}
+_HOMES = (
+    dict.fromkeys(_SCHEMAS, "schemas")
+    | dict.fromkeys(_RUNTIME, "runtime")
+    | dict.fromkeys(_CALLS, "api.calls")
+    | dict.fromkeys(("AsyncClient", "Client"), "api.client")
+)
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    part = "schemas" if name in _SCHEMAS else "runtime" if name in _RUNTIME else "planner"
-    return getattr(import_module(f"{__name__}.{part}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'planner')}"), name)

@@ -109,6 +109,13 @@ class PlanOptions(Model, frozen=True, kw_only=True):
         """
         return parse(cls, dict(fields))
 
+    @classmethod
+    def given(cls, budget: "PlanOptions | str | int", fields: OptionFields) -> "PlanOptions":
+        """Options as the functions of the library take them: whole, or a budget and fields."""
+        if isinstance(budget, PlanOptions):
+            return budget
+        return PlanOptions.of({"budget": budget} | dict(fields))
+
     @property
     def budget(self) -> Budget:
         """The budget, before it meets a graph."""

@@ -106,11 +106,7 @@ def plan(
         TimeLimitError: no plan before the time limit.
     """
     started = time.monotonic()
-    options = (
-        budget
-        if isinstance(budget, PlanOptions)
-        else PlanOptions.of({"budget": budget} | dict(fields))
-    )
+    options = PlanOptions.given(budget, fields)
     info = options.info
     graph = options.on(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
