@@ -181,6 +181,20 @@ def _pass_over_words_said_once() -> None:
         method = getattr(logging.Logger, name, None)
         if method is not None:
             torch._dynamo.config.ignore_logging_functions.add(method)
+    _let_write_the_configuration()
+
+
+def _let_write_the_configuration() -> None:
+    """Let Dynamo go on where it cannot write its configuration with its metrics.
+
+    2.11 cannot if the functions above are in it, and says so as an error (_dynamo/utils.py:1774).
+    """
+    utils: Any = torch._dynamo.utils
+    write = utils._get_dynamo_config_for_logging
+    try:
+        write()
+    except TypeError:
+        utils._get_dynamo_config_for_logging = lambda: None
 
 
 def end_in_place() -> None:

@@ -101,11 +101,16 @@ class Flight:
         self.copies = code.copies()
 
     def ticket(self) -> torch.Tensor:
-        """What stands for the flight until it is dropped: a scalar on the CPU, its number."""
-        array, number, drop = np.array(self._number), self._number, _flights.pop
+        """What stands for the flight until it is dropped: a scalar on the CPU, its number.
+
+        It requires a gradient: by a saved tensor that does PyTorch 2.11 knows a double backward,
+        which AOTAutograd then refuses. Otherwise the gradients would count as constants.
+        """
+        number, drop = self._number, _flights.pop
+        array = np.array(float(number))
         _flights[number] = self
         self._ticket = weakref.ref(array, lambda _: drop(number, None))
-        return torch.from_numpy(array)
+        return torch.from_numpy(array).requires_grad_()
 
     def hold(self, inputs: Sequence[Any], leaves: Container[int]) -> None:
         """Keep the inputs of the forward; those at `leaves` never lead to a ticket."""

@@ -117,7 +117,12 @@ def scratch(rank, count):
     small = 4096  # what is not the size of data: a few numbers of the group's own
     for op, args in calls:
         run = collectives._completed(op)
-        run(*args)
+        try:
+            run(*args)
+        except RuntimeError as refusal:  # PyTorch 2.11 gathers and scatters contiguous tensors
+            assert "is_contiguous" in str(refusal)
+            assert torch.__version__.startswith("2.11.")
+            continue
         dist.barrier()
         before, _ = process_bytes()
         reset_peak()

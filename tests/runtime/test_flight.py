@@ -280,10 +280,16 @@ class Tanh(nn.Sequential):
 
 
 def test_two_models_of_one_class_in_two_threads():
-    """They have one graph and one plan, and each its own memory."""
+    """They have one graph and one plan, and each its own memory.
+
+    They compile one after the other: torch.compile refuses calls while another thread traces.
+    """
+    compiles = threading.Lock()
 
     def train(model, step, found, key):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with compiles:
+            step(data(1)[0][0])
         for x, _ in data(8, seed=key) * 25:
             optimizer.zero_grad()
             step(x).square().mean().backward()
