@@ -88,7 +88,7 @@ gpu-bundle: $(READY) ## Collect the wheels for the checks on a GPU machine into 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "coop-plan needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[client,server,exact,plot,torch,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[client,server,cluster,exact,plot,torch,demo,dev]'
 	@touch $(READY)
 
 # PyPI has it for CUDA alone (5 GB); it runs without a device. It wants an older setuptools.
@@ -96,7 +96,7 @@ $(OLDEST)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	@mkdir -p build
 	sed '/^torch==/d; /^setuptools==/d; $$a torch==2.11.0' constraints.txt > build/oldest.txt
-	$(OLDEST)/bin/python -m pip install --quiet --constraint build/oldest.txt --editable '.[client,server,exact,torch,demo]' \
+	$(OLDEST)/bin/python -m pip install --quiet --constraint build/oldest.txt --editable '.[client,server,cluster,exact,torch,demo]' \
 	  hypothesis jsonschema pytest pytest-timeout pytest-xdist
 	@touch $@
 

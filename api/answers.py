@@ -13,7 +13,8 @@ import msgspec
 
 from coop_plan.api.graphs import Digest, Graphs, GraphStore, digest_of
 from coop_plan.planner.cache.record import Record, StoredPlan, StoredRefusal, as_bytes, as_record
-from coop_plan.planner.cache.store import PlanStore, planner_version
+from coop_plan.planner.cache.store import Families, PlanStore, planner_version
+from coop_plan.planner.method import Progress
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint
 from coop_plan.schemas._parse import parse
@@ -42,6 +43,20 @@ class Limits(msgspec.Struct, frozen=True):
     seconds: float = 600.0
 
 
+class Figures(msgspec.Struct, frozen=True):
+    """How far a solve is; see `planner.method.Progress`."""
+
+    fraction: float | None = None
+    overhead: float | None = None
+    bound: float | None = None
+    gap: float | None = None
+
+    @classmethod
+    def of(cls, progress: Progress) -> "Figures":
+        """The figures of what a solve says."""
+        return cls(progress.fraction, progress.overhead, progress.bound, progress.gap)
+
+
 class Reply(msgspec.Struct, omit_defaults=True):
     """
     What a worker says; a plan, if there is one, follows as bytes.
@@ -49,7 +64,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     `problem` names one of `api.problems`, with its members. Without an answer `key` and `costs`
     say by what a solve for it is shared, and `seconds` how long it may take. `ops` and `read` (the
     bytes of the body, unpacked) are what limits of a client's own are held against; a graph that is
-    only `named` is not in the body.
+    only `named` is not in the body. `settled` says that nobody need look for a better plan.
     """
 
     key: str = ""
@@ -60,7 +75,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
     detail: str = ""
     members: dict[str, Any] = {}
     dropped: int = 0
-    fraction: float | None = None
+    figures: Figures = Figures()
+    settled: bool = False
     final: bool = True
     ops: int = 0
     read: int = 0
@@ -83,6 +99,21 @@ class Question(msgspec.Struct, frozen=True, gc=False):
     options: PlanRequest
     digest: str
     read: int
+    structure: str
+
+    def family(self, kind: str) -> str:
+        """What questions have in common whose budgets of this kind alone are others."""
+        linked = self.options.on(self.graph).device.linked
+        key = self.options.key(self.structure, planner_version(), links=linked, any_budget=True)
+        return f"{key} {kind}"
+
+    def families(self, made: Plan) -> Families:
+        """The place of its plan among those for other budgets."""
+        budget = self.options.budget
+        places: list[tuple[str, int | float]] = [(self.family("bytes"), made.budget_bytes)]
+        if budget.kind == "share":
+            places.append((self.family("share"), float(budget.value)))
+        return places
 
 
 class Answers:
@@ -111,11 +142,11 @@ class Answers:
                 raise RefusedError("unknown-graph", message, digest=digest)
             graph, structure = kept.graph, kept.fingerprint
         else:
-            graph, structure = request.graph, ""
+            graph, structure = request.graph, fingerprint(request.graph)
         self._check_ops(graph)
         linked = request.on(graph).device.linked
-        key = request.key(structure or fingerprint(graph), planner_version(), links=linked)
-        return Question(key, graph, request, digest, len(data))
+        key = request.key(structure, planner_version(), links=linked)
+        return Question(key, graph, request, digest, len(data), structure)
 
     def _check_ops(self, graph: Graph) -> None:
         limit = self._limits.ops
@@ -168,7 +199,7 @@ class Answers:
         key, graph, request = question.key, question.graph, question.options
         named = bool(question.digest)
         reply = Reply(key=key, ops=len(graph.ops), read=question.read, named=named)
-        records = [as_record(made)] if made else self._records(key)
+        records = [as_record(made)] if made else self.records(key)
         at_hand = None if made else self._at_hand.get(key, question.digest, records)
         if at_hand is not None:
             return msgspec.structs.replace(reply, found=True), at_hand
@@ -203,7 +234,7 @@ class Answers:
         body: bytes,
         encoding: str,
         another: bool,
-        say: Callable[[str, float | None], None],
+        say: Callable[[Progress], None],
     ) -> tuple[Reply, bytes]:
         """Make the answer, or another one for other costs, and keep it; its record."""
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
@@ -211,45 +242,48 @@ class Answers:
         question = self.read(body, encoding)
         key, graph, request = question.key, question.graph, question.options
         record: Record
+        families: Families = ()
         try:
-            made = plan(graph, request, progress=lambda p: say(p.message, p.fraction))
+            made = plan(graph, request, progress=say)
             record = StoredPlan.of(self._better(question, made) if another else made, graph)
+            families = question.families(made)
         except InfeasibleBudgetError as error:
             record = StoredRefusal.of(error, graph)
         except TimeLimitError as error:
             return Reply(key=key, problem="time-limit", detail=str(error)), b""
         try:
-            self._store.put(key, record, another=another)
+            self._store.put(key, record, another=another, families=families)
         except (OSError, sqlite3.Error):
             self.dropped += 1  # a full disk: whoever waits gets the answer all the same
         if not another:  # another server may have been first: its answer is everybody's
-            record = next(iter(self._records(key)), record)
+            record = next(iter(self.records(key)), record)
         return Reply(key=key, found=True), as_bytes(record)
 
     def stored(self, key: str) -> tuple[Reply, bytes]:
         """The first plan of a key, verified, in the ids of the graph it was made for."""
-        records = self._records(key)
+        records = self.records(key)
         data = self._at_hand.get(key, "", records)
-        if data is not None:
-            return Reply(key=key, found=True), data
+        first = next((record for record in records if isinstance(record, StoredPlan)), None)
+        if data is not None and first is not None:
+            return kept_plan(key, first), data
         for record in records:
             found = record.as_made() if isinstance(record, StoredPlan) else None
-            if found is not None:
+            if found is not None and isinstance(record, StoredPlan):
                 data = found[1].to_json().encode()
                 self._at_hand.keep(key, "", records, data)
-                return Reply(key=key, found=True), data
-        return Reply(problem="not-found", detail="no plan of that key"), b""
+                return kept_plan(key, record), data
+        return NO_PLAN, b""
 
     def _better(self, question: Question, made: Plan) -> Plan:
         """The plan that was made or a kept one, whichever costs less for this graph."""
         candidates = [made]
-        for record in self._records(question.key):
+        for record in self.records(question.key):
             found = record.for_question(question.graph, question.options)
             if isinstance(found, Plan):
                 candidates.append(found)
         return min(candidates, key=lambda candidate: candidate.cost_us)
 
-    def _records(self, key: str) -> list[Record]:
+    def records(self, key: str) -> list[Record]:
         """What is kept by a key; a store that fails keeps nothing."""
         try:
             return self._store.get(key)
@@ -280,6 +314,15 @@ class AtHand:
         self._kept[key, digest] = records, data
         while self._bytes > REMEMBERED_BYTES and len(self._kept) > 1:
             self._bytes -= len(self._kept.popitem(last=False)[1][1])
+
+
+NO_PLAN = Reply(problem="not-found", detail="no plan of that key")
+
+
+def kept_plan(key: str, record: StoredPlan) -> Reply:
+    """That a plan is kept, and how good it is by the costs it was made with."""
+    overhead = Figures(overhead=record.plan.overhead)
+    return Reply(key=key, found=True, figures=overhead, settled=record.settled)
 
 
 def infeasible(key: str, error: Any) -> Reply:

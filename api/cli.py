@@ -32,6 +32,7 @@ from coop_plan.api.make_token import token
 from coop_plan.api.place import place
 from coop_plan.api.seconds import Seconds
 from coop_plan.api.serve import serve
+from coop_plan.api.work import worker
 
 if TYPE_CHECKING:
     from coop_plan.planner import PlanOptions, Progress
@@ -342,6 +343,7 @@ def _without_collections() -> Iterator[None]:
 cli.add_command(place)
 cli.add_command(serve)
 cli.add_command(token)
+cli.add_command(worker)
 
 
 def main(arguments: list[str] | None = None) -> None:

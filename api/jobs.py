@@ -1,29 +1,27 @@
-"""Solves under way: one a question, however many ask; a limited number, which can be cancelled."""
+"""Solves under way: one a question, however many ask; they can be followed and cancelled."""
 
 import asyncio
-import functools
-import secrets
+import hashlib
+import hmac
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from coop_plan.api.answers import Reply
+from coop_plan.api.answers import Figures, Reply
 from coop_plan.api.problems import ProblemError
-from coop_plan.api.worker import Task
-from coop_plan.api.workers import Pool, Worker, WorkerLostError
-
-GRACE_SECONDS = 30.0
-"""How long a solve may go on after its time limit before its process is killed."""
+from coop_plan.api.worker import Task, Work
 
 KEPT_JOBS = 1000
 """Jobs that ended and can still be asked for."""
 
 HEARTBEAT_SECONDS = 15.0
+
+RETRY_SECONDS = 2
+"""When whoever was told a job's address may look again."""
 
 
 @dataclass(eq=False)
@@ -32,21 +30,21 @@ class Job:
     One solve. `state` is "queued", "running", "done", "failed" or "cancelled".
 
     `waiting` counts the clients that wait for it; one that was told its address may come back for
-    it (`wanted`). `record` is the answer as it was stored.
+    it (`wanted`). `record` is the answer as it was stored. Times are `time.monotonic`'s.
     """
 
     id: str
-    key: str
     began: float = field(default_factory=time.monotonic)
+    plan: str = ""
+    """The key of its answer."""
     state: str = "queued"
     message: str = ""
-    fraction: float | None = None
+    figures: Figures = field(default_factory=Figures)
     waiting: int = 0
     wanted: bool = False
     record: bytes = b""
     problem: Reply | None = None
     ended: float | None = None
-    worker: Worker | None = None
     task: "asyncio.Task[None] | None" = None
     version: int = 0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,40 +62,86 @@ class Job:
             "state": self.state,
             "elapsed_seconds": round(until - self.began, 3),
             "message": self.message,
-            "fraction": self.fraction,
-            "plan": f"/plans/{self.key}" if self.state == "done" else None,
+            **msgspec.to_builtins(self.figures),
+            "plan": f"/plans/{self.plan}" if self.state == "done" else None,
         }
         if self.problem is not None:
             told["problem"] = {"name": self.problem.problem, "detail": self.problem.detail}
         return told
 
-    def tell(self) -> None:
+    def tell(self, version: int | None = None) -> None:
         """Wake whoever follows the job."""
-        self.version += 1
+        self.version = self.version + 1 if version is None else version
         self.changed.set()
         self.changed = asyncio.Event()
+
+    def end(self, state: str, problem: Reply | None = None) -> None:
+        """Nothing more will happen."""
+        if not self.over:
+            self.state, self.problem, self.ended = state, problem, time.monotonic()
+            self.tell()
+
+
+class Bench(Protocol):
+    """Where jobs are worked on: in processes of this server's, or somewhere in a cluster."""
+
+    def admit(self, running: int) -> None:
+        """Raise `ProblemError` where one job more than those would be too many."""
+
+    async def work(self, job: Job, work: Work, body: bytes) -> None:
+        """Have the job done, and keep it up to date until it is over."""
+
+    async def want(self, job: Job) -> None:
+        """Let a job go on though nobody waits."""
+
+    def abandon(self, job: Job) -> None:
+        """Nobody waits here any more."""
+
+    async def cancel(self, job: Job) -> None:
+        """End a job."""
+
+    async def find(self, job_id: str) -> Job | None:
+        """A job that this server does not know of, kept up to date from now on."""
+
+    async def check(self) -> None:
+        """Raise `ProblemError` where no job can be done."""
+
+    async def close(self) -> None:
+        """Stop working."""
 
 
 class Jobs:
     """
-    Starts and keeps jobs. To be used from one event loop.
+    Joins those who ask one question, and keeps jobs. To be used from one event loop.
 
-    `solvers` run at once, `queue` more may wait.
+    A job's id is made of its question and `secret`: servers that share the secret agree on it, and
+    nobody guesses it. `solved` is told the state, the seconds and the gap of one that is over.
     """
 
-    def __init__(self, pool: Pool, *, solvers: int, queue: int, seconds: float) -> None:
-        self._pool, self._seconds = pool, seconds
-        self._solvers, self._queue = solvers, queue
-        self._threads = ThreadPoolExecutor(solvers, thread_name_prefix="solver")
-        self._slots = asyncio.Semaphore(solvers)
-        self._running: dict[tuple[str, str], Job] = {}
+    def __init__(
+        self,
+        bench: Bench,
+        *,
+        secret: bytes,
+        seconds: float,
+        solved: Callable[[str, float, float | None], None] | None = None,
+    ) -> None:
+        self._bench, self._secret, self._seconds = bench, secret, seconds
+        self._solved = solved
+        self._running: dict[str, Job] = {}
         self._all: OrderedDict[str, Job] = OrderedDict()
 
-    def get(self, job_id: str) -> Job:
+    async def get(self, job_id: str) -> Job:
         """The job of an id; raises `ProblemError`."""
-        if job_id not in self._all:
+        job = self._all.get(job_id)
+        if job is None or job.over:
+            found = await self._bench.find(job_id)
+            if found is not None:
+                self._keep(found)
+                return found
+        if job is None:
             raise ProblemError("not-found", "no such job (any more)")
-        return self._all[job_id]
+        return job
 
     def join(self, asked: Reply, body: bytes, encoding: str) -> Job:
         """
@@ -106,97 +150,75 @@ class Jobs:
         Raises:
             ProblemError: too many wait already.
         """
-        question = asked.key, asked.costs
-        job = self._running.get(question)
+        task = Task("solve", encoding, another=bool(asked.costs))
+        seconds = self._seconds if asked.seconds is None else asked.seconds
+        work = Work(key=asked.key, task=task, seconds=seconds)
+        return self._start(f"{asked.key} {asked.costs}", work, body)
+
+    def search(self, key: str, seconds: float) -> Job:
+        """
+        A job that looks for a better plan than the kept one of a key.
+
+        Raises:
+            ProblemError: too many wait already.
+        """
+        seconds = min(seconds, self._seconds)
+        task = Task("improve", key=key, seconds=seconds)
+        return self._start(f"{key} better", Work(key=key, task=task, seconds=seconds), b"")
+
+    def states(self) -> Counter[str]:
+        """How many jobs that are not over are in which state."""
+        return Counter(job.state for job in self._running.values())
+
+    def _start(self, question: str, work: Work, body: bytes) -> Job:
+        job_id = hmac.new(self._secret, question.encode(), hashlib.sha256).hexdigest()[:32]
+        job = self._running.get(job_id)
         if job is None or job.over:
-            if len(self._running) >= self._solvers + self._queue:
-                raise ProblemError("busy", "too many plans wait to be made", retry_after=5)
-            job = Job(secrets.token_hex(16), asked.key)
-            self._running[question] = self._all[job.id] = job
-            seconds = self._seconds if asked.seconds is None else asked.seconds
-            task = Task("solve", encoding, another=bool(asked.costs))
-            work = self._run(job, task, body, seconds + GRACE_SECONDS)
-            job.task = asyncio.create_task(work)
-            job.task.add_done_callback(lambda _: self._end(question, job))
+            self._bench.admit(len(self._running))
+            last = self._all.get(job_id)
+            job = Job(job_id, plan=work.key, version=0 if last is None else last.version + 1)
+            self._running[job_id] = job
+            self._keep(job)
+            job.task = asyncio.create_task(self._bench.work(job, work, body))
+            job.task.add_done_callback(lambda _: self._end(job))
         job.waiting += 1
         return job
 
+    async def want(self, job: Job) -> None:
+        """Somebody is told a job's address: it goes on though nobody waits."""
+        job.wanted = True
+        await self._bench.want(job)
+
     def leave(self, job: Job) -> None:
-        """A client waits no longer; a job that nobody wants is cancelled."""
+        """A client waits no longer; a job that nobody wants is given up."""
         job.waiting -= 1
-        if not job.waiting and not job.wanted:
-            self.cancel(job)
+        if not job.waiting and not job.wanted and not job.over:
+            self._bench.abandon(job)
 
-    def cancel(self, job: Job) -> None:
-        """End a job; its process is gone at once."""
-        if job.over:
-            return
-        job.state = "cancelled"
-        job.problem = Reply(problem="cancelled", detail="the solve was cancelled")
-        if job.worker is not None:
-            job.worker.kill()
-        elif job.task is not None:
-            job.task.cancel()
-
-    async def _run(self, job: Job, task: Task, body: bytes, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-
-        def news(reply: Reply) -> None:
-            job.message, job.fraction = reply.detail, reply.fraction
-            job.tell()
-
-        def heard(reply: Reply) -> None:  # in a thread
-            loop.call_soon_threadsafe(news, reply)
-
-        def taken(worker: Worker) -> None:
-            job.worker = worker
-            if job.state == "cancelled":
-                worker.kill()
-
-        async with self._slots:
-            if job.over:
-                return
-            job.state = "running"
-            job.tell()
-            call = functools.partial(
-                self._pool.call,
-                task,
-                body,
-                seconds=seconds,
-                say=heard,
-                taken=taken,
-            )
-            try:
-                reply, job.record = await loop.run_in_executor(self._threads, call)
-            except WorkerLostError as lost:
-                if job.state == "cancelled":
-                    return
-                reply = (
-                    Reply(problem="time-limit", detail="no plan within the time limit")
-                    if lost.late
-                    else Reply(problem="too-much-work", detail="the process that planned it ended")
-                )
-            finally:
-                job.worker = None
+    async def cancel(self, job: Job) -> None:
+        """End a job."""
         if not job.over:
-            job.problem = reply if reply.problem else None
-            job.state = "failed" if reply.problem else "done"
+            await self._bench.cancel(job)
 
-    def _end(self, question: tuple[str, str], job: Job) -> None:
-        if self._running.get(question) is job:
-            del self._running[question]
-        if not job.over:
-            job.state = "failed"
-            job.problem = Reply(problem="internal-error", detail="the solve could not be run")
+    def _end(self, job: Job) -> None:
+        if self._running.get(job.id) is job:
+            del self._running[job.id]
         if job.task is not None and not job.task.cancelled():
             job.task.exception()  # said by the state
-        job.ended = time.monotonic()
-        job.tell()
+        job.end("failed", Reply(problem="internal-error", detail="the solve could not be run"))
+        if self._solved is not None and job.ended is not None:
+            self._solved(job.state, job.ended - job.began, job.figures.gap)
+
+    def _keep(self, job: Job) -> None:
+        self._all[job.id] = job
+        self._all.move_to_end(job.id)
         while len(self._all) > KEPT_JOBS + len(self._running):
             for oldest in list(self._all.values()):
                 if oldest.over:
                     del self._all[oldest.id]
                     break
+            else:
+                break
 
     async def follow(self, job: Job, last: int) -> AsyncIterator[bytes]:
         """Server-sent events: the job's document whenever it has changed since event `last`."""
@@ -215,8 +237,5 @@ class Jobs:
                 yield b": still here\n\n"
 
     async def close(self) -> None:
-        """Cancel what is under way."""
-        for job in list(self._running.values()):
-            self.cancel(job)
-        self._pool.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Stop working."""
+        await self._bench.close()

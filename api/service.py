@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import re
 from collections.abc import AsyncIterator, Collection
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,13 +21,15 @@ from coop_plan.api.answers import Limits, PlanRequest, Reply
 from coop_plan.api.bodies import Bodies
 from coop_plan.api.doorkeeper import LOOPBACK, Doorkeeper
 from coop_plan.api.entity_tags import tagged
-from coop_plan.api.jobs import Job, Jobs
+from coop_plan.api.jobs import RETRY_SECONDS, Bench, Job, Jobs
 from coop_plan.api.metrics import MEDIA_TYPE, Metrics
 from coop_plan.api.observed import Observed
 from coop_plan.api.problems import ProblemError
+from coop_plan.api.solvers import LocalBench
 from coop_plan.api.tokens import Tokens
 from coop_plan.api.worker import Settings, Task
 from coop_plan.api.workers import Pool, WorkerLostError
+from coop_plan.planner.cache.opening import open_store
 from coop_plan.schemas import Graph, Plan
 
 EXAMPLE: dict[str, Any] = {
@@ -59,6 +61,16 @@ MAX_WAIT_SECONDS = 120.0
 LOOK_SECONDS = 60.0
 """How long reading a request and looking for its answer may take."""
 
+SEARCH_SECONDS = 60.0
+"""How long a better plan than a kept one is looked for."""
+
+BETTER_THAN: dict[str, Any] = {
+    "name": "better-than",
+    "in": "query",
+    "description": "Only a plan of less overhead than this (a share); else one is looked for",
+    "schema": {"type": "number"},
+}
+
 KEY = re.compile("[0-9a-f]{64}")
 
 log = logging.getLogger("coop_plan.service")
@@ -70,11 +82,13 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     `solvers` plans are made at once, each in a process of `solver_memory` bytes, `queue` more may
     wait; `readers` processes of `reader_memory` bytes read requests and look for answers. Records
-    in the file `store` are sealed with `secret`. Without `tokens` anybody may ask.
+    at the address `store` are sealed with `secret`. With a `broker`, the address of a Redis, plans
+    are made by the workers of a cluster, where `queue` may wait. Without `tokens` anybody may ask.
     """
 
-    store: Path
+    store: str
     secret: bytes
+    broker: str = ""
     limits: Limits = Limits()
     solvers: int = os.cpu_count() or 1
     readers: int = max(1, (os.cpu_count() or 1) // 2)
@@ -87,7 +101,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
     def worker(self, memory: int) -> Settings:
         """The settings of a worker process of so many bytes."""
-        return Settings(str(self.store), self.secret, self.limits, memory, self.store_bytes)
+        return Settings(self.store, self.secret, self.limits, memory, self.store_bytes)
 
 
 class Desk:
@@ -97,13 +111,24 @@ class Desk:
         self._metrics = metrics
         self._readers = Pool(service.worker(service.reader_memory), service.readers)
         self._threads = ThreadPoolExecutor(service.readers, thread_name_prefix="reader")
-        solvers = Pool(service.worker(service.solver_memory), service.solvers)
+        self._store = open_store(service.store, b"")
+        self.bench: Bench
+        if service.broker:
+            from coop_plan.api.cluster.bench import ClusterBench
+
+            self.bench = ClusterBench(
+                service.broker, service.secret, queue=service.queue, seconds=service.limits.seconds
+            )
+        else:
+            solvers = Pool(service.worker(service.solver_memory), service.solvers)
+            self.bench = LocalBench(solvers, solvers=service.solvers, queue=service.queue)
         self.jobs = Jobs(
-            solvers,
-            solvers=service.solvers,
-            queue=service.queue,
+            self.bench,
+            secret=service.secret,
             seconds=service.limits.seconds,
+            solved=metrics.solved,
         )
+        metrics.follow(self.jobs.states)
 
     async def look(self, task: Task, body: bytes = b"", record: bytes = b"") -> tuple[Reply, bytes]:
         """What a reader answers; raises `ProblemError` where that is a problem."""
@@ -120,9 +145,13 @@ class Desk:
         return reply, data
 
     async def answer(
-        self, request: Request, body: bytes, encoding: str, wait: float
+        self, request: Request, body: bytes, encoding: str, wait: float, *, provisional: bool
     ) -> tuple[Reply, bytes, Job | None]:
-        """The reply with its plan; or a job, which is over where it was waited for."""
+        """
+        The reply with its plan; or a job, which is over where it was waited for.
+
+        A job that is not over goes on. Beside it there may be a plan for a smaller budget.
+        """
         caller: Caller = request.state.caller
         reply, data = await self.look(Task("ask", encoding), body)
         caller.check(reply)
@@ -151,21 +180,59 @@ class Desk:
                     if gone.done():
                         raise ProblemError("cancelled", "the client left")
         except TimeoutError:
-            job.wanted = True
-            return reply, b"", job
+            await self.jobs.want(job)
+            if not job.over:
+                less = Task("for-less", encoding)
+                reply, data = (reply, b"") if not provisional else await self.look(less, body)
+                return reply, data, job
         finally:
             gone.cancel()
             self.jobs.leave(job)
         if job.problem is not None:
             _raise(job.problem)
         reply, data = await self.look(Task("ask", encoding, with_record=True), body, job.record)
+        if not reply.found:
+            raise ProblemError("busy", "the plan was made and is not there", retry_after=1)
         return reply, data, job
+
+    async def better(
+        self, caller: Caller, key: str, overhead: float
+    ) -> tuple[bytes, Job | None]:
+        """The kept plan if it has less overhead; else a job that looks for one, if any."""
+        reply, data = await self.look(Task("stored", key=key))
+        if reply.figures.overhead is not None and reply.figures.overhead < overhead:
+            return data, None
+        if reply.settled:
+            return b"", None
+        seconds = min(SEARCH_SECONDS, caller.limits.seconds or SEARCH_SECONDS)
+        job = self.jobs.search(key, seconds)
+        try:
+            caller.wait_for(job)
+            await self.jobs.want(job)
+        finally:
+            self.jobs.leave(job)
+        if job.problem is not None:
+            _raise(job.problem)
+        return b"", job
+
+    async def check(self) -> None:
+        """Raise `ProblemError` where plans cannot be kept or made."""
+        await asyncio.to_thread(self._check_store)
+        await self.bench.check()
+
+    def _check_store(self) -> None:
+        try:
+            self._store.check()
+        except OSError:
+            message = "the plan store cannot be written"
+            raise ProblemError("busy", message, retry_after=5) from None
 
     async def close(self) -> None:
         """End all processes."""
         await self.jobs.close()
         self._readers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._store.close()
 
 
 def create_app(service: Service) -> FastAPI:
@@ -234,12 +301,20 @@ def create_app(service: Service) -> FastAPI:
         },
     )
     async def post_plan(request: Request) -> Response:
-        wait = _wait(request)
+        wait, provisional = _preferences(request)
         async with bodies.of(request) as (body, encoding):
-            reply, data, job = await at_work().answer(request, body, encoding, wait)
+            reply, data, job = await at_work().answer(
+                request, body, encoding, wait, provisional=provisional
+            )
         if job is not None and not job.over:
-            headers = {"Location": f"/jobs/{job.id}", "Retry-After": "2"}
-            return JSONResponse(job.document(), status_code=202, headers=headers)
+            if data:
+                headers = {
+                    "Location": f"/plans/{reply.key}",
+                    "Coop-Plan-Cache": "provisional",
+                    "Link": f'</jobs/{job.id}>; rel="monitor"',
+                }
+                return Response(data, media_type="application/json", headers=headers)
+            return under_way(job)
         headers = {
             "Location": f"/plans/{reply.key}",
             "Coop-Plan-Cache": "hit" if job is None else "miss",
@@ -251,27 +326,37 @@ def create_app(service: Service) -> FastAPI:
         summary="A stored plan, in the ids of the graph it was made for",
         responses={
             200: plan_content,
+            202: {"description": "A better one is looked for: `Location` is the job"},
+            204: {"description": "There is no better one, and none is looked for"},
             304: {"description": "It is the one of `If-None-Match`"},
-            **described("not-found", "too-much-work", "forbidden"),
+            **described("not-found", "too-much-work", "invalid-input", "busy", "forbidden"),
         },
+        openapi_extra={"parameters": [BETTER_THAN]},
     )
     async def get_plan(key: str, request: Request) -> Response:
         if KEY.fullmatch(key) is None:
             raise ProblemError("not-found", "no plan of that key")
-        _, data = await at_work().look(Task("stored", key=key))
-        return tagged(request, data)
+        asked = request.query_params.get("better-than")
+        if asked is None:
+            _, data = await at_work().look(Task("stored", key=key))
+            return tagged(request, data)
+        data, job = await at_work().better(request.state.caller, key, _overhead(asked))
+        if job is not None:
+            return under_way(job)
+        return tagged(request, data) if data else Response(status_code=204)
 
     job_content = described("not-found", "forbidden")
 
     @app.get("/jobs/{job_id}", summary="How a solve is getting on", responses=job_content)
     async def get_job(job_id: str) -> Response:
-        return JSONResponse(at_work().jobs.get(job_id).document())
+        job = await at_work().jobs.get(job_id)
+        return JSONResponse(job.document())
 
     @app.delete("/jobs/{job_id}", summary="Cancel a solve", responses=job_content)
     async def delete_job(job_id: str) -> Response:
         jobs = at_work().jobs
-        job = jobs.get(job_id)
-        jobs.cancel(job)
+        job = await jobs.get(job_id)
+        await jobs.cancel(job)
         return JSONResponse(job.document())
 
     @app.get("/jobs/{job_id}/events", summary="The same as it happens", responses=job_content)
@@ -279,7 +364,7 @@ def create_app(service: Service) -> FastAPI:
         jobs = at_work().jobs
         last = request.headers.get("last-event-id", "")
         number = int(last) if last.isdigit() and len(last) < 18 else -1
-        events = jobs.follow(jobs.get(job_id), number)
+        events = jobs.follow(await jobs.get(job_id), number)
         return StreamingResponse(events, media_type="text/event-stream")
 
     @app.get(
@@ -304,13 +389,11 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get(
         "/readyz",
-        summary="Whether it can answer: its store can be written",
+        summary="Whether it can answer: its store and its broker can be reached",
         responses=described("busy", "forbidden"),
     )
     async def readyz() -> dict[str, str]:
-        at_work()
-        if not os.access(service.store, os.W_OK):
-            raise ProblemError("busy", "the plan store cannot be written", retry_after=5)
+        await at_work().check()
         return {"status": "ok"}
 
     async def look(task: Task, body: bytes = b"") -> tuple[Reply, bytes]:
@@ -353,10 +436,32 @@ def _raise(reply: Reply) -> None:
         raise ProblemError(reply.problem, reply.detail, **reply.members)
 
 
-def _wait(request: Request) -> float:
-    """The seconds of `Prefer: wait=N` (RFC 7240)."""
-    found = re.search(r"(?:^|[,;]\s*)wait=(\d{1,9})\b", request.headers.get("prefer", ""))
-    return WAIT_SECONDS if found is None else min(float(found[1]), MAX_WAIT_SECONDS)
+def under_way(job: Job) -> JSONResponse:
+    """Where a job can be asked for."""
+    headers = {"Location": f"/jobs/{job.id}", "Retry-After": str(RETRY_SECONDS)}
+    return JSONResponse(job.document(), status_code=202, headers=headers)
+
+
+def _preferences(request: Request) -> tuple[float, bool]:
+    """
+    Of `Prefer` (RFC 7240): the seconds of `wait=N`, and whether a provisional plan will do.
+
+    With `respond-async` it will not: the client would rather come back for the plan itself.
+    """
+    prefer = request.headers.get("prefer", "").lower()
+    found = re.search(r"(?:^|[,;]\s*)wait=(\d{1,9})\b", prefer)
+    wait = WAIT_SECONDS if found is None else min(float(found[1]), MAX_WAIT_SECONDS)
+    return wait, re.search(r"(?:^|[,;]\s*)respond-async\b", prefer) is None
+
+
+def _overhead(text: str) -> float:
+    """The share of `better-than`."""
+    with contextlib.suppress(ValueError):
+        overhead = float(text)
+        if math.isfinite(overhead):
+            return overhead
+    message = "better-than is the overhead of a plan, such as 0.093"
+    raise ProblemError("invalid-input", message, pointer="/better-than")
 
 
 async def _gone(request: Request) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from coop_plan.api.answers import Answers, Limits, RefusedError, Reply
-from coop_plan.api.graphs import SqliteGraphs
-from coop_plan.planner.cache.store import SqliteStore
+from coop_plan.api.answers import Answers, Figures, Limits, RefusedError, Reply
+from coop_plan.api.graph_stores import open_graphs
+from coop_plan.api.other_plans import OtherPlans
+from coop_plan.planner.cache.opening import open_store
+from coop_plan.planner.method import Progress
 from coop_plan.schemas import InvalidInputError
 
 PR_SET_PDEATHSIG = 1
@@ -43,23 +45,30 @@ class Task(msgspec.Struct, frozen=True, omit_defaults=True):
     with_record: bool = False
     another: bool = False
     """Solve for costs that the kept plans were not made for."""
+    seconds: float = 0.0
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """A task that takes time, `seconds` at most, for the question of a key."""
+
+    key: str
+    task: Task
+    seconds: float
 
 
 def main(descriptor: int) -> None:
     """Work until the server is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to act on
-    # A busy worker does not read, so it would not see that the server has died.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     connection = Connection(descriptor)
     settings = msgspec.msgpack.decode(connection.recv_bytes(), type=Settings)
     limit = _address_space() + settings.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    store = SqliteStore(
-        Path(settings.store), secret=settings.secret, max_bytes=settings.store_bytes
-    )
-    graphs = SqliteGraphs(Path(settings.store), max_bytes=settings.store_bytes)
+    store = open_store(settings.store, settings.secret, settings.store_bytes)
+    graphs = open_graphs(settings.store, settings.store_bytes)
     answers = Answers(store, settings.limits, graphs)
+    others = OtherPlans(answers, store)
     # Documents have no cycles: reference counts free them at once.
     gc.collect()
     gc.freeze()
@@ -72,7 +81,7 @@ def main(descriptor: int) -> None:
             record = connection.recv_bytes() if task.with_record else b""
         except EOFError:
             return
-        reply, data = _do(answers, task, body, record, connection)
+        reply, data = _do(answers, others, task, body, record, connection)
         reply.dropped, answers.dropped = answers.dropped + store.dropped, 0
         store.dropped = 0
         del body, record
@@ -80,16 +89,30 @@ def main(descriptor: int) -> None:
         connection.send_bytes(data)
 
 
+def die_with_parent() -> None:
+    """Be killed when the thread that started this process ends: who is busy would not see it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _do(
-    answers: Answers, task: Task, body: bytes, record: bytes, connection: Connection
+    answers: Answers,
+    others: OtherPlans,
+    task: Task,
+    body: bytes,
+    record: bytes,
+    connection: Connection,
 ) -> tuple[Reply, bytes]:
-    def say(message: str, fraction: float | None) -> None:
-        news = Reply(detail=message, fraction=fraction, final=False)
+    def say(progress: Progress) -> None:
+        news = Reply(detail=progress.message, figures=Figures.of(progress), final=False)
         connection.send_bytes(msgspec.json.encode(news))
 
     try:
         if task.do == "solve":
             return answers.solve(body, task.encoding, task.another, say)
+        if task.do == "improve":
+            return others.improve(task.key, task.seconds, say)
+        if task.do == "for-less":
+            return others.for_less(body, task.encoding)
         if task.do == "stored":
             return answers.stored(task.key)
         if task.do == "whole":

@@ -19,6 +19,9 @@ from coop_plan.api.worker import Settings, Task
 START_SECONDS = 120.0
 """A worker that is not up by then never will be; kernels may have to be compiled."""
 
+GRACE_SECONDS = 30.0
+"""How long a solve may go on after its time limit before its process is killed."""
+
 Say = Callable[[Reply], None]
 
 

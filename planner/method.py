@@ -12,10 +12,18 @@ from coop_plan.planner.core.schedule import PlacedSchedule
 
 @dataclass(frozen=True)
 class Progress:
-    """What a long job says of itself; `fraction` is None when the end is not known."""
+    """
+    What a long job says of itself; `fraction` is None when the end is not known.
+
+    `overhead` is that of the best plan so far, `bound` the least that any can have as far as is
+    proved, both shares of the base cost; `gap` is the plan's cost over the bound's, minus one.
+    """
 
     message: str
     fraction: float | None = None
+    overhead: float | None = None
+    bound: float | None = None
+    gap: float | None = None
 
 
 @dataclass(frozen=True)

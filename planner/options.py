@@ -147,7 +147,13 @@ class PlanOptions(Model, frozen=True, kw_only=True):
         return graph if device is graph.device else graph.model_copy(update={"device": device})
 
     def key(
-        self, fingerprint: str, planner: str, costs: str | None = None, *, links: bool = False
+        self,
+        fingerprint: str,
+        planner: str,
+        costs: str | None = None,
+        *,
+        links: bool = False,
+        any_budget: bool = False,
     ) -> str:
         """
         The cache key of these options for a graph: its structure, not names, ids or costs.
@@ -155,12 +161,14 @@ class PlanOptions(Model, frozen=True, kw_only=True):
         A plan made for other costs is valid, but may not be the best: whoever wants none gives the
         graph's cost signature as `costs`. `planner` names the planner's version: another one makes
         another plan. `links` says whether the device has copy engines: a plan that uses them does
-        not hold where there are none.
+        not hold where there are none. With `any_budget` it is one key for every budget.
         """
         # A request has more fields than its options.
         asked = {name: getattr(self, name) for name in OPTION_NAMES if name != "switches"}
         asked |= {
-            "budget": [self.budget.kind, str(self.budget.value.normalize())],
+            "budget": None
+            if any_budget
+            else [self.budget.kind, str(self.budget.value.normalize())],
             "off": sorted(self.off),
             "links": links,
         }

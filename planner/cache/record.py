@@ -29,6 +29,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
     A plan and the graph it was made for: its ids in order, its costs, and itself.
 
     `packed` is the graph's document, compressed: it is only read where no other graph is at hand.
+    `searched_seconds` were spent by `auto` on a better plan than what was asked for gave at first.
     """
 
     kind: ClassVar[str] = "plan"
@@ -37,6 +38,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
     tensors: list[int]
     costs: list[float]
     packed: bytes
+    searched_seconds: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan, graph: Graph) -> "StoredPlan":
@@ -67,8 +69,11 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
         """
         plan, asked = self.plan, options.budget
         budget = int(asked.value) if asked.kind == "bytes" else plan.budget_bytes
+        method = options.method
+        if self.searched_seconds and plan.method == SEARCH and method in SEARCHED:
+            method = SEARCH
         given = plan.budget_bytes, plan.method, plan.outputs, plan.alignment
-        wanted = budget, options.method, options.outputs, options.alignment
+        wanted = budget, method, options.outputs, options.alignment
         transfers = plan.host_budget_bytes, plan.link_bytes_per_s
         if (given, transfers) != (wanted, (options.host_budget, options.link)):
             return None
@@ -93,6 +98,12 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
             abs(a / one - b / two) for a, b in zip(mine[LINK:], theirs[LINK:], strict=True)
         )
         return apart / 2 <= COSTS_ALIKE
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody need look for a better plan: it was done, or there is none."""
+        plan = self.plan
+        return self.searched_seconds > 0 or plan.status == "optimal" or plan.method not in SEARCHED
 
     def as_made(self) -> tuple[Graph, Plan] | None:
         """The graph it was made for and the plan, or None where it does not hold."""
@@ -153,6 +164,12 @@ Record = StoredPlan | StoredRefusal
 LINK = 3
 """So many costs are the device's."""
 
+SEARCH = "auto"
+"""The method that looks for a better plan than a kept one when there is time."""
+
+SEARCHED = ("coop-offline", "optimal", "auto")
+"""Methods that are asked for a good plan; the others are asked for what they themselves make."""
+
 
 def all_costs(graph: Graph) -> list[float]:
     """Every cost, the device's first: a proof holds for these alone."""
@@ -180,9 +197,8 @@ def as_record(data: bytes | memoryview) -> Record:
 
 
 def seal(record: Record, key: str, secret: bytes) -> bytes:
-    """The record as bytes, behind an HMAC of them and the key they are kept by."""
-    data = as_bytes(record)
-    return _mac(data, key, secret) + data
+    """The record as bytes, sealed for its key."""
+    return seal_bytes(as_bytes(record), key, secret)
 
 
 def unseal(data: bytes, key: str, secret: bytes) -> Record:
@@ -192,13 +208,23 @@ def unseal(data: bytes, key: str, secret: bytes) -> Record:
     Raises:
         InvalidInputError: damaged, or not sealed with this secret for this key.
     """
+    try:
+        return as_record(unseal_bytes(data, key, secret))
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidInputError(f"damaged record: {error}") from None
+
+
+def seal_bytes(data: bytes, key: str, secret: bytes) -> bytes:
+    """Bytes behind an HMAC of them and the key they are kept by."""
+    return _mac(data, key, secret) + data
+
+
+def unseal_bytes(data: bytes, key: str, secret: bytes) -> memoryview:
+    """The bytes that were sealed; raises `InvalidInputError` as `unseal` does."""
     view = memoryview(data)
     if not hmac.compare_digest(_mac(view[32:], key, secret), bytes(view[:32])):
         raise InvalidInputError("damaged record")
-    try:
-        return as_record(view[32:])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise InvalidInputError(f"damaged record: {error}") from None
+    return view[32:]
 
 
 def _mac(data: bytes | memoryview, key: str, secret: bytes) -> bytes:

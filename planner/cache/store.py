@@ -1,4 +1,4 @@
-"""Where answers are kept: one small interface, SQLite behind it."""
+"""Where answers are kept: one small interface, and SQLite behind it."""
 
 import contextlib
 import functools
@@ -7,7 +7,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,13 @@ ALTERNATIVES = 4
 
 TOUCH_SECONDS = 3600
 """How exactly it is known when a record was last used."""
+
+CANDIDATES = 4
+"""Keys of a family that are named."""
+
+Families = Sequence[tuple[str, int | float]]
+"""Names of families and the measure of a record in each: its budget, of questions that differ in
+nothing else."""
 
 
 @functools.cache
@@ -33,24 +40,45 @@ def planner_version() -> str:
 
 
 class PlanStore(Protocol):
-    """Keeps answers by key; safe to call from several threads and processes."""
+    """
+    Keeps answers by key; safe to call from several threads and processes.
+
+    Records are sealed with a secret: who does not have it can forge none. `dropped` counts damaged
+    ones that were met. Each method raises `StoreError` or sqlite3's errors where the store fails.
+    """
+
+    dropped: int
 
     def get(self, key: str) -> list[Record]:
         """The answers kept by a key, the first one first; damaged ones are dropped."""
 
-    def put(self, key: str, record: Record, *, another: bool = False) -> None:
+    def put(
+        self, key: str, record: Record, *, another: bool = False, families: Families = ()
+    ) -> None:
         """
         Keep the first answer of a key: what is there stays, and is everybody's.
 
         With `another` it is kept beside the ones that are there; of too many the oldest goes.
         """
 
+    def replace(self, key: str, old: Record, new: Record) -> bool:
+        """Put a record in the place of one that is still there; whether it was."""
+
+    def below(self, family: str, measure: float) -> list[str]:
+        """Keys of a family's answers that measure no more than this, the largest first."""
+
     def delete(self, key: str) -> None:
         """Forget a key."""
 
+    def check(self) -> None:
+        """Raise where answers cannot be kept."""
 
-class StoreError(Exception):
-    """A plan store cannot be opened."""
+    def close(self) -> None:
+        """Let go of files and connections."""
+
+
+class StoreError(OSError):
+    """A plan store cannot be opened, or fails."""
 
 
 def default_path() -> Path:
@@ -64,8 +92,8 @@ class SqliteStore:
     Answers in one SQLite file, shared by threads and processes.
 
     With `wal` readers and a writer do not wait for each other; without, the file can be read where
-    nothing can be written. Records are sealed with `secret`: who does not have it can forge none.
-    Above `max_bytes` of records those go that were not used for the longest time.
+    nothing can be written. Above `max_bytes` of records those go that were not used for the longest
+    time.
 
     Raises:
         StoreError: the file cannot be opened or is no database of ours.
@@ -75,9 +103,8 @@ class SqliteStore:
         self, path: Path, *, wal: bool = True, secret: bytes = b"", max_bytes: int = 1 << 30
     ) -> None:
         self._lock = threading.Lock()
-        self._secret, self._max_bytes = secret, max_bytes
+        self._path, self._secret, self._max_bytes = path, secret, max_bytes
         self.dropped = 0
-        """Damaged records met."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
@@ -94,7 +121,7 @@ class SqliteStore:
     def _create(self, wal: bool) -> None:
         if wal:
             self._connection.execute("pragma journal_mode=wal")
-        found = self._connection.execute("select 1 from sqlite_master where name = 'answer'")
+        found = self._connection.execute("select 1 from sqlite_master where name = 'family'")
         if found.fetchone() is None:
             self._connection.executescript(
                 "begin immediate;"
@@ -103,6 +130,8 @@ class SqliteStore:
                 " record blob not null, bytes integer not null, used integer not null,"
                 " primary key (key, slot));"
                 "create index if not exists by_use on answer (used, bytes);"
+                "create table if not exists family (name text not null, measure not null,"
+                " key text not null, primary key (name, key)) without rowid;"
                 "commit"
             )
 
@@ -129,7 +158,9 @@ class SqliteStore:
                     )
         return found
 
-    def put(self, key: str, record: Record, *, another: bool = False) -> None:
+    def put(
+        self, key: str, record: Record, *, another: bool = False, families: Families = ()
+    ) -> None:
         """Keep the first answer of a key, or another beside it; see `PlanStore.put`."""
         data = seal(record, key, self._secret)
         now = int(time.time())
@@ -150,7 +181,32 @@ class SqliteStore:
             self._connection.execute(
                 "insert into answer values (?, ?, ?, ?, ?)", (key, slot, data, len(data), now)
             )
+            self._connection.executemany(
+                "insert or replace into family values (?, ?, ?)",
+                [(name, measure, key) for name, measure in families],
+            )
             self._prune()
+
+    def replace(self, key: str, old: Record, new: Record) -> bool:
+        """Put a record in the place of one that is still there; whether it was."""
+        was, data = seal(old, key, self._secret), seal(new, key, self._secret)
+        with self._lock, self._transaction():
+            replaced = self._connection.execute(
+                "update answer set record = ?, bytes = ? where key = ? and record = ?",
+                (data, len(data), key, was),
+            )
+            self._prune()
+            return replaced.rowcount > 0
+
+    def below(self, family: str, measure: float) -> list[str]:
+        """Keys of a family's answers that measure no more than this, the largest first."""
+        with self._lock:
+            rows = self._connection.execute(
+                "select key from family where name = ? and measure <= ?"
+                " order by measure desc limit ?",
+                (family, measure, CANDIDATES),
+            )
+            return [key for (key,) in rows]
 
     def _prune(self) -> None:
         query = "select coalesce(sum(bytes), 0) from answer"
@@ -165,11 +221,17 @@ class SqliteStore:
             gone.append((row,))
             total -= size
         self._connection.executemany("delete from answer where rowid = ?", gone)
+        self._connection.execute("delete from family where key not in (select key from answer)")
 
     def delete(self, key: str) -> None:
         """Forget a key."""
         with self._lock:
             self._connection.execute("delete from answer where key = ?", (key,))
+
+    def check(self) -> None:
+        """Raise where answers cannot be kept."""
+        if not os.access(self._path, os.W_OK):
+            raise StoreError(f"plan store {self._path} cannot be written")
 
     def close(self) -> None:
         """Close the file."""

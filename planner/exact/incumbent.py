@@ -76,16 +76,13 @@ class Incumbent:
             return
         base = max(self.problem.base_cost_us, 1e-12)
         bound = min(max(self.bound_us, bound_us), self.cost_us)
+        least = bound / base - 1
         if self.solution is None:
-            self._tell(Progress(f"no plan yet, overhead at least {bound / base - 1:.2%}"))
+            self._tell(Progress(f"no plan yet, overhead at least {least:.2%}", bound=least))
             return
-        gap = self.cost_us / max(bound, 1e-12) - 1
-        self._tell(
-            Progress(
-                f"overhead {self.cost_us / base - 1:.2%},"
-                f" at least {bound / base - 1:.2%}, gap {gap:.2%}"
-            )
-        )
+        overhead, gap = self.cost_us / base - 1, self.cost_us / max(bound, 1e-12) - 1
+        message = f"overhead {overhead:.2%}, at least {least:.2%}, gap {gap:.2%}"
+        self._tell(Progress(message, overhead=overhead, bound=least, gap=gap))
 
     def answer(self) -> Solution:
         """

@@ -144,4 +144,5 @@ class JointSearch:
     def _report(self) -> None:
         if self.request.progress is not None and self.placed is not None:
             overhead = self.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
-            self.request.progress(Progress(f"recomputes and transfers: overhead {overhead:.2%}"))
+            message = f"recomputes and transfers: overhead {overhead:.2%}"
+            self.request.progress(Progress(message, overhead=overhead))

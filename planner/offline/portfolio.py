@@ -170,7 +170,9 @@ class Portfolio:
         """The incumbent's overhead as progress."""
         if self.request.progress is not None:
             overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
-            self.request.progress(Progress(f"improving: overhead {overhead:.2%}", fraction))
+            self.request.progress(
+                Progress(f"improving: overhead {overhead:.2%}", fraction, overhead)
+            )
 
     def budget(self, step: int) -> int:
         """The logical budget at a grid step, in bytes."""

@@ -111,7 +111,11 @@ def test_what_was_not_sealed_for_its_key_is_dropped(answers, store, path, questi
         proved = record.model_copy(
             {"plan": record.plan.model_copy({"status": "optimal", "lower_bound_us": 9.0})}
         )
-        bad = [seal(record, "0" * 64, SECRET), seal(proved, key, b"guessed"), good[:-1] + b"\0"]
+        bad = [
+            seal(record, "0" * 64, SECRET),
+            seal(proved, key, b"guessed"),
+            good[:-1] + bytes([good[-1] ^ 1]),
+        ]
         for data in bad:
             file.execute("update answer set record = ?", (data,))
             file.commit()

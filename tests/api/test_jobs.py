@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from coop_plan.api.answers import Reply
+from coop_plan.api.answers import Figures, Reply
 from coop_plan.api.jobs import Jobs
 from coop_plan.api.problems import ProblemError
+from coop_plan.api.solvers import LocalBench
 from coop_plan.api.workers import WorkerLostError
 
 
@@ -27,12 +28,12 @@ class FakePool:
         self.go = threading.Event()
         self.calls, self.workers = [], []
 
-    def call(self, task, body, record=b"", *, seconds, say, taken):
+    def call(self, task, body, *, seconds, say, taken):
         worker = FakeWorker()
         self.calls.append((body, seconds))
         self.workers.append(worker)
         taken(worker)
-        say(Reply(detail="under way", fraction=0.5, final=False))
+        say(Reply(detail="under way", figures=Figures(0.5, overhead=0.25), final=False))
         while not self.go.is_set():
             if worker.killed.wait(0.01):
                 raise WorkerLostError(late=False)
@@ -48,10 +49,11 @@ def asked(key, costs="", seconds=None):
     return Reply(key=key, costs=costs, seconds=seconds)
 
 
-def run(scenario, **limits):
+def run(scenario):
     async def all_of_it():
         pool = FakePool()
-        jobs = Jobs(pool, **({"solvers": 1, "queue": 1, "seconds": 7.0} | limits))
+        bench = LocalBench(pool, solvers=1, queue=1)
+        jobs = Jobs(bench, secret=b"secret", seconds=7.0)
         try:
             await asyncio.wait_for(scenario(jobs, pool), 60)
         finally:
@@ -74,7 +76,7 @@ def test_identical_questions_are_one_solve():
         await until(lambda: first.over)
         assert (first.state, first.record) == ("done", b"record")
         assert first.document()["plan"] == "/plans/a"
-        assert jobs.get(first.id) is first
+        assert await jobs.get(first.id) is first
         assert jobs.join(asked("a"), b"body", "") is not first
 
     run(scenario)
@@ -124,12 +126,12 @@ def test_a_job_is_cancelled_when_the_last_client_leaves(queued):
         job = jobs.join(asked("a"), b"", "")
         assert jobs.join(asked("a"), b"", "") is job
         if not queued:
-            await until(lambda: job.worker is not None)
+            await until(lambda: pool.workers)
         jobs.leave(job)
         assert not job.over
         jobs.leave(job)
         assert job.state == "cancelled"
-        await until(lambda: job.ended is not None)
+        await until(lambda: job.task.done())
         assert len(pool.calls) == 1
         assert pool.workers[0].killed.is_set() != queued
 
@@ -139,11 +141,11 @@ def test_a_job_is_cancelled_when_the_last_client_leaves(queued):
 def test_a_job_whose_address_was_given_goes_on_until_it_is_cancelled():
     async def scenario(jobs, pool):
         job = jobs.join(asked("a"), b"", "")
-        await until(lambda: job.worker is not None)
-        job.wanted = True
+        await until(lambda: pool.workers)
+        await jobs.want(job)
         jobs.leave(job)
         assert not job.over
-        jobs.cancel(job)
+        await jobs.cancel(job)
         await until(lambda: job.ended is not None)
         assert pool.workers[0].killed.is_set()
 
@@ -157,6 +159,7 @@ def test_events_tell_every_change_and_resume():
         async for event in jobs.follow(job, -1):
             seen.append(event)
             if b"under way" in event:
+                assert b'"overhead":0.25' in event
                 pool.go.set()
         assert b"event: done" in seen[-1]
         numbers = [int(event.split(b"\n")[0][4:]) for event in seen]

@@ -1,0 +1,1 @@
+"""Solves shared by several servers and workers: one a question, wherever it was asked."""

@@ -1,0 +1,50 @@
+"""The store of graphs beside a store of plans."""
+
+import contextlib
+import zlib
+from pathlib import Path
+from typing import Any
+
+from coop_plan.api.graphs import GraphStore, SqliteGraphs, digest_of
+from coop_plan.planner.cache.opening import in_redis
+
+
+def open_graphs(address: str, max_bytes: int) -> GraphStore:
+    """The graphs at the address of a plan store."""
+    return (
+        RedisGraphs(address)
+        if in_redis(address)
+        else SqliteGraphs(Path(address), max_bytes=max_bytes)
+    )
+
+
+class RedisGraphs:
+    """Documents in a Redis, packed; which of them go when it is full is its own affair."""
+
+    def __init__(self, address: str) -> None:
+        from coop_plan.planner.cache.redis_store import connect
+
+        self._redis = connect(address)
+
+    def get(self, digest: str) -> bytes | None:
+        """The document of a digest; see `GraphStore.get`."""
+        from coop_plan.planner.cache.redis_store import PREFIX, failing
+
+        with failing():
+            packed: Any = self._redis.get(f"{PREFIX}graph:{digest}")
+        if packed is not None:
+            with contextlib.suppress(zlib.error):
+                document = zlib.decompress(packed)
+                if digest_of(document) == digest:
+                    return document
+        return None
+
+    def put(self, digest: str, document: bytes) -> bool:
+        """Keep a document; see `GraphStore.put`."""
+        from coop_plan.planner.cache.redis_store import PREFIX, failing
+
+        if self.get(digest) is not None:
+            return False
+        with failing():
+            self._redis.set(f"{PREFIX}graph:{digest}", zlib.compress(document, 1))
+        return True
