@@ -195,9 +195,7 @@ class Desk:
             raise ProblemError("busy", "the plan was made and is not there", retry_after=1)
         return reply, data, job
 
-    async def better(
-        self, caller: Caller, key: str, overhead: float
-    ) -> tuple[bytes, Job | None]:
+    async def better(self, caller: Caller, key: str, overhead: float) -> tuple[bytes, Job | None]:
         """The kept plan if it has less overhead; else a job that looks for one, if any."""
         reply, data = await self.look(Task("stored", key=key))
         if reply.figures.overhead is not None and reply.figures.overhead < overhead:

@@ -1,0 +1,246 @@
+"""
+1 000 identical requests from 100 connections to a cluster, in the middle of which parts of it die.
+
+    python -m benchmarks.service_load
+
+Each line is a question of its own, asked of two servers with two workers. `solves` counts how often
+a worker began one. A client whose connection breaks, or that is told to come back, asks the other
+server. The exit status is 1 where there was an error, a plan that differs, or too many solves.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import redis
+
+from benchmarks.local_cluster import LocalCluster, Process
+
+ATTEMPTS = 60
+
+JOBS = "coop-plan:job:" + "?" * 32
+
+
+@dataclass
+class Outcome:
+    """What clients were told: digests of plans, errors, how often they asked again, seconds."""
+
+    plans: set[str] = field(default_factory=set)
+    errors: list[str] = field(default_factory=list)
+    again: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    def line(self) -> str:
+        """In one line."""
+        longest = max(self.seconds, default=0.0)
+        half = statistics.median(self.seconds) if self.seconds else 0.0
+        return (
+            f"{len(self.seconds)} answers, {len(self.plans)} plan, {len(self.errors)} errors,"
+            f" {self.again} asked again, median {half * 1000:.0f} ms, last {longest:.1f} s"
+        )
+
+
+def example() -> dict[str, Any]:
+    """The example of the repository as a question."""
+    path = Path(__file__).parents[1] / "examples" / "graph.json"
+    return {"graph": json.loads(path.read_text()), "budget": "50%"}
+
+
+def question(seed: int, seconds: float) -> dict[str, Any]:
+    """A graph that a solver does not finish in time, so that there is a middle to die in."""
+    draw = random.Random(seed)
+    layers = 60
+    tensors: list[dict[str, Any]] = [{"id": 0, "bytes": 4096, "kind": "input"}]
+    ops: list[dict[str, Any]] = []
+
+    def op(inputs: list[int], kind: str = "activation") -> int:
+        tensor = len(tensors)
+        size = draw.randrange(1, 40) << 14
+        tensors.append({"id": tensor, "bytes": size, "kind": kind})
+        cost = draw.randrange(5, 200)
+        ops.append({"id": len(ops), "inputs": inputs, "outputs": [tensor], "cost_us": cost})
+        ops[-1]["name"] = "op"
+        return tensor
+
+    forward = [0]
+    for layer in range(layers):
+        skip = [forward[draw.randrange(layer)]] if layer > 2 else []
+        forward.append(op(list({forward[-1], *skip})))
+    last = forward[-1]
+    for layer in reversed(range(1, layers)):
+        last = op(list({last, forward[layer], forward[draw.randrange(layer)]}))
+    op([last], "output")
+    graph = {"schema": "coop-plan/graph/1", "name": f"{seed}", "tensors": tensors, "ops": ops}
+    return {"graph": graph, "budget": "45%", "method": "optimal", "time_limit": seconds}
+
+
+async def ask(client: httpx.AsyncClient, urls: list[str], content: bytes, to: Outcome) -> None:
+    """One request, again and elsewhere until it is answered."""
+    began = time.monotonic()
+    headers = {"Content-Type": "application/json", "Prefer": "wait=60, respond-async"}
+    said = ""
+    for attempt in range(ATTEMPTS):
+        url = urls[(hash(asyncio.current_task()) + attempt) % len(urls)]
+        try:
+            answer = await client.post(f"{url}/plan", content=content, headers=headers)
+        except httpx.TransportError as error:
+            said = repr(error)
+        else:
+            if answer.status_code == 200:
+                to.plans.add(hashlib.sha256(answer.content).hexdigest())
+                to.seconds.append(time.monotonic() - began)
+                return
+            said = f"{answer.status_code} {answer.text[:200]}"
+            if answer.status_code not in (202, 503):
+                break
+        to.again += 1
+        await asyncio.sleep(0.1 + random.random() * 0.2)
+    to.errors.append(said)
+
+
+async def ask_many(
+    urls: list[str],
+    body: dict[str, Any],
+    *,
+    requests: int,
+    connections: int,
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
+) -> Outcome:
+    """So many identical requests, while something happens."""
+    outcome, content = Outcome(), json.dumps(body).encode()
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+
+    async def several(client: httpx.AsyncClient, count: int) -> None:
+        for _ in range(count):
+            await ask(client, urls, content, outcome)
+
+    async with httpx.AsyncClient(limits=limits, timeout=120) as client:
+        counts = [len(range(n, requests, connections)) for n in range(connections)]
+        work = [several(client, count) for count in counts]
+        if meanwhile is not None:
+            work.append(meanwhile())
+        await asyncio.gather(*work)
+    return outcome
+
+
+class Load:
+    """Scenarios on one cluster."""
+
+    def __init__(self, cluster: LocalCluster, requests: int, connections: int) -> None:
+        self.cluster = cluster
+        self._requests, self._connections = requests, connections
+        self._broker = redis.Redis.from_url(cluster.broker_address)
+        self._seen: set[bytes] = set()
+        self.failures = 0
+
+    def jobs(self) -> dict[bytes, dict[bytes, bytes]]:
+        """The jobs that were not there when this was last asked."""
+        names = set(self._broker.scan_iter(JOBS)) - self._seen
+        return {name: self._broker.hgetall(name) for name in names}
+
+    async def solving(self) -> None:
+        """Return when a worker is in the middle of a solve."""
+        while not self._broker.zcard("coop-plan:running"):
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1.0)
+
+    def run(
+        self,
+        name: str,
+        body: dict[str, Any],
+        happens: Callable[[], Awaitable[None]] | None = None,
+        *,
+        most_solves: int = 1,
+    ) -> None:
+        """One scenario, in a line."""
+        outcome = asyncio.run(
+            ask_many(
+                self.cluster.urls,
+                body,
+                requests=self._requests,
+                connections=self._connections,
+                meanwhile=happens,
+            )
+        )
+        jobs = self.jobs()
+        self._seen |= jobs.keys()
+        solves = sum(int(job[b"token"]) for job in jobs.values())
+        over = all(job[b"state"] == b"done" for job in jobs.values())
+        good = not outcome.errors and len(outcome.plans) == 1 and over
+        good = good and len(outcome.seconds) == self._requests and 1 <= solves <= most_solves
+        self.failures += not good
+        print(f"{name}: {solves} solves, {outcome.line()}{'' if good else ' <- wrong'}", flush=True)
+        for error in sorted(set(outcome.errors)):
+            print(f"  {error}")
+
+    def solver(self) -> Process:
+        """The worker that solves: the one that has taken up more tasks than it has ended."""
+        for worker in self.cluster.workers:
+            if worker.process.poll() is None and _open_tasks(worker) > 0:
+                return worker
+        raise RuntimeError("no worker solves")
+
+    async def kill_worker(self) -> None:
+        """kill -9 of the worker that solves; its children die with it."""
+        await self.solving()
+        worker = self.solver()
+        worker.kill()
+        self.cluster.workers.remove(worker)
+        self.cluster.workers.append(self.cluster.start_worker())
+
+    async def kill_replica(self) -> None:
+        """kill -9 of a server that clients wait at."""
+        await self.solving()
+        self.cluster.replicas[0].kill()
+
+    async def restart_broker(self) -> None:
+        """Redis is killed and comes back a second later."""
+        await self.solving()
+        self.cluster.broker.kill()
+        await asyncio.sleep(1.0)
+        self.cluster.broker.start()
+        await asyncio.to_thread(self.cluster.broker.wait)
+
+
+def _open_tasks(worker: Process) -> int:
+    return worker.log.count(" received") - worker.log.count(" succeeded in")
+
+
+def main() -> None:
+    """Run every scenario."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--connections", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a solve")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, LocalCluster(Path(folder)) as cluster:
+        load = Load(cluster, arguments.requests, arguments.connections)
+        with contextlib.suppress(KeyboardInterrupt):
+            load.run("warm-up", example())
+            for number, (name, happens, most) in enumerate(
+                [
+                    ("nothing dies", None, 1),
+                    ("kill -9 of the worker that solves", load.kill_worker, 2),
+                    ("Redis restarted", load.restart_broker, 2),
+                    ("kill -9 of a server", load.kill_replica, 2),
+                ]
+            ):
+                body = question(number, arguments.seconds)
+                load.run(name, body, happens, most_solves=most)
+        sys.exit(load.failures > 0)
+
+
+if __name__ == "__main__":
+    main()
