@@ -95,7 +95,7 @@ class LocalCluster:
         self._folder, self._stack = folder, contextlib.ExitStack()
         key = folder / "key"
         key.write_bytes(secrets.token_bytes(32))
-        ports = [_free_port(), _free_port()]
+        ports = [free_port(), free_port()]
         self.broker_address, self.store_address = (f"redis://127.0.0.1:{p}/0" for p in ports)
         self._options = ["--broker", self.broker_address, "--store", self.store_address]
         self._options += ["--store-key", str(key), "--max-time-limit", f"{seconds:g}"]
@@ -146,7 +146,8 @@ class LocalCluster:
         self.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody has."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port

@@ -20,7 +20,7 @@ LEASE_SECONDS = 10.0
 INTEREST_SECONDS = 15.0
 """A server that has not been heard of for so long waits no more. Its clients ask elsewhere."""
 
-RESEND_SECONDS = 15.0
+RESEND_SECONDS = 5.0
 """A job that no worker has taken up by then is sent again, then after twice the time and so on."""
 
 KEPT_SECONDS = 3600.0
@@ -156,7 +156,7 @@ class Board:
 
         `counts` says whether this was one of the deliveries that a job has.
         """
-        return bool(self._run(scripts.HAND_BACK, claim.job_id, claim.token, int(not counts)))
+        return bool(self._run(scripts.HAND_BACK, claim.job_id, claim.token, 0 if counts else -1))
 
     def sizes(self) -> tuple[int, int]:
         """Jobs that wait, and jobs that are worked on."""

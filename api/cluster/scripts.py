@@ -124,12 +124,12 @@ return 1
 
 HAND_BACK: Final = """
 if state ~= 'running' or get('token') ~= ARGV[3] then return 0 end
-redis.call('HINCRBY', job, 'deliveries', -tonumber(ARGV[4]))
+redis.call('HINCRBY', job, 'deliveries', ARGV[4])
 redis.call('HSET', job, 'lease', 0)
 queue()
 return 1
 """
-"""ARGV: token, deliveries that do not count."""
+"""ARGV: token, what is added to the deliveries."""
 
 CANCEL: Final = """
 if active then over('cancelled', ARGV[3]) return 1 end
