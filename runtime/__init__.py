@@ -4,6 +4,7 @@ Importing this package does not import torch; its parts do.
 """
 
 from coop_plan.runtime.errors import (
+    BudgetExceededError,
     BuildError,
     CaptureError,
     CopyError,
@@ -15,6 +16,7 @@ from coop_plan.runtime.errors import (
 from coop_plan.runtime.reports import StepReport, clear_reports, reports
 
 __all__ = [
+    "BudgetExceededError",
     "BuildError",
     "CaptureError",
     "CopyError",

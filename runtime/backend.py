@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.planner import InfeasibleBudgetError, plan, verify
 from coop_plan.planner.cache.store import planner_version
 from coop_plan.runtime import watch
-from coop_plan.runtime.cache import plans
 from coop_plan.runtime.capture.composites import as_eager
 from coop_plan.runtime.capture.joint import Captured, capture_joint
 from coop_plan.runtime.capture.ranks import one_plan
@@ -25,6 +23,7 @@ from coop_plan.runtime.capture.shapes import (
     shape_of,
 )
 from coop_plan.runtime.execute.partition import stubs
+from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.execute.pool import Pools, pools_of
 from coop_plan.runtime.execute.step import PlannedStep
 from coop_plan.runtime.lines import Lines, lines_of
@@ -39,7 +38,7 @@ from coop_plan.runtime.torch_internals import (
     takes_gradients,
     warn_of_version,
 )
-from coop_plan.schemas import Graph, Plan
+from coop_plan.schemas import Plan
 
 log = logging.getLogger("coop-plan")
 
@@ -157,16 +156,10 @@ def plan_captured(
     began = time.perf_counter()
     if captured.device.type == "cuda":
         options = options.on_cuda()
-    key = plans.key_of(captured.graph, options)
 
     def find_or_make() -> tuple[Plan, bool]:
-        found = plans.find(key, captured.graph, options)
-        if found is not None:
-            return found, True
-        made = _plan(captured.graph, options, lines)
-        verify(captured.graph, made)
-        plans.keep(key, captured.graph, made)
-        return made, False
+        part = lines.breaks or called_from_compiled()
+        return plan_for(captured.graph, options, part=part)
 
     shared = one_plan(captured, options.plan.key("", planner_version(), ""), find_or_make)
     captured, made = replace(captured, graph=shared.graph), shared.plan
@@ -186,23 +179,9 @@ def plan_captured(
         plan_cached=shared.cached,
         plan_seconds=time.perf_counter() - began,
     )
-    step = PlannedStep(captured, made, report, pools, lines, call)
+    step = PlannedStep(captured, made, report, pools, lines, call, options)
     add(report)
     return step
-
-
-def _plan(graph: Graph, options: Options, lines: Lines) -> Plan:
-    """The plan of a graph; of a part of a function, the smallest if its share cannot be met.
-
-    A share is of the peak of an iteration, which is not known before it has run.
-    """
-    try:
-        return plan(graph, options.plan)
-    except InfeasibleBudgetError:
-        part = lines.breaks or called_from_compiled()
-        if options.plan.budget.kind != "share" or not part:
-            raise
-        return plan(graph, options.plan.model_copy(update={"budget_": "min"}))
 
 
 def _as_it_is(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

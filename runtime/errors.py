@@ -27,3 +27,7 @@ class CopyError(RuntimeRefusalError):
 
 class CudaGraphError(RuntimeRefusalError):
     """What a CUDA graph would have to capture, or has captured, cannot be run so."""
+
+
+class BudgetExceededError(RuntimeRefusalError):
+    """A step takes more than its budget, and was asked not to, or cannot be planned otherwise."""

@@ -16,7 +16,7 @@ MIN_ALIGNMENT = 64
 CUDA_ALIGNMENT = 512
 """Of what PyTorch's CUDA allocator returns, in bytes; kernels are chosen by it."""
 
-OURS = ("shapes",)
+OURS = ("shapes", "strict")
 """Options that are no `PlanOptions`."""
 
 OUTPUTS = "gradients"
@@ -25,14 +25,21 @@ OUTPUTS = "gradients"
 
 @dataclass(frozen=True)
 class Options:
-    """How to plan (`planner.options.PlanOptions`), and what happens at another input shape.
+    """How to plan (`planner.options.PlanOptions`), and what happens otherwise than planned.
 
-    `shapes` is "plan": it is planned within the budget too; or "eager": it runs as eager autograd,
-    which the budget does NOT bound.
+    `shapes` says what happens at another input shape. "plan": it is planned within the budget too;
+    "eager": it runs as eager autograd, which the budget does NOT bound. With `strict`, a step that
+    takes more than its budget is an error; otherwise it is warned of.
     """
 
     plan: PlanOptions
     shapes: Literal["plan", "eager"] = "plan"
+    strict: bool = False
+
+    def within(self, budget_bytes: int | None) -> "Options":
+        """These options with a budget in bytes, or the smallest that can be met."""
+        budget = "min" if budget_bytes is None else budget_bytes
+        return replace(self, plan=self.plan.model_copy(update={"budget_": budget}))
 
     def on_cuda(self) -> "Options":
         """These options for a step on CUDA, where all outputs lie outside the arena.
@@ -76,11 +83,14 @@ class Options:
                 'shapes must be "plan" (another input shape is planned too) or "eager" (it runs'
                 " eagerly, outside the budget)"
             )
+        strict = values.pop("strict", cls.strict)
+        if not isinstance(strict, bool):
+            raise OptionsError("strict must be true or false")
         alignment = values.get("alignment", MIN_ALIGNMENT)
         if not isinstance(alignment, int) or alignment % MIN_ALIGNMENT:
             raise OptionsError(f"alignment must be a multiple of {MIN_ALIGNMENT} bytes")
         try:
-            return cls(PlanOptions.of(values), shapes)
+            return cls(PlanOptions.of(values), shapes, strict)
         except InvalidInputError as error:
             name = error.pointer.strip("/").replace("/", ".")
             raise OptionsError(

@@ -1,8 +1,12 @@
 """What was planned beside what was measured, one record per compiled step."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from coop_plan.schemas import Graph, Plan
+
+if TYPE_CHECKING:
+    from coop_plan.runtime.capture.joint import Captured
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,13 @@ class StepReport:
     """Resident bytes and all that the process allocated from the last step's forward to the end of
     its backward, at the highest; on CUDA all that the step's ops took."""
     outside_bytes: int = 0
+    held_bytes: int = 0
+    """Gradients that were there when the last step began; `measured_peak_bytes` contains them."""
+    outside_plan: str = ""
+    """What the process had beside the plan at its highest, in words, as it was last looked at: in
+    the first step of a plan, and in the one after a step that took more than its budget."""
+    plans_made: int = 1
+    """The figures and documents here are of the last one."""
     measured_overhead: float | None = None
     steps_run: int = 0
     forwards_again: int = 0
@@ -71,6 +82,15 @@ class StepReport:
         if self.last_step_us is None:
             return None
         return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
+
+    def replace_plan(self, captured: "Captured", plan: Plan, *, cached: bool) -> None:
+        """Another plan takes the place of the one that was reported."""
+        self.budget_bytes, self.peak_bytes = plan.budget_bytes, plan.peak_bytes
+        self.planned_arena_bytes = plan.arena_bytes
+        self.resident_bytes = plan.resident_bytes - captured.resident_within
+        self.planned_overhead, self.method, self.status = plan.overhead, plan.method, plan.status
+        self.graph, self.plan, self.plan_cached = captured.graph, plan, cached
+        self.plans_made += 1
 
 
 _reports: list[StepReport] = []

@@ -365,6 +365,31 @@ def tensor_version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+# What autograd does with a gradient when the backward is over: `AccumulateGrad` adds it to `.grad`.
+
+
+def gradient_hooks(leaf: torch.Tensor) -> bool:
+    """Whether Python functions are called with a gradient before it is added, or after."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def accumulate_node(leaf: torch.Tensor) -> Any:
+    """The node of autograd that adds to `leaf.grad`."""
+    with torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def runs_in_this_backward(node: Any) -> bool:
+    """Whether autograd runs a leaf's node in the backward that runs now.
+
+    `torch.autograd.grad` returns the gradient instead.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
+
+
 # Ops and tensors.
 
 

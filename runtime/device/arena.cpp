@@ -14,9 +14,11 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <pthread.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
+#include <memory>
+#include <tuple>
 
 #include "arena.h"
 #include "exchange.h"
@@ -32,11 +34,13 @@ void release(void* pointer) {
   if (is_recorded(false)) log_free(pointer);
   {
     std::lock_guard<std::mutex> lock(mutex);
-    if (freed_in_memory(pointer)) return;
     const auto found = sizes.find(pointer);
     if (found != sizes.end()) {
+      remove_stray(pointer);
       count(-found->second);
       sizes.erase(found);
+    } else if (freed_in_memory(pointer)) {
+      return;
     }
   }
   original->raw_deleter()(pointer);
@@ -45,16 +49,24 @@ void release(void* pointer) {
 class ArenaAllocator final : public at::Allocator {
  public:
   at::DataPtr allocate(size_t size) override {
-    if (char* p = planned(size, false)) {
-      return {p, p, &release, at::Device(at::DeviceType::CPU)};
+    const bool noted = watched > 0 && static_cast<int64_t>(size) >= kStray;
+    Served served;
+    char* place;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      std::tie(served, place) = planned(size, false);
     }
+    if (place != nullptr) return {place, place, &release, at::Device(at::DeviceType::CPU)};
+    const std::string line = noted && served == Served::kByNobody ? user_line() : "";
     at::DataPtr data = original->allocate(size);
     void* p = data.release_context();
     if (p != nullptr) {
-      count(static_cast<int64_t>(size));
       {
         std::lock_guard<std::mutex> lock(mutex);
         sizes[p] = static_cast<int64_t>(size);
+        if (noted && served == Served::kByNobody) add_stray(p, sizes[p], line);
+        if (!idle.empty()) relieve(sizes[p]);
+        count(static_cast<int64_t>(size));
       }
       if (is_recorded(false)) log_alloc(p, size);
     }
@@ -84,7 +96,12 @@ void cuda_release(void* pointer) {
 }
 
 at::DataPtr cuda_allocate(void* self, size_t size) {
-  if (char* p = planned(size, true)) {
+  char* placed;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    placed = planned(size, true).second;
+  }
+  if (char* p = placed) {
     const auto index = static_cast<c10::DeviceIndex>(active->memory->device);
     return {p, p, &cuda_release, at::Device(at::DeviceType::CUDA, index)};
   }
@@ -118,8 +135,12 @@ T* as(PyObject* object) {
   return static_cast<T*>(PyLong_AsVoidPtr(object));
 }
 
-PyObject* install(PyObject*, PyObject*) {
+// The paths of files whose lines are not the user's.
+PyObject* install(PyObject*, PyObject* paths) {
   if (original == nullptr) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(paths); ++i) {
+      foreign.emplace_back(PyUnicode_AsUTF8(PyTuple_GetItem(paths, i)));
+    }
     original = c10::GetCPUAllocator();
     c10::SetCPUAllocator(new ArenaAllocator(), 1);
     const auto unlock = [] { mutex.unlock(); };
@@ -150,10 +171,8 @@ PyObject* memory_create(PyObject*, PyObject* number) {
     }
     memory->base = static_cast<char*>(found);
   }
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    enlist(memory);
-  }
+  std::lock_guard<std::mutex> lock(mutex);
+  enlist(memory);
   count(bytes);
   return PyLong_FromVoidPtr(memory);
 }
@@ -179,38 +198,35 @@ PyObject* memory_retire(PyObject*, PyObject* handle) {
   Py_RETURN_NONE;
 }
 
-// Give back all whole pages outside the ranges (begin, end), which ascend; then as memory_retire.
-PyObject* memory_part(PyObject*, PyObject* args) {
+// No run is in it until the next `begin`: its pages go before the process has more than `ceiling`.
+PyObject* memory_rest(PyObject*, PyObject* args) {
   PyObject* handle;
-  const char* text;
-  Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "Oy#", &handle, &text, &length)) return nullptr;
+  long long ceiling;
+  if (!PyArg_ParseTuple(args, "OL", &handle, &ceiling)) return nullptr;
   Memory* memory = as<Memory>(handle);
-  const auto* ranges = reinterpret_cast<const int64_t*>(text);
   std::lock_guard<std::mutex> lock(mutex);
-  size_t from = 0;
-  size_t given = 0;
-  const auto give = [&](size_t to) {  // pages in [from, to)
-    const size_t begin = (from + kPage - 1) / kPage * kPage;
-    const size_t end = to / kPage * kPage;
-    if (begin >= end) return;
-    madvise(memory->base + begin, end - begin, MADV_DONTNEED);
-    given += end - begin;
-  };
-  for (size_t i = 0; i + 1 < length / sizeof(int64_t); i += 2) {
-    give(static_cast<size_t>(ranges[i]));
-    from = static_cast<size_t>(ranges[i + 1]);
+  if (memory->device == kCpu) {
+    wake(memory);
+    memory->ceiling = std::max(0LL, ceiling);
+    memory->tail = static_cast<int64_t>(memory->mapped);
+    idle.push_back(memory);
+    relieve(0);
   }
-  give(memory->mapped);
-  given = std::min(given, memory->counted);
-  memory->counted -= given;
-  count(-static_cast<int64_t>(given));
-  retire(memory);
   Py_RETURN_NONE;
 }
 
-PyObject* memory_live(PyObject*, PyObject* handle) {
-  return PyLong_FromLongLong(as<Memory>(handle)->live.load());
+// Where what lives in it begins.
+PyObject* memory_there(PyObject*, PyObject* handle) {
+  std::vector<int64_t> found;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& [begin, end] : as<Memory>(handle)->there) found.push_back(begin);
+  }
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(found.size()));
+  for (size_t i = 0; i < found.size(); ++i) {
+    PyList_SetItem(list, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(found[i]));
+  }
+  return list;
 }
 
 PyObject* program_create(PyObject*, PyObject* args) {
@@ -244,28 +260,53 @@ PyObject* run_create(PyObject*, PyObject* program) {
 }
 
 PyObject* run_destroy(PyObject*, PyObject* handle) {
-  delete as<Run>(handle);
+  Run* run = as<Run>(handle);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    close(&run->window);
+  }
+  delete run;
+  Py_RETURN_NONE;
+}
+
+// Which slots of its program PyTorch's allocator serves in this run, whatever their offsets.
+PyObject* run_elsewhere(PyObject*, PyObject* args) {
+  PyObject* handle;
+  const char* text;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "Oy#", &handle, &text, &length)) return nullptr;
+  Run* run = as<Run>(handle);
+  run->elsewhere.assign(run->program->slots.size(), 0);
+  const auto* numbers = reinterpret_cast<const int64_t*>(text);
+  for (size_t i = 0; i < length / sizeof(int64_t); ++i) {
+    run->elsewhere[static_cast<size_t>(numbers[i])] = 1;
+  }
   Py_RETURN_NONE;
 }
 
 PyObject* begin(PyObject*, PyObject* args) {
-  PyObject *run, *memory;
-  int fresh;
-  if (!PyArg_ParseTuple(args, "OOp", &run, &memory, &fresh)) return nullptr;
+  PyObject *run, *handle;
+  int fresh, watch;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(args, "OOnpp", &run, &handle, &bytes, &fresh, &watch)) return nullptr;
   as<Run>(run)->outer = active;
   active = as<Run>(run);
-  active->memory = as<Memory>(memory);
+  Memory* memory = active->memory = as<Memory>(handle);
   active->arena_bytes = -1;
-  if (active->memory->device != kCpu) {
-    active->arena_bytes = static_cast<int64_t>(active->memory->bytes);
+  if (memory->device != kCpu) active->arena_bytes = static_cast<int64_t>(memory->bytes);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    wake(memory);
+    if (memory->device == kCpu) {
+      resize(memory, bytes);
+    }
+    if (fresh) open(&active->window, static_cast<int64_t>(memory->counted), watch);
+    active->window.thread = pthread_self();
   }
   if (fresh) {
     active->high_water = 0;
     active->outside = active->beside = 0;
     active->elapsed_us[0] = active->elapsed_us[1] = 0;
-    const int64_t now = current_bytes.load();
-    step_peak_bytes.store(now);
-    active->before = now - static_cast<int64_t>(active->memory->counted);
   }
   inside_op = false;
   timed_class = -1;
@@ -299,13 +340,43 @@ PyObject* leave(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+// Ends the run: its window is closed.
+PyObject* run_end(PyObject*, PyObject* handle) {
+  Run* run = as<Run>(handle);
+  std::lock_guard<std::mutex> lock(mutex);
+  close(&run->window);
+  Py_RETURN_NONE;
+}
+
 PyObject* counters(PyObject*, PyObject* handle) {
   const Run* run = as<Run>(handle);
-  const int64_t bytes = run->arena_bytes < 0 ? step_peak_bytes.load() - run->before
-                                             : run->arena_bytes + run->beside;
-  return Py_BuildValue("LLLdd", static_cast<long long>(run->high_water),
+  const Window& window = run->window;
+  const int64_t bytes = run->arena_bytes < 0 ? window.peak : run->arena_bytes + run->beside;
+  return Py_BuildValue("LLLLddLLLs", static_cast<long long>(run->high_water),
                        static_cast<long long>(run->outside), static_cast<long long>(bytes),
-                       run->elapsed_us[0], run->elapsed_us[1]);
+                       static_cast<long long>(window.before), run->elapsed_us[0],
+                       run->elapsed_us[1], static_cast<long long>(window.stray_count),
+                       static_cast<long long>(window.stray_bytes),
+                       static_cast<long long>(window.largest.size), window.largest.line.c_str());
+}
+
+// How many owners a node of autograd has that is written in C++, 0 if this PyTorch does not say:
+// `struct THPCppFunction` of torch/csrc/autograd/python_cpp_function.h, whose pointer is of one kind
+// up to PyTorch 2.12 and of another from then on.
+PyObject* node_owners(PyObject*, PyObject* wrapper) {
+  long owners = 0;
+#if defined(COOP_NODE_SHARED)
+  struct Wrapper {
+    PyObject_HEAD std::shared_ptr<void> node;
+  };
+  owners = reinterpret_cast<Wrapper*>(wrapper)->node.use_count();
+#elif defined(COOP_NODE_INTRUSIVE)
+  struct Wrapper {
+    PyObject_HEAD c10::intrusive_ptr_target* node;
+  };
+  owners = c10::raw::intrusive_ptr::use_count(reinterpret_cast<Wrapper*>(wrapper)->node);
+#endif
+  return PyLong_FromLong(owners);
 }
 
 PyObject* record_begin(PyObject*, PyObject* cuda) {
@@ -332,34 +403,43 @@ PyObject* record_end(PyObject*, PyObject*) {
 }
 
 PyObject* process_bytes(PyObject*, PyObject*) {
-  return Py_BuildValue("LL", static_cast<long long>(current_bytes.load()),
-                       static_cast<long long>(peak_bytes.load()));
+  std::lock_guard<std::mutex> lock(mutex);
+  return Py_BuildValue("LL", static_cast<long long>(current_bytes),
+                       static_cast<long long>(peak_bytes));
 }
 
 PyObject* reset_peak(PyObject*, PyObject*) {
-  peak_bytes.store(current_bytes.load());
+  std::lock_guard<std::mutex> lock(mutex);
+  peak_bytes = current_bytes;
   Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
-    {"install", install, METH_NOARGS, "Put the arena allocator in front of PyTorch's."},
+    {"install", install, METH_O,
+     "(paths that are not the user's): put the arena allocator in front of PyTorch's."},
     {"install_cuda", install_cuda, METH_O,
      "(address of PyTorch's CUDA allocator) -> whether `allocate` could be exchanged"},
     {"memory_create", memory_create, METH_O, "(bytes) -> handle"},
     {"memory_adopt", memory_adopt, METH_VARARGS, "(CUDA device, address, bytes) -> handle"},
     {"memory_retire", memory_retire, METH_O, "Unmap it once nothing lives in it."},
-    {"memory_part", memory_part, METH_VARARGS, "(handle, ranges): keep these, retire the rest."},
-    {"memory_live", memory_live, METH_O, "(handle) -> allocations in it not freed yet"},
+    {"memory_rest", memory_rest, METH_VARARGS,
+     "(handle, ceiling): no run is in it; it gives pages before the process has more bytes."},
+    {"memory_there", memory_there, METH_O, "(handle) -> where what lives in it begins, ascending"},
     {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again) -> handle"},
     {"program_destroy", program_destroy, METH_O, "Forget a program."},
     {"run_create", run_create, METH_O, "(program) -> handle of one call of it"},
     {"run_destroy", run_destroy, METH_O, "Forget a run."},
-    {"begin", begin, METH_VARARGS, "(run, memory, fresh): this thread runs in the arena."},
+    {"run_elsewhere", run_elsewhere, METH_VARARGS,
+     "(run, slot numbers): PyTorch's allocator serves these in this run."},
+    {"run_end", run_end, METH_O, "Nothing more is counted for it."},
+    {"begin", begin, METH_VARARGS, "(run, memory, bytes of it, fresh, watch): this thread runs in the arena."},
     {"enter", enter, METH_O, "(k): op occurrence k comes next."},
     {"pause", pause, METH_NOARGS, "No op until the next enter."},
     {"leave", leave, METH_NOARGS, "This thread is out of the arena, in that of the run around, if any."},
     {"counters", counters, METH_O,
-     "(run) -> high water, outside bytes, bytes of the step, first us, again us"},
+     "(run) -> high water, outside bytes, bytes of the step, bytes before it, first us, again us,"
+     " count and bytes of strays at the peak, bytes and line of the largest"},
+    {"node_owners", node_owners, METH_O, "(autograd's node, written in C++) -> owners of it"},
     {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
     {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},
     {"process_bytes", process_bytes, METH_NOARGS, "-> current, peak bytes of the process"},

@@ -3,27 +3,29 @@
 // A step is a program of op occurrences, each with the slots its allocations take, in the order in
 // which the op makes them. A run is one call of it, in a memory of its own as long as it lasts.
 // While a thread is inside an occurrence, its k-th allocation is served at the address of the k-th
-// slot, if the size is the planned one. Everything else, on every thread, goes to PyTorch's
-// allocator. Addresses come from the plan alone: freeing a pointer into the memory of an arena only
-// counts.
+// slot, if the size is the planned one and nothing lives there: an op that keeps a tensor, or takes
+// other memory than when it was profiled, costs bytes and never overwrites. Everything else, on
+// every thread, goes to PyTorch's allocator.
 //
-// What a user still holds of a memory when another run begins in it keeps its pages (`part`), and
-// the run gets other memory.
+// What a user still holds of a memory when another run begins in it keeps its pages, and the run
+// gets other memory.
 //
-// One mutex guards all that threads share and is not atomic. It is held while the process forks, so
-// that the child finds it free.
+// One mutex guards all that threads share. It is held while the process forks, so that the child
+// finds it free.
 
 #pragma once
 
 #include <sys/mman.h>
 
-#include <atomic>
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <iterator>
 #include <map>
-#include <mutex>
-#include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include "counting.h"
 
 namespace {
 
@@ -42,8 +44,10 @@ struct Memory {
   size_t bytes = 0;    // as asked for
   size_t counted = 0;  // of them in current_bytes
   size_t mapped = 0;
-  std::atomic<int64_t> live{0};
-  bool retired = false;  // guarded by mutex
+  std::map<int64_t, int64_t> there;  // what lives in it: offset, end
+  bool retired = false;
+  int64_t ceiling = -1;  // no run is in it: its pages go before the process has more than this
+  int64_t tail = 0;      // from here on they have gone
 };
 
 struct Program {
@@ -59,20 +63,15 @@ struct Run {
   int64_t arena_bytes = -1;  // of memory on CUDA
   int64_t high_water = 0;
   int64_t outside = 0;
-  int64_t beside = 0;             // bytes that PyTorch's CUDA allocator gave to the ops
-  int64_t before = 0;             // bytes of the process when the step began, its memory left out
+  int64_t beside = 0;  // bytes that PyTorch's CUDA allocator gave to the ops
+  Window window;
+  std::vector<uint8_t> elsewhere;   // slots that PyTorch's allocator serves in this run
   double elapsed_us[2] = {0, 0};  // first computations, recomputations
 };
 
-constexpr size_t kPage = 4096;
-auto& mutex = *new std::mutex();  // never destroyed: tensors outlive main
+constexpr int64_t kPage = 4096;
 auto& memories = *new std::map<char*, Memory*>();  // by where they begin; by mutex
-
-// Bytes of the process as they were asked for: PyTorch's on the CPU, and the memory of arenas.
-std::atomic<int64_t> current_bytes{0};
-std::atomic<int64_t> peak_bytes{0};
-std::atomic<int64_t> step_peak_bytes{0};
-auto& sizes = *new std::unordered_map<void*, int64_t>();  // of PyTorch's on the CPU; by mutex
+auto& idle = *new std::vector<Memory*>();          // by mutex
 
 struct Event {
   bool is_alloc;
@@ -90,19 +89,10 @@ thread_local bool recording = false;
 thread_local bool recording_cuda = false;
 thread_local std::vector<Event>* events = nullptr;
 
-void raise_to(std::atomic<int64_t>& peak, int64_t value) {
-  int64_t seen = peak.load();
-  while (value > seen && !peak.compare_exchange_weak(seen, value)) {
-  }
-}
+int64_t page_below(int64_t offset) { return offset / kPage * kPage; }
+int64_t page_above(int64_t offset) { return (offset + kPage - 1) / kPage * kPage; }
 
-void count(int64_t bytes) {
-  const int64_t now = current_bytes.fetch_add(bytes) + bytes;
-  raise_to(peak_bytes, now);
-  raise_to(step_peak_bytes, now);
-}
-
-// These four under the mutex.
+// All below under the mutex.
 
 void enlist(Memory* memory) {
   if (memory->mapped != 0) memories[memory->base] = memory;
@@ -117,19 +107,92 @@ void unmap(Memory* memory) {
   delete memory;
 }
 
-void retire(Memory* memory) {
-  memory->retired = true;
-  if (memory->live.load() == 0) unmap(memory);
+// The bytes of the whole pages between two offsets on which nothing lives, given to the system.
+int64_t give_back(Memory* memory, int64_t from, int64_t to) {
+  int64_t given = 0;
+  const auto give = [&](int64_t begin, int64_t end) {
+    begin = page_above(begin);
+    end = page_below(end);
+    if (begin >= end) return;
+    madvise(memory->base + begin, static_cast<size_t>(end - begin), MADV_DONTNEED);
+    given += end - begin;
+  };
+  auto next = memory->there.lower_bound(from);
+  if (next != memory->there.begin()) from = std::max(from, std::prev(next)->second);
+  for (; next != memory->there.end() && next->first < to; ++next) {
+    give(from, next->first);
+    from = std::max(from, next->second);
+  }
+  give(from, to);
+  return given;
 }
 
-// Whether the pointer lies in a memory, which then counts that it is freed.
+void discount(Memory* memory, int64_t given) {
+  given = std::min(given, static_cast<int64_t>(memory->counted));
+  memory->counted -= static_cast<size_t>(given);
+  count(-given);
+}
+
+// A run takes so many bytes of it from the start; the pages behind them go.
+void resize(Memory* memory, int64_t bytes) {
+  const int64_t counted = static_cast<int64_t>(memory->counted);
+  if (counted > bytes) give_back(memory, bytes, static_cast<int64_t>(memory->mapped));
+  memory->counted = static_cast<size_t>(bytes);
+  count(bytes - counted);
+}
+
+void wake(Memory* memory) {
+  if (memory->ceiling < 0) return;
+  memory->ceiling = -1;
+  std::erase(idle, memory);
+}
+
+void retire(Memory* memory) {
+  wake(memory);
+  memory->retired = true;
+  if (memory->there.empty()) return unmap(memory);
+  if (memory->device != kCpu) return;
+  give_back(memory, 0, static_cast<int64_t>(memory->mapped));
+  int64_t held = 0;
+  int64_t last = 0;  // pages below are counted
+  for (const auto& [begin, end] : memory->there) {
+    const int64_t from = std::max(last, page_below(begin));
+    last = std::max(last, page_above(end));
+    held += last - from;
+  }
+  discount(memory, static_cast<int64_t>(memory->counted) - held);
+}
+
+// Idle memories give back pages, the last ones first, so that the process with so many bytes more
+// stays below their ceilings.
+void relieve(int64_t bytes) {
+  for (Memory* memory : idle) {
+    int64_t over;
+    while ((over = current_bytes + bytes - memory->ceiling) > 0 && memory->tail > 0) {
+      const int64_t tail = memory->tail;
+      memory->tail = page_below(std::max<int64_t>(0, tail - over));
+      discount(memory, give_back(memory, memory->tail, tail));
+    }
+  }
+}
+
+// Whether the pointer lies in a memory, where it then is free.
 bool freed_in_memory(void* pointer) {
   char* p = static_cast<char*>(pointer);
   auto found = memories.upper_bound(p);
   if (found == memories.begin()) return false;
   Memory* memory = (--found)->second;
   if (p >= memory->base + memory->mapped) return false;
-  if (memory->live.fetch_sub(1) == 1 && memory->retired) unmap(memory);
+  const auto entry = memory->there.find(p - memory->base);
+  if (entry == memory->there.end()) return true;
+  const auto [begin, end] = *entry;
+  memory->there.erase(entry);
+  if (!memory->retired) return true;
+  if (memory->there.empty()) {
+    unmap(memory);
+  } else if (memory->device == kCpu) {
+    discount(memory, give_back(memory, page_below(begin), page_above(end)));
+  }
   return true;
 }
 
@@ -141,19 +204,34 @@ void log_alloc(void* pointer, size_t size) {
 
 void log_free(void* pointer) { events->push_back({false, pointer, 0}); }
 
-// Where the plan puts the allocation that comes next on this thread; null: PyTorch serves it.
-char* planned(size_t size, bool cuda) {
-  if (size == 0 || !inside_op || (active->memory->device != kCpu) != cuda) return nullptr;
+enum class Served { kByNobody, kInArena, kOutsideAsPlanned };
+
+// Where the plan puts the allocation that comes next on this thread, if it does.
+std::pair<Served, char*> planned(size_t size, bool cuda) {
+  if (size == 0 || !inside_op || (active->memory->device != kCpu) != cuda) {
+    return {Served::kByNobody, nullptr};
+  }
   if (cursor == limit || cursor->size != static_cast<int64_t>(size)) {
     active->outside += static_cast<int64_t>(size);
-    return nullptr;
+    return {Served::kByNobody, nullptr};
   }
-  const Slot slot = *cursor++;
-  if (slot.offset < 0) return nullptr;
+  const Slot slot = *cursor;
+  const size_t number = static_cast<size_t>(cursor++ - active->program->slots.data());
+  const auto& elsewhere = active->elsewhere;
+  if (slot.offset < 0 || (number < elsewhere.size() && elsewhere[number])) {
+    return {Served::kOutsideAsPlanned, nullptr};
+  }
   const int64_t end = slot.offset + slot.size;
+  auto& there = active->memory->there;
+  const auto next = there.lower_bound(slot.offset);
+  if ((next != there.end() && next->first < end) ||
+      (next != there.begin() && std::prev(next)->second > slot.offset)) {
+    active->outside += static_cast<int64_t>(size);  // somebody keeps what the plan gave up
+    return {Served::kByNobody, nullptr};
+  }
+  there.emplace_hint(next, slot.offset, end);
   if (end > active->high_water) active->high_water = end;
-  active->memory->live.fetch_add(1);
-  return active->memory->base + slot.offset;
+  return {Served::kInArena, active->memory->base + slot.offset};
 }
 
 }  // namespace

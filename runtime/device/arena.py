@@ -21,23 +21,29 @@ Slots = Sequence[tuple[int, int]]
 class Counters:
     """What was measured since the step began, in bytes and µs.
 
-    How far the arena was used; planned allocations not served as planned; what the process had at
-    its highest beyond what it had before, the arena counted whole; time in first computations and
-    in recomputations.
+    How far the arena was used; planned allocations not served as planned; what the step's thread
+    had at its highest beyond what it had before, the arena counted whole; what the process had
+    before; time in first computations and in recomputations. Of a step that was watched: how many
+    allocations beside the plan there were at its highest, their bytes, the bytes of the largest and
+    the line of the user's that took it.
     """
 
     high_water_bytes: int
     outside_bytes: int
     process_bytes: int
+    before_bytes: int
     first_us: float
     again_us: float
+    stray_count: int
+    stray_bytes: int
+    largest_bytes: int
+    largest_line: str
 
 
 class Memory:
     """Bytes at one address, on the CPU or a CUDA device, for one run at a time.
 
-    They are taken when first needed. `kept` are the ranges, ascending (begin, end), of what the
-    last run in it left to the user.
+    They are taken when first needed. `tenant` is whose run was the last in it.
     """
 
     def __init__(self) -> None:
@@ -45,7 +51,7 @@ class Memory:
         self._handle = 0
         self._block: Block | None = None
         self.bytes = 0
-        self.kept: Sequence[tuple[int, int]] = ()
+        self.tenant: object = None
 
     def __del__(self) -> None:
         if getattr(self, "_handle", 0):
@@ -57,10 +63,10 @@ class Memory:
         return self._block is not None and self._block.captured
 
     @property
-    def live(self) -> int:
-        """Allocations in it that are not freed yet."""
-        count: int = self._ext.memory_live(self._handle) if self._handle else 0
-        return count
+    def there(self) -> list[int]:
+        """Where what lives in it begins, ascending, in bytes."""
+        found: list[int] = self._ext.memory_there(self._handle) if self._handle else []
+        return found
 
     def reserve(self, size: int, device: int | None = None) -> int:
         """The handle of at least `size` bytes; nothing may be live if it has to grow.
@@ -93,22 +99,24 @@ class Memory:
 
     def _retire(self) -> None:
         """Give it back, at once or, on the CPU, when nothing lives in it any more."""
-        if self._block is not None and self.live:
+        if self._block is not None and self.there:
             _left.append(self._block)  # never met: who holds a tensor of a step holds the step
         self._ext.memory_retire(self._handle)
         self._handle, self._block = 0, None
 
     def part(self) -> None:
-        """Leave the pages of what the last run left to whoever holds some of it.
+        """Leave to whoever holds something of the last run the pages on which it lies.
 
-        On the CPU all other pages go back to the system now, these when the last such tensor is
-        freed; the next `reserve` maps anew. On CUDA nothing of a run outlives it.
+        On the CPU all others go back to the system now, these when nothing lives on them any more;
+        the next `reserve` maps anew. On CUDA nothing of a run outlives it.
         """
-        if self.live and self._block is None:
-            ranges = np.array(self.kept, dtype=np.int64).reshape(-1)
-            self._ext.memory_part(self._handle, ranges.tobytes())
-            self._handle = 0
-        self.kept = ()
+        if self._block is None and self.there:
+            self._retire()
+
+    def rest(self, ceiling: int) -> None:
+        """No run is in it now: on the CPU, pages go before the process has more bytes than that."""
+        if self._handle:
+            self._ext.memory_rest(self._handle, ceiling)
 
 
 _left: list[Block] = []
@@ -161,14 +169,31 @@ class Run:
         if getattr(self, "_handle", None):
             self._ext.run_destroy(self._handle)
 
-    def begin(self, memory: Memory, *, fresh: bool) -> None:
-        """Run this thread's ops in `memory` until `leave`; `fresh` starts the counters anew."""
+    def begin(self, memory: Memory, *, fresh: bool, watch: bool = False) -> None:
+        """Run this thread's ops in `memory` until `leave`.
+
+        `fresh` starts the counters anew; `watch` has them tell what is taken beside the plan.
+        """
         reserved = memory.reserve(self.arena.size, self.arena.device)
-        self._ext.begin(self._handle, reserved, fresh)
+        self._ext.begin(self._handle, reserved, self.arena.size, fresh, watch)
+
+    def serve_elsewhere(self, slots: Sequence[int]) -> None:
+        """Let PyTorch's allocator serve these slots, whose numbers go over all occurrences."""
+        self._ext.run_elsewhere(self._handle, np.array(slots, dtype=np.int64).tobytes())
+
+    def end(self) -> None:
+        """Count nothing more for it."""
+        self._ext.run_end(self._handle)
 
     def counters(self) -> Counters:
         """What was measured since the last fresh `begin`."""
         return Counters(*self._ext.counters(self._handle))
+
+
+def node_owners(node: object) -> int:
+    """How many owners a node of autograd has, itself written in C++; `node` is one of them."""
+    count: int = extension().node_owners(node)
+    return count
 
 
 def process_bytes() -> tuple[int, int]:

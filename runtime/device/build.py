@@ -22,8 +22,9 @@ from coop_plan.runtime.cache.files import cache_dir
 from coop_plan.runtime.errors import BuildError
 
 SOURCE = Path(__file__).with_name("arena.cpp")
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("arena.h", "exchange.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("arena.h", "counting.h", "exchange.h"))
 NAME = "coop_plan_arena"
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 log = logging.getLogger("coop-plan")
 
@@ -36,7 +37,7 @@ def arena() -> ModuleType:
         BuildError: no compiler, no Python headers, or a failed compilation.
     """
     module = _load(SOURCE, NAME, HEADERS)
-    module.install()
+    module.install(_NOT_THE_USERS)
     return module
 
 
@@ -73,6 +74,7 @@ def compiled(
     torch_dir = Path(torch.__file__).parent
     flags = ["-O2", "-std=c++20", "-shared", "-fPIC", "-Wno-attributes"]
     flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += _node_pointer(torch_dir / "include")
     texts = [path.read_bytes() for path in (source, *headers)]
     key = hashlib.sha256(
         b"\0".join([*texts, repr((torch.__version__, sys.version, flags, link)).encode()])
@@ -90,6 +92,15 @@ def compiled(
         library = Path(_own_folder(), f"{name}.so")
         _compile(source, library, flags, links)
     return library
+
+
+def _node_pointer(include: Path) -> list[str]:
+    """How this PyTorch points to a node of autograd, for the compiler; nothing if unknown."""
+    header = include / "torch/csrc/autograd/python_cpp_function.h"
+    text = header.read_text() if header.exists() else ""
+    if "std::shared_ptr<Node> cdata;" in text:
+        return ["-DCOOP_NODE_SHARED"]
+    return ["-DCOOP_NODE_INTRUSIVE"] if "c10::intrusive_ptr<Node> cdata;" in text else []
 
 
 def _is_whole(library: Path) -> bool:

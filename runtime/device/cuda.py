@@ -56,17 +56,17 @@ def _is_served(ext: Any) -> bool:
     )
     program = ext.program_create(first, size, offset, b"\0")
     run = ext.run_create(program)
-    ext.begin(run, memory, True)
+    ext.begin(run, memory, block.size, True, False)
     ext.enter(0)
     try:
         there = torch.empty(CUDA_ALIGNMENT, dtype=torch.uint8, device=f"cuda:{device}")
     finally:
         ext.leave()
     served: bool = (
-        there.data_ptr() == block.address + CUDA_ALIGNMENT and ext.memory_live(memory) == 1
+        there.data_ptr() == block.address + CUDA_ALIGNMENT and len(ext.memory_there(memory)) == 1
     )
     del there
-    served = served and ext.memory_live(memory) == 0
+    served = served and not ext.memory_there(memory)
     ext.run_destroy(run)
     ext.program_destroy(program)
     ext.memory_retire(memory)

@@ -7,22 +7,25 @@ from torch import fx
 
 from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.capture.lasting import accumulate
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
 from coop_plan.runtime.execute.copies import Copies, Route, Transfers
 from coop_plan.runtime.execute.flight import Flight
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import FLIGHT, OCCURRENCE, split
-from coop_plan.schemas import Compute, Free, Plan, Prefetch
+from coop_plan.schemas import Compute, Plan
 
 
 class Code:
     """The two halves of `plan` as functions, and the slots of its ops in an arena.
 
-    `forward(flight, *inputs)` returns outputs and saved tensors, `backward(flight, *saved,
-    *tangents)` gradients; `saved_inputs` and `read` are as in `partition.Halves`. `kept` is where
-    outputs lie in the arena when the step is over, ascending (begin, end). `replayed` are the
-    generators of the random ops that run more than once, by op.
+    `forward(flight, inputs)` returns outputs and saved tensors, `backward(flight, saved +
+    tangents)` gradients; each empties the list it is given, so that nothing lives longer than it is
+    needed. `saved_inputs` and `read` are as in `partition.Halves`. `replayed` are
+    the generators of the random ops that run more than once, by op. Gradients by their position
+    among the primals: `slots[position]` is the slot of one that is added to its home, `left` where
+    in the arena the others lie when the step is over.
     """
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
@@ -41,15 +44,15 @@ class Code:
         self.uncapturable = [
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
-        self.kept = kept_by(plan)
+        program = [_slots(captured, step) for step in steps]
+        self.slots = _gradient_slots(captured, steps, program)
+        self.left = _left(captured, steps)
+        self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
         transfers = Transfers(plan)
         arriving = [transfers.all[i] for i in transfers.arrivals()]
         self.arena = Arena(
             plan.arena_bytes,
-            [
-                *(_slots(captured, step) for step in steps),
-                *([(moved.bytes, moved.offset)] for moved in arriving),
-            ],
+            [*program, *([(moved.bytes, moved.offset)] for moved in arriving)],
             [*self._again, *(False for _ in arriving)],
             captured.device.index,
         )
@@ -72,7 +75,7 @@ class Code:
     def _code(self, module: fx.GraphModule) -> Callable[..., Any]:
         """Straight-line code of a half: each op announced, random ops saved or replayed."""
         graph = module.graph
-        (flight,) = (node for node in graph.nodes if node.name == FLIGHT)
+        flight = _boxed(graph)
         kind: bool | None = None
         for node in list(graph.nodes):
             number = node.meta.get(OCCURRENCE)
@@ -87,6 +90,8 @@ class Code:
                     prepare = Flight.recall if again else Flight.save
                     graph.call_function(prepare, (flight, op))
                 graph.call_function(self.arena.enter, (number,))
+            if node.target is accumulate:
+                node.args = (flight, *node.args[1:])
             if op in self.replayed and again:
                 with graph.inserting_after(node):
                     graph.call_function(Flight.go_on, (flight,))
@@ -95,26 +100,65 @@ class Code:
         return code
 
 
-def kept_by(plan: Plan) -> Sequence[tuple[int, int]]:
-    """Where outputs lie in the arena when a plan is over: (begin, end), ascending, bytes."""
-    there: dict[int, tuple[int, int]] = {}
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            for write in step.writes:
-                if write.offset is not None:
-                    there[write.buffer] = (write.offset, write.offset + write.bytes)
-        elif isinstance(step, Prefetch):
-            there[step.buffer] = (step.offset, step.offset + step.bytes)
-        elif isinstance(step, Free):
-            for buffer in step.buffers:
-                del there[buffer]
-    ranges: list[tuple[int, int]] = []
-    for begin, end in sorted(there.values()):  # in-place pairs have left two at one address
-        if ranges and begin < ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
-        else:
-            ranges.append((begin, end))
-    return ranges
+def _boxed(graph: fx.Graph) -> fx.Node:
+    """Let the code take its inputs out of one list; the flight is returned, which stays beside."""
+    flight: fx.Node
+    flight, *inputs = graph.find_nodes(op="placeholder")
+    assert flight.name == FLIGHT
+    with graph.inserting_after(inputs[-1] if inputs else flight):
+        box = graph.placeholder("box")
+    after = box
+    for i, node in enumerate(inputs):
+        with graph.inserting_after(after):
+            after = graph.call_function(_take, (box, i))
+        node.replace_all_uses_with(after)
+        graph.erase_node(node)
+    return flight
+
+
+def _take(box: list[Any], position: int) -> Any:
+    value, box[position] = box[position], None
+    return value
+
+
+def _gradient_slots(
+    captured: Captured, steps: Sequence[Compute], program: Sequence[Slots]
+) -> dict[int, int]:
+    """The slot, counted over all occurrences, in which each lasting gradient is made."""
+    first = 0
+    made: dict[int, int] = {}
+    found: dict[int, int] = {}
+    for step, slots in zip(steps, program, strict=True):
+        node = captured.ops[step.op]
+        if node.target is accumulate:
+            position = node.args[1]
+            assert isinstance(position, int)
+            buffer = step.reads[0]
+            if buffer in made:
+                found[position] = made[buffer]
+        buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
+        for i, allocation in enumerate(captured.profiles[step.op].allocations):
+            if allocation.output in buffers:
+                made[buffers[allocation.output]] = first + i
+        first += len(slots)
+    return found
+
+
+def _left(captured: Captured, steps: Sequence[Compute]) -> dict[int, int]:
+    """Positions of the gradients that lie in the arena when the step is over, by offset."""
+    offsets = {
+        write.tensor: write.offset
+        for step in steps
+        for write in step.writes
+        if write.offset is not None
+    }
+    found: dict[int, int] = {}
+    for position, value in enumerate(captured.output_args[captured.num_fwd_outputs :]):
+        if isinstance(value, fx.Node) and value.target is not accumulate:
+            for t in captured.storages[value]:
+                if t in offsets:
+                    found[offsets[t]] = position
+    return found
 
 
 def _slots(captured: Captured, step: Compute) -> list[tuple[int, int]]:

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.device.arena import Counters, Run
+from coop_plan.runtime.device.arena import Counters, Memory, Run
+from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.flight import Flight
 from coop_plan.runtime.execute.regions import Call, Event, Regions, plan_regions
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import drop
 from coop_plan.runtime.torch_internals import has_no_memory
+from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
 
@@ -53,6 +55,7 @@ class Course:
         self._left = False
         self._tally: list[Counters] = []
         self._run: Run | None = None
+        self._beside: dict[int, int] = {}
 
     @property
     def first(self) -> bool:
@@ -84,18 +87,27 @@ class Course:
         else:
             self._next(number, True)
 
-    def measured(self, flight: Flight, counters: Counters) -> None:
+    def landed(self, flight: Flight, counters: Counters, memory: Memory | None) -> None:
         """Add what was measured in a call that ran by the plan of the whole."""
-        if self._plans is None:
+        number = self._numbers.get(flight)
+        if self._plans is None or number is None:
             return
-        if self._numbers.get(flight) == 0:
+        if number == 0:
             self._run = flight.run
+        if number < next(i for i, (_, backward) in enumerate(self._events) if backward):
+            self._beside |= flight.beside
         self._tally.append(counters)
         if len(self._tally) == len(self._plans.codes) and self._run is not None:
+            self._run.end()
+            taken = self._run.counters()
+            if memory is not None:
+                memory.rest(taken.before_bytes + taken.process_bytes)
             report = self._plans.report
+            report.held_bytes = sum(self._beside.values())
             report.measured_arena_bytes = max(c.high_water_bytes for c in self._tally)
-            peak = self._run.counters().process_bytes
-            report.measured_peak_bytes = report.resident_bytes + peak
+            report.measured_peak_bytes = (
+                report.resident_bytes + report.held_bytes + taken.process_bytes
+            )
             report.outside_bytes = sum(c.outside_bytes for c in self._tally)
             report.steps_run += 1
             first = sum(c.first_us for c in self._tally)
@@ -104,18 +116,28 @@ class Course:
             report.measured_overhead = again / first if first else None
             self._run = None
 
-    def given(self, flight: Flight, tangents: Sequence[Any], made: Sequence[Any]) -> None:
-        """Note what a recorded call was given, and what its backward made."""
-        number = self._numbers.get(flight)
-        if number is not None and len(self._calls) > 1:
-            call = self._calls[number]
+    def given(self, flight: Flight, tangents: Sequence[Any]) -> None:
+        """Note what the backward of a recorded call takes."""
+        call = self._recording(flight)
+        if call is not None:
             call.inputs, call.tangents = addresses(flight.inputs), addresses(tangents)
+
+    def returned(self, flight: Flight, made: Sequence[Any]) -> None:
+        """Note what the backward of a recorded call made."""
+        call = self._recording(flight)
+        if call is not None:
             call.made += addresses(made)
 
     def received(self, flight: Flight, made: Sequence[Any]) -> None:
         """Note what the forward of a recorded call made."""
         if self._plans is None:
             self._calls[self._numbers[flight]].made += addresses(made)
+
+    def _recording(self, flight: Flight) -> Call | None:
+        number = self._numbers.get(flight)
+        if number is None or flight.whole or len(self._calls) == 1:
+            return None
+        return self._calls[number]
 
     def _present(self) -> list[Flight | None]:
         return [ref() for ref in self._flights]
@@ -153,6 +175,7 @@ class Course:
         finally:
             self._flights, self._steps, self._calls, self._events = [], [], [], []
             self._tally, self._left, self._order, self._plans = [], False, None, None
+            self._run, self._beside = None, {}
             self._numbers = weakref.WeakKeyDictionary()
         orders = [o for o in self._known if o[0][0] is step and self._known[o] is not None]
         if order not in orders and orders and not left and not recorded:
@@ -185,11 +208,14 @@ class Course:
             return
         self._tries[order] = tries + 1
         if tries == MOST_TRIES:
-            log.warning(
-                "%d graphs of one iteration and what runs between them take %d bytes more than"
-                " their budget of %d",
-                *(len(plans.codes), beyond, report.budget_bytes),
+            told = (
+                f"{len(plans.codes)} graphs of one iteration and what runs between them take"
+                f" {format_bytes(beyond)} more than their budget of"
+                f" {format_bytes(report.budget_bytes)}"
             )
+            if self._options.strict:
+                raise BudgetExceededError(told)
+            log.warning("%s", told)
             return
         between = plans.between + beyond
         again = plan_regions(self._recorded[order], order[1], between, self._options)

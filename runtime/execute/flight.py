@@ -6,6 +6,7 @@ over.
 """
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,10 +30,12 @@ class Runnable(Protocol):
     """What a flight has to know of its code (runtime.execute.code)."""
 
     arena: Arena
-    kept: Sequence[tuple[int, int]]
     replayed: Mapping[int, Generator]
     saved_inputs: Sequence[int | None]
     read: Sequence[int]
+    slots: dict[int, int]
+    left: dict[int, int]
+    watch: bool
     forward: Callable[..., Any]
     backward: Callable[..., Any]
 
@@ -46,11 +49,14 @@ class Course(Protocol):
     def backward(self, flight: "Flight") -> None:
         """Its backward begins."""
 
-    def given(self, flight: "Flight", tangents: Sequence[Any], made: Sequence[Any]) -> None:
-        """Its backward took and made these."""
+    def given(self, flight: "Flight", tangents: Sequence[Any]) -> None:
+        """Its backward takes these."""
 
-    def measured(self, flight: "Flight", counters: Counters) -> None:
-        """It is over."""
+    def returned(self, flight: "Flight", made: Sequence[Any]) -> None:
+        """Its backward made these."""
+
+    def landed(self, flight: "Flight", counters: Counters, memory: Memory | None) -> None:
+        """It is over, and ran by the plan of the whole, in this memory."""
 
 
 class Home(Protocol):
@@ -74,6 +80,11 @@ class Flight:
 
     Inputs and saved outputs are kept as aliases that autograd does not know of, or they would keep
     the ticket. Their versions tell whether one was overwritten.
+
+    `beside` has the bytes of the gradients that were there when it began, by their addresses;
+    `alone` says that no other flight of its thread ran meanwhile. `leaves` are the tensors whose
+    gradients last, `held` those of the gradients that the backward adds to, both by position among
+    the primals.
     """
 
     def __init__(
@@ -81,9 +92,13 @@ class Flight:
     ) -> None:
         self.name = name
         self.home = home
-        self.run_as(code, room)
-        self._alone = code, room
+        self.run_alone(code, room)
         self.inputs: Sequence[Any] = ()
+        self.leaves: Mapping[int, torch.Tensor] = {}
+        self.held: Mapping[int, torch.Tensor] = {}
+        self.beside: Mapping[int, int] = {}
+        self.alone = True
+        self.thread = threading.get_ident()
         self.saved: Sequence[Any] | None = None
         self.memory: Memory | None = None
         self.why_again = "it ran a backward already (retain_graph=True)"
@@ -100,6 +115,16 @@ class Flight:
         self.code, self.room, self.run = code, room, Run(code.arena)
         self.copies = code.copies()
 
+    def run_alone(self, code: Runnable, room: int) -> None:
+        """Let this be the code for when it runs by a plan of its own, as from now."""
+        self._alone = code, room
+        self.run_as(code, room)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it runs by the plan of its whole iteration."""
+        return self.code is not self._alone[0]
+
     def ticket(self) -> torch.Tensor:
         """What stands for the flight until it is dropped: a scalar on the CPU, its number.
 
@@ -111,6 +136,12 @@ class Flight:
         _flights[number] = self
         self._ticket = weakref.ref(array, lambda _: drop(number, None))
         return torch.from_numpy(array).requires_grad_()
+
+    def meet(self) -> None:
+        """It runs now: let the flights of this thread that lie in memory note that."""
+        for other in in_flight():
+            if other is not self and other.memory is not None and other.thread == self.thread:
+                other.alone = False
 
     def hold(self, inputs: Sequence[Any], leaves: Container[int]) -> None:
         """Keep the inputs of the forward; those at `leaves` never lead to a ticket."""
@@ -138,6 +169,14 @@ class Flight:
         self.saved, self.memory = None, None
         self.run_as(*self._alone)
         self.why_again = f"{taken_by} needed its memory"
+
+    def take_in(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Add a new gradient to the one held, or let autograd have it."""
+        held = self.held.get(position)
+        if held is None:
+            return gradient
+        held.add_(gradient)
+        return None
 
     def check(self, saved: Sequence[Any]) -> None:
         """See that nothing was overwritten that the backward needs.
@@ -179,9 +218,8 @@ class Flight:
 
     def land(self) -> None:
         """The backward is over: of its memory, only the gradients are needed."""
-        if self.memory is not None:
-            self.memory.kept = self.code.kept
-            self.memory = None
+        self.held, self.leaves = {}, {}
+        self.memory = None
 
     # Random ops of a default generator: the state before the first run is set again.
 

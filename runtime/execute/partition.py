@@ -228,11 +228,14 @@ class _Half:
         node = captured.ops[step.op]
         copy = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
         copy.meta[OCCURRENCE] = number
+        if not step.writes:  # what it returns lies in none of the plan's tensors
+            self.placed[node] = copy
         for write in step.writes:
             source: Source = (
                 ("outside", write.tensor) if write.offset is None else ("buffer", write.buffer)
             )
             self._made[source] = (copy, captured.base[write.tensor][1])
+            self.tensor(source)  # at once, or a tuple would keep all that the op made
 
     def transfer(self, step: Offload | Prefetch | Wait, number: int) -> None:
         """Begin transfer `number` of the plan, or wait for it."""
@@ -290,13 +293,12 @@ class _Half:
         return node
 
     def _resolve(self, node: fx.Node, bind: Mapping[int, Source]) -> fx.Node:
-        if node.op == "placeholder" or SNAPSHOT in node.meta:
-            if node not in self.placed:
-                return self._receive(("input", node))
+        if node in self.placed:
             return self.placed[node]
+        if node.op == "placeholder" or SNAPSHOT in node.meta:
+            return self._receive(("input", node))
         if node.op == "get_attr":
-            if node not in self.placed:
-                self.placed[node] = self.graph.node_copy(node)
+            self.placed[node] = self.graph.node_copy(node)
             return self.placed[node]
         if node not in self.captured.views:
             (t,) = self.captured.storages[node]

@@ -28,13 +28,23 @@ class Pool:
         self._memories: list[Memory] = []
         self._of_all: Memory | None = None
 
-    def begin(self, flight: Flight, step: object, call: Call) -> bool:
-        """Give a new flight memory, and code; whether counters begin anew with it."""
+    def joins(self, flight: Flight, step: object, call: Call) -> bool:
+        """Let a new flight be the next call of its iteration.
+
+        Returns:
+            Whether it runs by the plan of the whole iteration, with the code of that.
+        """
         code = self.course.forward(flight, step, call)
         if code is None or self.course.regions is None:
+            return False
+        flight.run_as(code, self.course.regions.room)
+        return True
+
+    def place(self, flight: Flight, *, whole: bool) -> bool:
+        """Give a new flight memory; whether counters begin anew with it."""
+        if not whole:
             self.admit(flight)
             return True
-        flight.run_as(code, self.course.regions.room)
         if self.course.first:
             self.admit(flight)
             self._of_all = flight.memory

@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from coop_plan.planner import plan, verify
 from coop_plan.planner.core.errors import InfeasibleBudgetError
-from coop_plan.runtime.cache import plans
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.execute.code import Code, kept_by
+from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.partition import inputs_of, tangents_of
+from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
-from coop_plan.schemas import Compute, Free, Graph, Plan, parse_graph
+from coop_plan.schemas import Compute, Free, Plan, parse_graph
 
 log = logging.getLogger("coop-plan")
 
@@ -69,7 +68,7 @@ def plan_regions(
     if calls[0].captured.device.type == "cuda":
         options = options.on_cuda()
     try:
-        made, cached = _plan(layout.graph, options)
+        made, cached = plan_for(layout.graph, options)
     except InfeasibleBudgetError as error:
         log.warning("%d graphs of one iteration are not planned together: %s", len(calls), error)
         return None
@@ -82,9 +81,8 @@ def plan_regions(
         )
         return None
     codes = [Code(call.captured, part, call.clock) for call, part in zip(calls, parts, strict=True)]
-    kept = kept_by(made)
     for code in codes:
-        code.kept = kept
+        code.watch = False
     within = between + sum(call.captured.resident_within for call in calls)
     report = StepReport(
         name=f"iteration of {len(calls)} graphs {len(reports())}",
@@ -101,17 +99,6 @@ def plan_regions(
     )
     add(report)
     return Regions(codes, made.budget_bytes - made.resident_bytes, between, report)
-
-
-def _plan(graph: Graph, options: Options) -> tuple[Plan, bool]:
-    key = plans.key_of(graph, options)
-    found = plans.find(key, graph, options)
-    if found is not None:
-        return found, True
-    made = plan(graph, options.plan)
-    verify(graph, made)
-    plans.keep(key, graph, made)
-    return made, False
 
 
 class _Layout:

@@ -1,6 +1,7 @@
 """A planned step as AOTAutograd calls it: any number of calls, in any order of their halves."""
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,20 +11,27 @@ import torch
 from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.arena import Counters
+from coop_plan.runtime.device.arena import Counters, Memory
+from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.copies import Copies
-from coop_plan.runtime.execute.flight import Flight, flight_of
+from coop_plan.runtime.execute.flight import Flight, Runnable, flight_of
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
 from coop_plan.runtime.execute.pool import Pools, claim
 from coop_plan.runtime.execute.regions import Call
+from coop_plan.runtime.execute.residents import Residents, held_in_place
 from coop_plan.runtime.lines import Lines
+from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
 from coop_plan.runtime.torch_internals import boxed
-from coop_plan.schemas import Plan
+from coop_plan.schemas import Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
+
+TOLERANCE = 4096
+"""Bytes above the budget for which no step is planned anew: scalars, and what autograd makes of
+them."""
 
 
 class PlannedStep:
@@ -41,12 +49,18 @@ class PlannedStep:
         pools: Pools,
         lines: Lines,
         call: object,
+        options: Options,
     ) -> None:
         self.report = report
         self.lines = lines
         self._pools = pools
         self._captured = captured
         self._call = call  # lives as long as one of its steps
+        self._strict = options.strict
+        self._residents = Residents(captured, options, plan.budget_bytes, report.name)
+        self._landed: tuple[weakref.ref[Memory], Runnable] | None = None
+        self._warned = False
+        self._gave_up = False
         self._room = plan.budget_bytes - plan.resident_bytes
         self._outputs = captured.num_fwd_outputs
         self._copied = copied(captured)
@@ -69,14 +83,22 @@ class PlannedStep:
                     self._take_times(*times, self._clock.stall_us)
             pool = self._pools.here()
             flight = Flight(self.report.name, self._code, pool, self._room, self._generators)
-            fresh = pool.begin(flight, self, Call(self._captured, self._clock))
+            whole = pool.joins(flight, self, Call(self._captured, self._clock))
+            if not whole and pool.course.first:
+                self._look_around(inputs)
+            flight.beside = self._residents.held(inputs)
+            if not whole and flight.code is not self._code:
+                flight.run_alone(self._code, self._room)
+            fresh = pool.place(flight, whole=whole)
+            flight.leaves = {position: inputs[position] for position in flight.code.slots}
             if flight.copies is not None:
                 flight.copies.begin(flight.memory)
+            flight.meet()
             ticket = flight.ticket()
             with self._running(flight, fresh=fresh):
                 inputs += [inputs[i].clone() for i in self._copied]
                 flight.hold(inputs, self._parameters)
-                made = flight.code.forward(flight, *inputs)
+                made = flight.code.forward(flight, inputs)
             outputs = made[: self._outputs]
             flight.keep(made[self._outputs :], outputs)
             pool.course.received(flight, outputs)
@@ -91,22 +113,23 @@ class PlannedStep:
             ticket, *tangents = args
             args.clear()
             flight = flight_of(ticket)
-            flight.home.course.backward(flight)
+            course = flight.home.course
+            course.backward(flight)
             saved = claim(flight)
             if saved is None:
                 saved = self._forward_again(flight)
             flight.check(saved)
+            flight.meet()
+            flight.held = held_in_place(flight.leaves)
+            slots = flight.code.slots
+            flight.run.serve_elsewhere([slots[p] for p in slots if p not in flight.held])
+            course.given(flight, tangents)
+            given = [*saved, *tangents]
+            del saved, tangents
             with self._running(flight, fresh=False):
-                result = flight.code.backward(flight, *saved, *tangents)
-            flight.land()
-            if self._clock is not None:
-                self._clock.end()
-            if flight.code is self._code:
-                flight.home.course.given(flight, tangents, result)
-                self._measure(flight.run.counters(), flight.copies)
-            else:
-                self.report.steps_run += 1
-                flight.home.course.measured(flight, flight.run.counters())
+                result = flight.code.backward(flight, given)
+            course.returned(flight, result)
+            self._land(flight, [p for p in flight.leaves if self._keeps_twice(flight, p)])
             return result
 
         return boxed(backward)
@@ -123,8 +146,8 @@ class PlannedStep:
             flight.home.admit(flight)
             if flight.copies is not None:
                 flight.copies.begin(flight.memory)
-            with self._running(flight, fresh=False), torch.no_grad():
-                made = flight.code.forward(flight, *flight.inputs)
+            with self._running(flight, fresh=True), torch.no_grad():
+                made = flight.code.forward(flight, [*flight.inputs])
         flight.keep(made[self._outputs :], made[: self._outputs])
         saved = claim(flight)
         assert saved is not None
@@ -134,8 +157,9 @@ class PlannedStep:
     def _running(self, flight: Flight, *, fresh: bool) -> Iterator[None]:
         """Keep this thread in the arena."""
         assert flight.memory is not None
+        flight.memory.tenant = None
         try:
-            flight.run.begin(flight.memory, fresh=fresh)
+            flight.run.begin(flight.memory, fresh=fresh, watch=flight.code.watch)
             if self._clock is not None and fresh:
                 self._clock.begin()
             try:
@@ -151,12 +175,91 @@ class PlannedStep:
             flight.memory = None  # of what was made, none is needed any more
             raise
 
-    def _measure(self, counters: Counters, copies: Copies | None) -> None:
+    def _look_around(self, inputs: Sequence[Any]) -> None:
+        """Plan anew if other gradients are there than was planned for."""
+        left: list[int] = []
+        if self._landed is not None:
+            found, code = self._landed
+            memory = found()
+            if memory is not None and memory.tenant is code:
+                left = [code.left[offset] for offset in memory.there if offset in code.left]
+        if self._residents.observe(inputs, left):
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        captured, plan, cached = self._residents.plan()
+        self._code = Code(captured, plan, self._clock)
+        self._room = plan.budget_bytes - plan.resident_bytes
+        self.report.replace_plan(captured, plan, cached=cached)
+
+    @staticmethod
+    def _keeps_twice(flight: Flight, position: int) -> bool:
+        """Whether a gradient is held, and autograd is given a new one that it will add to it."""
+        return position not in flight.held and flight.leaves[position].grad is not None
+
+    def _land(self, flight: Flight, kept_twice: Sequence[int]) -> None:
+        """The backward is over: what it took, and what that means for those to come."""
+        counters = flight.run.counters()
+        memory, code = flight.memory, flight.code
+        flight.land()
+        if self._clock is not None:
+            self._clock.end()
+        self.report.steps_run += 1
+        if flight.whole:
+            flight.home.course.landed(flight, counters, memory)
+            return
+        flight.run.end()
+        if memory is not None:
+            memory.rest(counters.before_bytes + counters.process_bytes)
+            memory.tenant = code
+            self._landed = weakref.ref(memory), code
+        watched, code.watch = code.watch, False
+        if code is not self._code:  # another plan has taken its place, in the report too
+            return
+        self._measure(counters, sum(flight.beside.values()), flight.copies)
+        over = self.report.measured_peak_bytes - self.report.budget_bytes
+        if self._clock is not None or not flight.alone:
+            return
+        if over > TOLERANCE:
+            self._tell(counters)
+            if not watched:
+                code.watch = True
+        else:
+            over = 0
+        if self._gave_up or not self._residents.learn(over=over, beside=kept_twice):
+            return
+        try:
+            self._plan_anew()
+        except BudgetExceededError as error:
+            self._gave_up = True
+            log.warning("%s: %s", self.lines.begin, error)
+
+    def _tell(self, counters: Counters) -> None:
+        report = self.report
+        text = (
+            f"{self.lines.begin}: '{report.name}' took {format_bytes(report.measured_peak_bytes)}"
+            f" of its budget of {format_bytes(report.budget_bytes)}"
+        )
+        if counters.stray_count:
+            text += f"; outside the plan: {report.outside_plan}"
+        if self._strict:
+            raise BudgetExceededError(text)
+        if not self._warned:
+            self._warned = True
+            log.warning("%s", text)
+
+    def _measure(self, counters: Counters, held_bytes: int, copies: Copies | None) -> None:
         report = self.report
         report.measured_arena_bytes = counters.high_water_bytes
-        report.measured_peak_bytes = report.resident_bytes + counters.process_bytes
+        report.measured_peak_bytes = report.resident_bytes + held_bytes + counters.process_bytes
+        report.held_bytes = held_bytes
         report.outside_bytes = counters.outside_bytes
-        report.steps_run += 1
+        if counters.stray_count:
+            many = "s" if counters.stray_count > 1 else ""
+            report.outside_plan = (
+                f"{format_bytes(counters.stray_bytes)} in {counters.stray_count} tensor{many}, the"
+                f" largest ({format_bytes(counters.largest_bytes)}) from {counters.largest_line}"
+            )
         if self._clock is None:
             stalls = (0.0, 0.0) if copies is None else copies.stall_us
             self._take_times(counters.first_us, counters.again_us, stalls)

@@ -58,15 +58,15 @@ def test_a_slot_is_served_at_its_address(x):
     assert counters.process_bytes == 8192
     view = y[10:]
     del y
-    assert memory.live == 1
+    assert len(memory.there) == 1
     del view
-    assert memory.live == 0
+    assert memory.there == []
 
 
 def test_what_is_not_as_planned_lies_outside_and_is_counted(x):
     memory, run = Memory(), Run(Arena(4096, [[(SIZE, SERVED_OUTSIDE), (SIZE - 4, 0)]], [False], 0))
     y, z = run_in(run, memory, lambda: (x + x, x * 3))
-    assert memory.live == 0
+    assert memory.there == []
     assert run.counters().outside_bytes == SIZE  # of z
     assert run.counters().process_bytes == 4096 + 2 * SIZE
     assert torch.equal(y + x, z)
@@ -75,7 +75,7 @@ def test_what_is_not_as_planned_lies_outside_and_is_counted(x):
 def test_the_cpu_is_not_served_in_an_op_on_cuda(x):
     memory, run = Memory(), Run(Arena(4096, [[(SIZE, 0)]], [False], 0))
     on_cpu, y = run_in(run, memory, lambda: (torch.ones(1000), x + x))
-    assert memory.live == 1
+    assert len(memory.there) == 1
     assert run.counters().outside_bytes == 0
     assert torch.equal(y.cpu(), 2 * on_cpu)
 

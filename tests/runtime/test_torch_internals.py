@@ -563,9 +563,9 @@ def test_the_cpus_tensors_are_served_by_ours():
         made = torch.empty(size, dtype=torch.uint8)
         run.arena.leave()
         assert run.counters().high_water_bytes == size
-        assert memory.live == 1
+        assert len(memory.there) == 1
         del made
-        assert memory.live == 0
+        assert memory.there == []
 
 
 def words_of_the_table_of(address):

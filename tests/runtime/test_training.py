@@ -127,7 +127,7 @@ def test_an_output_made_again_as_a_by_product_stays_what_it_was(monkeypatch):
     def replaced(model, **fields):
         return model.model_copy(update=fields)
 
-    monkeypatch.setattr("coop_plan.runtime.backend.plan", doubled)
+    monkeypatch.setattr("coop_plan.runtime.execute.planning.plan", doubled)
     eager = nn.Sequential(*(m for _ in range(3) for m in (nn.LayerNorm(64), nn.Linear(64, 64))))
     planned = copy.deepcopy(eager)
     batch = torch.randn(256, 64, requires_grad=True)

@@ -1,0 +1,290 @@
+"""Training loops as people write them: what the process has at its highest, eager and planned.
+
+    python -m benchmarks.loops [--loop NAME] [--model NAME] [--budget 60%]
+
+runs every loop with every model, eager and within the budget, and prints one line each. In kB: the
+peak of PyTorch's CPU allocator in the first step, in the second, and in all after; eager's; the
+budget, and the peak that was measured between forward and backward; then whether every number is
+equal. Status 1 if a line breaks its promise.
+"""
+
+import argparse
+import gc
+import hashlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+STEPS = 12
+SLACK = 64 << 10
+"""Bytes above the budget that are not counted as broken."""
+
+Step = Callable[..., Any]
+
+
+class Mlp(nn.Module):
+    """Wide layers on a large batch, biases and norms beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(8))
+        self.norms = nn.ModuleList(nn.LayerNorm(192) for _ in range(8))
+        self.head = nn.Linear(192, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + F.gelu(layer(norm(x)))
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+class Convolutions(nn.Module):
+    """Convolutions with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(16 if i else 3, 16, 3, padding=1, bias=False) for i in range(6)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16) for _ in range(6))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = F.relu(norm(convolution(x)))
+        out: torch.Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+class Transformer(nn.Module):
+    """Attention and dropout, a shared embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, 96)
+        self.norms = nn.ModuleList(nn.LayerNorm(96) for _ in range(6))
+        self.mixes = nn.ModuleList(nn.Linear(96, 288) for _ in range(3))
+        self.feeds = nn.ModuleList(
+            nn.Sequential(nn.Linear(96, 384), nn.GELU(), nn.Linear(384, 96), nn.Dropout(0.1))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(x)
+        for i, (mix, feed) in enumerate(zip(self.mixes, self.feeds, strict=True)):
+            parts = mix(self.norms[2 * i](h)).unflatten(-1, (3, 4, 24)).permute(2, 0, 3, 1, 4)
+            h = h + F.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2)
+            h = h + feed(self.norms[2 * i + 1](h))
+        return (h @ self.embedding.weight.T).flatten(0, 1)
+
+
+def _batches(name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(5)
+    while True:
+        if name == "transformer":
+            x = torch.randint(0, 256, (8, 64), generator=source)
+            yield x, x.flatten().roll(-1)
+        else:
+            shape = (512, 192) if name == "mlp" else (16, 3, 32, 32)
+            x = torch.randn(shape, generator=source)
+            yield x, torch.randint(0, 64, (shape[0],), generator=source)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "convolutions": Convolutions,
+    "transformer": Transformer,
+}
+
+
+class Run:
+    """A model, what steps it, and what happened: loops use these names."""
+
+    def __init__(self, name: str, options: dict[str, Any] | None, *, whole: bool) -> None:
+        torch.manual_seed(0)
+        self.model = MODELS[name]()
+        for module in self.model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = 0.2
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.batches = _batches(name)
+        self.kept: list[torch.Tensor] = []
+        model = self.model
+
+        def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(model(x), y)
+
+        self.step: Step = loss if whole else model
+        if options is not None:
+            self.step = torch.compile(self.step, backend="coop", fullgraph=True, options=options)
+
+    def loss(self) -> torch.Tensor:
+        """The loss of the next batch."""
+        found: torch.Tensor = self.step(*next(self.batches))
+        return found
+
+
+def zero_first(run: Run, _: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss().backward()
+    run.optimizer.step()
+
+
+def zero_last(run: Run, _: int) -> None:
+    run.loss().backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def zero_between(run: Run, _: int) -> None:
+    loss = run.loss()
+    run.optimizer.zero_grad()
+    loss.backward()
+    run.optimizer.step()
+
+
+def zero_in_place(run: Run, _: int) -> None:
+    run.optimizer.zero_grad(set_to_none=False)
+    run.loss().backward()
+    run.optimizer.step()
+
+
+def accumulate(run: Run, i: int) -> None:
+    (run.loss() / 4).backward()
+    if i % 4 == 3:
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+def accumulate_zero_between(run: Run, i: int) -> None:
+    loss = run.loss() / 4
+    if i % 4 == 0:
+        run.optimizer.zero_grad()
+    loss.backward()
+    if i % 4 == 3:
+        run.optimizer.step()
+
+
+def loss_outside(run: Run, _: int) -> None:
+    x, y = next(run.batches)
+    run.optimizer.zero_grad()
+    F.cross_entropy(run.step(x), y).backward()
+    run.optimizer.step()
+
+
+def keep_one(run: Run, _: int) -> None:
+    run.optimizer.zero_grad()
+    run.loss().backward()
+    run.optimizer.step()
+    grad = list(run.model.parameters())[-1].grad
+    assert grad is not None
+    run.kept.append(grad)
+
+
+def gradients_by_hand(run: Run, _: int) -> None:
+    parameters = list(run.model.parameters())
+    grads = torch.autograd.grad(run.loss(), parameters)
+    with torch.no_grad():
+        for p, g in zip(parameters, grads, strict=True):
+            p -= 0.01 * g
+
+
+def step_in_backward(run: Run, i: int) -> None:
+    def update(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        with torch.no_grad():
+            p.add_(p.grad, alpha=-0.01)
+        p.grad = None
+
+    if i == 0:
+        for p in run.model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+    run.loss().backward()
+
+
+LOOPS: dict[str, Callable[[Run, int], None]] = {
+    loop.__name__: loop
+    for loop in (
+        *(zero_first, zero_last, zero_between, zero_in_place, accumulate),
+        *(accumulate_zero_between, loss_outside, keep_one, gradients_by_hand, step_in_backward),
+    )
+}
+
+
+def measure(loop: str, model: str, budget: str | None) -> dict[str, Any]:
+    """Run one loop here and say what it took, in bytes, and what came of it."""
+    from coop_plan.runtime import clear_reports, reports
+    from coop_plan.runtime.device.arena import process_bytes, reset_peak
+
+    torch._dynamo.reset()
+    clear_reports()
+    gc.collect()
+    empty = process_bytes()[0]
+    run = Run(model, {"budget": budget} if budget else None, whole=loop != "loss_outside")
+    peaks = []
+    for i in range(STEPS):
+        reset_peak()
+        LOOPS[loop](run, i)
+        peaks.append(process_bytes()[1] - empty)
+    grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    left = [*run.model.state_dict().values(), *grads, *run.kept]
+    return {
+        "first": peaks[0],
+        "second": peaks[1],
+        "settled": max(peaks[2:]),
+        "after": process_bytes()[0] - empty,
+        "kept": sum(g.untyped_storage().nbytes() for g in run.kept),
+        "budgets": [report.budget_bytes for report in reports()],
+        "measured": [report.measured_peak_bytes for report in reports()],
+        "numbers": [hashlib.sha256(value.numpy().tobytes()).hexdigest() for value in left],
+    }
+
+
+def main() -> int:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description="Peaks of training loops.")
+    parser.add_argument("--loop", choices=LOOPS, action="append")
+    parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--budget", action="append")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    broken = 0
+    for model in args.model or MODELS:
+        for loop in args.loop or LOOPS:
+            eager = measure(loop, model, None)
+            for budget in args.budget or ("60%", "min"):
+                found = measure(loop, model, budget)
+                print(_told(model, loop, budget, found, eager), flush=True)
+                broken += not holds(found, eager)
+    return int(broken > 0)
+
+
+def holds(found: dict[str, Any], eager: dict[str, Any]) -> bool:
+    """Whether a loop kept to its budget, and did what eager does."""
+    within = found["settled"] <= max(found["budgets"]) + SLACK + found["kept"]
+    return (
+        within
+        and found["settled"] <= eager["settled"] + SLACK
+        and found["numbers"] == eager["numbers"]
+    )
+
+
+def _told(model: str, loop: str, budget: str, found: dict[str, Any], eager: dict[str, Any]) -> str:
+    sizes = [found["first"], found["second"], found["settled"], eager["settled"]]
+    sizes += [*found["budgets"], *found["measured"]]
+    return " ".join(
+        [
+            f"{model:13} {loop:24} {budget:4}",
+            *(f"{size / 1e3:8.0f}" for size in sizes),
+            "equal" if found["numbers"] == eager["numbers"] else "NOT EQUAL",
+            "" if holds(found, eager) else "BROKEN",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+// Bytes of the process as they were asked for: PyTorch's on the CPU, and the memory of arenas.
+//
+// A window is open from a run's forward to the end of its backward, and between the two: it counts
+// what its thread takes and gives, the arena included, and keeps the highest. One that is watched
+// also keeps what takes memory beside the plan, and from which line of the user's.
+
+#pragma once
+
+#include <Python.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+constexpr int64_t kStray = 4096;  // bytes from which on an allocation beside the plan is noted
+
+struct Stray {
+  int64_t size;
+  std::string line;
+};
+
+struct Window {
+  bool open = false;
+  bool watched = false;
+  pthread_t thread{};
+  int64_t before = 0;  // bytes of the process when it was opened, the run's memory left out
+  int64_t now = 0;
+  int64_t peak = 0;
+  std::unordered_map<void*, Stray> strays;
+  int64_t stray_count = 0;  // at the peak
+  int64_t stray_bytes = 0;
+  Stray largest{0, ""};
+};
+
+auto& mutex = *new std::mutex();  // never destroyed: tensors outlive main
+auto& sizes = *new std::unordered_map<void*, int64_t>();  // of PyTorch's on the CPU; by mutex
+auto& windows = *new std::vector<Window*>();              // that are open; by mutex
+auto& foreign = *new std::vector<std::string>();  // paths whose lines are not the user's
+int64_t current_bytes = 0;  // by mutex
+int64_t peak_bytes = 0;     // by mutex
+thread_local int watched = 0;  // windows of this thread that are
+
+// All below under the mutex, but for the last.
+
+void note_strays(Window* window) {
+  window->stray_count = window->stray_bytes = 0;
+  window->largest = {0, ""};
+  for (const auto& [pointer, stray] : window->strays) {
+    ++window->stray_count;
+    window->stray_bytes += stray.size;
+    if (stray.size > window->largest.size) window->largest = stray;
+  }
+}
+
+void count(int64_t bytes) {
+  current_bytes += bytes;
+  peak_bytes = std::max(peak_bytes, current_bytes);
+  for (Window* window : windows) {
+    if (!pthread_equal(window->thread, pthread_self())) continue;
+    window->now += bytes;
+    if (window->now <= window->peak) continue;
+    window->peak = window->now;
+    if (window->watched) note_strays(window);
+  }
+}
+
+void add_stray(void* pointer, int64_t size, const std::string& line) {
+  for (Window* window : windows) {
+    if (window->watched && pthread_equal(window->thread, pthread_self())) {
+      window->strays[pointer] = {size, line};
+    }
+  }
+}
+
+void remove_stray(void* pointer) {
+  for (Window* window : windows) {
+    if (window->watched) window->strays.erase(pointer);
+  }
+}
+
+void close(Window* window) {
+  if (!window->open) return;
+  window->open = false;
+  std::erase(windows, window);
+  if (window->watched && pthread_equal(window->thread, pthread_self())) --watched;
+  window->watched = false;
+  window->strays.clear();
+}
+
+void open(Window* window, int64_t memory_bytes, bool watch) {
+  close(window);
+  *window = Window();
+  window->open = true;
+  window->watched = watch;
+  window->thread = pthread_self();
+  window->before = current_bytes - memory_bytes;
+  window->now = window->peak = memory_bytes;
+  windows.push_back(window);
+  if (watch) ++watched;
+}
+
+// The innermost line of the user's that this thread runs, "file:line"; takes the GIL.
+std::string user_line() {
+  std::string found;
+  const PyGILState_STATE state = PyGILState_Ensure();
+  PyFrameObject* frame = PyEval_GetFrame();
+  Py_XINCREF(frame);
+  while (frame != nullptr && found.empty()) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    const char* text = PyUnicode_AsUTF8(code->co_filename);
+    const std::string file = text == nullptr ? "" : text;
+    const bool theirs = file.empty() || file[0] == '<' ||
+                        std::any_of(foreign.begin(), foreign.end(), [&](const std::string& path) {
+                          return file.compare(0, path.size(), path) == 0;
+                        });
+    if (!theirs) found = file + ":" + std::to_string(PyFrame_GetLineNumber(frame));
+    Py_DECREF(code);
+    PyFrameObject* back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = back;
+  }
+  Py_XDECREF(frame);
+  PyErr_Clear();
+  PyGILState_Release(state);
+  return found;
+}
+
+}  // namespace

@@ -1,0 +1,178 @@
+"""What a step finds in the process beside its own tensors, and the plan that leaves room for it.
+
+A graph does not say which gradients are there when its forward begins, nor what runs outside of it.
+The runtime sees both, and plans the step anew for them: gradients that live across a forward get a
+home outside the arena (`capture.lasting`), other bytes a reserve. What was seen once is planned for
+from then on.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.runtime.capture import lasting
+from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.capture.lasting import Circumstances
+from coop_plan.runtime.device.arena import node_owners
+from coop_plan.runtime.errors import BudgetExceededError
+from coop_plan.runtime.execute.planning import plan_for
+from coop_plan.runtime.options import Options
+from coop_plan.runtime.torch_internals import (
+    accumulate_node,
+    gradient_hooks,
+    runs_in_this_backward,
+)
+from coop_plan.schemas import Plan, format_bytes
+
+log = logging.getLogger("coop-plan")
+
+MANY_PLANS = 4
+"""Sets of lasting gradients met one after the other, from which on all are taken to last."""
+
+
+class Residents:
+    """Of one compiled step: what it found so far, and plans under these circumstances.
+
+    `budget_bytes` is what the budget came to in the first plan. Where the options name it in bytes
+    it is kept or an error; a share of what the step takes, or `min`, grows to the least that is
+    feasible.
+    """
+
+    def __init__(self, captured: Captured, options: Options, budget_bytes: int, name: str) -> None:
+        self.circumstances = Circumstances()
+        self.budget_bytes = budget_bytes
+        self._captured = captured
+        self._options = options
+        self._name = name
+        self._movable = lasting.movable(captured)
+        self._bytes = lasting.sizes(captured)
+        self._plans = 0
+        self._planned = self.circumstances
+
+    def held(self, inputs: Sequence[Any]) -> dict[int, int]:
+        """Bytes of the gradients that are there when a forward begins, by where they begin."""
+        return {
+            gradient.data_ptr(): gradient.nbytes
+            for _, _, gradient in self._gradients(inputs)
+            if gradient.layout is torch.strided
+        }
+
+    def _gradients(self, inputs: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        for position in self._bytes:
+            leaf = inputs[position]
+            if leaf.is_leaf and leaf.grad is not None:
+                yield position, leaf, leaf.grad
+
+    def observe(self, inputs: Sequence[Any], left: Iterable[int]) -> bool:
+        """Look at the gradients that are there when a forward begins.
+
+        Args:
+            inputs: of the forward, parameters among them as the user has them.
+            left: positions of gradients of an earlier call that still lie in the arena.
+
+        Returns:
+            Whether the circumstances are others than before.
+        """
+        held: set[int] = set()
+        beside: set[int] = set()
+        for position, parameter, _ in self._gradients(inputs):
+            if position in self._movable and not gradient_hooks(parameter):
+                held.add(position)
+            else:
+                beside.add(position)
+        now = self.circumstances
+        beside |= now.beside
+        found = (held.union(left) | now.lasting) - beside
+        if found <= now.lasting and beside == now.beside:
+            return False
+        if self._plans >= MANY_PLANS:
+            found = set(self._movable) - beside
+        self.circumstances = Circumstances(frozenset(found), frozenset(beside), now.reserve)
+        return True
+
+    def learn(self, *, over: int = 0, beside: Iterable[int] = ()) -> bool:
+        """Take into account that a step had `over` bytes too much, or kept gradients twice.
+
+        Returns:
+            Whether the circumstances are others than before.
+        """
+        now = self.circumstances
+        self.circumstances = Circumstances(
+            now.lasting.difference(beside), now.beside.union(beside), now.reserve + over
+        )
+        return self.circumstances != now
+
+    def plan(self) -> tuple[Captured, Plan, bool]:
+        """The step under the present circumstances, its plan, and whether that was in the cache.
+
+        Raises:
+            BudgetExceededError: the budget was named in bytes and is too small.
+        """
+        captured = lasting.under(self._captured, self.circumstances)
+        try:
+            made, cached = plan_for(captured.graph, self._options.within(self.budget_bytes))
+        except InfeasibleBudgetError as error:
+            if self._options.plan.budget.kind == "bytes":
+                told = self._told(error)
+                self.circumstances = self._planned
+                raise told from None
+            made, cached = plan_for(captured.graph, self._options.within(None))
+        self._plans += 1
+        self._planned = self.circumstances
+        if made.budget_bytes > self.budget_bytes and self._options.plan.budget.kind == "share":
+            log.warning(
+                "'%s' takes %s, and not %s as planned first: %s",
+                *(self._name, format_bytes(made.budget_bytes), format_bytes(self.budget_bytes)),
+                self._why(),
+            )
+        self.budget_bytes = max(self.budget_bytes, made.budget_bytes)
+        return captured, made, cached
+
+    def _told(self, error: InfeasibleBudgetError) -> BudgetExceededError:
+        return BudgetExceededError(
+            f"'{self._name}' cannot keep to its budget of {format_bytes(self.budget_bytes)}:"
+            f" {self._why()}, with which it takes at least"
+            f" {format_bytes(error.min_feasible_bytes)}; free them before the forward (gradients by"
+            " zero_grad), or give it that budget"
+        )
+
+    def _why(self) -> str:
+        now = self.circumstances
+        held = sum(self._bytes[p] for p in now.lasting | now.beside if p in self._bytes)
+        parts = []
+        if held:
+            parts.append(f"gradients of {format_bytes(held)} live across its forward")
+        if now.reserve:
+            parts.append(f"{format_bytes(now.reserve)} are taken outside the plan")
+        return " and ".join(parts)
+
+
+def held_in_place(leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The gradients of these leaves that a backward can add to, as autograd would at its end."""
+    if torch.is_grad_enabled():  # create_graph=True: autograd makes new sums
+        return {}
+    return {
+        position: leaf.grad
+        for position, leaf in leaves.items()
+        if leaf.grad is not None and _is_added_to(leaf, leaf.grad)
+    }
+
+
+def _is_added_to(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the backward that runs now adds our gradient to that of a leaf, in place.
+
+    And nothing else: no hook is called with it, and no other function of autograd's graph has a
+    gradient for the leaf, which would be added to ours first. Whoever waits for the leaf's node, by
+    an edge or in C++ as DDP does, is one of its owners; our function is one, `node` another.
+    (torch/csrc/autograd/functions/accumulate_grad.h, case 2.3)
+    """
+    if type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
+        return False
+    of_gradient = gradient.dtype, gradient.device, gradient.shape
+    if of_gradient != (leaf.dtype, leaf.device, leaf.shape) or gradient_hooks(leaf):
+        return False
+    node = accumulate_node(leaf)
+    return runs_in_this_backward(node) and node_owners(node) == 2

@@ -1,0 +1,259 @@
+"""The budget is the process's: gradients held, outputs, and what PyTorch keeps outside the plan."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks import loops
+from coop_plan import runtime
+from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from tests.runtime.test_loops import both, data, loss_step, state_of
+
+CASES = [
+    *((loop, "mlp", "60%") for loop in loops.LOOPS),
+    *(("accumulate", "convolutions", "min"), ("zero_between", "transformer", "min")),
+    *(("loss_outside", "transformer", "60%"), ("accumulate", "transformer", "60%")),
+]
+
+
+@pytest.mark.parametrize(("loop", "model", "budget"), CASES)
+def test_a_loop_keeps_to_its_budget(loop, model, budget):
+    eager = loops.measure(loop, model, None)
+    found = loops.measure(loop, model, budget)
+    assert found["numbers"] == eager["numbers"]
+    assert found["settled"] <= max(found["budgets"]) + found["kept"] + loops.SLACK
+    assert found["settled"] <= eager["settled"] + loops.SLACK
+    assert found["measured"][0] <= found["budgets"][0]
+
+
+class Wide(nn.Module):
+    """Its gradients are larger than its activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def wide_step(model, **options):
+    def step(x):
+        return model(x).square().mean()
+
+    options = {"budget": "min"} | options
+    return torch.compile(step, backend="coop", fullgraph=True, options=options)
+
+
+def halve(p):
+    p.grad.mul_(0.5)
+
+
+def gradient_bytes(model):
+    return sum(p.nbytes for p in model.parameters())
+
+
+def test_held_gradients_are_added_to_without_a_second_copy():
+    model = Wide()
+    step, x = wide_step(model), torch.randn(8, 64)
+    for _ in range(3):
+        step(x).backward()
+    reset_peak()
+    before = process_bytes()[0]
+    step(x).backward()
+    (report,) = runtime.reports()
+    assert report.plans_made == 2
+    assert report.held_bytes == gradient_bytes(model)
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert report.outside_bytes == 0
+    # The arena was there; what is new is the loss.
+    assert process_bytes()[1] - before <= 4096
+    assert report.planned_arena_bytes < gradient_bytes(model)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize(
+    "way", ["hook", "after", "grad", "inputs", "create_graph", "outside", "twice"]
+)
+def test_gradients_are_left_to_autograd_where_it_does_more_than_add(way):
+    """`.grad` is held, and what comes is not just added to it in the end."""
+
+    def loop(model, step):
+        found = {}
+        weights = [layer.weight for layer in model.layers]
+        if way == "hook":
+            weights[1].register_hook(lambda g: g * 3)
+        if way == "after":
+            weights[1].register_post_accumulate_grad_hook(halve)
+        for i, (x, _) in enumerate(data(4)):
+            loss = step(x.repeat(1, 4))
+            if way == "grad":
+                for j, g in enumerate(torch.autograd.grad(loss, weights, retain_graph=True)):
+                    found[f"{i}.{j}"] = g
+            if way == "inputs":
+                loss.backward(inputs=weights[:2])
+            elif way == "create_graph":
+                loss.backward(create_graph=True)
+            elif way == "outside":
+                (loss + weights[0].square().sum()).backward()
+            elif way == "twice":
+                (loss + step(x.repeat(1, 4).flip(0))).backward()
+            else:
+                loss.backward()
+        grads = {f"grad {name}": p.grad for name, p in model.named_parameters()}
+        return state_of(model) | found | {k: g for k, g in grads.items() if g is not None}
+
+    def wrap(model):
+        return lambda x: model(x).square().mean()
+
+    both(loop, Wide, wrap=wrap)
+
+
+def test_the_sums_keep_their_tensors():
+    model = Wide()
+    step, x = wide_step(model), torch.randn(8, 64)
+    for _ in range(2):
+        step(x).backward()
+    held = [p.grad for p in model.parameters()]
+    versions = [g._version for g in held]
+    step(x).backward()
+    assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
+    assert [g._version for g in held] == [version + 1 for version in versions]
+
+
+def test_a_kept_gradient_costs_its_own_bytes():
+    model, kept = Wide(), []
+    step, x = wide_step(model), torch.randn(8, 64)
+    after = []
+    for _ in range(40):
+        model.zero_grad()
+        step(x).backward()
+        kept.append(model.layers[0].bias.grad)
+        after.append(process_bytes()[0])
+    assert after[-1] - after[9] == 30 * kept[0].nbytes
+
+
+def test_what_is_held_of_an_arena_gives_the_other_pages_back():
+    """Before it is known that they last: 600 of them, and no arena behind any."""
+    x = torch.randn(8, 64)
+    kept = []
+    before = process_bytes()[0]
+    for _ in range(6):
+        model = Wide()
+        step = wide_step(model)
+        step(x).backward()
+        kept.append(model.layers[2].bias.grad)
+        del model, step
+        torch._dynamo.reset()
+        runtime.clear_reports()
+    assert process_bytes()[0] - before <= len(kept) * (kept[0].nbytes + 2 * 4096)
+
+
+def test_what_is_taken_outside_is_told_with_its_line_and_planned_for(caplog):
+    model = Wide()
+    compiled = torch.compile(model, backend="coop", fullgraph=True, options={"budget": "80%"})
+    x = torch.randn(512, 64)
+    gc.collect()
+    for _ in range(3):
+        model.zero_grad()
+        out = compiled(x)
+        (out.exp() * out.sin()).sum().backward()  # this line
+    (report,) = runtime.reports()
+    said = [r.getMessage() for r in caplog.records if "its budget of" in r.getMessage()]
+    assert len(said) == 1
+    lines = Path(__file__).read_text().splitlines()
+    here = next(i for i, line in enumerate(lines, 1) if line.endswith("# this line"))
+    assert f"{__file__}:{here}" in said[0]
+    assert "KiB in " in said[0]
+    assert report.plans_made == 2
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+def test_a_strict_budget_is_an_error():
+    model = Wide()
+    options = {"budget": "80%", "strict": True}
+    compiled = torch.compile(model, backend="coop", fullgraph=True, options=options)
+    gc.collect()  # what other tests left is not to go meanwhile
+    out = compiled(torch.randn(512, 64))
+    with pytest.raises(runtime.BudgetExceededError, match="outside the plan"):
+        (out.exp() * out.sin()).sum().backward()
+    with pytest.raises(runtime.OptionsError, match="strict must be"):
+        wide_step(model, strict="yes")(torch.randn(8, 64))
+
+
+def test_a_budget_in_bytes_is_never_raised():
+    """Too small for gradients that live across the forward, it is refused in one sentence."""
+    model = Wide()
+    x = torch.randn(8, 64)
+    wide_step(model)(x).backward()
+    model.zero_grad()
+    least = runtime.reports()[0].budget_bytes
+    torch._dynamo.reset()
+    step = wide_step(model, budget=least)
+    step(x).backward()
+    with pytest.raises(runtime.BudgetExceededError, match="live across its forward"):
+        step(x)
+    model.zero_grad()
+    step(x).backward()
+
+
+class Observer:
+    """What a custom op keeps."""
+
+    seen = None
+
+
+@torch.library.custom_op("coop_test::observe", mutates_args=())
+def observe(x: torch.Tensor) -> torch.Tensor:
+    Observer.seen = x
+    return x.clone()
+
+
+@observe.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+observe.register_autograd(lambda ctx, gradient: gradient.clone())
+
+
+def test_what_an_op_keeps_is_not_overwritten(caplog):
+    model = Wide()
+
+    def step(x):
+        for layer in model.layers[:3]:
+            x = torch.tanh(layer(x))
+        x = observe(x)
+        for layer in model.layers[3:]:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+    x = torch.randn(512, 64)
+    step(x).backward()
+    expected, grads = Observer.seen.clone(), [p.grad for p in model.parameters()]
+    model.zero_grad()
+    torch.compile(step, backend="coop", fullgraph=True, options={"budget": "min"})(x).backward()
+    assert torch.equal(Observer.seen, expected)
+    for p, g in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(p.grad, g)
+    Observer.seen = None
+
+
+def test_another_default_device_moves_nothing_of_ours():
+    with torch.device("meta"):
+        torch.empty(1)
+    model, x, y = loops.Mlp(), torch.randn(8, 192), torch.randint(0, 64, (8,))
+    step = torch.compile(loss_step(model), backend="coop", options={"budget": "min"})
+    step(x, y).backward()
+    torch.set_default_device("meta")
+    try:
+        step(x, y).backward()
+    finally:
+        torch.set_default_device(None)
+    assert F.cross_entropy(model(x), y).isfinite()
