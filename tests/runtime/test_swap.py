@@ -13,10 +13,10 @@ import torch
 
 from coop_plan import runtime
 from coop_plan.planner import plan
-from coop_plan.runtime import backend
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.device.links import AWAY, BACK, CpuLinks, cpu_engines
+from coop_plan.runtime.execute import planning
 from tests.runtime.swapping import swap_plan
 from tests.runtime.test_training import CASES, assert_same, compiled, train
 
@@ -26,7 +26,7 @@ LINK = "20MB/s"
 
 @pytest.fixture(autouse=True)
 def swapping(monkeypatch):
-    monkeypatch.setattr(backend, "plan", swap_plan)
+    monkeypatch.setattr(planning, "plan", swap_plan)
 
 
 def pair(case="mlp", link=LINK):
@@ -200,7 +200,7 @@ def test_an_engine_takes_its_copies_in_order_and_says_when():
 
 def test_the_planners_own_transfers_run(monkeypatch):
     """What coop-offline moves within a budget, where a link makes it worth while."""
-    monkeypatch.setattr(backend, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     model = CASES["dropout"][0]()
     other, batch = copy.deepcopy(model), CASES["dropout"][1]()
     losses = train(model, model, batch)
