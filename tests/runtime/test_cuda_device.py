@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime import backend
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.device.links import AWAY, BACK, CudaLinks, cuda_streams, measured_link
+from coop_plan.runtime.execute import planning
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
 
@@ -275,7 +275,7 @@ def test_copies_whenever_they_happen(late, monkeypatch):
 
     if late and torch.cuda.get_device_name() == "Pretended":  # a device decides for itself
         monkeypatch.setattr(CudaLinks, "_begin", later)
-    monkeypatch.setattr(backend, "plan", swap_plan)
+    monkeypatch.setattr(planning, "plan", swap_plan)
     model = Mlp(0.3).cuda()
     other, batch = copy.deepcopy(model), torch.randn(256, 64, device="cuda")
     losses = train(model, model, batch)
@@ -291,7 +291,7 @@ def test_copies_whenever_they_happen(late, monkeypatch):
 
 
 def test_each_direction_has_a_stream_that_waits_for_the_step(monkeypatch):
-    monkeypatch.setattr(backend, "plan", swap_plan)
+    monkeypatch.setattr(planning, "plan", swap_plan)
     other, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
     begun, begin = [], CudaLinks._begin
 
