@@ -22,12 +22,16 @@ from coop_plan.runtime.execute.pool import Pools, claim
 from coop_plan.runtime.execute.regions import Call
 from coop_plan.runtime.execute.residents import Residents, held_in_place
 from coop_plan.runtime.lines import Lines
+from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
 from coop_plan.runtime.torch_internals import boxed
 from coop_plan.schemas import Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
+
+_planning = fork_safe_lock()
+"""Who finds other circumstances than were planned for waits for a plan under way in a thread."""
 
 TOLERANCE = 4096
 """Bytes above the budget for which no step is planned anew: scalars, and what autograd makes of
@@ -178,13 +182,15 @@ class PlannedStep:
     def _look_around(self, inputs: Sequence[Any]) -> None:
         """Plan anew if other gradients are there than was planned for."""
         left: list[int] = []
-        if self._landed is not None:
-            found, code = self._landed
+        landed = self._landed
+        if landed is not None:
+            found, code = landed
             memory = found()
             if memory is not None and memory.tenant is code:
                 left = [code.left[offset] for offset in memory.there if offset in code.left]
-        if self._residents.observe(inputs, left):
-            self._plan_anew()
+        with _planning:
+            if self._residents.observe(inputs, left):
+                self._plan_anew()
 
     def _plan_anew(self) -> None:
         captured, plan, cached = self._residents.plan()
@@ -226,13 +232,14 @@ class PlannedStep:
                 code.watch = True
         else:
             over = 0
-        if self._gave_up or not self._residents.learn(over=over, beside=kept_twice):
-            return
-        try:
-            self._plan_anew()
-        except BudgetExceededError as error:
-            self._gave_up = True
-            log.warning("%s: %s", self.lines.begin, error)
+        with _planning:
+            if self._gave_up or not self._residents.learn(over=over, beside=kept_twice):
+                return
+            try:
+                self._plan_anew()
+            except BudgetExceededError as error:
+                self._gave_up = True
+                log.warning("%s: %s", self.lines.begin, error)
 
     def _tell(self, counters: Counters) -> None:
         report = self.report

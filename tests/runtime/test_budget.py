@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from benchmarks import loops
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from coop_plan.runtime.execute.step import TOLERANCE
 from tests.runtime.test_loops import both, data, loss_step, state_of
 
 CASES = [
@@ -27,7 +28,7 @@ def test_a_loop_keeps_to_its_budget(loop, model, budget):
     assert found["numbers"] == eager["numbers"]
     assert found["settled"] <= max(found["budgets"]) + found["kept"] + loops.SLACK
     assert found["settled"] <= eager["settled"] + loops.SLACK
-    assert found["measured"][0] <= found["budgets"][0]
+    assert found["measured"][0] <= found["budgets"][0] + TOLERANCE
 
 
 class Wide(nn.Module):
