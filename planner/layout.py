@@ -1,6 +1,6 @@
 """Giving a schedule its addresses: lifetimes in, offsets out."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
@@ -27,6 +27,37 @@ class Layout(NamedTuple):
     placement: Placement
 
 
+class Lifespans(Protocol):
+    """What is placed: when each block begins and ends, and its bytes."""
+
+    @property
+    def lower(self) -> Ints: ...
+    @property
+    def upper(self) -> Ints: ...
+    @property
+    def size(self) -> Ints: ...
+
+
+def fit(
+    blocks: Lifespans,
+    alignment: int,
+    capacity: int | None,
+    *,
+    work: int = WORK,
+    order_hint: Ints | None = None,
+) -> Placement:
+    """A layout of `blocks`; the rest is `place`'s."""
+    return place(
+        blocks.lower,
+        blocks.upper,
+        blocks.size,
+        capacity=capacity,
+        alignment=alignment,
+        work=work,
+        order_hint=order_hint,
+    )
+
+
 def lay_out(
     schedule: Schedule,
     capacity: int | None = None,
@@ -43,15 +74,8 @@ def lay_out(
     schedule.
     """
     blocks = schedule.blocks()
-    placement = place(
-        blocks.lower,
-        blocks.upper,
-        blocks.size,
-        capacity=capacity,
-        alignment=schedule.problem.alignment,
-        work=work,
-        order_hint=order_hint,
-    )
+    alignment = schedule.problem.alignment
+    placement = fit(blocks, alignment, capacity, work=work, order_hint=order_hint)
     return Layout(schedule.place(placement.offsets, blocks), placement)
 
 
@@ -67,12 +91,5 @@ def lay_out_host(
     copies = schedule.host_copies
     if not copies.size.size:
         return HostLayout(copies.lower, 0)
-    placement = place(
-        copies.lower,
-        copies.upper,
-        copies.size,
-        capacity=capacity,
-        alignment=schedule.problem.alignment,
-        work=work,
-    )
+    placement = fit(copies, schedule.problem.alignment, capacity, work=work)
     return HostLayout(placement.offsets, placement.peak)

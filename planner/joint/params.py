@@ -1,4 +1,4 @@
-"""The parameters of the joint search; the type of a field is its range."""
+"""The parameters of the walk and of the joint search; the type of a field is its range."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from coop_plan.planner.core.params import Count, Factor, Params, Positive, Ratio
 
 @dataclass(frozen=True)
 class MoveParams(Params):
-    """The walk and its moves (`planner.joint.walk`, `planner.joint.moves`)."""
+    """The walk and its moves; the chances of its kinds of changes are those of `TRANSFERS`."""
 
     repairs: Size = 8
     """How often a change is mended by another one, at most."""
@@ -51,6 +51,9 @@ class MoveParams(Params):
     furthest: Factor = 60.0
     """Events by which events are moved, at most."""
 
+    later_chance: Share = 0.5
+    """Chance that they are moved to later and not to earlier events."""
+
     earliest: Factor = 40.0
     """Events by which recomputes come before the op that needs them, at most."""
 
@@ -60,8 +63,11 @@ class MoveParams(Params):
     usually: Share = 0.7
     """Chance of the usual chances below instead of the rare ones."""
 
+    kept_usually: Share = 0.0
+    """Chance to compute again what an op put in reads and what is kept there anyway."""
+
     kept_rarely: Share = 0.3
-    """Chance, rarely, to compute again what an op put in reads and what is kept there anyway."""
+    """The same, rarely."""
 
     gone_usually: Share = 0.9
     """Chance to compute again what an op put in reads and what is not kept there."""
@@ -81,12 +87,34 @@ class MoveParams(Params):
     insertion: Count = 64
     """Ops that one change puts in at most."""
 
+    margins: Size = 256
+    """Places at which memory may be asked to stay free."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chances = self.recompute_chance + self.fetch_chance + self.convert_chance
+        if chances + self.move_chance + self.retime_chance > 1:
+            raise ValueError("the chances of kinds of changes are at most 1 together")
+
+
+TRANSFERS = MoveParams()
+"""Recomputes and transfers as one."""
+
+RECOMPUTES = MoveParams(
+    recompute_chance=0.35,
+    fetch_chance=0.0,
+    convert_chance=0.0,
+    move_chance=0.35,
+    retime_chance=0.0,
+)
+"""The walk without a link."""
+
 
 @dataclass(frozen=True)
 class JointParams(Params):
     """The annealing of sequences with copies (`planner.joint.search`)."""
 
-    moves: MoveParams = MoveParams()
+    moves: MoveParams = TRANSFERS
 
     heat: Ratio = 0.4
     """Temperature at the beginning, in mean costs of an op."""

@@ -16,7 +16,7 @@ from coop_plan.planner.core.arrays import Ints, to_arrays
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.joint.params import DEFAULTS, JointParams
-from coop_plan.planner.joint.sequence import go_to, here, start, to_events
+from coop_plan.planner.joint.sequence import LENGTH, go_to, here, start, to_events
 from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import Progress, Request
@@ -93,6 +93,8 @@ class JointSearch:
             walk(
                 self.arrays,
                 state,
+                0,
+                int(state.counts[LENGTH]),
                 self.chunk,
                 int(self.capacity),
                 host,

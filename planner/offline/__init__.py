@@ -10,8 +10,8 @@ coop-offline: plans the whole step first, places second, keeps what fits.
 2. `climb` perturbs the weights of single retention intervals from there, without knowing the arena:
    so neighbouring arenas see the same plans, and overhead does not rise with the budget.
 3. With a deadline, `anneal` perturbs the weights towards this one arena.
-4. `resequence` anneals the `sequence` of ops itself, window by window: the compiled `metropolis`
-   walk draws `moves` and judges the `trial` that comes of each.
+4. `resequence` anneals the sequence of ops itself, window by window, by the walk of
+   `planner.joint`; with a link to the host that has its own search of recomputes and transfers.
 
 The cheapest run's ops become a `planner.core.schedule.Schedule`, and its layout their addresses.
 Beside the portfolio, Coop's own plan (`planner.online`) is a candidate. `params` has a group of

@@ -20,7 +20,7 @@ from coop_plan.planner.core.params import (
     Within,
 )
 from coop_plan.planner.joint.params import DEFAULTS as JOINT
-from coop_plan.planner.joint.params import JointParams
+from coop_plan.planner.joint.params import RECOMPUTES, JointParams, MoveParams
 
 Rule = tuple[Positive, bool]
 """A scoring rule: the exponent of the distance, and whether bytes are capped."""
@@ -211,79 +211,6 @@ class AnnealingParams(Params):
 
 
 @dataclass(frozen=True)
-class MetropolisParams(Params):
-    """The Metropolis walk among sequences (`planner.offline.metropolis`, `…moves`, `…trial`)."""
-
-    repairs: Size = 8
-    """How often a change is mended by another one, at most."""
-
-    least_excess: Ratio = 0.002
-    """What a byte too many counts at least, as a share of the capacity."""
-
-    spread: Ratio = 0.2
-    """What a byte too many costs at every event, as a share of what it costs at the fullest one."""
-
-    mend_chance: Share = 0.3
-    """Chance that a change that needs too much is mended although it may be accepted."""
-
-    recompute_chance: Share = 0.35
-    """Chance of a change to compute something again for an event that reads it."""
-
-    move_chance: Share = 0.35
-    """Chance of a change to move recomputes; else they are taken out."""
-
-    tries: Size = 50
-    """Draws of an event until one is a recompute that may be moved or taken out."""
-
-    removed_block: Share = 0.3
-    """Chance of the next recompute to be taken out along with one."""
-
-    moved_block: Share = 0.8
-    """Chance of the next recompute to be moved along with one, where any is."""
-
-    moved_block_chance: Share = 0.6
-    """Chance that any is."""
-
-    furthest: Factor = 60.0
-    """Events by which recomputes are moved, at most."""
-
-    later_chance: Share = 0.5
-    """Chance that they are moved to later and not to earlier events."""
-
-    earliest: Factor = 40.0
-    """Events by which recomputes come before the op that needs them, at most."""
-
-    early_chance: Share = 0.5
-    """Chance that they come earlier than right before it."""
-
-    usually: Share = 0.7
-    """Chance of the usual chances below instead of the rare ones."""
-
-    kept_usually: Share = 0.0
-    """Chance to compute again what an op put in reads and what is kept there anyway."""
-
-    kept_rarely: Share = 0.3
-    """The same, rarely."""
-
-    gone_usually: Share = 0.9
-    """Chance to compute again what an op put in reads and what is not kept there."""
-
-    gone_rarely: Share = 0.5
-    """The same, rarely."""
-
-    insertion: Count = 64
-    """Ops that one change puts in at most."""
-
-    margins: Size = 256
-    """Places at which memory may be asked to stay free."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.recompute_chance + self.move_chance > 1:
-            raise ValueError("recompute_chance and move_chance are at most 1 together")
-
-
-@dataclass(frozen=True)
 class ResequencingParams(Params):
     """The annealing of sequences (`planner.offline.resequence`)."""
 
@@ -358,7 +285,7 @@ class CoopOfflineParams(Params):
     perturbation: PerturbationParams = PerturbationParams()
     climb: ClimbParams = ClimbParams()
     annealing: AnnealingParams = AnnealingParams()
-    metropolis: MetropolisParams = MetropolisParams()
+    moves: MoveParams = RECOMPUTES
     resequencing: ResequencingParams = ResequencingParams()
 
     joint: JointParams = JOINT

@@ -19,11 +19,10 @@ from coop_plan.planner.core.lifetimes import Blocks
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.layout import WORK
+from coop_plan.planner.layout import WORK, fit
 from coop_plan.planner.method import Progress, Request, Solution
 from coop_plan.planner.offline.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.offline.run import Record, Runner, Settings
-from coop_plan.planner.placement import place
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,8 @@ class Portfolio:
         most = self.problem.rounded(self.request.arena_bytes)
         if found.cost_us >= self.best.cost_us or found.peak > most:
             return
-        placement = place(
-            blocks.lower,
-            blocks.upper,
-            blocks.size,
-            capacity=arena,
-            alignment=self.problem.alignment,
-            work=0 if hint is None else WORK,
-            order_hint=hint,
-        )
+        work = 0 if hint is None else WORK
+        placement = fit(blocks, self.problem.alignment, arena, work=work, order_hint=hint)
         if placement.peak <= arena:
             self.keep(found, placement.offsets)
         elif hint is None:

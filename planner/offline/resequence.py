@@ -1,24 +1,22 @@
 """
 Annealing of the sequence itself, from the incumbent on: the end of what coop-offline does.
 
-A Metropolis walk (`planner.offline.metropolis`) looks for cheaper sequences that need no more than
-the arena; too much memory is allowed on the way, at a price that rises as long as it is used.
-Simulated annealing after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983; in
-windows, so that long programs take no longer per step.
+The walk (`planner.joint.walk`) looks for cheaper sequences that need no more than the arena; too
+much memory is allowed on the way, at a price that rises as long as it is used. Simulated annealing
+after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983; in windows, so that
+long programs take no longer per step.
 """
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
-from coop_plan.planner.layout import WORK, WORK_PER_SECOND
-from coop_plan.planner.offline.metropolis import cost_and_excess, metropolis
+from coop_plan.planner.joint.sequence import LENGTH, go_to, here, leave_room, start
+from coop_plan.planner.joint.walk import measured, walk
+from coop_plan.planner.layout import WORK, WORK_PER_SECOND, fit
 from coop_plan.planner.offline.portfolio import Candidate, Portfolio
 from coop_plan.planner.offline.run import Record
-from coop_plan.planner.offline.sequence import LENGTH, go_to, leave_room, start
-from coop_plan.planner.placement import place
 
 
 class Resequencing:
@@ -32,7 +30,7 @@ class Resequencing:
         self.random = np.random.default_rng(portfolio.request.seed)
         events = portfolio.best.found.run.ops.size
         room = self.params.room_factor * events + self.params.room
-        self.state = start(portfolio.problem, portfolio.arrays, room, params.metropolis)
+        self.state = start(portfolio.problem, room, params.moves)
         self.settings = portfolio.best.found.settings
         self.pace = self.params.first_pace  # steps a second
         self.layouts = 0.0  # seconds
@@ -60,19 +58,20 @@ class Resequencing:
                 else 0
             )
             steps = max(1, int(params.chunk_seconds * self.pace))
-            metropolis(
+            walk(
                 portfolio.arrays,
                 state,
                 max(0, low),
                 min(length, low + window),
                 steps,
                 arena,
+                -1,
                 heat * cold,
                 steep * base,
                 int(self.random.integers(1 << 31)),
             )
             self.pace += params.pace_share * (steps / max(time.monotonic() - now, 1e-6) - self.pace)
-            cost, too_much = cost_and_excess(portfolio.arrays, state, arena)
+            cost, too_much = measured(portfolio.arrays, state, arena, -1)
             if too_much > 0:
                 steep *= params.steeper
                 astray += 1
@@ -80,7 +79,7 @@ class Resequencing:
                     go_to(state, fits)
             else:
                 astray = 0
-                fits = state.ops[: state.counts[LENGTH]].copy()
+                fits = here(state)
                 steep = max(params.steep, steep / params.less_steep)
                 worth = cost < portfolio.best.cost_us * (1 - params.worth_placing)
                 spare = params.layout_share * (1 - cold) * (time.monotonic() - self.begin)
@@ -94,17 +93,16 @@ class Resequencing:
         """Make the sequence at hand the incumbent if there is a layout; else ask for more room."""
         params, portfolio, arena = self.params, self.portfolio, self.portfolio.request.arena_bytes
         now = time.monotonic()
-        ops = self.state.ops[: self.state.counts[LENGTH]].copy()
+        ops = here(self.state)
         run = Record(float(portfolio.arrays.cost[ops].sum()), ops)
         blocks = run.blocks(portfolio.arrays)
         lower, upper, size = blocks.lower, blocks.upper, blocks.size
-        fit = partial(
-            place, lower, upper, size, capacity=arena, alignment=portfolio.problem.alignment
-        )
-        placement = fit(work=0)
+        alignment = portfolio.problem.alignment
+        placement = fit(blocks, alignment, arena, work=0)
         left = int(max(0.0, self.deadline - now) * WORK_PER_SECOND)
         if placement.peak > arena and left:
-            placement = fit(work=min(self.work, left), order_hint=placement.order)
+            work = min(self.work, left)
+            placement = fit(blocks, alignment, arena, work=work, order_hint=placement.order)
         if placement.peak <= arena:
             portfolio.keep(Candidate(blocks.live, self.settings, run, blocks), placement.offsets)
         else:
@@ -115,5 +113,10 @@ class Resequencing:
             np.subtract.at(change, upper, size)
             live = change.cumsum()
             event = int(lower[highest] + live[lower[highest] : upper[highest]].argmax())
-            leave_room(self.state, event, int(arena - live[event] + params.margin * arena))
+            leave_room(
+                portfolio.arrays,
+                self.state,
+                event,
+                int(arena - live[event] + params.margin * arena),
+            )
         self.layouts += time.monotonic() - now

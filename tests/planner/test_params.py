@@ -6,14 +6,14 @@ import pytest
 
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.joint.params import MoveParams
+from coop_plan.planner.joint.sequence import MoveNumbers
 from coop_plan.planner.method import Request
 from coop_plan.planner.offline.params import (
     DEFAULTS,
     ClimbParams,
-    MetropolisParams,
     PortfolioParams,
 )
-from coop_plan.planner.offline.sequence import MetropolisNumbers
 from coop_plan.planner.online.methods import solve_coop
 from coop_plan.planner.online.params import OnlineParams
 from coop_plan.planner.placement import place
@@ -55,8 +55,8 @@ def test_a_number_outside_its_range_is_refused_by_name(group, name, bad):
         (PortfolioParams, {"grid_windows": ((8, -8),)}),
         (PortfolioParams, {"grid_ratio": 1.0}),
         (ClimbParams, {"fewest_steps": 9, "most_steps": 8}),
-        (MetropolisParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
-        (MetropolisParams, {"kept_rarely": 1.1}),
+        (MoveParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
+        (MoveParams, {"kept_rarely": 1.1}),
         (GreedyParams, {"orders": ("TX",)}),
         (GreedyParams, {"orders": ()}),
         (RestartParams, {"orders": ("",)}),
@@ -67,8 +67,8 @@ def test_what_does_not_go_together_is_refused(kind, bad):
         kind(**bad)
 
 
-def test_compiled_code_has_every_parameter_of_the_metropolis_walk():
-    assert MetropolisNumbers._fields == tuple(field.name for field in fields(MetropolisParams))
+def test_compiled_code_has_every_parameter_of_the_walk():
+    assert MoveNumbers._fields == tuple(field.name for field in fields(MoveParams))
 
 
 def test_an_online_run_that_may_not_recompute_does_not_fit():

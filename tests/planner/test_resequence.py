@@ -1,4 +1,4 @@
-"""Sequences: every one that the Metropolis walk comes by is a schedule that needs what it says."""
+"""Sequences: every one that the walk comes by is a schedule that needs what it says."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,12 @@ from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.joint.params import RECOMPUTES
+from coop_plan.planner.joint.sequence import LENGTH, go_to, here, start
+from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.method import Request
-from coop_plan.planner.offline.metropolis import cost_and_excess, metropolis
 from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.resequence import Resequencing
-from coop_plan.planner.offline.sequence import LENGTH, go_to, start
 from coop_plan.planner.offline.solve import CoopOffline
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -36,26 +37,22 @@ def portfolio(problem):
     return method.portfolio
 
 
-def sequence(state):
-    return state.ops[: state.counts[LENGTH]].copy()
-
-
 def check(problem, arrays, state, arena):
     """The sequence is a schedule in program order, and it is known what it costs and needs."""
-    ops = sequence(state)
+    ops = here(state)
     assert list(dict.fromkeys(ops.tolist())) == list(range(problem.op_count))
     schedule = Schedule.of(problem, ops)
     most = int(schedule.live_bytes().max(initial=0))
     assert schedule.blocks().live == most
-    cost, over = cost_and_excess(arrays, state, arena)
+    cost, over = measured(arrays, state, arena, -1)
     assert cost == pytest.approx(schedule.cost_us)
     # The walk counts one in-place pair of an op, the schedule uses all that can be.
     assert (over > 0) >= (most > arena)
     if over > 0:
         assert over * arena >= most - arena
-    assert cost_and_excess(arrays, state, most - 1)[1] > 0
+    assert measured(arrays, state, most - 1, -1)[1] > 0
     if not any(problem.inplace):
-        assert cost_and_excess(arrays, state, most)[1] == 0
+        assert measured(arrays, state, most, -1)[1] == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -72,20 +69,18 @@ def test_what_it_says_of_memory_is_so(graph, outputs, seed):
         run = portfolio.runner(budget, portfolio.settings[0])
         if run is None or not run.ops.size:
             continue
-        state = start(problem, arrays, 3 * run.ops.size + 20)
+        state = start(problem, 3 * run.ops.size + 20, RECOMPUTES)
         go_to(state, run.ops)
         check(problem, arrays, state, budget)
         for _ in range(8):
             length = int(state.counts[LENGTH])
             low = int(random.integers(length))
             high = int(random.integers(low, length)) + 1
-            before = sequence(state)
+            before = here(state)
             arena = largest_working_set(problem).bytes
-            metropolis(
-                arrays, state, low, high, 30, arena, 5.0, STEEP, int(random.integers(1 << 31))
-            )
+            walk(arrays, state, low, high, 30, arena, -1, 5.0, STEEP, int(random.integers(1 << 31)))
             check(problem, arrays, state, arena)
-            after = sequence(state)
+            after = here(state)
             np.testing.assert_array_equal(after[:low], before[:low])
             np.testing.assert_array_equal(after[after.size - (length - high) :], before[high:])
 
@@ -93,15 +88,15 @@ def test_what_it_says_of_memory_is_so(graph, outputs, seed):
 def test_a_window_that_fits_keeps_fitting(portfolio):
     """Steep enough, no step within a window may need more than there is, anywhere."""
     arrays, arena = portfolio.arrays, portfolio.request.arena_bytes
-    state = start(portfolio.problem, arrays, 3000)
+    state = start(portfolio.problem, 3000, RECOMPUTES)
     go_to(state, portfolio.best.found.run.ops)
-    cost, over = cost_and_excess(arrays, state, arena)
+    cost, over = measured(arrays, state, arena, -1)
     assert over == 0
     for low in range(0, int(state.counts[LENGTH]) - 100, 50):
-        metropolis(arrays, state, low, low + 100, 300, arena, 0.0, 1e12, low)
-        assert cost_and_excess(arrays, state, arena)[1] == 0
-        assert cost_and_excess(arrays, state, arena)[0] <= cost * (1 + 1e-9)
-        cost = cost_and_excess(arrays, state, arena)[0]
+        walk(arrays, state, low, low + 100, 300, arena, -1, 0.0, 1e12, low)
+        assert measured(arrays, state, arena, -1)[1] == 0
+        assert measured(arrays, state, arena, -1)[0] <= cost * (1 + 1e-9)
+        cost = measured(arrays, state, arena, -1)[0]
     assert cost < portfolio.best.cost_us
 
 
@@ -138,7 +133,7 @@ def test_nothing_is_run_again_after_what_it_reads_was_overwritten():
         ],
     )
     problem = Problem.from_graph(graph)
-    again = start(problem, Portfolio(problem, Request(1 << 20)).arrays, 10).again
+    again = start(problem, 10, RECOMPUTES).again
     assert again.tolist() == [0, 1, 0, 0]
 
 
