@@ -147,10 +147,37 @@ def watch_calls(
         if self.compiler_fn is backend:
             prepare(self)
 
+    def registered() -> None:
+        frame = _calling(initialize.__code__)
+        if frame is not None:
+            prepare(frame.f_locals["self"])
+
     wrapper.__init__ = __init__
-    frame = _calling(initialize.__code__)
-    if frame is not None and frame.f_locals["backend"] == backend.__name__:  # it loads this
-        prepare(frame.f_locals["self"])
+    _register_for_each(backend, registered)
+
+
+def _register_for_each(backend: Any, registered: Callable[[], None]) -> None:
+    """Let threads that look for `backend` at once each register it, and call `registered()` then.
+
+    Assumed: who finds that an entry point is not loaded loads it and then calls
+    `register_backend`, which refuses a name that is in `_COMPILER_FNS` already
+    (_dynamo/backends/registry.py:135).
+    """
+    registry: Any = torch._dynamo.backends.registry
+    refuses = registry.register_backend.__code__
+
+    class Known(dict[str, Any]):
+        def __contains__(self, name: object) -> bool:
+            frame = inspect.currentframe()
+            asks = frame is not None and frame.f_back is not None and frame.f_back.f_code is refuses
+            return super().__contains__(name) and not (asks and self[str(name)] is backend)
+
+        def __setitem__(self, name: str, made: Any) -> None:
+            super().__setitem__(name, made)
+            if made is backend:
+                registered()
+
+    registry._COMPILER_FNS = Known(registry._COMPILER_FNS)
 
 
 _top_frame_before: bool | None = None

@@ -178,6 +178,17 @@ def test_calls_of_what_a_backend_compiles_are_watched():
         assert first.compiler_fn is second.compiler_fn is backend
 
 
+def test_threads_that_look_for_the_backend_at_once_find_it():
+    """The second registers what the first has registered meanwhile."""
+    registry = torch._dynamo.backends.registry
+    with assumed("a backend's entry point is loaded, and registered by its name"):
+        found = registry.lookup_backend("coop")
+        registry.register_backend(compiler_fn=found, name="coop")
+        assert registry.lookup_backend("coop") is found
+        with pytest.raises(AssertionError, match="duplicate name"):
+            registry.register_backend(compiler_fn=lambda: None, name="eager")
+
+
 def test_a_compiled_call_can_be_put_back():
     module = nn.Linear(2, 2)
     assert internals.compiled_call(module) is None
