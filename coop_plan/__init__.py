@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         verify,
     )
     from coop_plan.runtime import StepReport, clear_reports, reports
+    from coop_plan.runtime.training import train_step
     from coop_plan.schemas import Graph, InvalidInputError, Plan, load_graph, load_plan
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "load_plan",
     "plan",
     "reports",
+    "train_step",
     "verify",
 ]
 
@@ -62,6 +64,7 @@ _HOMES = (
     | dict.fromkeys(_RUNTIME, "runtime")
     | dict.fromkeys(_CALLS, "api.calls")
     | dict.fromkeys(("AsyncClient", "Client"), "api.client")
+    | {"train_step": "runtime.training"}
 )
 
 

@@ -29,5 +29,9 @@ class CudaGraphError(RuntimeRefusalError):
     """What a CUDA graph would have to capture, or has captured, cannot be run so."""
 
 
+class NothingPlannedError(RuntimeRefusalError):
+    """A call that was to be planned ran, and nothing of it was."""
+
+
 class BudgetExceededError(RuntimeRefusalError):
     """A step takes more than its budget, and was asked not to, or cannot be planned otherwise."""

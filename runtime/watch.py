@@ -5,6 +5,7 @@ in a loop, or since nobody calls what was compiled.
 """
 
 import logging
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -26,18 +27,29 @@ SAID = "coop_said"
 
 
 class _Counts:
-    """Of this process: functions compiled, calls of them, planned forwards in these."""
+    """Of this process: functions compiled, and calls of them."""
 
     compiled = 0
     calls = 0
+
+
+class _Here(threading.local):
     planned = 0
+
+
+_here = _Here()
+
+
+def planned_forwards() -> int:
+    """How many forwards this thread began that are planned, or said not to be: it only rises."""
+    return _here.planned
 
 
 def counted(planned: Callable[..., Any]) -> Callable[..., Any]:
     """A step that is planned, or of which it was said that it is not."""
 
     def run(*args: Any) -> Any:
-        _Counts.planned += 1
+        _here.planned += 1
         return planned(*args)
 
     return run
@@ -76,7 +88,7 @@ class _Call:
     def __enter__(self) -> None:
         end_in_place()
         _Counts.calls += 1
-        self._planned, self._nodes = _Counts.planned, recorded_nodes()
+        self._planned, self._nodes = planned_forwards(), recorded_nodes()
         self._known = {} if hasattr(self._compiled, SAID) else reasons_to_break()
 
     def __exit__(
@@ -85,7 +97,7 @@ class _Call:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if _Counts.planned != self._planned or recorded_nodes() == self._nodes:
+        if planned_forwards() != self._planned or recorded_nodes() == self._nodes:
             return
         if not torch.is_grad_enabled() or hasattr(self._compiled, SAID):
             return
