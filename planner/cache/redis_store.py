@@ -43,24 +43,28 @@ return 0
 """KEYS: the answers of a key. ARGV: a record, and what comes in its place, nothing if empty."""
 
 
-def connect(address: str, seconds: float = 10.0) -> redis.Redis:
+WAIT_SECONDS = 10.0
+"""How long a Redis is waited for that restarts, and one that does not answer."""
+
+
+def connect(address: str) -> redis.Redis:
     """
     A client of the Redis at an address, which is not asked anything yet.
-
-    A command that gets no answer within `seconds`, or loses its connection, is sent again for as
-    long: a server that restarts is waited for.
 
     Raises:
         StoreError: the address is none.
     """
     retry = Retry(
         ExponentialWithJitterBackoff(base=0.05, cap=1.0),
-        retries=max(3, int(seconds)),
+        retries=int(WAIT_SECONDS),
         supported_errors=(redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError),
     )
     try:
         return redis.Redis.from_url(
-            address, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry
+            address,
+            socket_timeout=WAIT_SECONDS,
+            socket_connect_timeout=WAIT_SECONDS,
+            retry=retry,
         )
     except ValueError as error:
         raise StoreError(f"{address} is no address of a Redis: {error}") from None
