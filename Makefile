@@ -10,7 +10,7 @@ SHELL := bash
 # Material's note to whoever chooses a generator; 9.x is maintained until 2027.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-fast test-oldest lint format docs coverage bench gpu-bundle clean
+.PHONY: help demo cluster test test-fast test-oldest lint format docs coverage bench gpu-bundle clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -19,6 +19,9 @@ help: ## List what can be made
 
 demo: $(READY) ## Train GPT-2 in eager and under budgets, side by side
 	$(BIN)/python -m benchmarks.demo
+
+cluster: $(READY) ## Start servers, workers and Redis here as a cluster, and ask it
+	$(BIN)/python -m benchmarks.local_cluster
 
 test: $(READY) ## Run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile

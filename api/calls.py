@@ -62,6 +62,9 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_seconds: float
     message: str = ""
     fraction: float | None = None
+    overhead: float | None = None
+    bound: float | None = None
+    gap: float | None = None
     plan: str | None = None
 
 
@@ -88,7 +91,8 @@ def plan_calls(graph: Graph, options: PlanOptions) -> Calls[Plan]:
     document = graph.to_json().encode()
     digest = digest_of(document)
     body = question(digest, options)
-    prefer = JSON | {"Prefer": f"wait={WAIT_SECONDS}"}
+    # Rather ask again than train with a plan for a smaller budget.
+    prefer = JSON | {"Prefer": f"wait={WAIT_SECONDS}, respond-async"}
     ask = Exchange(
         "POST", "/plan", frozenset({200, 202, 404}), body, prefer, WAIT_SECONDS + CONNECT_SECONDS
     )

@@ -13,7 +13,9 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -87,16 +89,16 @@ def question(seed: int, seconds: float) -> dict[str, Any]:
 
 
 async def ask(client: httpx.AsyncClient, urls: list[str], content: bytes, to: Outcome) -> None:
-    """One request, again and elsewhere until it is answered."""
+    """One request, again and elsewhere until it is answered; the first address is asked first."""
     began = time.monotonic()
     headers = {"Content-Type": "application/json", "Prefer": "wait=60, respond-async"}
     said = ""
-    for attempt in range(ATTEMPTS):
-        url = urls[(hash(asyncio.current_task()) + attempt) % len(urls)]
+    for _ in range(ATTEMPTS):
         try:
-            answer = await client.post(f"{url}/plan", content=content, headers=headers)
+            answer = await client.post(f"{urls[0]}/plan", content=content, headers=headers)
         except httpx.TransportError as error:
             said = repr(error)
+            urls.append(urls.pop(0))
         else:
             if answer.status_code == 200:
                 to.plans.add(hashlib.sha256(answer.content).hexdigest())
@@ -122,13 +124,13 @@ async def ask_many(
     outcome, content = Outcome(), json.dumps(body).encode()
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
 
-    async def several(client: httpx.AsyncClient, count: int) -> None:
-        for _ in range(count):
-            await ask(client, urls, content, outcome)
+    async def several(client: httpx.AsyncClient, number: int) -> None:
+        own = urls[number % len(urls) :] + urls[: number % len(urls)]
+        for _ in range(number, requests, connections):
+            await ask(client, own, content, outcome)
 
     async with httpx.AsyncClient(limits=limits, timeout=120) as client:
-        counts = [len(range(n, requests, connections)) for n in range(connections)]
-        work = [several(client, count) for count in counts]
+        work = [several(client, number) for number in range(connections)]
         if meanwhile is not None:
             work.append(meanwhile())
         await asyncio.gather(*work)
@@ -142,13 +144,6 @@ class Load:
         self.cluster = cluster
         self._requests, self._connections = requests, connections
         self._broker = redis.Redis.from_url(cluster.broker_address)
-        self._seen: set[bytes] = set()
-        self.failures = 0
-
-    def jobs(self) -> dict[bytes, dict[bytes, bytes]]:
-        """The jobs that were not there when this was last asked."""
-        names = set(self._broker.scan_iter(JOBS)) - self._seen
-        return {name: self._broker.hgetall(name) for name in names}
 
     async def solving(self) -> None:
         """Return when a worker is in the middle of a solve."""
@@ -163,8 +158,9 @@ class Load:
         happens: Callable[[], Awaitable[None]] | None = None,
         *,
         most_solves: int = 1,
-    ) -> None:
-        """One scenario, in a line."""
+    ) -> bool:
+        """One scenario, in a line; whether it went as it must."""
+        before = set(self._broker.scan_iter(JOBS))
         outcome = asyncio.run(
             ask_many(
                 self.cluster.urls,
@@ -174,16 +170,16 @@ class Load:
                 meanwhile=happens,
             )
         )
-        jobs = self.jobs()
-        self._seen |= jobs.keys()
+        names = set(self._broker.scan_iter(JOBS)) - before
+        jobs = {name: self._broker.hgetall(name) for name in names}
         solves = sum(int(job[b"token"]) for job in jobs.values())
         over = all(job[b"state"] == b"done" for job in jobs.values())
         good = not outcome.errors and len(outcome.plans) == 1 and over
         good = good and len(outcome.seconds) == self._requests and 1 <= solves <= most_solves
-        self.failures += not good
         print(f"{name}: {solves} solves, {outcome.line()}{'' if good else ' <- wrong'}", flush=True)
         for error in sorted(set(outcome.errors)):
             print(f"  {error}")
+        return good
 
     def solver(self) -> Process:
         """The worker that solves: the one that has taken up more tasks than it has ended."""
@@ -200,6 +196,13 @@ class Load:
         self.cluster.workers.remove(worker)
         self.cluster.workers.append(self.cluster.start_worker())
 
+    async def kill_solver(self) -> None:
+        """kill -9 of the process that solves, as the system does when memory is short."""
+        await self.solving()
+        for child in _children(self.solver().process.pid):
+            for solver in _children(child):
+                os.kill(solver, signal.SIGKILL)
+
     async def kill_replica(self) -> None:
         """kill -9 of a server that clients wait at."""
         await self.solving()
@@ -212,6 +215,11 @@ class Load:
         await asyncio.sleep(1.0)
         self.cluster.broker.start()
         await asyncio.to_thread(self.cluster.broker.wait)
+
+
+def _children(process_id: int) -> list[int]:
+    found = Path(f"/proc/{process_id}/task").glob("*/children")
+    return [int(number) for path in found for number in path.read_text().split()]
 
 
 def _open_tasks(worker: Process) -> int:
@@ -227,19 +235,21 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, LocalCluster(Path(folder)) as cluster:
         load = Load(cluster, arguments.requests, arguments.connections)
+        good = False
         with contextlib.suppress(KeyboardInterrupt):
-            load.run("warm-up", example())
+            good = load.run("warm-up", example())
             for number, (name, happens, most) in enumerate(
                 [
                     ("nothing dies", None, 1),
                     ("kill -9 of the worker that solves", load.kill_worker, 2),
+                    ("kill -9 of its solving process", load.kill_solver, 2),
                     ("Redis restarted", load.restart_broker, 2),
                     ("kill -9 of a server", load.kill_replica, 2),
                 ]
             ):
                 body = question(number, arguments.seconds)
-                load.run(name, body, happens, most_solves=most)
-        sys.exit(load.failures > 0)
+                good &= load.run(name, body, happens, most_solves=most)
+        sys.exit(not good)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ LOOK_SECONDS = 1.0
 
 PAUSE_SECONDS = 0.5
 
+CLOSE_SECONDS = 2.0
+
 THREADS = 8
 
 FULL = Reply(problem="busy", detail="too many plans wait to be made", members={"retry_after": 5})
@@ -36,7 +38,7 @@ AWAY = Reply(
     problem="busy", detail="the broker of the cluster does not answer", members={"retry_after": 10}
 )
 
-log = logging.getLogger("uvicorn.error")
+log = logging.getLogger("coop_plan.cluster")
 
 
 class ClusterBench:
@@ -57,10 +59,10 @@ class ClusterBench:
         self._stirred: dict[str, set[asyncio.Event]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._closed = threading.Event()
-        listener = threading.Thread(
+        self._listener = threading.Thread(
             target=self._listen, args=[asyncio.get_running_loop()], daemon=True, name="news"
         )
-        listener.start()
+        self._listener.start()
 
     def admit(self, running: int) -> None:
         """The board says whether too many wait."""
@@ -211,7 +213,7 @@ class ClusterBench:
                         return
                     if job_id:
                         loop.call_soon_threadsafe(self._stir, job_id)
-            except (redis.RedisError, OSError):
+            except (redis.RedisError, OSError, ValueError):  # its connection may be closed by us
                 self._closed.wait(PAUSE_SECONDS)
             except RuntimeError:  # the loop is closed
                 return
@@ -227,6 +229,7 @@ class ClusterBench:
         Clients that waited for them ask another server; those that nobody asks for are given up.
         """
         self._closed.set()
+        await asyncio.to_thread(self._listener.join, CLOSE_SECONDS)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._board.close()
         self._messages.close()

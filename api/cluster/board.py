@@ -166,12 +166,12 @@ class Board:
         )
 
     def news(self) -> Iterator[str]:
-        """The ids of jobs as they change, and an empty one at least every second."""
+        """The ids of jobs as they change, and an empty one now and then."""
         subscribe: Any = self.redis.pubsub  # has no types
         with subscribe(ignore_subscribe_messages=True) as channel:
             channel.subscribe(f"{self._prefix}news")
             while True:
-                message = channel.get_message(timeout=1.0)
+                message = channel.get_message(timeout=0.5)
                 yield "" if message is None else message["data"].decode()
 
     def close(self) -> None:

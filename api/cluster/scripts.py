@@ -52,7 +52,7 @@ BEGIN: Final = """
 local who, body, most = ARGV[3], ARGV[4], tonumber(ARGV[5])
 if not active then
     if redis.call('ZCARD', P .. 'queued') >= most then return 'full' end
-    if body == '' then return 'absent' end
+    if ARGV[6] == '' then return 'absent' end
     redis.call('DEL', job .. ':record', job .. ':waiting')
     redis.call('SET', job .. ':body', body)
     redis.call('HSET', job, 'began', now, 'work', ARGV[6], 'wanted', 0, 'deliveries', 0,

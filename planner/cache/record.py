@@ -70,7 +70,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
         plan, asked = self.plan, options.budget
         budget = int(asked.value) if asked.kind == "bytes" else plan.budget_bytes
         method = options.method
-        if self.searched_seconds and plan.method == SEARCH and method in SEARCHED:
+        if plan.method == SEARCH and method in SEARCHED:
             method = SEARCH
         given = plan.budget_bytes, plan.method, plan.outputs, plan.alignment
         wanted = budget, method, options.outputs, options.alignment
