@@ -146,6 +146,12 @@ class LocalCluster:
         self.close()
 
 
+def children(process_id: int) -> list[int]:
+    """The processes that a process has started and that are there."""
+    found = Path(f"/proc/{process_id}/task").glob("*/children")
+    return [int(number) for path in found for number in path.read_text().split()]
+
+
 def free_port() -> int:
     """A port of the loopback that nobody has."""
     with socket.create_server(("127.0.0.1", 0)) as listening:

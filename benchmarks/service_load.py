@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import redis
 
-from benchmarks.local_cluster import LocalCluster, Process
+from benchmarks.local_cluster import LocalCluster, Process, children
 
 ATTEMPTS = 60
 
@@ -199,9 +199,31 @@ class Load:
     async def kill_solver(self) -> None:
         """kill -9 of the process that solves, as the system does when memory is short."""
         await self.solving()
-        for child in _children(self.solver().process.pid):
-            for solver in _children(child):
+        for child in children(self.solver().process.pid):
+            for solver in children(child):
                 os.kill(solver, signal.SIGKILL)
+
+    async def stop_worker(self) -> None:
+        """SIGTERM to the worker that solves: it hands its job back."""
+        await self.solving()
+        worker = self.solver()
+        seconds = await asyncio.to_thread(worker.stop)
+        print(f"a worker ended {seconds:.1f} s after SIGTERM, with {worker.process.returncode}")
+        self.cluster.workers.remove(worker)
+        self.cluster.workers.append(self.cluster.start_worker())
+
+    def cancel(self, body: dict[str, Any]) -> None:
+        """How long after `DELETE` the process of a solve is there."""
+        url = self.cluster.urls[-1]
+        headers = {"Prefer": "wait=0, respond-async"}
+        job = httpx.post(f"{url}/plan", json=body, headers=headers).headers["location"]
+        asyncio.run(self.solving())
+        solvers = [p for c in children(self.solver().process.pid) for p in children(c)]
+        began = time.monotonic()
+        httpx.delete(url + job)
+        while any(Path(f"/proc/{process_id}").exists() for process_id in solvers):
+            time.sleep(0.01)
+        print(f"a cancelled solve's process was gone after {time.monotonic() - began:.2f} s")
 
     async def kill_replica(self) -> None:
         """kill -9 of a server that clients wait at."""
@@ -215,11 +237,6 @@ class Load:
         await asyncio.sleep(1.0)
         self.cluster.broker.start()
         await asyncio.to_thread(self.cluster.broker.wait)
-
-
-def _children(process_id: int) -> list[int]:
-    found = Path(f"/proc/{process_id}/task").glob("*/children")
-    return [int(number) for path in found for number in path.read_text().split()]
 
 
 def _open_tasks(worker: Process) -> int:
@@ -243,12 +260,16 @@ def main() -> None:
                     ("nothing dies", None, 1),
                     ("kill -9 of the worker that solves", load.kill_worker, 2),
                     ("kill -9 of its solving process", load.kill_solver, 2),
+                    ("SIGTERM to it", load.stop_worker, 2),
                     ("Redis restarted", load.restart_broker, 2),
                     ("kill -9 of a server", load.kill_replica, 2),
                 ]
             ):
                 body = question(number, arguments.seconds)
                 good &= load.run(name, body, happens, most_solves=most)
+            load.cancel(question(99, 50))
+            seconds = cluster.replicas[-1].stop()
+            print(f"a server ended {seconds:.1f} s after SIGTERM")
         sys.exit(not good)
 
 

@@ -30,9 +30,3 @@ def serving(folder, *options):
                 process.wait(60)
             finally:
                 process.kill()
-
-
-def children(process_id):
-    """The processes that a process has started and that are there."""
-    found = Path(f"/proc/{process_id}/task").glob("*/children")
-    return [int(number) for path in found for number in path.read_text().split()]

@@ -10,11 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.local_cluster import LocalCluster
+from benchmarks.local_cluster import LocalCluster, children
 from benchmarks.service_load import Load, ask_many, question
-from coop_plan.planner import find_faults
+from coop_plan.planner import find_faults, plan
 from coop_plan.schemas import parse_graph, parse_plan
-from tests.api.server import children
 from tests.redis_server import needs_redis
 
 pytestmark = [needs_redis, pytest.mark.slow]
@@ -24,7 +23,9 @@ SECONDS = 5.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    with LocalCluster(tmp_path_factory.mktemp("cluster")) as made:
+    asked = question(1, 1.0)  # kernels may have to be compiled, which no time limit is for
+    plan(parse_graph(asked["graph"]), asked["budget"], method="optimal", time_limit=1.0)
+    with LocalCluster(tmp_path_factory.mktemp("cluster"), seconds=20.0) as made:
         yield made
 
 
@@ -88,7 +89,7 @@ def test_the_plan_is_valid_and_the_same_on_every_server(cluster, body):
 
 def test_a_job_is_followed_on_one_server_and_cancelled_on_another(cluster, body):
     one, two = cluster.urls
-    body |= {"time_limit": 55}
+    body |= {"time_limit": 18}
     job = post(one, body, Prefer="wait=0, respond-async").headers["location"]
     assert post(two, body, Prefer="wait=0, respond-async").headers["location"] == job
     with httpx.stream("GET", f"{two}{job}/events", timeout=300) as events:
@@ -108,7 +109,7 @@ def test_a_client_that_leaves_leaves_no_solve_behind(cluster, load, body):
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{cluster.urls[0]}/plan",
-            content=json.dumps(body | {"time_limit": 55}),
+            content=json.dumps(body | {"time_limit": 18}),
             headers={"Content-Type": "application/json", "Prefer": "wait=100"},
             timeout=httpx.Timeout(100, read=3),
         )

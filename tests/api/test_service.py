@@ -12,10 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.local_cluster import children
 from coop_plan.api.service import EXAMPLE
 from coop_plan.planner import find_faults
 from coop_plan.schemas import parse_graph, parse_plan
-from tests.api.server import children, serving
+from tests.api.server import serving
 from tests.support import make_graph
 
 PROBLEM = "application/problem+json"
