@@ -120,7 +120,7 @@ class ClusterBench:
         """Bring a job up to date."""
         job.began = time.monotonic() - view.elapsed_seconds
         job.plan, job.message, job.figures = view.key, view.message, view.figures
-        if view.state == "done":
+        if view.state == "done" and job in self._entered:  # somebody here waits for it
             job.record = await self._insist(job, lambda: self._board.record(job.id)) or b""
         if job.over:
             return

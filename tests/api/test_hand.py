@@ -11,19 +11,12 @@ from coop_plan.api.cluster.board import Board
 from coop_plan.api.cluster.hand import Hand
 from coop_plan.api.worker import Task, Work
 from coop_plan.api.workers import GRACE_SECONDS, WorkerLostError
+from tests.api.test_jobs import FakeWorker
 from tests.redis_server import needs_redis, redis_server
 
 pytestmark = needs_redis
 
 WORK = Work(key="k" * 64, task=Task("solve"), seconds=7.0)
-
-
-class FakeWorker:
-    def __init__(self):
-        self.killed = threading.Event()
-
-    def kill(self):
-        self.killed.set()
 
 
 class FakePool:
