@@ -79,7 +79,7 @@ def coop(
                 "%s: input sizes %s run as eager autograd, not within the budget",
                 *(lines.begin, shape),
             )
-            return watch.counted(graph)  # of which it was said
+            return watch.told(graph)
         compilation = _Compilation(wanted, pools, lines, first)
         backend = aot_autograd(
             fw_compiler=compilation.forward,
@@ -104,6 +104,7 @@ def coop(
                 " the graph runs as it is, not within the budget; loss.backward() is planned",
                 lines.begin,
             )
+            return watch.told(compiled)
         return compiled
 
     if is_symbolic(gm):

@@ -5,6 +5,7 @@ in a loop, or since nobody calls what was compiled.
 """
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -35,22 +36,33 @@ class _Counts:
 
 class _Here(threading.local):
     planned = 0
+    told = 0
 
 
 _here = _Here()
 
 
 def planned_forwards() -> int:
-    """How many forwards this thread began that are planned, or said not to be: it only rises."""
+    """How many forwards that are planned this thread began: it only rises."""
     return _here.planned
 
 
 def counted(planned: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that is planned, or of which it was said that it is not."""
+    """A step that is planned."""
 
     def run(*args: Any) -> Any:
         _here.planned += 1
         return planned(*args)
+
+    return run
+
+
+def told(unplanned: Callable[..., Any]) -> Callable[..., Any]:
+    """A graph that is not planned, of which it was said why."""
+
+    def run(*args: Any) -> Any:
+        _here.told += 1
+        return unplanned(*args)
 
     return run
 
@@ -88,6 +100,7 @@ class _Call:
     def __enter__(self) -> None:
         end_in_place()
         _Counts.calls += 1
+        self._before, self._told = sys.exception(), _here.told
         self._planned, self._nodes = planned_forwards(), recorded_nodes()
         self._known = {} if hasattr(self._compiled, SAID) else reasons_to_break()
 
@@ -97,6 +110,8 @@ class _Call:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if sys.exception() is not self._before or _here.told != self._told:
+            return  # Dynamo ends the context in a `finally`, and does not say what was raised
         if planned_forwards() != self._planned or recorded_nodes() == self._nodes:
             return
         if not torch.is_grad_enabled() or hasattr(self._compiled, SAID):

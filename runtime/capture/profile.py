@@ -183,7 +183,11 @@ def _inputs(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
     Raises:
         CaptureError: there are none.
     """
-    for truth, number in ((None, 0), (False, 0), (True, 0), (None, 1)):
+    totals = sorted(
+        {total for value in tree_flatten((args, kwargs))[0] for total in _totals(value)}
+    )
+    known = ((None, 0), (False, 0), (True, 0), (None, 1), *((n, n) for n in totals))
+    for truth, number in known:
         given, named = _stand_in((args, kwargs), truth, number)
         if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
             given = (*given[:22], _rnn_workspace(given))
@@ -197,6 +201,13 @@ def _inputs(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, An
     raise CaptureError(f"{target} cannot be profiled on its own: {first}") from failed
 
 
+def _totals(value: object) -> tuple[int, ...]:
+    """What masks and lengths among the arguments may have to add up to: `h[mask] = rows`."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape[:1])
+    return (value,) if type(value) is int and value > 1 else ()
+
+
 def _rnn_workspace(args: Any) -> torch.Tensor:
     """What oneDNN's forward leaves to its backward, which crashes on anything else."""
     reverse, mode, hidden, layers, biases, train, both_ways, sizes, batch_first = args[13:22]
@@ -206,10 +217,12 @@ def _rnn_workspace(args: Any) -> torch.Tensor:
     return workspace
 
 
-def _stand_in(tree: Any, truth: bool | None, number: int) -> Any:
+def _stand_in(tree: Any, truth: bool | int | None, number: int) -> Any:
     """Tensors for fake ones; `truth` is what all booleans are (None: both), `number` all integers.
 
-    0 is an index that is in range whatever it indexes, 1 is one where they are counted from 1.
+    A `truth` that is a count is how many booleans, the first, are true.
+    0 is an index that is in range whatever it indexes, 1 is one where they are counted from 1. What
+    is more is a sum: so many booleans are true, and one integer is that, the others are 0.
     """
 
     def make(value: Any) -> Any:
@@ -221,7 +234,14 @@ def _stand_in(tree: Any, truth: bool | None, number: int) -> Any:
             # Positive and away from zero: no NaN and no denormals to slow a kernel down.
             flat.uniform_(0.05, 1.0) if value.dtype.is_floating_point else flat.fill_(0.5)
         elif value.dtype == torch.bool:
-            flat.bernoulli_(0.5) if truth is None else flat.fill_(truth)
+            if truth is None:
+                flat.bernoulli_(0.5)
+            elif isinstance(truth, bool):
+                flat.fill_(truth)
+            else:
+                flat.copy_(torch.arange(count) < truth)
+        elif number > 1:
+            flat.fill_(0)[:1] = number
         else:
             flat.fill_(number)
         made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
@@ -308,6 +328,11 @@ def _digest(
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
                 f"{target} returns a {type(value).__name__}, which a planned step cannot hold"
+            )
+        if value.layout is not torch.strided:
+            raise CaptureError(
+                f"{target} returns a sparse tensor, which has no place in an arena: nn.Embedding"
+                " and nn.EmbeddingBag have dense gradients with sparse=False"
             )
         # Zeros that autograd makes have no memory.
         pointer = 0 if has_no_memory(value) else value.untyped_storage().data_ptr()

@@ -114,6 +114,9 @@ OPS = {
     "write to a slice": slice_written,
     "write to parts": parts_changed_twice,
     "index put": lambda x: x.clone().index_put_((torch.arange(3),), torch.ones(3, 16)),
+    "rows by a mask": lambda x: x.clone().index_put_((torch.arange(64) < 3,), torch.ones(3, 16)),
+    "repeated rows": lambda x: x.repeat_interleave(torch.arange(64) % 3, 0, output_size=63)[:9] + 1,
+    "means of segments": lambda x: torch.segment_reduce(x, "mean", lengths=torch.tensor([4, 60])),
     "conjugate": lambda x: (torch.complex(x, x).mT.conj() @ torch.complex(x, x)).abs()[:1] + x,
     "Fourier": lambda x: torch.fft.rfft(x).abs().repeat(1, 2)[:, :16],
     "constant": lambda x: x * torch.tensor([2.0] * 16),
@@ -205,3 +208,8 @@ def test_what_cannot_be_planned_is_refused(name):
     op, message = REFUSED[name]
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         compiled(Between(op))(torch.randn(64, 16))
+
+
+def test_a_sparse_gradient_is_refused():
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="with sparse=False"):
+        compiled(nn.Embedding(8, 4, sparse=True))(torch.arange(3))

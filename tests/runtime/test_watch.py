@@ -103,6 +103,14 @@ def test_gradients_within_the_graph_are_told_of(caplog):
     step = torch.compile(torch.func.grad(loss), backend="coop", options={"budget": 1000})
     step(torch.randn(8, 8), torch.randn(16, 8))
     assert caplog.text.count("torch.func takes gradients within the graph") == 1
+    assert "nothing was planned" not in caplog.text
+
+
+def test_a_call_that_fails_is_its_own_word(caplog):
+    called = torch.compile(nn.Linear(8, 8), backend="coop", options={"budget": "nothing"})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        called(torch.randn(4, 8))
+    assert "nothing was planned" not in caplog.text
 
 
 def test_evaluation_is_nothing_to_tell_of(caplog):
