@@ -189,10 +189,10 @@ class Jobs:
         job.wanted = True
         await self._bench.want(job)
 
-    def leave(self, job: Job) -> None:
-        """A client waits no longer; a job that nobody wants is given up."""
+    def leave(self, job: Job, *, back: bool = False) -> None:
+        """A client waits no longer; a job that nobody wants is given up, unless it comes `back`."""
         job.waiting -= 1
-        if not job.waiting and not job.wanted and not job.over:
+        if not (job.waiting or job.wanted or job.over or back):
             self._bench.abandon(job)
 
     async def cancel(self, job: Job) -> None:

@@ -168,6 +168,7 @@ class Desk:
             self.jobs.leave(job)
             raise
         gone = asyncio.create_task(_gone(request))
+        back = False
         try:
             async with asyncio.timeout(wait):
                 while not job.over:
@@ -185,9 +186,12 @@ class Desk:
                 less = Task("for-less", encoding)
                 reply, data = (reply, b"") if not provisional else await self.look(less, body)
                 return reply, data, job
+        except asyncio.CancelledError:  # this server ends, the job need not
+            back = True
+            raise ProblemError("busy", "the server ends: ask again", retry_after=1) from None
         finally:
             gone.cancel()
-            self.jobs.leave(job)
+            self.jobs.leave(job, back=back)
         if job.problem is not None:
             _raise(job.problem)
         reply, data = await self.look(Task("ask", encoding, with_record=True), body, job.record)

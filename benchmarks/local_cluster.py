@@ -103,7 +103,7 @@ class LocalCluster:
             self.broker = self._redis("broker", ports[0], *BROKER).wait()
             self.store = self._redis("plans", ports[1], *PLANS).wait()
             self.workers = [self.start_worker() for _ in range(workers)]
-            self.replicas = [self._start("serve", "--port", "0") for _ in range(replicas)]
+            self.replicas = [self.start_server() for _ in range(replicas)]
             for process in (*self.workers, *self.replicas):
                 process.wait()
         except BaseException:
@@ -129,6 +129,10 @@ class LocalCluster:
     def start_worker(self) -> Process:
         """One worker more."""
         return self._start("worker", "--solvers", "1")
+
+    def start_server(self) -> Process:
+        """One server more."""
+        return self._start("serve", "--port", "0")
 
     @property
     def urls(self) -> list[str]:

@@ -225,6 +225,14 @@ class Load:
             time.sleep(0.01)
         print(f"a cancelled solve's process was gone after {time.monotonic() - began:.2f} s")
 
+    async def stop_server(self) -> None:
+        """SIGTERM to a server that clients wait at; another one is started."""
+        await self.solving()
+        seconds = await asyncio.to_thread(self.cluster.replicas[0].stop)
+        print(f"a server ended {seconds:.1f} s after SIGTERM")
+        self.cluster.replicas[0] = self.cluster.start_server()
+        await asyncio.to_thread(self.cluster.replicas[0].wait)
+
     async def kill_replica(self) -> None:
         """kill -9 of a server that clients wait at."""
         await self.solving()
@@ -262,14 +270,13 @@ def main() -> None:
                     ("kill -9 of its solving process", load.kill_solver, 2),
                     ("SIGTERM to it", load.stop_worker, 2),
                     ("Redis restarted", load.restart_broker, 2),
+                    ("SIGTERM to a server", load.stop_server, 1),
                     ("kill -9 of a server", load.kill_replica, 2),
                 ]
             ):
                 body = question(number, arguments.seconds)
                 good &= load.run(name, body, happens, most_solves=most)
             load.cancel(question(99, 50))
-            seconds = cluster.replicas[-1].stop()
-            print(f"a server ended {seconds:.1f} s after SIGTERM")
         sys.exit(not good)
 
 

@@ -129,6 +129,19 @@ def test_sigterm_hands_a_job_back(cluster, load, body):
     assert load.run("sigterm", body, stop_the_solver, most_solves=2)
 
 
+def test_a_server_that_ends_leaves_its_jobs_to_the_others(cluster, load, body):
+    """Whoever waits there is told to come back, and finds the same solve at another."""
+    body |= {"time_limit": 12}  # longer than a server waits for what is under way
+    assert load.run("SIGTERM to a server", body, load.stop_server)
+
+
+def test_what_a_worker_started_dies_with_it(cluster):
+    worker = cluster.start_worker().wait()
+    processes = until(lambda: children(worker.process.pid))
+    worker.kill()
+    until(lambda: not any(Path(f"/proc/{process}").exists() for process in processes))
+
+
 def test_a_server_that_dies_loses_nothing(cluster, load, body):
     assert load.run("kill -9 of a server", body, load.kill_replica, most_solves=2)
 
