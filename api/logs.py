@@ -1,5 +1,6 @@
 """Logs as JSON, a line each on stderr: the service's own and those of its libraries."""
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
@@ -12,6 +13,12 @@ SHARED: list[Any] = [
     structlog.processors.TimeStamper(fmt="iso", utc=True),
     structlog.processors.format_exc_info,
 ]
+
+
+def _plain(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Without uvicorn's message for terminals."""
+    event.pop("color_message", None)
+    return event
 
 
 def configure() -> dict[str, Any]:
@@ -35,6 +42,7 @@ def configure() -> dict[str, Any]:
                 "()": structlog.stdlib.ProcessorFormatter,
                 "processors": [
                     structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                    _plain,
                     structlog.processors.JSONRenderer(),
                 ],
                 "foreign_pre_chain": SHARED,

@@ -1,4 +1,4 @@
-"""The type of `--time-limit`."""
+"""The type of options that are seconds."""
 
 import math
 from typing import Any
@@ -9,10 +9,10 @@ MAX_SECONDS = 1e9
 
 
 class Seconds(click.FloatRange):
-    """Seconds from 0 up; infinity and nan are no limits."""
+    """Seconds within a range; infinity and nan are no limits."""
 
-    def __init__(self) -> None:
-        super().__init__(min=0, max=MAX_SECONDS)
+    def __init__(self, least: float = 0, most: float = MAX_SECONDS) -> None:
+        super().__init__(min=least, max=most)
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None

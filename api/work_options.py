@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from coop_plan.api.exits import EXIT_ERROR, fail
+from coop_plan.api.seconds import Seconds
 
 MIN_SECRET = 16
 
@@ -35,7 +36,7 @@ def work_options(command: F) -> F:
         click.option("--max-ops", type=click.IntRange(1), default=100_000, show_default=True),
         click.option(
             "--max-time-limit",
-            type=click.FloatRange(min=1, max=1e6),
+            type=Seconds(1, 1e6),
             default=600.0,
             show_default=True,
             metavar="S",

@@ -11,6 +11,7 @@ from coop_plan.runtime.errors import (
     CudaGraphError,
     NothingPlannedError,
     OptionsError,
+    PlanServerError,
     RuntimeRefusalError,
     StepSpentError,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "CudaGraphError",
     "NothingPlannedError",
     "OptionsError",
+    "PlanServerError",
     "RuntimeRefusalError",
     "StepReport",
     "StepSpentError",

@@ -162,7 +162,8 @@ def plan_captured(
         part = lines.breaks or called_from_compiled()
         return plan_for(captured.graph, options, part=part)
 
-    shared = one_plan(captured, options.plan.key("", planner_version(), ""), find_or_make)
+    asked = options.plan.key("", planner_version(), "")
+    shared = one_plan(captured, asked, find_or_make, everywhere=options.server is not None)
     captured, made = replace(captured, graph=shared.graph), shared.plan
     report = StepReport(
         name=f"step {len(reports())}",

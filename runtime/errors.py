@@ -17,6 +17,10 @@ class OptionsError(RuntimeRefusalError):
     """The options of `torch.compile(..., backend="coop")` are wrong."""
 
 
+class PlanServerError(RuntimeRefusalError):
+    """The planning service is away, or has no plan for a step."""
+
+
 class StepSpentError(RuntimeRefusalError):
     """A backward needs a step whose memory was reused, and whose forward cannot run again."""
 

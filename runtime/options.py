@@ -16,7 +16,7 @@ MIN_ALIGNMENT = 64
 CUDA_ALIGNMENT = 512
 """Of what PyTorch's CUDA allocator returns, in bytes; kernels are chosen by it."""
 
-OURS = ("shapes", "strict")
+OURS = ("shapes", "strict", "server", "server_fallback")
 """Options that are no `PlanOptions`."""
 
 OUTPUTS = "gradients"
@@ -30,11 +30,16 @@ class Options:
     `shapes` says what happens at another input shape. "plan": it is planned within the budget too;
     "eager": it runs as eager autograd, which the budget does NOT bound. With `strict`, a step that
     takes more than its budget is an error; otherwise it is warned of.
+
+    Plans are those of a `server`, if there is one; where it is away, `server_fallback` is "error",
+    or "local": they are made here.
     """
 
     plan: PlanOptions
     shapes: Literal["plan", "eager"] = "plan"
     strict: bool = False
+    server: str | None = None
+    server_fallback: Literal["error", "local"] = "error"
 
     def within(self, budget_bytes: int | None) -> "Options":
         """These options with a budget in bytes, or the smallest that can be met."""
@@ -86,11 +91,20 @@ class Options:
         strict = values.pop("strict", cls.strict)
         if not isinstance(strict, bool):
             raise OptionsError("strict must be true or false")
+        server = values.pop("server", None)
+        if server is not None and not isinstance(server, str):
+            raise OptionsError("server must be a text: http://HOST:PORT")
+        fallback = values.pop("server_fallback", cls.server_fallback)
+        if fallback not in ("error", "local"):
+            raise OptionsError(
+                'server_fallback must be "error" (a server that is away is one) or "local" (the'
+                " step is planned here then)"
+            )
         alignment = values.get("alignment", MIN_ALIGNMENT)
         if not isinstance(alignment, int) or alignment % MIN_ALIGNMENT:
             raise OptionsError(f"alignment must be a multiple of {MIN_ALIGNMENT} bytes")
         try:
-            return cls(PlanOptions.of(values), shapes, strict)
+            return cls(PlanOptions.of(values), shapes, strict, server, fallback)
         except InvalidInputError as error:
             name = error.pointer.strip("/").replace("/", ".")
             raise OptionsError(

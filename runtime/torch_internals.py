@@ -506,6 +506,16 @@ def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
     return waited
 
 
+def group_of_all() -> str | None:
+    """The name of the process group of all ranks; None where this process is alone."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    if torch.distributed.get_world_size() == 1:
+        return None
+    world: Any = torch.distributed.group.WORLD
+    return str(world.group_name)
+
+
 def default_store() -> Any:
     """The store by which the ranks of this job found each other."""
     return torch.distributed.distributed_c10d._get_default_store()

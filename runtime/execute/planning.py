@@ -1,9 +1,15 @@
-"""A verified plan for a captured step, from the cache or made."""
+"""A verified plan for a captured step: from the cache, made here, or a planning service's."""
 
-from coop_plan.planner import InfeasibleBudgetError, plan, verify
+import logging
+from collections.abc import Callable
+
+from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
 from coop_plan.runtime.cache import plans
+from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan
+
+log = logging.getLogger("coop-plan")
 
 
 def plan_for(graph: Graph, options: Options, *, part: bool = False) -> tuple[Plan, bool]:
@@ -12,19 +18,53 @@ def plan_for(graph: Graph, options: Options, *, part: bool = False) -> tuple[Pla
     For a `part` of what an iteration runs it is the smallest if its share cannot be met: a share is
     of the peak of the iteration, which is not known before it has run.
 
+    With a server it is the server's, which has a cache of its own; one that is away is an error,
+    or with `server_fallback="local"` the plan is made here, and a warning says so.
+
     Raises:
         planner.InfeasibleBudgetError: the budget cannot be met.
+        PlanServerError: the server has no plan.
     """
+    if options.server is not None:
+        made = _from_server(options.server, graph, options, part)
+        if made is not None:
+            return made, False
     key = plans.key_of(graph, options)
     found = plans.find(key, graph, options)
     if found is not None:
         return found, True
-    try:
-        made = plan(graph, options.plan)
-    except InfeasibleBudgetError:
-        if options.plan.budget.kind != "share" or not part:
-            raise
-        made = plan(graph, options.within(None).plan)
+    made = _or_smallest(plan, graph, options, part)
     verify(graph, made)
     plans.keep(key, graph, made)
     return made, False
+
+
+def _from_server(server: str, graph: Graph, options: Options, part: bool) -> Plan | None:
+    try:
+        from coop_plan.api.calls import ServerAwayError, ServerError
+        from coop_plan.api.client import Client
+    except ModuleNotFoundError as error:
+        message = f"option 'server' needs {error.name}: pip install 'coop-plan[client]'"
+        raise OptionsError(message) from None
+    try:
+        with Client(server) as client:
+            return _or_smallest(client.plan, graph, options, part)
+    except ServerAwayError as error:
+        if options.server_fallback == "error":
+            message = f'{error}; with server_fallback="local" the step is planned here'
+            raise PlanServerError(message) from None
+        log.warning("%s; the step is planned here (server_fallback)", error)
+        return None
+    except ServerError as error:
+        raise PlanServerError(f"{server}: {error}") from None
+
+
+def _or_smallest(
+    make: Callable[[Graph, PlanOptions], Plan], graph: Graph, options: Options, part: bool
+) -> Plan:
+    try:
+        return make(graph, options.plan)
+    except InfeasibleBudgetError:
+        if options.plan.budget.kind != "share" or not part:
+            raise
+        return make(graph, options.within(None).plan)

@@ -1,0 +1,114 @@
+"""Training with a planning service: one question a job, one plan, eager's numbers."""
+
+import hashlib
+import os
+import re
+import socket
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from coop_plan import runtime
+from coop_plan.runtime.errors import OptionsError, PlanServerError
+from coop_plan.runtime.options import Options
+from tests.runtime.ranks import together
+from tests.runtime.test_distributed import Block
+
+pytest.importorskip("uvicorn")
+from tests.api.server import serving
+
+HERE = "tests.runtime.test_server"
+
+
+@pytest.fixture
+def nobody():
+    """The address of no server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return f"http://127.0.0.1:{port}"
+
+
+def train(rank, **options):
+    """Three steps of a DDP model on this rank: losses and parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(3)])
+    if options:
+        model = torch.compile(model, backend="coop", fullgraph=True, options=options)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(10 + rank)
+    kept = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(64, 32)).square().mean()
+        loss.backward()
+        optimizer.step()
+        kept.append(loss.detach().clone())
+    return kept + [p.detach().clone() for p in ddp.parameters()]
+
+
+def compare(rank, count):
+    """On one rank: train eagerly and with a server, and say which plan was run."""
+    expected = train(rank)
+    given = {"budget": "min", "server": os.environ["SERVER"]}
+    if "FALLBACK" in os.environ:
+        given["server_fallback"] = os.environ["FALLBACK"]
+    found = train(rank, **given)
+    assert len(found) == len(expected) > 3
+    assert all(map(torch.equal, found, expected))
+    [report] = runtime.reports()
+    assert report.plan.recomputed_ops > 0
+    assert report.steps_run == 3
+    costs = [op.cost_us for op in report.graph.ops]
+    plan = hashlib.sha256(report.plan.to_json().encode()).hexdigest()
+    sys.stdout.write(f"PLAN {plan} {sum(costs)}\n")
+
+
+def refused(rank, count):
+    """On one rank: the server is away, and that is an error on every rank."""
+    with pytest.raises(Exception, match="cannot be reached") as error:
+        train(rank, budget="min", server=os.environ["SERVER"])
+    assert PlanServerError.__name__ in str(error.value)  # it is inside Dynamo's own
+    assert not runtime.reports()
+    sys.stdout.write(f"REFUSED {'rank 0' in str(error.value)}\n")
+
+
+def apart(folder, function, count=2):
+    """Caches of their own for the ranks: nothing is taken from a neighbour's."""
+    folder.mkdir(exist_ok=True)
+    caches = [folder / f"cache {rank}" for rank in range(count)]
+    return together(f"{HERE}:{function}", folder / "ranks", count, caches=caches)
+
+
+def test_two_ranks_ask_once_and_run_one_plan_with_eagers_numbers(tmp_path, monkeypatch):
+    with serving(tmp_path, "--store", str(tmp_path / "plans")) as server:
+        monkeypatch.setenv("SERVER", str(server.base_url))
+        outputs = apart(tmp_path, "compare")
+        metrics = server.get("/metrics").text
+    plans = {re.search(r"PLAN (\S+ \S+)", output)[1] for output in outputs}
+    assert len(plans) == 1  # the plan and the costs it was made with
+    asked = re.findall(r'requests_total{method="POST",route="/plan",status="200"} (\S+)', metrics)
+    assert asked == ["1.0"]
+    assert 'coop_plan_plans_total{cache="miss"} 1.0' in metrics
+
+
+def test_without_its_server_training_ends_or_plans_here(tmp_path, monkeypatch, nobody):
+    monkeypatch.setenv("SERVER", nobody)
+    outputs = apart(tmp_path / "error", "refused")
+    said = [re.search(r"REFUSED (\w+)", output)[1] for output in outputs]
+    assert said == ["False", "True"]  # one decision, that of rank 0
+    monkeypatch.setenv("FALLBACK", "local")
+    outputs = apart(tmp_path / "local", "compare")
+    assert len({re.search(r"PLAN (\S+)", output)[1] for output in outputs}) == 1
+    assert "planned here" in outputs[0]
+    assert "planned here" not in outputs[1]
+
+
+@pytest.mark.parametrize("wrong", [{"server": 1}, {"server": "", "server_fallback": "maybe"}])
+def test_options_that_cannot_be_used_are_refused(wrong):
+    with pytest.raises(OptionsError, match="server"):
+        Options.parse({"budget": "min"} | wrong)
