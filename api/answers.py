@@ -199,10 +199,11 @@ class Answers:
         key, graph, request = question.key, question.graph, question.options
         named = bool(question.digest)
         reply = Reply(key=key, ops=len(graph.ops), read=question.read, named=named)
-        records = [as_record(made)] if made else self.records(key)
-        at_hand = None if made else self._at_hand.get(key, question.digest, records)
+        seals = self._seals(key) if named and not made else []
+        at_hand = self._at_hand.get(key, question.digest, seals)
         if at_hand is not None:
-            return msgspec.structs.replace(reply, found=True), at_hand
+            return at_hand
+        records = [as_record(made)] if made else self.records(key)
         best: Plan | None = None
         for record in records:
             answer = record.for_question(graph, request)
@@ -215,10 +216,9 @@ class Answers:
             if suits and (best is None or answer.cost_us < best.cost_us):
                 best = answer
         if best is not None:
-            data = best.to_json().encode()
-            if question.digest and not made:
-                self._at_hand.keep(key, question.digest, records, data)
-            return msgspec.structs.replace(reply, found=True), data
+            found = msgspec.structs.replace(reply, found=True), best.to_json().encode()
+            self._at_hand.keep(key, question.digest, seals, found)
+            return found
         # Whoever finds plans for other costs waits for a plan of costs like theirs, to the digit.
         costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))
         return msgspec.structs.replace(reply, costs=costs, seconds=request.time_limit), b""
@@ -261,17 +261,16 @@ class Answers:
 
     def stored(self, key: str) -> tuple[Reply, bytes]:
         """The first plan of a key, verified, in the ids of the graph it was made for."""
-        records = self.records(key)
-        data = self._at_hand.get(key, "", records)
-        first = next((record for record in records if isinstance(record, StoredPlan)), None)
-        if data is not None and first is not None:
-            return kept_plan(key, first), data
-        for record in records:
-            found = record.as_made() if isinstance(record, StoredPlan) else None
-            if found is not None and isinstance(record, StoredPlan):
-                data = found[1].to_json().encode()
-                self._at_hand.keep(key, "", records, data)
-                return kept_plan(key, record), data
+        seals = self._seals(key)
+        at_hand = self._at_hand.get(key, "", seals)
+        if at_hand is not None:
+            return at_hand
+        for record in self.records(key):
+            made = record.as_made() if isinstance(record, StoredPlan) else None
+            if made is not None and isinstance(record, StoredPlan):
+                found = kept_plan(key, record), made[1].to_json().encode()
+                self._at_hand.keep(key, "", seals, found)
+                return found
         return NO_PLAN, b""
 
     def _better(self, question: Question, made: Plan) -> Plan:
@@ -283,6 +282,13 @@ class Answers:
                 candidates.append(found)
         return min(candidates, key=lambda candidate: candidate.cost_us)
 
+    def _seals(self, key: str) -> list[bytes]:
+        """The seals of what is kept by a key."""
+        try:
+            return self._store.seals(key)
+        except (OSError, sqlite3.Error):
+            return []
+
     def records(self, key: str) -> list[Record]:
         """What is kept by a key; a store that fails keeps nothing."""
         try:
@@ -292,28 +298,33 @@ class Answers:
             return []
 
 
+Answer = tuple[Reply, bytes]
+
+
 class AtHand:
     """
-    Verified answers as they are sent, by their question, as long as the store holds what they
-    were made of: the plan of a key for one graph (or, without a digest, as it was made).
+    Verified answers as they are sent, by their question, as long as the store holds the records
+    they were made of: the plan of a key for one graph (or, without a digest, as it was made).
     """
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[list[Record], bytes]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[list[bytes], Answer]] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: str, digest: str, records: list[Record]) -> bytes | None:
-        """The answer that these records gave."""
-        kept = self._kept.get((key, digest))
-        return kept[1] if kept is not None and kept[0] == records else None
+    def get(self, key: str, digest: str, seals: list[bytes]) -> Answer | None:
+        """The answer that the records with these seals gave."""
+        kept = self._kept.get((key, digest)) if seals else None
+        return kept[1] if kept is not None and kept[0] == seals else None
 
-    def keep(self, key: str, digest: str, records: list[Record], data: bytes) -> None:
-        """Remember an answer; those go that are the oldest."""
+    def keep(self, key: str, digest: str, seals: list[bytes], answer: Answer) -> None:
+        """Remember an answer, if its records have seals; those go that are the oldest."""
+        if not seals:
+            return
         old = self._kept.pop((key, digest), None)
-        self._bytes += len(data) - (0 if old is None else len(old[1]))
-        self._kept[key, digest] = records, data
+        self._bytes += len(answer[1]) - (0 if old is None else len(old[1][1]))
+        self._kept[key, digest] = seals, answer
         while self._bytes > REMEMBERED_BYTES and len(self._kept) > 1:
-            self._bytes -= len(self._kept.popitem(last=False)[1][1])
+            self._bytes -= len(self._kept.popitem(last=False)[1][1][1])
 
 
 NO_PLAN = Reply(problem="not-found", detail="no plan of that key")

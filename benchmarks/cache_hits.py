@@ -1,19 +1,32 @@
-"""CPU time of a kept plan, with its request read, held against the store and verified.
+"""What a kept plan costs: CPU time in a reader, then time and rate of whole requests over HTTP.
 
 `python -m benchmarks.cache_hits ../shared/data/graphs`
+
+CPU time is of the server and its readers, per request: on a busy machine the one figure to trust.
 """
 
 import argparse
+import contextlib
 import gc
+import http.client
 import json
+import os
+import re
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from coop_plan.api.answers import Answers, Limits
-from coop_plan.api.graphs import SqliteGraphs
+from coop_plan.api.graphs import SqliteGraphs, digest_of
 from coop_plan.planner.cache.store import SqliteStore
+
+REQUESTS = 1000
+CONNECTIONS = 8
 
 
 def chain(layers: int) -> dict[str, Any]:
@@ -40,6 +53,11 @@ def main() -> None:
         for name in ("unet", "densenet121")
     }
     graphs["chain of 10 000"] = chain(5_000)
+    in_a_reader(graphs)
+    over_http(graphs)
+
+
+def in_a_reader(graphs: dict[str, Any]) -> None:
     gc.disable()  # as in the service's workers
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plans"
@@ -48,18 +66,108 @@ def main() -> None:
             answers.solve(_body(graph), "", False, lambda *_: None)
             for op in graph["ops"]:
                 op["cost_us"] *= 1.01
-            body = _body(graph)
-            spent = []
-            for _ in range(9):
-                started = time.process_time()
-                reply, _ = answers.ask(body, "", b"")
-                spent.append(time.process_time() - started)
-                assert reply.found
-            middle = sorted(spent)[len(spent) // 2]
-            print(f"{name:16} {len(body) / 1e6:5.2f} MB  {middle * 1e3:6.1f} ms of CPU a hit")
+            document = json.dumps(graph).encode()
+            answers.put_graph(document, "", digest_of(document))
+            for how, body in (("body", _body(graph)), ("digest", _body(digest_of(document)))):
+                spent = []
+                for _ in range(9):
+                    started = time.process_time()
+                    reply, _ = answers.ask(body, "", b"")
+                    spent.append(time.process_time() - started)
+                    assert reply.found
+                middle = sorted(spent)[len(spent) // 2]
+                size = f"{len(body) / 1e6:5.2f} MB"
+                print(f"{name:16} by {how:6} {size}  {middle * 1e3:6.1f} ms of CPU a hit")
 
 
-def _body(graph: dict[str, Any]) -> bytes:
+def over_http(graphs: dict[str, Any]) -> None:
+    with serving() as (port, process):
+        for name, graph in graphs.items():
+            document = json.dumps(graph).encode()
+            digest = digest_of(document)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+            status, _ = _exchange(connection, "PUT", f"/graphs/{digest}", document)
+            assert status == 201
+            while status != 200:
+                status, answer = _exchange(connection, "POST", "/plan", _body(digest))
+                assert status in (200, 202), answer
+            for how, body, count in (
+                ("digest", _body(digest), REQUESTS),
+                ("body", _body(graph), REQUESTS // 10),
+            ):
+                measure(f"{name:16} by {how:6}", port, process, body, count)
+
+
+def measure(label: str, port: int, process: int, body: bytes, count: int) -> None:
+    """Ask so often, one after the other and then from several connections at once."""
+    for connections in (1, CONNECTIONS):
+        seconds: list[float] = []
+
+        def ask(seconds: list[float] = seconds, each: int = count // connections) -> None:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+            for _ in range(each):
+                began = time.perf_counter()
+                status, _ = _exchange(connection, "POST", "/plan", body)
+                seconds.append(time.perf_counter() - began)
+                assert status == 200
+
+        spent, began = _cpu_seconds(process), time.perf_counter()
+        threads = [threading.Thread(target=ask) for _ in range(connections)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rate = len(seconds) / (time.perf_counter() - began)
+        cpu = (_cpu_seconds(process) - spent) / len(seconds)
+        seconds.sort()
+        half, most = (seconds[int(len(seconds) * share)] * 1e3 for share in (0.5, 0.99))
+        print(
+            f"{label} {connections} connections: median {half:6.1f} ms, p99 {most:6.1f} ms,"
+            f" {rate:6.1f} a second, {cpu * 1e3:6.1f} ms of CPU each"
+        )
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[tuple[int, int]]:
+    """The port and the process id of a server of this checkout."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        script = "from coop_plan.api.cli import main; main()"
+        store = str(Path(folder) / "plans")
+        command = [sys.executable, "-c", script, "serve", "--port", "0", "--store", store]
+        with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
+            try:
+                while (found := re.search(r"http://[^:]+:(\d+),", log.read_text())) is None:
+                    assert process.poll() is None, log.read_text()
+                    time.sleep(0.1)
+                yield int(found[1]), process.pid
+            finally:
+                process.terminate()
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, method: str, path: str, body: bytes
+) -> tuple[int, bytes]:
+    connection.request(method, path, body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, response.read()
+
+
+def _cpu_seconds(process: int) -> float:
+    """Of a process and its children."""
+    children = [
+        int(number)
+        for path in Path(f"/proc/{process}/task").glob("*/children")
+        for number in path.read_text().split()
+    ]
+    ticks = 0
+    for number in (process, *children):
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _body(graph: dict[str, Any] | str) -> bytes:
     return json.dumps({"graph": graph, "budget": "60%"}).encode()
 
 

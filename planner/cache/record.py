@@ -161,6 +161,9 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
 
 Record = StoredPlan | StoredRefusal
 
+SEAL_BYTES = 32
+"""Of the HMAC in front of a sealed record."""
+
 LINK = 3
 """So many costs are the device's."""
 
@@ -222,9 +225,9 @@ def seal_bytes(data: bytes, key: str, secret: bytes) -> bytes:
 def unseal_bytes(data: bytes, key: str, secret: bytes) -> memoryview:
     """The bytes that were sealed; raises `InvalidInputError` as `unseal` does."""
     view = memoryview(data)
-    if not hmac.compare_digest(_mac(view[32:], key, secret), bytes(view[:32])):
+    if not hmac.compare_digest(_mac(view[SEAL_BYTES:], key, secret), bytes(view[:SEAL_BYTES])):
         raise InvalidInputError("damaged record")
-    return view[32:]
+    return view[SEAL_BYTES:]
 
 
 def _mac(data: bytes | memoryview, key: str, secret: bytes) -> bytes:

@@ -8,7 +8,7 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from coop_plan.planner.cache.record import Record, seal, unseal
+from coop_plan.planner.cache.record import SEAL_BYTES, Record, seal, unseal
 from coop_plan.planner.cache.store import ALTERNATIVES, CANDIDATES, Families, StoreError
 from coop_plan.schemas import InvalidInputError
 
@@ -86,10 +86,8 @@ class RedisStore:
 
     def get(self, key: str) -> list[Record]:
         """The answers kept by a key, the first one first; damaged ones are dropped."""
-        with failing():
-            fields: Any = self._redis.hgetall(_answers(key))
         found: list[Record] = []
-        for _, data in sorted(fields.items(), key=lambda field: int(field[0])):
+        for data in self._answers_of(key):
             try:
                 found.append(unseal(data, key, self._secret))
             except InvalidInputError:
@@ -97,6 +95,15 @@ class RedisStore:
                 with contextlib.suppress(redis.RedisError):
                     self._replace(keys=[_answers(key)], args=[data, b""])
         return found
+
+    def seals(self, key: str) -> list[bytes]:
+        """The seals of a key's answers; see `PlanStore.seals`."""
+        return [data[:SEAL_BYTES] for data in self._answers_of(key)]
+
+    def _answers_of(self, key: str) -> list[bytes]:
+        with failing():
+            fields: Any = self._redis.hgetall(_answers(key))
+        return [fields[slot] for slot in sorted(fields, key=int)]
 
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from coop_plan.planner.cache.record import Record, seal, unseal
+from coop_plan.planner.cache.record import SEAL_BYTES, Record, seal, unseal
 from coop_plan.schemas import InvalidInputError
 
 ALTERNATIVES = 4
@@ -51,6 +51,9 @@ class PlanStore(Protocol):
 
     def get(self, key: str) -> list[Record]:
         """The answers kept by a key, the first one first; damaged ones are dropped."""
+
+    def seals(self, key: str) -> list[bytes]:
+        """The seals of what `get` would find, unchecked: who has seen all of these has seen it."""
 
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
@@ -137,16 +140,8 @@ class SqliteStore:
 
     def get(self, key: str) -> list[Record]:
         """The answers kept by a key, the first one first; damaged ones are dropped."""
-        now = int(time.time())
-        with self._lock:
-            rows = self._connection.execute(
-                "select slot, record, used from answer where key = ? order by slot", (key,)
-            ).fetchall()
-            if any(used < now - TOUCH_SECONDS for _, _, used in rows):
-                with contextlib.suppress(sqlite3.Error):  # as where nothing can be written
-                    self._connection.execute("update answer set used = ? where key = ?", (now, key))
         found: list[Record] = []
-        for slot, data, _ in rows:
+        for slot, data in self._look("record", key):
             try:
                 found.append(unseal(data, key, self._secret))
             except InvalidInputError:
@@ -157,6 +152,21 @@ class SqliteStore:
                         (key, slot, data),
                     )
         return found
+
+    def seals(self, key: str) -> list[bytes]:
+        """The seals of a key's answers; see `PlanStore.seals`."""
+        return [seal for _, seal in self._look(f"substr(record, 1, {SEAL_BYTES})", key)]
+
+    def _look(self, what: str, key: str) -> list[tuple[int, bytes]]:
+        """Slots of a key with something of each record, which has been used now."""
+        now = int(time.time())
+        query = f"select slot, {what}, used from answer where key = ? order by slot"  # noqa: S608
+        with self._lock:
+            rows = self._connection.execute(query, (key,)).fetchall()
+            if any(used < now - TOUCH_SECONDS for _, _, used in rows):
+                with contextlib.suppress(sqlite3.Error):  # as where nothing can be written
+                    self._connection.execute("update answer set used = ? where key = ?", (now, key))
+        return [(slot, data) for slot, data, _ in rows]
 
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()

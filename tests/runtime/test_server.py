@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from coop_plan import runtime
 from coop_plan.runtime.errors import OptionsError, PlanServerError
@@ -33,22 +33,27 @@ def nobody():
 
 
 def train(rank, **options):
-    """Three steps of a DDP model on this rank: losses and parameters."""
+    """Three steps of data-parallel training on this rank: losses and parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(3)])
+
+    def step(x):
+        return model(x).square().mean()
+
     if options:
-        model = torch.compile(model, backend="coop", fullgraph=True, options=options)
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        step = torch.compile(step, backend="coop", fullgraph=True, options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(10 + rank)
     kept = []
-    for _ in range(3):
+    for x in [torch.randn(64, 32) for _ in range(3)]:
         optimizer.zero_grad()
-        loss = ddp(torch.randn(64, 32)).square().mean()
+        loss = step(x)
         loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
         optimizer.step()
         kept.append(loss.detach().clone())
-    return kept + [p.detach().clone() for p in ddp.parameters()]
+    return kept + [p.detach().clone() for p in model.parameters()]
 
 
 def compare(rank, count):
