@@ -35,6 +35,13 @@ class PlanRequest(PlanOptions, frozen=True, kw_only=True):
     graph: Graph | Digest
 
 
+FORMS = 4
+"""Ops and variants together, for each op that a graph may have."""
+
+VALUES = 100
+"""Values in a body, for each op that a graph may have: a captured one has some twenty."""
+
+
 class Limits(msgspec.Struct, frozen=True):
     """What a request may be: bytes of its body unpacked, ops, and seconds of its time limit."""
 
@@ -128,7 +135,7 @@ class Answers:
 
     def read(self, body: bytes, encoding: str = "") -> Question:
         """The question of a body."""
-        data = unpack(body, encoding, self._limits.body_bytes)
+        data = self._unpacked(body, encoding)
         request = parse(PlanRequest, data)
         limits, digest = self._limits, ""
         if request.time_limit is not None and request.time_limit > limits.seconds:
@@ -148,6 +155,22 @@ class Answers:
         key = request.key(structure, planner_version(), links=linked)
         return Question(key, graph, request, digest, len(data), structure)
 
+    def _unpacked(self, body: bytes, encoding: str) -> bytes:
+        """
+        The body as it was before it was packed; refused where it is far more than a graph may be.
+
+        Told by counting, which costs nothing; what hides from it meets the limits of the process.
+        """
+        limits = self._limits
+        data = unpack(body, encoding, limits.body_bytes)
+        if data.count(b'"cost_us"') > FORMS * limits.ops:
+            message = f"more than {FORMS * limits.ops} ops and variants; this server takes no more"
+            raise RefusedError("too-many-ops", message, max_ops=limits.ops)
+        if data.count(b",") > VALUES * limits.ops:
+            message = f"more than {VALUES * limits.ops} values; this server reads no more"
+            raise RefusedError("too-much-work", message)
+        return data
+
     def _check_ops(self, graph: Graph) -> None:
         limit = self._limits.ops
         if len(graph.ops) > limit:
@@ -156,7 +179,7 @@ class Answers:
 
     def put_graph(self, body: bytes, encoding: str, digest: str) -> tuple[Reply, bytes]:
         """Keep a graph under its digest; `found` says that it was there."""
-        document = unpack(body, encoding, self._limits.body_bytes)
+        document = self._unpacked(body, encoding)
         actual = digest_of(document)
         if actual != digest:
             message = f"the digest of this document is {actual}"
