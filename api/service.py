@@ -361,7 +361,15 @@ def create_app(service: Service) -> FastAPI:
         await jobs.cancel(job)
         return JSONResponse(job.document())
 
-    @app.get("/jobs/{job_id}/events", summary="The same as it happens", responses=job_content)
+    @app.get(
+        "/jobs/{job_id}/events",
+        summary="The same as it happens",
+        response_class=StreamingResponse,
+        responses={
+            200: {"description": "Server-sent events", "content": {"text/event-stream": {}}},
+            **job_content,
+        },
+    )
     async def get_events(job_id: str, request: Request) -> Response:
         jobs = at_work().jobs
         last = request.headers.get("last-event-id", "")
