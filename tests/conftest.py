@@ -1,8 +1,12 @@
 import numba
 import pytest
+from hypothesis import settings
 
 from coop_plan.planner import plan
 from tests.support import make_graph
+
+settings.register_profile("any machine", deadline=None)  # no test asserts seconds
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -161,7 +161,8 @@ def test_the_service_answers_as_shown(clone):
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
     try:
         await_answer(f"http://127.0.0.1:{port}/healthz", server)
-        asked = ["bash", "-c", request.replace("8000", port)]
+        patient = request.replace("curl", "curl -H 'Prefer: wait=600'").replace("8000", port)
+        asked = ["bash", "-c", patient]
         done = subprocess.run(
             asked, cwd=folder, env=environment, capture_output=True, text=True, check=True
         )

@@ -73,7 +73,7 @@ def test_identical_questions_are_one_solve():
         assert all(jobs.join(asked("a"), b"body", "") is first for _ in range(99))
         assert jobs.join(asked("a", costs="others"), b"body", "") is not first
         pool.go.set()
-        await until(lambda: first.over)
+        await until(lambda: not jobs._running)
         assert (first.state, first.record) == ("done", b"record")
         assert first.document()["plan"] == "/plans/a"
         assert await jobs.get(first.id) is first
