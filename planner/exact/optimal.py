@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
@@ -81,7 +81,7 @@ class _OptimalSolve:
         arena = self.request.arena_bytes
         try:
             placed = self.offline.solution().placed
-        except DoesNotFitError:
+        except (DoesNotFitError, TimeLimitError):
             return
         if placed.arena_bytes <= arena:
             self.incumbent.offer(placed)

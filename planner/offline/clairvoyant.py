@@ -48,6 +48,7 @@ from coop_plan.planner.offline.state import (
     PINS,
     PLACE,
     POOL_COUNT,
+    POOL_SMALL,
     POOL_UNTIL,
     RETAINED,
     RETAINED_COUNT,
@@ -64,29 +65,32 @@ from coop_plan.planner.offline.state import (
 
 
 @njit
-def run_clairvoyant(a: Arrays, s: ClairvoyantState, cost_limit: float) -> tuple[int, float]:
+def run_clairvoyant(
+    a: Arrays, s: ClairvoyantState, position: int, cost: float, cost_limit: float, events: int
+) -> tuple[int, int, float]:
     """
-    One run; returns (failed op or -1, cost in µs).
+    Go on with a run from a program position and its cost (µs) so far, for about so many events.
 
-    A run that outgrows its record or costs more than `cost_limit` (µs) stops as failed.
+    Returns (failed op or -1, next position, cost in µs). A run that outgrows its record or costs
+    more than `cost_limit` (µs) stops as failed.
     """
-    n = a.ops
-    cost = 0.0
-    for position in range(n):
+    enough = s.counts[EVENTS] + events
+    while position < a.ops and s.counts[EVENTS] < enough:
         ops = _order(a, s, position)
         for step in range(ops):
             op = s.op[ORDER, step]
             cost += a.cost[op]
             if s.counts[EVENTS] >= s.event.size or cost > cost_limit:
-                return position, cost
+                return position, position, cost
             need = _choose_inplace(a, s, op, position)
             if not _make_room(a, s, need, position):
-                return position, cost
+                return position, position, cost
             _run(a, s, op, position)
             _release(a, s, op, position, step == ops - 1)
         if s.counts[RETAINED_COUNT] > 0:
             _release_retained(a, s, position)
-    return -1, cost
+        position += 1
+    return -1, position, cost
 
 
 @inlined
@@ -170,9 +174,13 @@ def _make_room(a: Arrays, s: ClairvoyantState, need: int, position: int) -> bool
 
 @inlined
 def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
-    """The tensor of least score: of the pool and what changed since, of all large ones, of all."""
+    """
+    The tensor of least score: of the pool and what changed since, of all large ones, of all.
+
+    A pool of small ones was made when no large one could go; one that can go since has changed.
+    """
     best_score = np.inf
-    best = -1
+    best, best_small = -1, True
     worst = np.inf
     for attempt in range(3):
         row, length, extra = LARGE, s.counts[LARGE_COUNT], 0
@@ -184,11 +192,12 @@ def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
             for i in range(s.counts[CHANGED_COUNT]):
                 s.tensor[LISTED, s.tensor[CHANGED, i]] = 0
             s.counts[CHANGED_COUNT] = 0
-            s.counts[POOL_COUNT] = 0
+            s.counts[POOL_COUNT] = s.counts[POOL_SMALL] = 0
             s.counts[POOL_UNTIL] = position + s.pool_ops
         else:
             row, length = SMALL, s.counts[SMALL_COUNT]
-        pooling = attempt == 1 and length > s.pool_from
+            s.counts[POOL_SMALL] = 1
+        pooling = attempt > 0 and length > s.pool_from
         for i in range(length + extra):
             if attempt > 0:
                 t = s.tensor[row, i]
@@ -198,11 +207,12 @@ def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
                 t = s.tensor[CHANGED, i - length]
             if s.tensor[PLACE, t] < 0 or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
                 continue
-            if attempt == 0 and a.size[t] < s.small:
+            small = a.size[t] < s.small
+            if small and attempt == 0 and (s.counts[POOL_SMALL] == 0 or not best_small):
                 continue
             score = _score(a, s, t, short, position)
-            if score < best_score:
-                best_score, best = score, t
+            if score < best_score or (best_small and not small):
+                best_score, best, best_small = score, t, small
             if pooling and score < worst:
                 worst = _keep(s, t, score)
         if best >= 0:

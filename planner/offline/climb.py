@@ -63,10 +63,10 @@ class HillClimb:
     def start(cls, portfolio: Portfolio, step: int, rules: list[int]) -> "HillClimb | None":
         """The best of these rules at this grid step; None when none of them completes there."""
         budget = portfolio.budget(step)
-        found = [(run.cost_us, number, run) for number, run in portfolio.runs(budget, rules)]
+        found = portfolio.runs(budget, rules, 1)
         if not found:
             return None
-        cost, number, run = min(found, key=lambda entry: entry[:2])
+        cost, number, run = found[0]
         settings = portfolio.settings[number]
         ends = []
         slope_steps = portfolio.params.climb.slope_steps
@@ -95,7 +95,8 @@ class HillClimb:
             base.cap,
         )
         budget = int(self.budget * np.exp(random.normal(0.0, params.budget_spread)))
-        found = portfolio.candidate(budget, settings)
+        dearest = max(self.value, portfolio.best.cost_us)  # which neither of the two below takes
+        found = portfolio.candidate(budget, settings, dearest)
         if found is None:
             return
         portfolio.offer(found)

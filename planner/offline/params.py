@@ -50,6 +50,9 @@ class ClairvoyantParams(Params):
     max_recomputes_per_op: Size = 8
     """A run that computes more than this many times the program is given up."""
 
+    chunk_events: Count = 4096
+    """Events from one look at the clock to the next."""
+
     small_divisor: Count = 4096
     """Tensors below budget / this are evicted when nothing larger is left."""
 

@@ -9,7 +9,7 @@ candidates.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,7 +62,7 @@ class Portfolio:
         self.request = request
         self.params = params
         self.arrays: Arrays = to_arrays(problem)
-        self.runner = Runner(self.arrays, params.clairvoyant)
+        self.runner = Runner(self.arrays, params.clairvoyant, lambda: self.request.out_of_time())
         price = np.arange(problem.op_count + 1, dtype=np.float64)
         weight = np.ones(self.arrays.uses.size + 1)
         rules = params.portfolio.rules
@@ -120,12 +120,22 @@ class Portfolio:
             self.offer(found, order)
         self._unplaced.clear()
 
-    def runs(self, budget: int, rules: Iterable[int]) -> Iterator[tuple[int, Record]]:
-        """What each of these rules that completes makes of a logical budget, by its number."""
+    def runs(
+        self, budget: int, rules: Iterable[int], most: int | None = None
+    ) -> list[tuple[float, int, Record]]:
+        """
+        What rules that complete make of a logical budget: cost (µs), number, run; cheapest first.
+
+        Only the `most` cheapest: a run that costs more than so many others is given up.
+        """
+        found: list[tuple[float, int, Record]] = []
         for number in rules:
-            run = self.runner(budget, self.settings[number])
+            limit = found[most - 1][0] if most is not None and len(found) >= most else np.inf
+            run = self.runner(budget, self.settings[number], limit)
             if run is not None:
-                yield number, run
+                found.append((run.cost_us, number, run))
+                found.sort(key=lambda entry: entry[:2])
+        return found[:most]
 
     def solution(self) -> Solution:
         """The incumbent as a placed schedule."""
@@ -138,13 +148,15 @@ class Portfolio:
         """Every rule at the arena's own size, then the best rules over the grid around it."""
         params = self.params.portfolio
         here = self.step(self.request.arena_bytes)
+        if self.request.deadline is not None:  # there may be no time for more than one run
+            self.consider(self.budget(here), self.settings[0])
         rules = self.best_rules(here)
         for low, high in params.grid_windows:
             for step in range(here + high, here + low, -1):
                 for number in rules:
                     self.consider(self.budget(step), self.settings[number])
                     enough = self.request.any_schedule or self.request.out_of_time()
-                    if self.best.found is not None and enough:
+                    if enough and (self.best.found is not None or self.runner.cut_short):
                         return
             if self.best.found is not None:
                 return
@@ -154,9 +166,9 @@ class Portfolio:
         """Numbers of the rules by their cost at a grid step, on large graphs the first few."""
         params = self.params.portfolio
         every = range(len(self.settings))
-        cost = {number: run.cost_us for number, run in self.runs(self.budget(step), every)}
-        ranked = sorted(every, key=lambda number: cost.get(number, np.inf))
-        return ranked if self.problem.op_count <= params.small_ops else ranked[: params.best_rules]
+        most = None if self.problem.op_count <= params.small_ops else params.best_rules
+        ranked = [number for _, number, _ in self.runs(self.budget(step), every, most)]
+        return [*ranked, *(number for number in every if number not in ranked)][:most]
 
     def report(self, fraction: float | None) -> None:
         """The incumbent's overhead as progress."""

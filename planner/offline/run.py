@@ -1,5 +1,6 @@
 """One clairvoyant run with its settings and its record."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,11 +56,14 @@ class Record:
 
 
 class Runner:
-    """Makes clairvoyant runs of one problem, reusing their record buffers."""
+    """Makes clairvoyant runs of one problem, reusing their record buffers, until `out_of_time`."""
 
-    def __init__(self, arrays: Arrays, params: ClairvoyantParams) -> None:
+    def __init__(
+        self, arrays: Arrays, params: ClairvoyantParams, out_of_time: Callable[[], bool]
+    ) -> None:
         self.arrays = arrays
         self.params = params
+        self.out_of_time = out_of_time
         n, count = arrays.ops, arrays.size.size
         events = n * (params.max_recomputes_per_op + 1) + 1
         pairs = max(1, int(np.diff(arrays.pairs_ptr).max(initial=1)))
@@ -67,11 +71,17 @@ class Runner:
         self._event = np.empty(events, dtype=np.int64)
         self._pair = np.empty((2, pairs), dtype=np.int64)
         self.failed_op = -1
+        self.cut_short = False
+        """Whether time was up in a run; a small graph's run is over before anybody looks."""
 
     def __call__(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
     ) -> Record | None:
-        """Run at `budget` logical bytes; None when it fails or costs more than the limit (µs)."""
+        """
+        Run at `budget` logical bytes.
+
+        None when it fails, costs more than the limit (µs), or time is up.
+        """
         params = self.params
         n, count = self.arrays.ops, self.arrays.size.size
         state = ClairvoyantState(
@@ -85,7 +95,7 @@ class Runner:
             pool_ops=params.pool_ops,
             price=settings.price,
             weight=settings.weight,
-            counts=np.zeros(10, dtype=np.int64),
+            counts=np.zeros(11, dtype=np.int64),
             tensor=np.zeros((15, count + 1), dtype=np.int64),
             value=np.zeros((2, count)),
             op=np.zeros((3, n + 1), dtype=np.int64),
@@ -100,7 +110,14 @@ class Runner:
         state.tensor[DIRTY] = 1
         state.tensor[PLACE] = -1
         state.tensor[EVICTABLE, :count] = self.arrays.evictable
-        self.failed_op, cost = run_clairvoyant(self.arrays, state, cost_limit)
-        if self.failed_op >= 0:
-            return None
+        position, cost = 0, 0.0
+        while position < n:
+            if position and self.out_of_time():
+                self.cut_short = True
+                return None
+            self.failed_op, position, cost = run_clairvoyant(
+                self.arrays, state, position, cost, cost_limit, params.chunk_events
+            )
+            if self.failed_op >= 0:
+                return None
         return Record(cost, self._event[: state.counts[EVENTS]].copy())

@@ -131,13 +131,17 @@ class CoopOffline:
 
         Raises:
             DoesNotFitError: there is none.
+            TimeLimitError: there was no time to find one.
         """
-        best, online = self.portfolio.best, self._online
+        portfolio, online = self.portfolio, self._online
+        best = portfolio.best
         if self._swapped is not None and self._swapped.cost_us <= self._cost_us:
             return Solution(self._swapped)
         if best.found is not None and (online is None or best.cost_us <= online.cost_us):
             return self.portfolio.solution()
         if online is None:
+            if portfolio.runner.cut_short:
+                self.request.check_time()
             raise DoesNotFitError(self.portfolio.failed_op)
         return Solution(online.placed)
 

@@ -19,7 +19,8 @@ NEVER = 1 << 40
     POOL_COUNT,
     POOL_UNTIL,
     RETAINED_COUNT,
-) = range(10)
+    POOL_SMALL,
+) = range(11)
 
 # Rows of `ClairvoyantState.tensor`. LARGE, SMALL and CHANGED are lists, MARK and LISTED are marks.
 (

@@ -1,14 +1,17 @@
 """coop-offline: near the best, never worse than what it is compared with, and orderly."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coop_plan.planner import InfeasibleBudgetError, Problem, plan
+from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, plan
 from coop_plan.planner.method import Request
+from coop_plan.planner.offline.params import DEFAULTS
 from coop_plan.planner.offline.portfolio import Portfolio
+from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.schemas import load_graph
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -156,3 +159,28 @@ def test_real_traces_reach_the_prototypes_figures(name):
     assert (
         plan(graph, "min", outputs="arena", host_budget=0).budget_bytes <= (least + 0.0005) * peak
     )
+
+
+def test_a_run_in_pieces_is_the_same_run():
+    problem = Problem.from_graph(training_graph(12), 1)
+    pieces = replace(DEFAULTS, clairvoyant=replace(DEFAULTS.clairvoyant, chunk_events=1))
+    for arena in (1000, 1500, 2500):
+        whole, cut = (Portfolio(problem, Request(arena), p) for p in (DEFAULTS, pieces))
+        for settings_ in whole.settings:
+            first, second = whole.runner(arena, settings_), cut.runner(arena, settings_)
+            assert whole.runner.failed_op == cut.runner.failed_op
+            if first is not None:
+                assert first.ops.tolist() == second.ops.tolist()
+                assert first.cost_us == second.cost_us
+
+
+def test_a_run_ends_at_the_deadline(clock):
+    """Within a run, too: one of a large graph may take longer than there is time for."""
+    problem = Problem.from_graph(training_graph(60), 1)
+    pieces = replace(DEFAULTS, clairvoyant=replace(DEFAULTS.clairvoyant, chunk_events=10))
+    deadline = clock.now + 20 * clock.TICK
+    method = CoopOffline(problem, Request(3000, deadline=deadline), pieces)
+    method.begin()
+    assert clock.now < deadline + 2 * clock.TICK * len(method.portfolio.settings)
+    with pytest.raises(TimeLimitError):
+        method.solution()
