@@ -51,8 +51,9 @@ def serve(
 
         from coop_plan.api import logs
         from coop_plan.api.answers import Limits
+        from coop_plan.api.desk import Service
         from coop_plan.api.doorkeeper import LOOPBACK, is_loopback
-        from coop_plan.api.service import Service, create_app
+        from coop_plan.api.service import create_app
         from coop_plan.api.tokens import load
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)

@@ -1,14 +1,10 @@
 """The REST service: `POST /plan`, plans and jobs by their addresses, `/livez`, `/readyz`."""
 
-import asyncio
 import contextlib
 import functools
-import logging
 import math
-import os
 import re
-from collections.abc import AsyncIterator, Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -16,20 +12,17 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from coop_plan.api import graph_addresses, problems
-from coop_plan.api.access import OPEN, SCHEME, Access, Caller
-from coop_plan.api.answers import Limits, PlanRequest, Reply
+from coop_plan.api.access import OPEN, SCHEME, Access
+from coop_plan.api.answers import PlanRequest, Reply
 from coop_plan.api.bodies import Bodies
-from coop_plan.api.doorkeeper import LOOPBACK, Doorkeeper
+from coop_plan.api.desk import Desk, Service
+from coop_plan.api.doorkeeper import Doorkeeper
 from coop_plan.api.entity_tags import tagged
-from coop_plan.api.jobs import RETRY_SECONDS, Bench, Job, Jobs
+from coop_plan.api.jobs import RETRY_SECONDS, Job
 from coop_plan.api.metrics import MEDIA_TYPE, Metrics
 from coop_plan.api.observed import Observed
 from coop_plan.api.problems import ProblemError
-from coop_plan.api.solvers import LocalBench
-from coop_plan.api.tokens import Tokens
-from coop_plan.api.worker import Settings, Task
-from coop_plan.api.workers import Pool, WorkerLostError
-from coop_plan.planner.cache.opening import open_store
+from coop_plan.api.worker import Task
 from coop_plan.schemas import Graph, Plan
 
 EXAMPLE: dict[str, Any] = {
@@ -58,12 +51,6 @@ WAIT_SECONDS = 10.0
 
 MAX_WAIT_SECONDS = 120.0
 
-LOOK_SECONDS = 60.0
-"""How long reading a request and looking for its answer may take."""
-
-SEARCH_SECONDS = 60.0
-"""How long a better plan than a kept one is looked for."""
-
 BETTER_THAN: dict[str, Any] = {
     "name": "better-than",
     "in": "query",
@@ -72,169 +59,6 @@ BETTER_THAN: dict[str, Any] = {
 }
 
 KEY = re.compile("[0-9a-f]{64}")
-
-log = logging.getLogger("coop_plan.service")
-
-
-class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    What a service is started with.
-
-    `solvers` plans are made at once, each in a process of `solver_memory` bytes, `queue` more may
-    wait; `readers` processes of `reader_memory` bytes read requests and look for answers. Records
-    at the address `store` are sealed with `secret`. With a `broker`, the address of a Redis, plans
-    are made by the workers of a cluster, where `queue` may wait. Without `tokens` anybody may ask.
-    """
-
-    store: str
-    secret: bytes
-    broker: str = ""
-    limits: Limits = Limits()
-    solvers: int = os.cpu_count() or 1
-    readers: int = max(1, (os.cpu_count() or 1) // 2)
-    queue: int = 64
-    solver_memory: int = 8 << 30
-    reader_memory: int = 2 << 30
-    store_bytes: int = 1 << 30
-    hosts: Collection[str] = LOOPBACK
-    tokens: Tokens | None = None
-
-    def worker(self, memory: int) -> Settings:
-        """The settings of a worker process of so many bytes."""
-        return Settings(self.store, self.secret, self.limits, memory, self.store_bytes)
-
-
-class Desk:
-    """Where requests are answered: from the store, or by one solve however many ask at once."""
-
-    def __init__(self, service: Service, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._readers = Pool(service.worker(service.reader_memory), service.readers)
-        self._threads = ThreadPoolExecutor(service.readers, thread_name_prefix="reader")
-        self._store = open_store(service.store, b"")
-        self.bench: Bench
-        if service.broker:
-            from coop_plan.api.cluster.bench import ClusterBench
-
-            self.bench = ClusterBench(
-                service.broker, service.secret, queue=service.queue, seconds=service.limits.seconds
-            )
-        else:
-            solvers = Pool(service.worker(service.solver_memory), service.solvers)
-            self.bench = LocalBench(solvers, solvers=service.solvers, queue=service.queue)
-        self.jobs = Jobs(
-            self.bench,
-            secret=service.secret,
-            seconds=service.limits.seconds,
-            solved=metrics.solved,
-        )
-        metrics.follow(self.jobs.states)
-
-    async def look(self, task: Task, body: bytes = b"", record: bytes = b"") -> tuple[Reply, bytes]:
-        """What a reader answers; raises `ProblemError` where that is a problem."""
-        call = functools.partial(self._readers.call, task, body, record, seconds=LOOK_SECONDS)
-        try:
-            reply, data = await asyncio.get_running_loop().run_in_executor(self._threads, call)
-        except WorkerLostError:
-            message = "the request needs more memory or time to read than this server gives it"
-            raise ProblemError("too-much-work", message) from None
-        if reply.dropped:
-            self._metrics.dropped(reply.dropped)
-            log.warning("%d records of the plan store were damaged or no answer", reply.dropped)
-        _raise(reply)
-        return reply, data
-
-    async def answer(
-        self, request: Request, body: bytes, encoding: str, wait: float, *, provisional: bool
-    ) -> tuple[Reply, bytes, Job | None]:
-        """
-        The reply with its plan; or a job, which is over where it was waited for.
-
-        A job that is not over goes on. Beside it there may be a plan for a smaller budget.
-        """
-        caller: Caller = request.state.caller
-        reply, data = await self.look(Task("ask", encoding), body)
-        caller.check(reply)
-        if reply.found:
-            return reply, data, None
-        reply.seconds = caller.check_seconds(reply.seconds)
-        question, packed = body, encoding
-        if reply.named:
-            (_, question), packed = await self.look(Task("whole", encoding), body), ""
-        job = self.jobs.join(reply, question, packed)
-        try:
-            caller.wait_for(job)
-        except ProblemError:
-            self.jobs.leave(job)
-            raise
-        gone = asyncio.create_task(_gone(request))
-        back = False
-        try:
-            async with asyncio.timeout(wait):
-                while not job.over:
-                    changed = asyncio.create_task(job.changed.wait())
-                    both = {changed, gone}
-                    try:
-                        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-                    finally:
-                        changed.cancel()
-                    if gone.done():
-                        raise ProblemError("cancelled", "the client left")
-        except TimeoutError:
-            await self.jobs.want(job)
-            if not job.over:
-                less = Task("for-less", encoding)
-                reply, data = (reply, b"") if not provisional else await self.look(less, body)
-                return reply, data, job
-        except asyncio.CancelledError:  # this server ends, the job need not
-            back = True
-            raise ProblemError("busy", "the server ends: ask again", retry_after=1) from None
-        finally:
-            gone.cancel()
-            self.jobs.leave(job, back=back)
-        if job.problem is not None:
-            _raise(job.problem)
-        reply, data = await self.look(Task("ask", encoding, with_record=True), body, job.record)
-        if not reply.found:
-            raise ProblemError("busy", "the plan was made and is not there", retry_after=1)
-        return reply, data, job
-
-    async def better(self, caller: Caller, key: str, overhead: float) -> tuple[bytes, Job | None]:
-        """The kept plan if it has less overhead; else a job that looks for one, if any."""
-        reply, data = await self.look(Task("stored", key=key))
-        if reply.figures.overhead is not None and reply.figures.overhead < overhead:
-            return data, None
-        if reply.settled:
-            return b"", None
-        seconds = min(SEARCH_SECONDS, caller.limits.seconds or SEARCH_SECONDS)
-        job = self.jobs.search(key, seconds)
-        try:
-            caller.wait_for(job)
-            await self.jobs.want(job)
-        finally:
-            self.jobs.leave(job)
-        if job.problem is not None:
-            _raise(job.problem)
-        return b"", job
-
-    async def check(self) -> None:
-        """Raise `ProblemError` where plans cannot be kept or made."""
-        await asyncio.to_thread(self._check_store)
-        await self.bench.check()
-
-    def _check_store(self) -> None:
-        try:
-            self._store.check()
-        except OSError:
-            message = "the plan store cannot be written"
-            raise ProblemError("busy", message, retry_after=5) from None
-
-    async def close(self) -> None:
-        """End all processes."""
-        await self.jobs.close()
-        self._readers.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._store.close()
 
 
 def create_app(service: Service) -> FastAPI:
@@ -441,11 +265,6 @@ def _document(generate: Any) -> dict[str, Any]:
     return document
 
 
-def _raise(reply: Reply) -> None:
-    if reply.problem:
-        raise ProblemError(reply.problem, reply.detail, **reply.members)
-
-
 def under_way(job: Job) -> JSONResponse:
     """Where a job can be asked for."""
     headers = {"Location": f"/jobs/{job.id}", "Retry-After": str(RETRY_SECONDS)}
@@ -472,9 +291,3 @@ def _overhead(text: str) -> float:
             return overhead
     message = "better-than is the overhead of a plan, such as 0.093"
     raise ProblemError("invalid-input", message, pointer="/better-than")
-
-
-async def _gone(request: Request) -> None:
-    """Return when the client has left; its body has been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
