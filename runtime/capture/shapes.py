@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from coop_plan.runtime.capture.numbers import copy_with_tensor, is_item, may_be_tensor
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
     DataDependentOutputException,
@@ -59,7 +60,8 @@ def shape_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shape:
 class _Input:
     """What of one graph input differs from call to call.
 
-    `number` is a Python number, which Dynamo passes `boxed` in a tensor if it is a float;
+    `number` is a Python number, which Dynamo passes `boxed` in a tensor if it is a float, and that
+    may stay there (`capture.numbers`), which is then no `number`;
     `sized` is a tensor with symbols in its layout, `static` a parameter or buffer.
     """
 
@@ -76,12 +78,12 @@ class _Input:
         if isinstance(value, torch.Tensor) and not boxed:
             layout = (*value.shape, *value.stride(), value.storage_offset())
             sized = not all(isinstance(size, int) for size in layout)
-        number = boxed or isinstance(value, _NUMBERS)
+        number = isinstance(value, _NUMBERS) or (boxed and not may_be_tensor(node))
         return cls(node, number, boxed, sized, is_static_input(node))
 
     @property
     def varies(self) -> bool:
-        return self.number or self.sized
+        return self.number or self.sized or self.boxed
 
 
 class ByShape:
@@ -145,7 +147,8 @@ class ByShape:
             mode.from_tensor(args[i]) if isinstance(args[i], torch.Tensor) else args[i]
             for i in self._kept
         ]
-        static = _static(self._gm, numbers, kept)
+        boxed = {given.node for given in self._inputs if given.boxed and not given.number}
+        static = _static(self._gm, numbers, kept, boxed)
         self._count(shape_of(static, fakes))
         try:
             return self._compile(static, fakes)
@@ -166,24 +169,32 @@ class ByShape:
 
 def _vanishes(given: _Input) -> bool:
     """Whether nothing is left of an input in the static graph."""
-    return given.number and (not given.boxed or all(map(_is_item, given.node.users)))
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "item"
+    return given.number and (not given.boxed or all(map(is_item, given.node.users)))
 
 
 def _static(
-    gm: fx.GraphModule, numbers: Mapping[fx.Node, Number], kept: set[fx.Node]
+    gm: fx.GraphModule,
+    numbers: Mapping[fx.Node, Number],
+    kept: set[fx.Node],
+    boxed: set[fx.Node],
 ) -> fx.GraphModule:
-    """`gm` with inputs replaced by `numbers`, as Dynamo would give it with dynamic=False."""
+    """`gm` with inputs replaced by `numbers`, as Dynamo would give it with dynamic=False.
+
+    Those `boxed` stay in their tensors.
+    """
     graph = fx.Graph()
     made: dict[fx.Node, Any] = {}
+    given: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node not in kept:
             made[node] = numbers[node]
-        elif _is_item(node) and node.args[0] in numbers:
+        elif is_item(node) and node.args[0] in numbers:
             made[node] = numbers[node.args[0]]
+        elif is_item(node) and node.args[0] in boxed:
+            made[node] = made[node.args[0]]
+            given.add(node)
+        elif given.intersection(node.all_input_nodes):
+            made[node] = copy_with_tensor(graph, node, made, given)
         else:
             made[node] = copy_dynamo_node(graph, node, made.__getitem__)
     return dynamo_module(gm, graph)
@@ -237,7 +248,7 @@ def function_of(gm: fx.GraphModule) -> str:
 def _is_number(node: fx.Node) -> bool:
     """Whether a node stands for numbers, which a static graph has as constants."""
     if node.op == "placeholder":
-        return _Input.of(node).number
+        return _Input.of(node).number or is_boxed_number(node)
     value = example_value(node)
     if isinstance(value, (tuple, list)) and value:
         return all(isinstance(part, _NUMBERS) for part in value)

@@ -165,13 +165,13 @@ def test_sizes_can_steer_and_leave_the_function():
 
 
 @pytest.mark.parametrize("numbers", [(1.0, 0.5, 0.3), (1, 5, 3)])
-def test_numbers_that_change_are_constants_of_their_plans(numbers):
+def test_numbers_that_change_give_eagers_results(numbers):
     inputs = [(x, number) for x, number in zip(batches([16] * 3, 32), numbers, strict=True)]
     assert_trains_like_eager(Net(), inputs, None, lambda model: lambda x, s: model(x) * s)
 
 
 def test_many_plans_for_one_shape_are_pointed_out(caplog):
-    step = compiled(lambda x, s: (x * s).sin().sum(), True)
+    step = compiled(lambda x, s: (x.abs() ** s).sum(), True)
     x = torch.randn(8, 4, requires_grad=True)
     for i in range(9):
         step(x, i / 7).backward()
