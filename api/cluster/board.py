@@ -26,6 +26,9 @@ RESEND_SECONDS = 5.0
 KEPT_SECONDS = 3600.0
 """How long a job that is over can be asked for."""
 
+RECORD_SECONDS = 120.0
+"""How long its answer lies there, for those who wait: then it is in the store alone."""
+
 DELIVERIES = 3
 """Workers that one job may cost."""
 
@@ -191,6 +194,7 @@ HEAD = "".join(
         "INTEREST": INTEREST_SECONDS * 1000,
         "RESEND": RESEND_SECONDS * 1000,
         "KEPT": KEPT_SECONDS * 1000,
+        "RECORD": RECORD_SECONDS * 1000,
         "DELIVERIES": DELIVERIES,
     }.items()
 )

@@ -116,7 +116,7 @@ return 1
 
 FINISH: Final = """
 if state ~= 'running' or get('token') ~= ARGV[3] then return 0 end
-if ARGV[5] ~= '' then redis.call('SET', job .. ':record', ARGV[5], 'PX', KEPT) end
+if ARGV[5] ~= '' then redis.call('SET', job .. ':record', ARGV[5], 'PX', RECORD) end
 over(ARGV[4] == '' and 'done' or 'failed', ARGV[4])
 return 1
 """

@@ -59,6 +59,8 @@ def test_one_job_a_question_and_its_answer_for_all(board):
     assert (view.state, view.message, view.figures.overhead) == ("running", "under way", 0.25)
     assert board.finish(claim, None, b"answer")
     assert (state(board), board.record("a")) == ("done", b"answer")
+    times = [board.redis.ttl(f"coop-plan:job:a{part}") for part in (":record", "")]
+    assert 0 < times[0] <= module.RECORD_SECONDS < times[1] <= module.KEPT_SECONDS
     assert board.sizes() == (0, 0)
     assert board.redis.exists("coop-plan:job:a:body") == 0
     assert begin(board) == "new"
