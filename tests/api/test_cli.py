@@ -135,6 +135,7 @@ def test_a_bad_graph_ends_in_one_line_that_says_where(fault, run, folder, docume
         (["graph.json", "--budget", "9" * 20 + "%"], "--budget"),
         (["place", "b.csv", "--seed", "-1"], "--seed"),
         (["place", "b.csv", "--time-limit", "nan"], "--time-limit"),
+        (["serve", "--max-time-limit", "nan"], "--max-time-limit"),
         ([], "no GRAPH"),
         (["verfy", "graph.json", "plan.json"], "did you mean 'verify'"),
         (["verify", "-", "-"], "not both"),
