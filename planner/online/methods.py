@@ -2,16 +2,24 @@
 Coop, DTR and DTE: one simulator of an eager execution at real addresses.
 
 The simulator (`planner.online`) runs the program op by op and knows nothing of what is to come,
-except when a tensor has no reader left in the program (its references die). Before an op it
-recomputes what is missing, with the whole closure pinned; when an allocation fails, the method's
-eviction rule makes room. Tensors that were recomputed only for others are dropped as soon as
-nothing pins them. Recomputed in-place (Coop, section 3.4) hands a dying input's address to the
-output of an elementwise op.
+except when a tensor has no reader left in the program (its references die): then it goes, once.
+Before an op it recomputes what is missing; when an allocation fails, the method's eviction rule
+makes room. Recomputed in-place (Coop, section 3.4) hands a dying input's address to the output of
+an elementwise op.
 
 Sources: Coop, NeurIPS 2023, Algorithm 1 and sections 3.2-3.4; DTR, ICLR 2021, section 3 and
-appendix C; and, where the papers leave a choice open, the behaviour of OneFlow's public
-implementation (oneflow/core/vm/remat): best fit, cost / staleness without the size in windows,
-closure pinning, eager eviction of recomputed tensors.
+appendix C; and, where the papers leave a choice open, what their authors' public code does.
+
+- DTR as its simulator (uwsampl/dtr-prototype, simrd/runtime/v2.py, `RuntimeV2EagerOptimized` with
+  `DTREqClass`): an op locks what it reads when its turn comes, not the closure; a tensor is
+  accessed when an op asks for it; what is recomputed stays until the rule evicts it.
+- DTE as MegEngine (imperative/src/impl/interpreter/interpreter_impl.cpp, `flush_apply_stack`),
+  which does the same three.
+- Coop as OneFlow (oneflow/core/vm/remat/util.cpp, `_IncReferenceNumOfRecomputedTensor` and
+  `EagerlyEvictRemattedTensors`): the whole closure is pinned before it runs, and a tensor that was
+  recomputed only for others goes when nothing pins it. OneFlow keeps those that it marked as needed
+  by the backward; a graph does not have that mark, and here the program's own readers decide. Best
+  fit; cost / staleness without the size in windows.
 """
 
 from coop_plan.planner.core.errors import DoesNotFitError
@@ -93,7 +101,15 @@ def _run_linked(
 
 
 def _run_single(problem: Problem, request: Request, rule: int, params: OnlineParams) -> OnlineRun:
-    return simulate_arena(problem, request, rule, partition=False, inplace=False, params=params)
+    return simulate_arena(
+        problem,
+        request,
+        rule,
+        partition=False,
+        inplace=False,
+        whole_closure=False,
+        params=params,
+    )
 
 
 def _solution(run: OnlineRun) -> Solution:

@@ -86,11 +86,15 @@ def simulate_arena(
     *,
     partition: bool,
     inplace: bool,
+    whole_closure: bool = True,
     transfers: int = 0,
+    gaps: bool = True,
     params: OnlineParams = DEFAULTS,
 ) -> OnlineRun:
     """
     Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
+
+    Without `gaps` only bytes count, as in DTR's own simulator: addresses are of no arena.
 
     Raises:
         DoesNotFitError: at the op that cannot be run.
@@ -98,13 +102,14 @@ def simulate_arena(
     """
     unit = problem.alignment
     floor, units = request.arena_bytes // unit * unit, problem.rounded(request.arena_bytes)
+    how = rule, partition, inplace, whole_closure, transfers, gaps, params
     try:
-        return _simulate(problem, request, floor, rule, partition, inplace, transfers, params)
+        return _simulate(problem, request, floor, *how)
     except DoesNotFitError:
         if units == floor:
             raise
     # The last unit is cut short: it serves whoever happens to end within the rest of it.
-    run = _simulate(problem, request, units, rule, partition, inplace, transfers, params)
+    run = _simulate(problem, request, units, *how)
     if run.placed.arena_bytes > request.arena_bytes:
         raise DoesNotFitError(largest_working_set(problem).op)
     return run
@@ -117,7 +122,9 @@ def _simulate(
     rule: int,
     partition: bool,
     inplace: bool,
+    whole_closure: bool,
     transfers: int,
+    gaps: bool,
     params: OnlineParams,
 ) -> OnlineRun:
     arrays = to_arrays(problem)
@@ -128,7 +135,14 @@ def _simulate(
         record += 4 * problem.tensor_count
     while True:
         state = empty_arena(
-            problem, capacity, record, params, partition=partition, transfers=transfers
+            problem,
+            capacity,
+            record,
+            params,
+            partition=partition,
+            whole_closure=whole_closure,
+            transfers=transfers,
+            gaps=gaps,
         )
         status = DONE
         for start in range(0, n, params.chunk_ops):

@@ -49,6 +49,7 @@ from coop_plan.planner.online.state import (
     TRANSIENT,
     VICTIM,
     WAITING,
+    WAITS,
     WRITES,
     WRITTEN,
     ArenaState,
@@ -71,7 +72,8 @@ def advance(
     Returns `DONE`, `RECORD_FULL` (run again with a longer record), or the op that cannot be run.
     """
     for position in range(start, stop):
-        _pin_closure(a, s, position)
+        if s.whole_closure == 1:
+            _pin_closure(a, s, position)
         status = _compute(a, s, position, max_events, rule, inplace)
         if status != DONE:
             return status
@@ -109,31 +111,31 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
 
 @inner
 def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, inplace: bool) -> int:
-    """Run `goal` after the ops it needs, each unpinning its inputs when it is done."""
+    """
+    Run `goal` after the ops it needs, depth first, each unpinning its inputs when it is done.
+
+    Unless the whole closure is pinned, an op pins what it reads when its turn comes, before what of
+    it is missing is made; then it counts as accessed.
+    """
     s.stack[0] = goal
     depth = 1
     while depth > 0:
         op = s.stack[depth - 1]
-        if op != goal:
-            wanted = False
-            for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
-                t = a.makes[k]
-                if a.outside[t] == 0 and s.tensor[LIVE, t] == 0 and s.tensor[PINS, t] > 0:
-                    wanted = True
-            if not wanted:  # two readers asked for it, and the first has had it computed
-                depth -= 1
-                continue
-        if depth + a.reads_ptr[op + 1] - a.reads_ptr[op] > s.stack.size:
-            return RECORD_FULL
-        missing = False
+        if s.whole_closure == 0 and s.op[WAITS, op] == 0:
+            s.op[WAITS, op] = 1
+            for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+                s.tensor[PINS, a.reads[k]] += 1
+                s.times[LAST_ACCESS, a.reads[k]] = s.total[CLOCK]
+        missing = -1
         for k in range(a.reads_ptr[op + 1] - 1, a.reads_ptr[op] - 1, -1):
             t = a.reads[k]
             if s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0:
-                s.stack[depth] = a.producer[a.reads[k]]
-                depth += 1
-                missing = True
-        if missing:
+                missing = a.producer[t]
+        if missing >= 0:
+            s.stack[depth] = missing
+            depth += 1
             continue
+        s.op[WAITS, op] = 0
         depth -= 1
         if s.counts[EVENTS] >= max_events:
             return goal
@@ -210,15 +212,17 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
     for k in range(low, high):
         t = a.makes[k]
         s.tensor[PINS, t] -= 1
-        s.tensor[WRITTEN, t] = 1
-        if s.tensor[KEPT, t] == 0:
+        new = s.tensor[KEPT, t] == 0 if s.whole_closure == 1 else s.tensor[WRITTEN, t] == 0
+        if new:
             s.times[LAST_ACCESS, t] = s.total[CLOCK]
+        s.tensor[WRITTEN, t] = 1
         s.tensor[KEPT, t] = 0
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-        t = a.reads[k]
-        s.times[LAST_ACCESS, t] = s.total[CLOCK]
-        s.tensor[PINS, t] -= 1
-    _release_touched(a, s, op, position, position)
+        s.tensor[PINS, a.reads[k]] -= 1
+        if s.whole_closure == 1:
+            s.times[LAST_ACCESS, a.reads[k]] = s.total[CLOCK]
+    if s.whole_closure == 1:
+        _release_touched(a, s, op, position, position)
     return True
 
 
@@ -404,7 +408,14 @@ def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
         if s.tensor[RETAINED_NOW, t] == 1:
             _forget_retained(s, t)
         _drop(a, s, t)
-    elif s.tensor[RETAINED_NOW, t] == 0:
+    else:
+        _retain(s, t)
+
+
+@inner
+def _retain(s: ArenaState, t: int) -> None:
+    """See after every op whether `t` can go."""
+    if s.tensor[RETAINED_NOW, t] == 0:
         s.tensor[RETAINED_NOW, t] = 1
         s.tensor[WAITING, s.counts[RETAINED]] = t
         s.counts[RETAINED] += 1
@@ -454,5 +465,8 @@ def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
                     s.tensor[TO_VISIT, depth] = child
                     depth += 1
     for i in range(found):
-        s.tensor[EVICTABLE, s.block[VICTIM, i]] = 0
+        child = s.block[VICTIM, i]
+        s.tensor[EVICTABLE, child] = 0
+        if a.last_use[child] <= position:  # computed again for others, and now their only source
+            _retain(s, child)
     return True

@@ -11,6 +11,7 @@ from coop_plan.planner.online.state import (
     HOLE_SIZE,
     HOLES,
     OWNER,
+    USED,
     ArenaState,
 )
 
@@ -25,8 +26,9 @@ def allocate(s: ArenaState, size: int, owner: int, right: bool) -> int:
     The block is taken from the left or the right end of the free block.
     """
     low = _hole(s, size, -1)
-    if low == s.counts[HOLES]:
+    if low == s.counts[HOLES] or size > free_bytes(s):
         return NO_ROOM
+    s.counts[USED] += size
     at, room = int(s.block[HOLE_AT, low]), int(s.block[HOLE_SIZE, low])
     _delete(s.block[HOLE_AT], low, s.counts[HOLES])
     _delete(s.block[HOLE_SIZE], low, s.counts[HOLES])
@@ -51,6 +53,7 @@ def release(s: ArenaState, offset: int) -> None:
     """Free the block at `offset` and merge it with its free neighbours."""
     block = find(s, offset)
     start, size = offset, s.block[BLOCK_SIZE, block]
+    s.counts[USED] -= size
     first, last = block, block
     if block > 0 and s.block[OWNER, block - 1] == FREE:
         first = block - 1
@@ -85,13 +88,10 @@ def find(s: ArenaState, offset: int) -> int:
     return low
 
 
-@inner
+@inlined
 def free_bytes(s: ArenaState) -> int:
-    """Bytes in free blocks."""
-    total = 0
-    for hole in range(s.counts[HOLES]):
-        total += s.block[HOLE_SIZE, hole]
-    return total
+    """Bytes that nobody has, of the arena's capacity."""
+    return int(s.capacity - s.counts[USED])
 
 
 @inlined

@@ -11,6 +11,9 @@ from coop_plan.planner.online.params import OnlineParams
 FREE = -1
 """Owner of a free block."""
 
+ENDLESS = 2**62
+"""Bytes that no step takes."""
+
 # Entries of `ArenaState.counts`.
 (
     BLOCKS,
@@ -28,7 +31,8 @@ FREE = -1
     SWAPS,
     FETCHED,
     HOST_BYTES,
-) = range(15)
+    USED,
+) = range(16)
 
 # Entries of `ArenaState.total`, µs and a sum of shares; when the copy engines are free.
 CLOCK, FREE_RATIOS, OUT_FREE, IN_FREE = range(4)
@@ -45,7 +49,7 @@ HOSTED, LEAVING, FLYING, MOVABLE, SWAPPED = range(11, 16)
 OWN_COST, LAST_ACCESS, AWAY, BACK = range(4)
 
 # Rows of `ArenaState.op`.
-RIGHT, SEEN = range(2)
+RIGHT, SEEN, WAITS = range(3)
 
 # Rows of `ArenaState.part`: the union-find over evicted tensors.
 PARENT, ROOT_SEEN = range(2)
@@ -64,7 +68,9 @@ class ArenaState(NamedTuple):
     op only. Sizes and offsets are bytes, times µs. `out_us` and `in_us` are what copies of a tensor
     to the host and back take, `transfers` the flags of `planner.online.transfers`, 0 for none, and
     `ahead` the bytes that are to be free or on their way to the host after every op, `prefetched`
-    how many tensors may be on their way back.
+    how many tensors may be on their way back. With `whole_closure` 1 all that an op needs, through
+    everything that must run again before it, is pinned at once, and what only they read goes when
+    nothing pins it any more.
     """
 
     capacity: int
@@ -90,6 +96,7 @@ class ArenaState(NamedTuple):
     host_budget: int
     ahead: int
     prefetched: int
+    whole_closure: int
 
 
 def empty_arena(
@@ -99,9 +106,15 @@ def empty_arena(
     params: OnlineParams,
     *,
     partition: bool,
+    whole_closure: bool = True,
     transfers: int = 0,
+    gaps: bool = True,
 ) -> ArenaState:
-    """An empty arena of `capacity` bytes and a record of `events` events at most."""
+    """
+    An empty arena of `capacity` bytes and a record of `events` events at most.
+
+    Without `gaps` only the bytes count: addresses go on, so that no free block is too small.
+    """
     n, count = problem.op_count, problem.tensor_count
     most = max((len(tensors) for tensors in problem.op_outputs), default=0)
     total = max(1, sum(len(tensors) for tensors in problem.op_outputs))
@@ -112,7 +125,7 @@ def empty_arena(
     state = ArenaState(
         capacity=capacity,
         min_staleness_us=params.min_staleness_us,
-        counts=np.zeros(15, dtype=np.int64),
+        counts=np.zeros(16, dtype=np.int64),
         total=np.zeros(4),
         block=np.empty((6, blocks), dtype=np.int64),
         costs=np.empty(blocks),
@@ -120,7 +133,7 @@ def empty_arena(
         near=near,
         tensor=np.zeros((16, count + 1), dtype=np.int64),
         times=np.zeros((4, count)),
-        op=np.zeros((2, n), dtype=np.int64),
+        op=np.zeros((3, n), dtype=np.int64),
         part=np.zeros((2, drops), dtype=np.int64),
         component=np.empty(drops),
         event=np.zeros((3, events), dtype=np.int64),
@@ -133,6 +146,7 @@ def empty_arena(
         host_budget=-1 if problem.host_budget is None else problem.host_budget,
         ahead=int(params.ahead_share * capacity),
         prefetched=params.prefetched,
+        whole_closure=int(whole_closure),
     )
     state.tensor[NODE] = -1
     if transfers and problem.device.linked:
@@ -146,7 +160,7 @@ def empty_arena(
         state.op[RIGHT] = _expensive(problem)
     if capacity:
         state.block[[BLOCK_AT, HOLE_AT], 0] = 0
-        state.block[[BLOCK_SIZE, HOLE_SIZE], 0] = capacity
+        state.block[[BLOCK_SIZE, HOLE_SIZE], 0] = capacity if gaps else ENDLESS
         state.block[OWNER, 0] = FREE
         state.counts[BLOCKS] = state.counts[HOLES] = 1
     return state

@@ -256,10 +256,10 @@ class Step:
         right = arena.op[state.RIGHT]
         return "".join(self.name(problem.op_outputs[op][0]) for op in np.flatnonzero(right))
 
-    def run(self, arena, rule=WINDOW, *, partition=False, inplace=False):
+    def run(self, arena, rule=WINDOW, *, partition=False, inplace=False, **how):
         """The simulator's run in `arena` bytes; `DoesNotFitError` if an op finds no room."""
-        request = Request(arena)
-        return simulate_arena(self.problem(), request, rule, partition=partition, inplace=inplace)
+        how |= {"partition": partition, "inplace": inplace}
+        return simulate_arena(self.problem(), Request(arena), rule, **how)
 
     def components(self, run):
         """

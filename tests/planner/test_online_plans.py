@@ -1,7 +1,13 @@
 """Coop's, DTR's and DTE's ideas where they show in a plan; the stories are `Step.planned`'s."""
 
+import csv
+
 import pytest
 
+from benchmarks.baselines import ours
+from benchmarks.plan_quality import DATA, TRACED_PEAKS
+from coop_plan.planner import Problem
+from coop_plan.schemas import load_graph
 from tests.planner.memories import Step
 
 ONLINE = pytest.mark.parametrize("method", ["coop", "dtr", "dte"])
@@ -113,3 +119,18 @@ def test_inputs_at_hand_stay(method):
     step = Step().make("a").make("c", "a", cost=0.5).make("p").make("q", cost=50)
     step.make("w", cost=100).make("G", "cp", size=0).make("R", "apqw", size=0)
     assert step.planned(method, 4) == "a c p q -c w -q c G -c q R -a -p -w -q"
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="no ../shared/data/graphs")
+@pytest.mark.parametrize("name", ["resnet32", "unet", "densenet121"])
+def test_dtr_is_that_of_its_authors(name):
+    """By bytes alone, against their simulator on the logs that these graphs were made from."""
+    problem = Problem.from_graph(load_graph(str(DATA / f"{name}.json")), 512, "arena")
+    with (DATA.parent / "baselines.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["graph"] == name]
+    for row in rows:
+        found = ours(problem, int(float(row["share"]) * TRACED_PEAKS[name]), gaps=False)
+        if row["simrd_dtr_eqclass"] == "OOM":
+            assert found is None
+        else:
+            assert 100 * found == pytest.approx(float(row["simrd_dtr_eqclass"]), rel=0.1, abs=0.5)

@@ -3,7 +3,7 @@ The simulated step: what is pinned, taken over in place, dropped, and kept to th
 
 Coop: Zhang et al., NeurIPS 2023, section 3.4 (recomputable in-place). DTR: Kirisame et al., ICLR
 2021, appendix C.3 (banishing). Closure pinning and eager eviction of what was recomputed: OneFlow,
-oneflow/core/vm/remat. The stories are those of `Step.told`.
+oneflow/core/vm/remat; without them: simrd, simrd/runtime/v2.py. The stories are `Step.told`'s.
 """
 
 import pytest
@@ -67,6 +67,32 @@ def test_what_was_recomputed_for_others_goes_at_once():
     step = Step().make("a").make("b", "a").make("c", "b").make("w", size=3).make("V", "w")
     run = step.make("G", "c").run(3)
     assert step.told(run) == "a b -a c -b -c w V -w a b -a c -b G -c"
+
+
+def test_what_dtr_recomputed_for_others_stays_until_the_rule_evicts_it():
+    """As above; a and b wait for u, which needs their room."""
+    step = Step().make("a").make("b", "a").make("c", "b").make("w", size=3).make("V", "w")
+    run = step.make("G", "c").make("u", size=2).make("U", "u").run(3, SINGLE, whole_closure=False)
+    assert step.told(run) == "a b -a c -b -c w V -w a b c G -c -a -b u U -u"
+
+
+def test_dtr_locks_what_an_op_reads_when_its_turn_comes():
+    """For G x is made before y: p, which only y is made from, may go for x and come back."""
+    step = Step().make("p").make("y", "p").make("a").make("x", "a", workspace_bytes=1)
+    step.make("w", size=3).make("V", "w").make("P", "p").make("G", "xy", size=0).make("R", "p")
+    told = step.told(step.run(3, SINGLE, whole_closure=False))
+    assert told == "p y a -p -y x -a -x w V -w p P a -p x p -a y G -x -y R -p"
+    with pytest.raises(DoesNotFitError):
+        step.run(3, SINGLE)
+
+
+def test_what_is_the_only_source_stays_though_it_was_recomputed_for_others():
+    """s goes for good while b, made again for c, is there; b when c is the last to be read."""
+    step = Step().make("s", recomputable=False).make("b", "s").make("c", "b").make("w", size=2)
+    step.make("V", "ws").make("C", "c").make("x", size=2).make("X", "x").make("D", "c")
+    step.make("y", size=3).make("Y", "y").make("E", "c")
+    told = step.told(step.run(4, SINGLE, whole_closure=False))
+    assert told == "s b c -b -c w V -w b c C -s -c x X -x c D -b y Y -y E -c"
 
 
 def test_what_was_recomputed_for_others_stays_if_the_program_reads_it():
