@@ -34,11 +34,11 @@ void release(void* pointer) {
   if (is_recorded(false)) log_free(pointer);
   {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = sizes.find(pointer);
-    if (found != sizes.end()) {
+    const auto found = taken.find(pointer);
+    if (found != taken.end()) {
       remove_stray(pointer);
-      count(-found->second);
-      sizes.erase(found);
+      count(-found->second.size, found->second.thread);
+      taken.erase(found);
     } else if (freed_in_memory(pointer)) {
       return;
     }
@@ -63,10 +63,11 @@ class ArenaAllocator final : public at::Allocator {
     if (p != nullptr) {
       {
         std::lock_guard<std::mutex> lock(mutex);
-        sizes[p] = static_cast<int64_t>(size);
-        if (noted && served == Served::kByNobody) add_stray(p, sizes[p], line);
-        if (!idle.empty()) relieve(sizes[p]);
-        count(static_cast<int64_t>(size));
+        const auto bytes = static_cast<int64_t>(size);
+        taken[p] = {bytes, pthread_self()};
+        if (noted && served == Served::kByNobody) add_stray(p, bytes, line);
+        if (!idle.empty()) relieve(bytes);
+        count(bytes);
       }
       if (is_recorded(false)) log_alloc(p, size);
     }
@@ -306,6 +307,7 @@ PyObject* begin(PyObject*, PyObject* args) {
   if (fresh) {
     active->high_water = 0;
     active->outside = active->beside = 0;
+    active->kept = false;
     active->elapsed_us[0] = active->elapsed_us[1] = 0;
   }
   inside_op = false;

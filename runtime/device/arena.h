@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,6 +38,7 @@ struct Slot {
 };
 
 constexpr int kCpu = -1;  // in place of the number of a CUDA device
+constexpr int kPatience = 300;  // looks, 100 µs apart, at a place that is to come free
 
 struct Memory {
   int device = kCpu;
@@ -63,6 +65,7 @@ struct Run {
   int64_t arena_bytes = -1;  // of memory on CUDA
   int64_t high_water = 0;
   int64_t outside = 0;
+  bool kept = false;  // a tensor lies where the plan wants another
   int64_t beside = 0;  // bytes that PyTorch's CUDA allocator gave to the ops
   Window window;
   std::vector<uint8_t> elsewhere;   // slots that PyTorch's allocator serves in this run
@@ -206,7 +209,30 @@ void log_free(void* pointer) { events->push_back({false, pointer, 0}); }
 
 enum class Served { kByNobody, kInArena, kOutsideAsPlanned };
 
-// Where the plan puts the allocation that comes next on this thread, if it does.
+bool is_free(const Memory& memory, int64_t begin, int64_t end) {
+  const auto next = memory.there.lower_bound(begin);
+  return (next == memory.there.end() || next->first >= end) &&
+         (next == memory.there.begin() || std::prev(next)->second <= begin);
+}
+
+// Whether a place is free, or comes free while another thread lets go of what a collective, which is
+// complete, was given. Waited for in vain, somebody keeps it: that is found out once in a run.
+bool comes_free(int64_t begin, int64_t end) {
+  const Memory& memory = *active->memory;
+  for (int i = 0; i < kPatience && !active->kept && !is_free(memory, begin, end); ++i) {
+    mutex.unlock();
+    PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    if (state != nullptr) PyEval_RestoreThread(state);
+    mutex.lock();
+  }
+  if (is_free(memory, begin, end)) return true;
+  active->kept = true;
+  return false;
+}
+
+// Where the plan puts the allocation that comes next on this thread, if it does; may let go of the
+// mutex for a moment.
 std::pair<Served, char*> planned(size_t size, bool cuda) {
   if (size == 0 || !inside_op || (active->memory->device != kCpu) != cuda) {
     return {Served::kByNobody, nullptr};
@@ -222,14 +248,11 @@ std::pair<Served, char*> planned(size_t size, bool cuda) {
     return {Served::kOutsideAsPlanned, nullptr};
   }
   const int64_t end = slot.offset + slot.size;
-  auto& there = active->memory->there;
-  const auto next = there.lower_bound(slot.offset);
-  if ((next != there.end() && next->first < end) ||
-      (next != there.begin() && std::prev(next)->second > slot.offset)) {
+  if (!comes_free(slot.offset, end)) {
     active->outside += static_cast<int64_t>(size);  // somebody keeps what the plan gave up
     return {Served::kByNobody, nullptr};
   }
-  there.emplace_hint(next, slot.offset, end);
+  active->memory->there.emplace(slot.offset, end);
   if (end > active->high_water) active->high_water = end;
   return {Served::kInArena, active->memory->base + slot.offset};
 }

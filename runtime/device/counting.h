@@ -1,8 +1,9 @@
 // Bytes of the process as they were asked for: PyTorch's on the CPU, and the memory of arenas.
 //
 // A window is open from a run's forward to the end of its backward, and between the two: it counts
-// what its thread takes and gives, the arena included, and keeps the highest. One that is watched
-// also keeps what takes memory beside the plan, and from which line of the user's.
+// what its thread takes, the arena included, until any thread gives it back (a process group's own
+// threads let go of what they sent), and keeps the highest. One that is watched also keeps what takes
+// memory beside the plan, and from which line of the user's.
 
 #pragma once
 
@@ -25,6 +26,11 @@ struct Stray {
   std::string line;
 };
 
+struct Taken {
+  int64_t size;
+  pthread_t thread;
+};
+
 struct Window {
   bool open = false;
   bool watched = false;
@@ -39,8 +45,8 @@ struct Window {
 };
 
 auto& mutex = *new std::mutex();  // never destroyed: tensors outlive main
-auto& sizes = *new std::unordered_map<void*, int64_t>();  // of PyTorch's on the CPU; by mutex
-auto& windows = *new std::vector<Window*>();              // that are open; by mutex
+auto& taken = *new std::unordered_map<void*, Taken>();  // of PyTorch's on the CPU; by mutex
+auto& windows = *new std::vector<Window*>();            // that are open; by mutex
 auto& foreign = *new std::vector<std::string>();  // paths whose lines are not the user's
 int64_t current_bytes = 0;  // by mutex
 int64_t peak_bytes = 0;     // by mutex
@@ -58,11 +64,11 @@ void note_strays(Window* window) {
   }
 }
 
-void count(int64_t bytes) {
+void count(int64_t bytes, pthread_t thread = pthread_self()) {
   current_bytes += bytes;
   peak_bytes = std::max(peak_bytes, current_bytes);
   for (Window* window : windows) {
-    if (!pthread_equal(window->thread, pthread_self())) continue;
+    if (!pthread_equal(window->thread, thread)) continue;
     window->now += bytes;
     if (window->now <= window->peak) continue;
     window->peak = window->now;
