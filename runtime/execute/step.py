@@ -1,6 +1,7 @@
 """A planned step as AOTAutograd calls it: any number of calls, in any order of their halves."""
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ log = logging.getLogger("coop-plan")
 
 _planning = fork_safe_lock()
 """Who finds other circumstances than were planned for waits for a plan under way in a thread."""
+
+PATIENCE = 50
+"""Looks, 1 ms apart, at gradients that nobody may hold any more, before a step is planned anew."""
 
 TOLERANCE = 4096
 """Bytes above the budget for which no step is planned anew: scalars, and what autograd makes of
@@ -181,16 +185,25 @@ class PlannedStep:
 
     def _look_around(self, inputs: Sequence[Any]) -> None:
         """Plan anew if other gradients are there than was planned for."""
-        left: list[int] = []
-        landed = self._landed
-        if landed is not None:
-            found, code = landed
-            memory = found()
-            if memory is not None and memory.tenant is code:
-                left = [code.left[offset] for offset in memory.there if offset in code.left]
+        left = self._left()
+        for _ in range(PATIENCE):
+            if self._residents.circumstances.lasting.issuperset(left):
+                break
+            time.sleep(1e-3)  # a process group's thread lets go of them a moment after it is done
+            left = self._left()
         with _planning:
             if self._residents.observe(inputs, left):
                 self._plan_anew()
+
+    def _left(self) -> list[int]:
+        """Positions of the gradients of the call before that still lie in the arena."""
+        if self._landed is None:
+            return []
+        found, code = self._landed
+        memory = found()
+        if memory is None or memory.tenant is not code:
+            return []
+        return [code.left[offset] for offset in memory.there if offset in code.left]
 
     def _plan_anew(self) -> None:
         captured, plan, cached = self._residents.plan()
