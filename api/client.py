@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 from urllib.parse import urlsplit
 
@@ -158,12 +157,7 @@ class Client(_Caller):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -228,12 +222,7 @@ class AsyncClient(_Caller):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

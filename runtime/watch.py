@@ -8,7 +8,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -104,12 +103,7 @@ class _Call:
         self._planned, self._nodes = planned_forwards(), recorded_nodes()
         self._known = {} if hasattr(self._compiled, SAID) else reasons_to_break()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if sys.exception() is not self._before or _here.told != self._told:
             return  # Dynamo ends the context in a `finally`, and does not say what was raised
         if planned_forwards() != self._planned or recorded_nodes() == self._nodes:
