@@ -1,7 +1,8 @@
 """One run of the simulator on a problem, and its schedule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -102,14 +103,23 @@ def simulate_arena(
     """
     unit = problem.alignment
     floor, units = request.arena_bytes // unit * unit, problem.rounded(request.arena_bytes)
-    how = rule, partition, inplace, whole_closure, transfers, gaps, params
+    begin = partial(
+        empty_arena,
+        problem,
+        params=params,
+        partition=partition,
+        whole_closure=whole_closure,
+        transfers=transfers,
+        gaps=gaps,
+    )
+    how = rule, inplace, transfers, params
     try:
-        return _simulate(problem, request, floor, *how)
+        return _simulate(problem, request, partial(begin, floor), *how)
     except DoesNotFitError:
         if units == floor:
             raise
     # The last unit is cut short: it serves whoever happens to end within the rest of it.
-    run = _simulate(problem, request, units, *how)
+    run = _simulate(problem, request, partial(begin, units), *how)
     if run.placed.arena_bytes > request.arena_bytes:
         raise DoesNotFitError(largest_working_set(problem).op)
     return run
@@ -118,15 +128,13 @@ def simulate_arena(
 def _simulate(
     problem: Problem,
     request: Request,
-    capacity: int,
+    begin: Callable[[int], ArenaState],
     rule: int,
-    partition: bool,
     inplace: bool,
-    whole_closure: bool,
     transfers: int,
-    gaps: bool,
     params: OnlineParams,
 ) -> OnlineRun:
+    """Execute the step in an arena that `begin` makes with a record of so many events."""
     arrays = to_arrays(problem)
     n = problem.op_count
     most = n * (params.max_recomputes_per_op + 1)
@@ -134,16 +142,7 @@ def _simulate(
     if transfers:
         record += 4 * problem.tensor_count
     while True:
-        state = empty_arena(
-            problem,
-            capacity,
-            record,
-            params,
-            partition=partition,
-            whole_closure=whole_closure,
-            transfers=transfers,
-            gaps=gaps,
-        )
+        state = begin(record)
         status = DONE
         for start in range(0, n, params.chunk_ops):
             request.check_time()

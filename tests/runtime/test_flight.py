@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.runtime.execute.flight import in_flight
-from tests.runtime.test_loops import Net, Unshared, both, data, loss_step, state_of
+from tests.runtime.test_loops import Broken, Net, Unshared, both, data, loss_step, state_of
 
 # Of Dynamo's own, where it looks at what is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -195,15 +195,6 @@ def test_layers_compiled_one_by_one():
 
 
 def test_graph_breaks():
-    class Broken(Unshared):
-        def forward(self, x):
-            x = F.gelu(self.first(x))
-            torch._dynamo.graph_break()
-            x = F.dropout(self.norms[0](self.layers[0](x)), 0.2, self.training) + x
-            torch._dynamo.graph_break()
-            x = F.dropout(self.norms[1](self.layers[1](x)), 0.2, self.training) + x
-            return self.head(x)
-
     def loop(model, step):
         for x, y in data(3):
             step(x, y).backward()

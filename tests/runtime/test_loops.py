@@ -232,6 +232,18 @@ class Unshared(nn.Module):
         return self.head(x)
 
 
+class Broken(Unshared):
+    """With a graph break before each of its layers."""
+
+    def forward(self, x):
+        x = F.gelu(self.first(x))
+        torch._dynamo.graph_break()
+        x = F.dropout(self.norms[0](self.layers[0](x)), 0.2, self.training) + x
+        torch._dynamo.graph_break()
+        x = F.dropout(self.norms[1](self.layers[1](x)), 0.2, self.training) + x
+        return self.head(x)
+
+
 @pytest.mark.parametrize("scaler", [False, True])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_autocast(where, scaler):

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from tests.runtime.test_flight import forwards_again, model_itself
-from tests.runtime.test_loops import Unshared, both, data, state_of
+from tests.runtime.test_loops import Broken, Unshared, both, data, state_of
 
 # Of Dynamo's own, where it looks at what is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -40,15 +40,6 @@ def test_a_model_twice_for_one_loss_is_planned_as_one(budget):
 
 
 def test_graph_breaks_are_planned_as_one():
-    class Broken(Unshared):
-        def forward(self, x):
-            x = F.gelu(self.first(x))
-            torch._dynamo.graph_break()
-            x = F.dropout(self.norms[0](self.layers[0](x)), 0.2, self.training) + x
-            torch._dynamo.graph_break()
-            x = F.dropout(self.norms[1](self.layers[1](x)), 0.2, self.training) + x
-            return self.head(x)
-
     def loop(model, step):
         for x, y in data(4):
             F.cross_entropy(step(x), y).backward()
