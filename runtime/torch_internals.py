@@ -31,6 +31,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SavedForBackwardsAOTOutput,
 )
 from torch._guards import CompileContext
+from torch._library import simple_registry
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -45,6 +46,7 @@ from torch._subclasses.functional_tensor import (
     FunctionalTensorMode,
     PythonFunctionalizeAPI,
 )
+from torch.fx.node import _side_effectful_functions
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from coop_plan.runtime.locks import fork_safe_lock
@@ -430,6 +432,11 @@ def argument_names(op: OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
+def returns_of(op: OpOverload) -> int:
+    """How many results an op has, by its schema."""
+    return len(op._schema.returns)
+
+
 def schema_text(op: OpOverload) -> str:
     """The schema of an op as `torch.library` takes it, namespace included."""
     return str(op._schema)
@@ -566,6 +573,29 @@ def composite_overloads(names: Sequence[str]) -> list[Any]:
     """All overloads of those of the named ATen ops that this PyTorch has."""
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+@contextmanager
+def kept_though_unused(op: OpOverload) -> Iterator[None]:
+    """Trace an op without outputs where it stands, with no token from one effect to the next.
+
+    Assumed: the registry's `effect` of an op says whether a token is handed through it, which 2.11
+    does not for checks; and what is in `_side_effectful_functions` is no dead code.
+    """
+    holder: Any = getattr(simple_registry.singleton.find(op._schema.name), "effect", None)
+    with _patched:
+        kept = None if holder is None else holder.effect
+        is_new = op not in _side_effectful_functions
+        try:
+            if holder is not None:
+                holder.register(None)
+            _side_effectful_functions.add(op)
+            yield
+        finally:
+            if holder is not None:
+                holder.register(kept)
+            if is_new:
+                _side_effectful_functions.discard(op)
 
 
 @contextmanager

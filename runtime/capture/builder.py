@@ -23,6 +23,7 @@ from coop_plan.runtime.torch_internals import (
     is_primal,
     is_tangent,
     negative_view,
+    returns_of,
     tree_flatten,
     tree_unflatten,
 )
@@ -147,6 +148,8 @@ class GraphBuilder:
             raise CaptureError(f"{target} overwrites its input inside the graph")
         if node.users and isinstance(node.meta["val"], NUMBERS):
             raise CaptureError(f"{target} makes a number out of data, which cannot be planned")
+        if is_check(node):
+            node.meta["val"] = None
         if target is torch.ops.aten.view.default:
             self._make_viewable(node)
         arguments = fx.node.map_arg((node.args, node.kwargs), _fake)
@@ -178,7 +181,7 @@ class GraphBuilder:
                 produced.append(t)
                 fresh.append(t)
         self.storages[node] = tuple(produced)
-        if not fresh and produced:
+        if not fresh and produced and not is_check(node):
             self.views.add(node)
             return
         if any(output is not None and output.alias >= 0 for output in facts.outputs):
@@ -193,10 +196,16 @@ class GraphBuilder:
                 "outputs": fresh,
                 "cost_us": facts.cost_us,
                 "workspace_bytes": facts.workspace_bytes,
-                "recomputable": collective is None,
+                "recomputable": collective is None and not is_check(node),
                 "rng": is_random(node),
             }
         )
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether an op returns nothing: it is there to raise an error."""
+    target = node.target
+    return isinstance(target, OpOverload) and not returns_of(target)
 
 
 def device_of(node: fx.Node) -> torch.device:

@@ -13,7 +13,12 @@ import numpy as np
 import torch
 
 from coop_plan.runtime.capture.inplace import with_gaps
-from coop_plan.runtime.torch_internals import composite_overloads, python_kernels, run_composite
+from coop_plan.runtime.torch_internals import (
+    composite_overloads,
+    kept_though_unused,
+    python_kernels,
+    run_composite,
+)
 
 PACKETS = (
     *("lstm", "gru", "rnn_tanh", "rnn_relu", "matmul", "softshrink", "hardshrink"),
@@ -31,9 +36,12 @@ says that the running statistics change."""
 def as_eager() -> Iterator[None]:
     """Trace composite and in-place ops as eager runs them, on this and every other thread."""
     kernels: dict[Any, Any] = dict.fromkeys(composite_overloads(PACKETS))
-    with python_kernels(kernels | {_DROPOUT: _dropout}), with_gaps():
+    with python_kernels(kernels | {_DROPOUT: _dropout}), with_gaps(), kept_though_unused(CHECK):
         yield
 
+
+CHECK: Any = torch.ops.aten._linalg_check_errors.default
+"""Raises what `torch.linalg` raises, for a matrix that is singular, say."""
 
 _DROPOUT: Any = torch.ops.aten.dropout.default
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.cache.profiles import kept_profiles
-from coop_plan.runtime.capture.builder import SNAPSHOT, GraphBuilder, is_random
+from coop_plan.runtime.capture.builder import SNAPSHOT, GraphBuilder, is_check, is_random
 from coop_plan.runtime.capture.collectives import (
     GROUP_THREADS,
     collective_of,
@@ -263,7 +263,7 @@ def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> No
 
 
 def _forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx.Node]:
-    """What the forward's outputs need, and random ops and collectives that wait for no gradient.
+    """What the outputs need, and random ops, collectives and checks that wait for no gradient.
 
     So the generator's stream and what ranks exchange keep the order of the program, whether the
     outputs use them or not.
@@ -276,7 +276,8 @@ def _forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx
     stack += [
         node
         for node in module.graph.nodes
-        if (is_random(node) or collective_of(node.target)) and node not in from_tangent
+        if (is_random(node) or collective_of(node.target) or is_check(node))
+        and node not in from_tangent
     ]
     found: set[fx.Node] = set()
     while stack:

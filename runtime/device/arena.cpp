@@ -246,6 +246,7 @@ PyObject* program_create(PyObject*, PyObject* args) {
                               reinterpret_cast<const int64_t*>(offsets)[i]});
   }
   program->again.assign(again, again + n_again);
+  program->vain.assign(slots, 0);
   return PyLong_FromVoidPtr(program);
 }
 

@@ -56,10 +56,11 @@ struct Program {
   std::vector<int64_t> first;  // occurrence k owns slots [first[k], first[k + 1])
   std::vector<Slot> slots;
   std::vector<uint8_t> again;  // occurrence k is a recomputation
+  std::vector<uint8_t> vain;   // slot k was waited for in vain, the last time; by mutex
 };
 
 struct Run {
-  const Program* program = nullptr;
+  Program* program = nullptr;
   Memory* memory = nullptr;
   Run* outer = nullptr;      // that this thread was in when this one began
   int64_t arena_bytes = -1;  // of memory on CUDA
@@ -215,20 +216,23 @@ bool is_free(const Memory& memory, int64_t begin, int64_t end) {
          (next == memory.there.begin() || std::prev(next)->second <= begin);
 }
 
-// Whether a place is free, or comes free while another thread lets go of what a collective, which is
-// complete, was given. Waited for in vain, somebody keeps it: that is found out once in a run.
-bool comes_free(int64_t begin, int64_t end) {
+// Whether the place of a slot is free, or comes free while another thread lets go of what a
+// collective, which is complete, was given. Waited for in vain, somebody keeps it: an op, perhaps,
+// that does so in each run. No other slot is waited for in this run, nor this one in the next.
+bool comes_free(size_t slot, int64_t begin, int64_t end) {
   const Memory& memory = *active->memory;
-  for (int i = 0; i < kPatience && !active->kept && !is_free(memory, begin, end); ++i) {
+  uint8_t& vain = active->program->vain[slot];
+  for (int i = 0; i < kPatience && !vain && !active->kept && !is_free(memory, begin, end); ++i) {
     mutex.unlock();
     PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
     if (state != nullptr) PyEval_RestoreThread(state);
     mutex.lock();
   }
-  if (is_free(memory, begin, end)) return true;
-  active->kept = true;
-  return false;
+  const bool free = is_free(memory, begin, end);
+  if (!free) active->kept = true;
+  vain = !free;
+  return free;
 }
 
 // Where the plan puts the allocation that comes next on this thread, if it does; may let go of the
@@ -248,7 +252,7 @@ std::pair<Served, char*> planned(size_t size, bool cuda) {
     return {Served::kOutsideAsPlanned, nullptr};
   }
   const int64_t end = slot.offset + slot.size;
-  if (!comes_free(slot.offset, end)) {
+  if (!comes_free(number, slot.offset, end)) {
     active->outside += static_cast<int64_t>(size);  // somebody keeps what the plan gave up
     return {Served::kByNobody, nullptr};
   }

@@ -119,6 +119,9 @@ OPS = {
     "means of segments": lambda x: torch.segment_reduce(x, "mean", lengths=torch.tensor([4, 60])),
     "conjugate": lambda x: (torch.complex(x, x).mT.conj() @ torch.complex(x, x)).abs()[:1] + x,
     "Fourier": lambda x: torch.fft.rfft(x).abs().repeat(1, 2)[:, :16],
+    "inverse": lambda x: x @ torch.linalg.inv(x.T @ x + torch.eye(16)),
+    "Cholesky": lambda x: x @ torch.linalg.cholesky(x.T @ x + torch.eye(16)),
+    "equations": lambda x: torch.linalg.solve(x.T @ x + torch.eye(16), x.T).T,
     "constant": lambda x: x * torch.tensor([2.0] * 16),
     "empty": lambda x: torch.cat([x, x[:0]]) + torch.zeros(0, 16).sum(),
     "autograd function": lambda x: Double.apply(x),
@@ -193,14 +196,11 @@ REFUSED = {
         lambda x: x * x.detach().sum().long().item(),
         "makes a number out of data",
     ),
-    "a checked inverse": (lambda x: torch.linalg.inv(x.T @ x + torch.eye(16)).sum() * x, "effects"),
     "a branch": (
         lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
         "cannot be planned",
     ),
 }
-if torch.__version__.startswith("2.11."):  # whose check is no effect, so it is planned
-    del REFUSED["a checked inverse"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -208,6 +208,15 @@ def test_what_cannot_be_planned_is_refused(name):
     op, message = REFUSED[name]
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message):
         compiled(Between(op))(torch.randn(64, 16))
+
+
+def test_a_matrix_without_a_factorization_is_eagers_error():
+    """Although nothing of the step reads what is checked."""
+    model = Between(lambda x: torch.linalg.cholesky(x.T @ x - 99 * torch.eye(16)).sum() * 0 + x)
+    x = torch.randn(64, 16)
+    for step in (model, compiled(model)):
+        with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+            step(x)
 
 
 def test_a_sparse_gradient_is_refused():
