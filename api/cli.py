@@ -28,8 +28,10 @@ from coop_plan.api.exits import (
     fail,
     interruptions,
 )
+from coop_plan.api.explain import explain
 from coop_plan.api.make_token import token
 from coop_plan.api.place import place
+from coop_plan.api.reading import read_graph, read_plan
 from coop_plan.api.seconds import Seconds
 from coop_plan.api.serve import serve
 from coop_plan.api.work import worker
@@ -142,7 +144,7 @@ def plan(
             "switches": dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
         }
     )
-    document = _read_graph(graph)
+    document = read_graph(graph)
     from coop_plan.planner.core.errors import InfeasibleBudgetError
 
     try:
@@ -229,13 +231,13 @@ def verify(graph: str, plan: str, budget: str | None) -> None:
     the plan is for another graph.
     """
     from coop_plan.planner import find_faults
-    from coop_plan.schemas import format_bytes, load_plan, parse_bytes, parse_plan
+    from coop_plan.schemas import format_bytes, parse_bytes
 
     if graph == plan == "-":
         raise click.UsageError("stdin holds GRAPH or PLAN, not both")
     limit_bytes = None if budget is None else parse_bytes(budget)
-    document = _read_graph(graph)
-    made = parse_plan(_stdin(), "stdin") if plan == "-" else load_plan(plan)
+    document = read_graph(graph)
+    made = read_plan(plan)
     if limit_bytes is not None:
         made = made.model_copy(update={"budget_bytes": limit_bytes})
     faults = find_faults(document, made)
@@ -290,19 +292,6 @@ def methods() -> None:
             click.echo(f"  --ablate {switch}: {lost}")
 
 
-def _read_graph(source: str) -> "Graph":
-    from coop_plan.schemas import load_graph, parse_graph
-
-    return parse_graph(_stdin(), "stdin") if source == "-" else load_graph(source)
-
-
-def _stdin() -> bytes:
-    """What stdin holds; it may be closed."""
-    if sys.stdin is None:
-        fail("stdin: cannot be read: it is closed", EXIT_INVALID)
-    return sys.stdin.buffer.read()
-
-
 @contextlib.contextmanager
 def _progress() -> Iterator["Callable[[Progress], None] | None"]:
     """A progress line on stderr while a person watches."""
@@ -340,6 +329,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+cli.add_command(explain)
 cli.add_command(place)
 cli.add_command(serve)
 cli.add_command(token)

@@ -40,12 +40,14 @@ class Engine:
 
     def copy(self, now_us: float, size: int) -> float:
         """Copy so many bytes as soon as it can; returns the end, µs. No engine never ends."""
-        if not self.bytes_per_s:
-            self.free_us = float("inf")
-        else:
-            begin = max(now_us, self.free_us)
-            self.free_us = begin + self.latency_us + size / self.bytes_per_s * 1e6
+        self.free_us = max(now_us, self.free_us) + self.lasts_us(size)
         return self.free_us
+
+    def lasts_us(self, size: int) -> float:
+        """How long a copy of so many bytes takes, µs."""
+        if not self.bytes_per_s:
+            return float("inf")
+        return self.latency_us + size / self.bytes_per_s * 1e6
 
 
 @dataclass
@@ -72,13 +74,19 @@ class Timeline:
         self._costs.append(cost_us)
         self._now_us += cost_us
 
-    def offload(self, buffer: int, size: int) -> None:
-        """A copy of so many bytes of a buffer to the host begins."""
+    def offload(self, buffer: int, size: int) -> float:
+        """A copy of so many bytes of a buffer to the host begins; returns when it ends, µs."""
         self._away[buffer] = self._to_host.copy(self._now_us, size)
+        return self._away[buffer]
 
-    def prefetch(self, buffer: int, size: int) -> None:
-        """A copy of so many bytes from the host into a buffer begins."""
+    def prefetch(self, buffer: int, size: int) -> float:
+        """A copy of so many bytes from the host into a buffer begins; returns its end, µs."""
         self._back[buffer] = self._to_device.copy(self._now_us, size)
+        return self._back[buffer]
+
+    def copy_us(self, size: int, *, away: bool) -> float:
+        """How long a copy of so many bytes takes on its engine, µs."""
+        return (self._to_host if away else self._to_device).lasts_us(size)
 
     def wait(self, buffer: int) -> None:
         """Compute waits for the copy in flight on a buffer."""
@@ -89,6 +97,11 @@ class Timeline:
             end = self._back.pop(buffer)
             self.prefetch_stall_us += max(0.0, end - self._now_us)
         self._now_us = max(self._now_us, end)
+
+    @property
+    def now_us(self) -> float:
+        """When compute comes to the next step."""
+        return self._now_us
 
     @property
     def stall_us(self) -> float:

@@ -13,6 +13,7 @@ from torch import fx
 from coop_plan.runtime.capture.collectives import collective_of, modelled, scratch_bytes
 from coop_plan.runtime.capture.own_ops import INSTEAD
 from coop_plan.runtime.capture.profile import OpProfile, profile
+from coop_plan.runtime.capture.sources import source_of
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
     FakeTensor,
@@ -198,6 +199,7 @@ class GraphBuilder:
                 "workspace_bytes": facts.workspace_bytes,
                 "recomputable": collective is None and not is_check(node),
                 "rng": is_random(node),
+                "source": source_of(node),
             }
         )
 

@@ -142,6 +142,7 @@ class _Layout:
                         "workspace_bytes": op.workspace_bytes,
                         "recomputable": op.recomputable,
                         "rng": op.rng,
+                        "source": op.source,
                     }
                 )
         device = calls[0].captured.graph.device

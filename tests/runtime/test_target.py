@@ -72,3 +72,11 @@ def test_a_wrong_target_is_named(user_module, spec, said):
 def test_what_cannot_be_captured_is_named(user_module, function, said):
     with pytest.raises(CaptureError, match=said):
         capture_target(f"{user_module}:{function}")
+
+
+def test_ops_know_the_module_and_the_line_that_made_them(user_module):
+    graph = capture_target(f"{user_module}:good")
+    sources = {op.source for op in graph.ops if op.name == "aten.addmm.default"}
+    assert sources == {f"model.{i}, user_steps.py:4" for i in range(4)}
+    backward = {op.source for op in graph.ops if op.name == "aten.mm.default"}
+    assert backward == sources

@@ -1,0 +1,48 @@
+"""Where an op comes from, for people: the module's path and the line of the program."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+"""A frame of the traceback that Dynamo keeps of each node, the innermost last."""
+
+PYTORCH = "/site-packages/torch/"
+
+
+def source_of(node: fx.Node) -> str:
+    """`blocks.3.attention, model.py:42`, or the one of the two that is known, or nothing.
+
+    An op of the backward has the source of the op that it is the gradient of. A path is below the
+    working folder or behind site-packages; elsewhere it is the file's name, so that it tells
+    nothing of the machine, and is the same on every rank.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    module = _module(next(reversed(list(stack.values())))) if stack else ""
+    return ", ".join(filter(None, (module, _line(node.meta.get("stack_trace") or ""))))
+
+
+def _module(entry: Any) -> str:
+    """The module's path as `named_modules` has it: Dynamo's `L['self'].blocks.3`, read."""
+    path = re.sub(r"\.?_modules\[|\[", ".", str(entry[0])).replace("]", "")
+    parts = [part.strip("'\"") for part in path.split(".")]
+    return ".".join(part for part in parts if part not in ("L", "G", "self", ""))
+
+
+def _line(trace: str) -> str:
+    frames: list[tuple[str, str]] = FRAME.findall(trace)
+    own = [frame for frame in frames if PYTORCH not in frame[0]] or frames
+    if not own:
+        return ""
+    file, line = own[-1]
+    _, installed, below = file.rpartition("/site-packages/")
+    path = Path(file)
+    if installed:
+        shown = below
+    elif path.is_relative_to(Path.cwd()):
+        shown = path.relative_to(Path.cwd()).as_posix()
+    else:
+        shown = path.name
+    return f"{shown}:{line}"
