@@ -34,6 +34,7 @@ from coop_plan.api.place import place
 from coop_plan.api.reading import read_graph, read_plan
 from coop_plan.api.seconds import Seconds
 from coop_plan.api.serve import serve
+from coop_plan.api.show import show
 from coop_plan.api.work import worker
 
 if TYPE_CHECKING:
@@ -332,6 +333,7 @@ def _without_collections() -> Iterator[None]:
 cli.add_command(explain)
 cli.add_command(place)
 cli.add_command(serve)
+cli.add_command(show)
 cli.add_command(token)
 cli.add_command(worker)
 

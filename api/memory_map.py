@@ -1,35 +1,25 @@
 """Pictures of a placement: time to the right, addresses upwards, a rectangle per buffer."""
 
-import html
 import io
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coop_plan.api.output import OutputError, check_writable, write_whole
+from coop_plan.planner.look.buffers import KINDS
+from coop_plan.planner.look.drawing import drawing
+from coop_plan.schemas import format_bytes
+from coop_plan.web import page
 
 if TYPE_CHECKING:
     from coop_plan.api.buffers import Buffers
+    from coop_plan.schemas import Graph, Plan
+
+_COLOURS = ("#5b8fd6", "#e07b39", "#8a5bb5", "#9aa3ad", "#3f9d6b")
+"""By kind, as the page has them (web/palette.js)."""
 
 WIDTH, HEIGHT = 1200, 700
 """Of the picture, in pixels."""
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{title}</title>
-<style>
-body {{ font: 14px system-ui, sans-serif; margin: 1.5em; }}
-svg {{ width: 100%; height: auto; background: #f4f4f4; }}
-rect {{ stroke: #fff; stroke-width: 1; vector-effect: non-scaling-stroke; }}
-rect:hover {{ stroke: #000; }}
-line {{ stroke: #c00; stroke-dasharray: 6 4; }}
-</style>
-<p>{title}. Time to the right, addresses upwards; point at a buffer to see which it is.</p>
-<svg viewBox="0 0 {width} {height}" preserveAspectRatio="none">
-{body}
-</svg>
-</html>
-"""
 
 
 def check_drawable(target: str | None) -> None:
@@ -41,24 +31,60 @@ def check_drawable(target: str | None) -> None:
     if target is None:
         return
     kind = Path(target).suffix.lower()
-    if kind not in (".html", ".png"):
-        raise OutputError(f"{target}: a memory map is a .html or .png file")
+    if kind not in (".html", ".png", ".svg"):
+        raise OutputError(f"{target}: a memory map is a .html, .png or .svg file")
     check_writable(target)
-    if kind == ".png":
+    if kind != ".html":
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
-            raise OutputError("a .png needs matplotlib: pip install 'coop-plan[plot]'") from None
+            message = f"a {kind} needs matplotlib: pip install 'coop-plan[plot]'"
+            raise OutputError(message) from None
 
 
 def draw(
     target: str, buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None
 ) -> None:
-    """Write the memory map; `peak` and `capacity` in bytes."""
+    """Write the memory map of a placement; `peak` and `capacity` in bytes."""
+    title = _title(offsets, peak, capacity)
     if target.lower().endswith(".html"):
-        write_whole(target, _page(buffers, offsets, peak, capacity))
-    else:
-        write_whole(target, _png(buffers, offsets, peak, capacity))
+        drawing = {
+            "title": title,
+            "figures": None,
+            "map": _placement(buffers, offsets, peak, capacity),
+        }
+        write_whole(target, page("show.js", "Memory map", {"drawings": [drawing]}))
+        return
+    rows = zip(buffers.lower, buffers.upper, buffers.size, offsets, strict=True)
+    rectangles = [(lower, upper, offset, size) for lower, upper, size, offset in rows]
+    colours = [_COLOURS[0]] * len(rectangles)
+    write_whole(target, _picture(target, rectangles, colours, peak, capacity, title, "time"))
+
+
+def draw_plans(target: str, graph: "Graph", plans: "dict[str, Plan]") -> None:
+    """Write the page with the memory maps of plans, by title, side by side."""
+    drawings = [drawing(graph, plan, title) for title, plan in plans.items()]
+    name = graph.name or "a training step"
+    write_whole(target, page("show.js", f"Memory of {name}", {"drawings": drawings}))
+
+
+def draw_plan(target: str, graph: "Graph", plan: "Plan") -> None:
+    """Write the memory map of one plan as a picture."""
+    made = drawing(graph, plan)
+    columns = made["map"]
+    rows = zip(columns["begin"], columns["end"], columns["offset"], columns["size"], strict=True)
+    colours = [_COLOURS[kind] for kind in columns["kind"]]
+    picture = _picture(
+        target,
+        list(rows),
+        colours,
+        plan.arena_bytes,
+        columns["budget_arena"],
+        made["title"],
+        "step",
+        set(columns["kind"]),
+    )
+    write_whole(target, picture)
 
 
 def _title(offsets: list[int], peak: int, capacity: int | None) -> str:
@@ -66,55 +92,80 @@ def _title(offsets: list[int], peak: int, capacity: int | None) -> str:
     return f"{len(offsets):,} buffers in {peak:,} bytes{within}"
 
 
-def _hue(number: int) -> float:
-    """Neighbours in the list get distant colours (golden ratio), as a share of the circle."""
-    return number * 0.618034 % 1
+def _placement(
+    buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None
+) -> dict[str, Any]:
+    """The columns of the map, as `planner.look.drawing` has them; times that occur are moments."""
+    times = sorted({*buffers.lower, *buffers.upper})
+    moment = {time: position for position, time in enumerate(times)}
+    begin, end = ([moment[time] for time in column] for column in (buffers.lower, buffers.upper))
+    change = [0] * (len(times) + 1)
+    for first, last, size in zip(begin, end, buffers.size, strict=True):
+        change[first] += size
+        change[last] -= size
+    live = list(accumulate(change))[: max(0, len(times) - 1)]
+    count = len(offsets)
+    return {
+        "offset": offsets,
+        "size": buffers.size,
+        "begin": begin,
+        "end": end,
+        "kind": None,
+        "op": [-1] * count,
+        "tensor": list(range(count)),
+        "live": live,
+        "begin_us": [],
+        "end_us": 0,
+        "peak": max(range(len(live)), key=live.__getitem__, default=-1),
+        "arena": peak,
+        "budget_arena": capacity or 0,
+        "names": buffers.id,
+        "ops": [],
+        "sources": [],
+    }
 
 
-def _page(buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None) -> str:
-    start, end = min(buffers.lower, default=0), max(buffers.upper, default=1)
-    across, up = WIDTH / (end - start), HEIGHT / max(peak, capacity or 0, 1)
-    body = []
-    rows = zip(buffers.id, buffers.lower, buffers.upper, buffers.size, offsets, strict=True)
-    for number, (name, lower, upper, size, offset) in enumerate(rows):
-        label = f"{name}: {size:,} bytes at {offset:,}, live in [{lower}, {upper})"
-        body.append(
-            f'<rect x="{(lower - start) * across:.2f}" y="{HEIGHT - (offset + size) * up:.2f}"'
-            f' width="{(upper - lower) * across:.2f}" height="{size * up:.2f}"'
-            f' fill="hsl({_hue(number) * 360:.0f} 55% 62%)"><title>{html.escape(label)}</title>'
-            "</rect>"
-        )
-    if capacity is not None:
-        y = HEIGHT - capacity * up
-        body.append(f'<line x1="0" x2="{WIDTH}" y1="{y:.2f}" y2="{y:.2f}"/>')
-    return _PAGE.format(
-        title=_title(offsets, peak, capacity), width=WIDTH, height=HEIGHT, body="\n".join(body)
-    )
-
-
-def _png(buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None) -> bytes:
+def _picture(
+    target: str,
+    rectangles: list[tuple[int, int, int, int]],
+    colours: list[str],
+    peak: int,
+    capacity: int | None,
+    title: str,
+    across: str,
+    kinds: "set[int] | None" = None,
+) -> bytes:
+    """A .png or .svg of rectangles (begin, end, offset, size)."""
     from matplotlib.collections import PolyCollection
-    from matplotlib.colors import hsv_to_rgb
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter
 
     figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, layout="constrained")
     axes = figure.add_subplot()
-    rows = zip(buffers.lower, buffers.upper, buffers.size, offsets, strict=True)
     corners = [
-        [(lower, offset), (lower, offset + size), (upper, offset + size), (upper, offset)]
-        for lower, upper, size, offset in rows
+        [(begin, offset), (begin, offset + size), (end, offset + size), (end, offset)]
+        for begin, end, offset, size in rectangles
     ]
-    colours = [tuple(hsv_to_rgb((_hue(i), 0.5, 0.85))) for i in range(len(offsets))]
     axes.add_collection(
         PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.3)
     )
-    if capacity is not None:
-        axes.axhline(capacity, color="firebrick", linestyle="--")
-    axes.set_xlim(min(buffers.lower, default=0), max(buffers.upper, default=1))
-    axes.set_ylim(0, max(peak, capacity or 0, 1) * 1.02)
-    axes.set_xlabel("time")
-    axes.set_ylabel("address in bytes")
-    axes.set_title(_title(offsets, peak, capacity))
+    top = max(peak, 1)
+    if capacity is not None and 0 < capacity <= 2 * top:
+        axes.axhline(capacity, color="firebrick", linestyle="--", label="budget")
+        top = max(top, capacity)
+    axes.set_xlim(
+        min((row[0] for row in rectangles), default=0),
+        max((row[1] for row in rectangles), default=1),
+    )
+    axes.set_ylim(0, top * 1.02)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(int(value))))
+    axes.set_xlabel(across)
+    axes.set_ylabel("address")
+    axes.set_title(title)
+    if kinds:
+        patches = [Patch(color=_COLOURS[kind], label=KINDS[kind]) for kind in sorted(kinds)]
+        axes.legend(handles=patches, loc="upper left", ncols=len(patches))
     picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    figure.savefig(picture, format=Path(target).suffix[1:].lower())
     return picture.getvalue()

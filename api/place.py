@@ -39,7 +39,7 @@ ALIGNMENT_LIMIT = 1 << 40
     help="Of offsets, in bytes.",
 )
 @click.option("-o", "--output", metavar="CSV", help="Write the placement here; - is stdout.")
-@click.option("--plot", metavar="MAP", help="Draw the memory map: a .html or .png file.")
+@click.option("--plot", metavar="MAP", help="Draw the memory map: a .html, .png or .svg file.")
 def place(
     buffers: str,
     capacity: str | None,

@@ -17,8 +17,8 @@ import pytest
 from coop_plan.schemas import load_graph, load_plan
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("api", "planner", "runtime", "schemas")
-SHIPPED = {".py", ".json", ".cpp", ".h", ".typed"}
+FOLDERS = ("api", "planner", "runtime", "schemas", "web")
+SHIPPED = {".css", ".cpp", ".h", ".js", ".json", ".py", ".typed"}
 
 # The installed package compiles its kernels anew, which takes minutes on a busy machine.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

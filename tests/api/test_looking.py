@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "graph.json")
 
@@ -22,3 +23,18 @@ def test_explain_of_a_budget_that_cannot_be_met_names_the_blocker(run):
     assert code == 3
     assert json.loads(out)["infeasible"]["blocking_op_name"] == "aten.mul.Tensor"
     assert "aten.mul.Tensor" in err
+
+
+def test_show_writes_a_page_of_two_plans_or_a_picture_of_one(run, folder):
+    pytest.importorskip("matplotlib")
+    for share in ("60%", "80%"):
+        assert run(EXAMPLE, "--budget", share, "--method", "coop", "-o", f"{share}.json")[0] == 0
+    assert run("show", EXAMPLE, "60%.json", "80%.json")[0] == 0
+    assert '"title":"60%.json"' in (folder / "map.html").read_text()
+    code, _, err = run("show", EXAMPLE, "60%.json", "80%.json", "--format", "svg")
+    assert (code, "side by side" in err or ".html" in err) == (1, True)
+    assert run("show", EXAMPLE, "60%.json", "--format", "svg", "-o", "paper")[0] == 0
+    assert (folder / "paper.svg").read_bytes().startswith(b"<?xml")
+    code, _, err = run("show", "graph.json", "60%.json")
+    assert code == 2
+    assert "wrong-graph" in err

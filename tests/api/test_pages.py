@@ -1,0 +1,158 @@
+"""The pages in a real browser: what they show, by pointer and by keyboard, without an error."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from coop_plan.api.memory_map import draw_plans
+from coop_plan.planner import plan
+from coop_plan.planner.look.drawing import drawing
+from coop_plan.schemas import load_graph
+from coop_plan.web import page as whole_page
+
+CHROMIUM = shutil.which("chromium")
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+
+EXAMPLE = load_graph(Path(__file__).parents[2] / "examples" / "graph.json")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        # In a container there is no sandbox for root.
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page without a network, whose errors fail the test."""
+    context = browser.new_context(offline=True, viewport={"width": 1200, "height": 800})
+    opened = context.new_page()
+    wrong = []
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("console", lambda said: said.type == "error" and wrong.append(said.text))
+    yield opened
+    context.close()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return {f"within {share}": plan(EXAMPLE, share) for share in ("50%", "70%")}
+
+
+@pytest.fixture(scope="module")
+def two_maps(plans, tmp_path_factory):
+    path = tmp_path_factory.mktemp("maps") / "map.html"
+    draw_plans(str(path), EXAMPLE, plans)
+    return path.as_uri()
+
+
+def serious(page):
+    """What axe-core finds in a page that people could not use."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    found = axe.run(page).response["violations"]
+    return [f["id"] for f in found if f["impact"] in ("serious", "critical")]
+
+
+def test_pointing_at_a_rectangle_tells_tensor_op_module_line_size_and_life(page, two_maps, plans):
+    page.goto(two_maps)
+    assert page.locator("h2").all_inner_texts() == list(plans)
+    drawn = drawing(EXAMPLE, plans["within 50%"])["map"]
+    widest = max(range(len(drawn["size"])), key=lambda i: drawn["end"][i] - drawn["begin"][i])
+    canvas = page.locator("canvas").first
+    x, y = page.evaluate(
+        """(i) => {
+        const map = document.querySelector("canvas").map;
+        const d = map.data;
+        return [(map.x(d.begin[i]) + map.x(d.end[i])) / 2, map.y(d.offset[i] + d.size[i] / 2)];
+    }""",
+        widest,
+    )
+    canvas.hover(position={"x": x, "y": y})
+    told = page.locator(".tip").first.inner_text()
+    op = EXAMPLE.ops[drawn["op"][widest]]
+    name = EXAMPLE.tensors[drawn["tensor"][widest]].name
+    life = f"steps {drawn['begin'][widest]} to {drawn['end'][widest] - 1}"
+    for word in (f"{name} (kept)", op.name, op.source, "4.00 MiB", life):
+        assert word in told
+
+
+def test_the_keyboard_alone_walks_zooms_and_filters(page, two_maps):
+    page.goto(two_maps)
+    page.keyboard.press("Tab")  # the filter
+    page.keyboard.type("model.13")
+    page.keyboard.press("Tab")
+    page.keyboard.press("ArrowDown")  # by time
+    page.keyboard.press("Tab")  # the first map
+    page.keyboard.press("ArrowRight")
+    told = page.locator(".told").first
+    assert "model.13, examples/train_step.py" in told.inner_text()
+    before = told.inner_text()
+    page.keyboard.press("ArrowRight")
+    assert told.inner_text() != before
+    page.keyboard.press("+")
+    wide = "(() => { const m = document.querySelector('canvas').map; return m.window; })()"
+    low, high = page.evaluate(wide)
+    page.keyboard.press("Home")
+    assert page.evaluate(wide) != [low, high]
+    page.keyboard.press("Escape")
+    assert told.inner_text() == ""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_maps_have_no_serious_fault_of_accessibility(browser, two_maps, scheme):
+    context = browser.new_context(color_scheme=scheme, viewport={"width": 380, "height": 800})
+    page = context.new_page()
+    page.goto(two_maps)
+    assert serious(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380  # a phone's width
+    context.close()
+
+
+def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
+    count = 50_000
+    columns = {
+        "offset": [(i * 7919 % 1000) << 10 for i in range(count)],
+        "size": [1 << 10] * count,
+        "begin": list(range(count)),
+        "end": [i + 40 for i in range(count)],
+        "kind": [i % 5 for i in range(count)],
+        "op": [-1] * count,
+        "tensor": list(range(count)),
+        "live": [40 << 10] * (count + 40),
+        "begin_us": [],
+        "end_us": 0,
+        "peak": 0,
+        "arena": 1000 << 10,
+        "budget_arena": 0,
+        "names": [f"t{i}" for i in range(count)],
+        "ops": [],
+        "sources": [],
+    }
+    drawings = [{"title": "many", "figures": None, "map": columns}]
+    (tmp_path / "many.html").write_text(whole_page("show.js", "many", {"drawings": drawings}))
+    page.goto((tmp_path / "many.html").as_uri())
+    found = page.evaluate("""() => {
+        const map = document.querySelector("canvas").map;
+        map.set({ window: [25000, 25100] });
+        const i = 25050;
+        const at = map.find(map.x(i) + 1, map.y(map.data.offset[i] + 512));
+        return map.data.begin[at] <= i && i < map.data.end[at];
+    }""")
+    assert found
+
+
+def test_a_page_holds_whatever_a_name_contains(page, tmp_path):
+    text = whole_page("show.js", "</title><script>alert(1)</script>", {"drawings": []})
+    data = {"name": "</script><script>throw 1</script>"}
+    hostile = whole_page("show.js", "t", {"drawings": [], **data})
+    assert json.dumps(data["name"])[1:-1] not in hostile
+    (tmp_path / "page.html").write_text(text)
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.title() == "</title><script>alert(1)</script>"

@@ -1,0 +1,81 @@
+"""
+Pages that people look at: modules of JavaScript and a style sheet, put into one HTML file.
+
+The modules are plain and need no build; a page needs no network. In a page they are one script, in
+the order in which they need each other, without their import and export words. So a name of a
+module's top level is used once in all of them.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import re
+from importlib import resources
+from typing import Any
+
+IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./([a-z]+\.js)";\n', re.MULTILINE)
+EXPORT = re.compile(r"^export ", re.MULTILINE)
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+</main>
+<script type="application/json" id="data">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def page(entry: str, title: str, data: Any) -> str:
+    """A whole page: what `start` of the module `entry` (`show.js`) makes of `data`."""
+    # In a script element only "</" and "<!--" could end or change what follows.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return _PAGE.format(
+        title=html.escape(title), style=_source("page.css"), data=text, script=script(entry)
+    )
+
+
+def script(entry: str) -> str:
+    """The module `entry` and all it needs as one script, which starts it with the page's data."""
+    order: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in order:
+            return
+        for needed in IMPORT.findall(_source(name)):
+            visit(needed)
+        order.append(name)
+
+    visit(entry)
+    parts = [EXPORT.sub("", IMPORT.sub("", _source(name))) for name in order]
+    parts.append('start(JSON.parse(document.getElementById("data").textContent));\n')
+    return "\n" + "\n".join(parts)
+
+
+def security_policy(entry: str) -> str:
+    """The Content-Security-Policy under which a page of `entry` works and nothing else does."""
+    script_hash, style_hash = _hash(script(entry)), _hash(_source("page.css"))
+    return (
+        f"default-src 'none'; script-src {script_hash}; style-src {style_hash} 'unsafe-hashes';"
+        " connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return f"'sha256-{digest}'"
+
+
+def _source(name: str) -> str:
+    return (resources.files(__name__) / name).read_text("utf-8")
