@@ -13,12 +13,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from coop_plan.api.compare import compare
 from coop_plan.api.exits import (
     EXIT_ERROR,
     EXIT_INFEASIBLE,
@@ -29,6 +29,7 @@ from coop_plan.api.exits import (
     interruptions,
 )
 from coop_plan.api.explain import explain
+from coop_plan.api.export import export
 from coop_plan.api.make_token import token
 from coop_plan.api.place import place
 from coop_plan.api.reading import read_graph, read_plan
@@ -68,7 +69,7 @@ class DefaultGroup(click.Group):
 
 
 @click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(metadata.version("coop-plan"), prog_name="coop-plan")
+@click.version_option(package_name="coop-plan", prog_name="coop-plan")
 def cli() -> None:
     """Plan one training step into a hard memory budget.
 
@@ -330,7 +331,9 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+cli.add_command(compare)
 cli.add_command(explain)
+cli.add_command(export)
 cli.add_command(place)
 cli.add_command(serve)
 cli.add_command(show)

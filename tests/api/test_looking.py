@@ -1,9 +1,15 @@
 """The commands that show and explain a plan."""
 
+import csv
 import json
+import multiprocessing
+import re
 from pathlib import Path
 
 import pytest
+
+from coop_plan.planner import PlanOptions, plan
+from coop_plan.planner.look.compare import compare
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "graph.json")
 
@@ -38,3 +44,47 @@ def test_show_writes_a_page_of_two_plans_or_a_picture_of_one(run, folder):
     code, _, err = run("show", "graph.json", "60%.json")
     assert code == 2
     assert "wrong-graph" in err
+
+
+def test_a_comparison_s_figures_are_the_plans_in_every_form(run, folder, chain):
+    reports = ("-o", "all.html", "-o", "all.json", "-o", "all.csv")
+    budgets, methods = ("--budgets", "100%,10%,min"), ("--methods", "coop,keep-all")
+    code, out, _ = run("compare", "graph.json", *budgets, *methods, *reports)
+    assert code == 0
+    assert "overhead over peak: o coop  x keep-all" in out
+    page = (folder / "all.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    rows = json.loads((folder / "all.json").read_text())
+    table = list(csv.DictReader((folder / "all.csv").read_text().splitlines()))
+    assert len(data["cells"]) == len(rows) == len(table) == 6
+    for cell, row, line in zip(data["cells"], rows, table, strict=True):
+        if cell["asked"] == "10%":
+            assert (cell["state"], cell["figures"]) == ("infeasible", None)
+            assert cell["least_bytes"] == rows[-2 if cell["method"] == "coop" else -1]["peak_bytes"]
+            continue
+        made = plan(chain, cell["asked"], method=cell["method"]).to_dict()
+        timed = ("steps", "solve_seconds", "versions")
+        assert {k: v for k, v in cell["figures"].items() if k not in timed} == {
+            k: v for k, v in made.items() if k not in timed
+        }
+        assert row["overhead"] == float(line["overhead"]) == made["overhead"]
+    assert "http" not in page
+
+
+def test_a_comparison_that_is_stopped_ends_its_processes(chain):
+    asked = [PlanOptions.of({"budget": b, "method": "keep-all"}) for b in ("min", "100%")]
+    cells = compare(chain, asked, 1)
+    assert next(cells).state == "planned"
+    cells.close()
+    for child in multiprocessing.active_children():
+        child.join(60)
+    assert multiprocessing.active_children() == []
+
+
+def test_export_writes_a_file_and_knows_its_forms(run, folder):
+    assert run("graph.json", "--budget", "min", "--method", "coop", "-o", "plan.json")[0] == 0
+    code, _, err = run("export", "graph.json", "plan.json", "--to", "csv", "-o", "plan.csv")
+    assert code == 0
+    assert "plan.csv: " in err
+    assert (folder / "plan.csv").read_text().startswith("buffer,tensor,kind")
+    assert run("export", "graph.json", "plan.json", "--to", "svg", "-o", "x")[0] == 2

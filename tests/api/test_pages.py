@@ -1,5 +1,7 @@
 """The pages in a real browser: what they show, by pointer and by keyboard, without an error."""
 
+import base64
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -156,3 +158,35 @@ def test_a_page_holds_whatever_a_name_contains(page, tmp_path):
     (tmp_path / "page.html").write_text(text)
     page.goto((tmp_path / "page.html").as_uri())
     assert page.title() == "</title><script>alert(1)</script>"
+
+
+def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
+    columns = drawing(EXAMPLE, plans["within 50%"])
+    once = {name: columns["map"].pop(name) for name in ("names", "ops", "sources")}
+    packed = base64.b64encode(gzip.compress(json.dumps(columns["map"]).encode())).decode()
+    figures = columns["figures"]
+    cell = {
+        "asked": "50%",
+        "method": "coop-offline",
+        "state": "planned",
+        "bound": 0.1,
+        "map": packed,
+    }
+    cell |= figures | {"figures": figures, "least_bytes": None, "why": ""}
+    refused = {"asked": "1%", "method": "coop", "state": "infeasible", "why": "too small"}
+    data = {"name": "mlp", "cells": [cell, refused], "once": once}
+    (tmp_path / "report.html").write_text(whole_page("report.js", "Plans", data))
+    page.goto((tmp_path / "report.html").as_uri())
+    assert "24.84 %" in page.locator("tbody tr").first.inner_text()
+    page.get_by_role("button", name="map of coop-offline, 50%").press("Enter")
+    page.locator(".map canvas").wait_for()
+    assert page.locator("h2").inner_text() == "coop-offline within 50%"
+    assert serious(page) == []
+    page.evaluate("document.querySelector('.opened').replaceChildren()")
+    page.locator("section canvas").first.click(
+        position=page.evaluate("""() => {
+        const plot = document.querySelector("section canvas").plot;
+        return { x: plot.x(plot.cells[0].peak_bytes), y: plot.y(plot.cells[0].overhead) };
+    }""")
+    )
+    page.locator(".map canvas").wait_for()

@@ -1,0 +1,82 @@
+// The report of `coop-plan compare`: a plot, a table, and the map of the plan that is opened.
+
+import { Pareto, hue } from "./pareto.js";
+import { bytes, element, percent } from "./units.js";
+import { mapsView } from "./views.js";
+
+async function unpacked(text) {
+  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).json();
+}
+
+const HEADS = ["budget", "method", "peak", "overhead", "at least", "fragmentation", "smallest", "time", "map"];
+
+export function reportView(data) {
+  const planned = data.cells.filter((cell) => cell.state === "planned");
+  const methods = [...new Set(data.cells.map((cell) => cell.method))];
+  const place = element("div", { class: "opened" });
+  const rows = new Map();
+
+  async function open(cell) {
+    for (const row of rows.values()) row.classList.remove("open");
+    rows.get(cell).classList.add("open");
+    const title = `${cell.method} within ${cell.asked}`;
+    if (!cell.map) {
+      const why = "The map is left out to keep this file small: coop-plan show draws it.";
+      place.replaceChildren(element("p", {}, why));
+      return;
+    }
+    const map = { ...(await unpacked(cell.map)), ...data.once };
+    place.replaceChildren(mapsView([{ title, figures: cell.figures, map }]));
+  }
+
+  const body = element("tbody");
+  for (const cell of data.cells) {
+    const there = cell.state === "planned";
+    const button = there
+      ? element("button", { onclick: () => open(cell), "aria-label": `map of ${cell.method}, ${cell.asked}` }, "open")
+      : cell.state;
+    const values = [
+      cell.asked,
+      cell.method,
+      there ? bytes(cell.peak_bytes) : "",
+      there ? percent(cell.overhead) : "",
+      cell.bound == null ? "" : percent(cell.bound),
+      there ? percent(cell.fragmentation) : "",
+      cell.least_bytes == null ? "" : bytes(cell.least_bytes),
+      there ? `${cell.solve_seconds.toFixed(2)} s` : "",
+      button,
+    ];
+    const row = element("tr", { title: cell.why || null }, ...values.map((value) => element("td", {}, value)));
+    rows.set(cell, row);
+    body.append(row);
+  }
+  const names = methods.map((method, i) => {
+    const swatch = element("span", { class: "swatch" });
+    swatch.style.background = hue(i);
+    return element("li", {}, swatch, method);
+  });
+  const head = element("tr", {}, ...HEADS.map((name) => element("th", { scope: "col" }, name)));
+  return element(
+    "div",
+    {},
+    element(
+      "section",
+      { class: "panel", "aria-label": "overhead over peak" },
+      element("ul", { class: "legend" }, ...names),
+      new Pareto(planned, methods, open).node,
+      element("p", { class: "help" }, "Shaded: no plan is there, as is proved. Click a point for its memory map."),
+    ),
+    element(
+      "section",
+      { class: "panel scroll", tabindex: "0", "aria-label": "all plans" },
+      element("table", {}, element("thead", {}, head), body),
+    ),
+    place,
+  );
+}
+
+export function start(data) {
+  document.querySelector("main").append(reportView(data));
+}
