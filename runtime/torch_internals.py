@@ -575,6 +575,10 @@ def composite_overloads(names: Sequence[str]) -> list[Any]:
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
 
+LINALG_CHECK: Any = torch.ops.aten._linalg_check_errors.default
+"""Raises what `torch.linalg` raises, for a matrix that is singular, say."""
+
+
 @contextmanager
 def kept_though_unused(op: OpOverload) -> Iterator[None]:
     """Trace an op without outputs where it stands, with no token from one effect to the next.

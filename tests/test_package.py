@@ -171,7 +171,9 @@ def test_the_command_plans_and_verifies_beside_a_users_packages(call, users):
     assert re.fullmatch(
         r"coop-plan, version \d+\.\d+\.\d+\n", call("coop-plan", "--version", **paths)
     )
-    shown = call("coop-plan", "graph.json", "--budget", "90%", "-o", "plan.json", **paths)
+    shown = call(
+        "coop-plan", "graph.json", "--budget", "90%", "--method", "coop", "-o", "plan.json", **paths
+    )
     assert shown.startswith("method ")
     assert call("coop-plan", "verify", "graph.json", "plan.json", **paths).startswith("valid: ")
     plan = load_plan(users / "plan.json")

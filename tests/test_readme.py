@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from coop_plan.schemas import load_plan
+from tests.runtime.ranks import cache_with_extension
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -71,10 +72,13 @@ def clone(tmp_path):
         program = binaries / name
         program.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments}\n")
         program.chmod(0o755)
+    cache = tmp_path / "cache"
+    if find_spec("torch") is not None:
+        cache_with_extension(cache)
     environment = os.environ | {
         "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "XDG_CACHE_HOME": str(cache),
         "PYTHONWARNINGS": "ignore",  # PyTorch's own
     }
     return tmp_path, environment

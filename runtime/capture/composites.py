@@ -14,6 +14,7 @@ import torch
 
 from coop_plan.runtime.capture.inplace import with_gaps
 from coop_plan.runtime.torch_internals import (
+    LINALG_CHECK,
     composite_overloads,
     kept_though_unused,
     python_kernels,
@@ -36,12 +37,13 @@ says that the running statistics change."""
 def as_eager() -> Iterator[None]:
     """Trace composite and in-place ops as eager runs them, on this and every other thread."""
     kernels: dict[Any, Any] = dict.fromkeys(composite_overloads(PACKETS))
-    with python_kernels(kernels | {_DROPOUT: _dropout}), with_gaps(), kept_though_unused(CHECK):
+    with (
+        python_kernels(kernels | {_DROPOUT: _dropout}),
+        with_gaps(),
+        kept_though_unused(LINALG_CHECK),
+    ):
         yield
 
-
-CHECK: Any = torch.ops.aten._linalg_check_errors.default
-"""Raises what `torch.linalg` raises, for a matrix that is singular, say."""
 
 _DROPOUT: Any = torch.ops.aten.dropout.default
 

@@ -188,6 +188,7 @@ def test_too_many_that_wait(run):
 def test_a_problem_reaches_all_who_wait(run):
     async def scenario(board, one, two):
         jobs = [server.join(asked(), b"body", "") for server in (one, two)]
+        await asyncio.gather(one.want(jobs[0]), two.want(jobs[1]))  # who comes later asks anew
         board.finish(await claimed(board, jobs[0]), Reply(problem="time-limit", detail="late"))
         await until(lambda: all(job.over for job in jobs))
         assert [job.problem.problem for job in jobs] == ["time-limit"] * 2

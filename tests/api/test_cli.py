@@ -246,7 +246,12 @@ def test_a_plan_of_an_interrupted_search_is_written_and_the_code_is_130(run, fol
         return plan(*arguments, **options)
 
     monkeypatch.setattr("coop_plan.planner.planning.plan", enough)
-    code, _, err = run("graph.json", "--budget", "100%", "-o", "plan.json")
+    # A shell that starts the tests in the background lets them ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, _, err = run("graph.json", "--budget", "100%", "-o", "plan.json")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (code, err.count("\n")) == (130, 1)
     assert load_plan("plan.json").steps
 

@@ -111,7 +111,7 @@ def test_the_cache_is_hit_by_structure_and_answers_in_the_asked_ids_and_costs(as
         {"method": "coop"},
         {"outputs": "arena"},
         {"alignment": 2},
-        {"time_limit": 50.0},
+        {"method": "coop", "time_limit": 50.0},
         {"method": "coop", "switches": {"sliding-window": False}},
     ],
 )

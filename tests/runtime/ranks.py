@@ -12,6 +12,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def cache_with_extension(folder):
+    """A cache folder with nothing in it but the compiled extension, which takes long to make."""
+    from coop_plan.runtime.device import build
+
+    built = Path(build.arena().__file__).parent
+    (folder / "coop-plan").mkdir(parents=True)
+    (folder / "coop-plan" / built.name).symlink_to(built)
+    return folder
+
+
 def together(target, folder, count=2, caches=None):
     """Run `module:function` on `count` ranks; `caches[rank]` is the cache folder of each."""
     folder.mkdir(exist_ok=True)

@@ -1,7 +1,6 @@
 """Collectives in a step: never run to be profiled, in one order, one plan for all ranks."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import nn
 
 from coop_plan import runtime
 from coop_plan.runtime.capture import collectives, profile
-from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from tests.runtime.ranks import together
+from tests.runtime.ranks import cache_with_extension, together
 
 HERE = "tests.runtime.test_collectives"
 
@@ -75,13 +73,7 @@ def train(rank, count):
 
 @pytest.fixture
 def caches(tmp_path):
-    """Cache folders with nothing in them but the extension: two for one rank each, one for both."""
-    built = Path(build.arena().__file__).parent
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        (folder / "coop-plan").mkdir(parents=True)
-        (folder / "coop-plan" / built.name).symlink_to(built)
-    return folders
+    return [cache_with_extension(tmp_path / name) for name in ("a", "b")]
 
 
 def test_two_ranks_with_cold_and_warm_caches(tmp_path, caches):

@@ -48,12 +48,11 @@ def test_steps_on_a_pretended_device(library, cache):
 @cpu_build
 def test_the_benchmark_on_a_pretended_device(library, cache):
     pytest.importorskip("transformers")
-    for name in ("gpt2-bf16", "resnet50"):
-        small = ("--small", "--only", name)
-        code, said = run("tests.runtime.pretend", library, "benchmarks.gpu_step", *small)
-        assert code == 0, said
-        assert "all held" in said
-        assert re.search(r"coop min .* none", said), said
+    small = ("--small", "--only", "gpt2-bf16")
+    code, said = run("tests.runtime.pretend", library, "benchmarks.gpu_step", *small)
+    assert code == 0, said
+    assert "all held" in said
+    assert re.search(r"coop min .* none", said), said
 
 
 def test_each_check_of_the_benchmark_has_a_process_of_its_own(cache, tmp_path):

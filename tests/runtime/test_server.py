@@ -14,7 +14,7 @@ from torch import nn
 from coop_plan import runtime
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
-from tests.runtime.ranks import together
+from tests.runtime.ranks import cache_with_extension, together
 from tests.runtime.test_distributed import Block
 
 pytest.importorskip("uvicorn")
@@ -84,8 +84,7 @@ def refused(rank, count):
 
 def apart(folder, function, count=2):
     """Caches of their own for the ranks: nothing is taken from a neighbour's."""
-    folder.mkdir(exist_ok=True)
-    caches = [folder / f"cache {rank}" for rank in range(count)]
+    caches = [cache_with_extension(folder / f"cache {rank}") for rank in range(count)]
     return together(f"{HERE}:{function}", folder / "ranks", count, caches=caches)
 
 

@@ -149,7 +149,7 @@ def test_the_call_that_compiles_is_found():
         assert internals.compile_call() is None
 
 
-def test_calls_of_what_a_backend_compiles_are_watched():
+def test_calls_of_what_a_backend_compiles_are_watched(monkeypatch):
     met = []
 
     @contextlib.contextmanager
@@ -161,6 +161,8 @@ def test_calls_of_what_a_backend_compiles_are_watched():
         return gm.forward
 
     kept = torch._TorchCompileWrapper.__init__
+    registry = torch._dynamo.backends.registry
+    monkeypatch.setattr(registry, "_COMPILER_FNS", registry._COMPILER_FNS)
     with assumed("a compile call's attributes get to torch._dynamo.optimize"):
         try:
             internals.watch_calls(backend, lambda: met.append("asked"), around)
