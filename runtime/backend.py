@@ -16,6 +16,7 @@ from coop_plan.runtime.capture.joint import Captured, capture_joint
 from coop_plan.runtime.capture.ranks import one_plan
 from coop_plan.runtime.capture.shapes import (
     ByShape,
+    FirstShapes,
     first_shapes,
     function_of,
     is_symbolic,
@@ -34,6 +35,7 @@ from coop_plan.runtime.torch_internals import (
     boxed,
     called_from_compiled,
     compile_call,
+    compiles_a_part,
     prepare_dynamo,
     takes_gradients,
     warn_of_version,
@@ -118,7 +120,7 @@ watch.install(coop)
 class _Compilation:
     """One joint graph on its way from capture to running code."""
 
-    def __init__(self, options: Options, pools: Pools, lines: Lines, call: object) -> None:
+    def __init__(self, options: Options, pools: Pools, lines: Lines, call: FirstShapes) -> None:
         self.options = options
         self.pools = pools
         self.lines = lines
@@ -151,7 +153,7 @@ class _Compilation:
 
 
 def plan_captured(
-    captured: Captured, options: Options, pools: Pools, lines: Lines, call: object
+    captured: Captured, options: Options, pools: Pools, lines: Lines, call: FirstShapes
 ) -> PlannedStep:
     """Plan a captured step, verify the plan, and make it runnable."""
     began = time.perf_counter()
@@ -159,7 +161,8 @@ def plan_captured(
         options = options.on_cuda()
 
     def find_or_make() -> tuple[Plan, bool]:
-        part = lines.breaks or called_from_compiled()
+        part = lines.breaks or called_from_compiled() or compiles_a_part()
+        part = part or watch.is_one_of_several(call.owner)
         return plan_for(captured.graph, options, part=part)
 
     asked = options.plan.key("", planner_version(), "")

@@ -126,9 +126,9 @@ def raise_recompile_limits(beyond: int) -> dict[str, int]:
 
 
 def watch_calls(
-    backend: Callable[..., Any], asked: Callable[[], None], around: Callable[[Any], Any]
+    backend: Callable[..., Any], asked: Callable[[Any], None], around: Callable[[Any], Any]
 ) -> None:
-    """Call `asked()` when something is compiled with `backend`; surround each call by a context.
+    """Call `asked(call)` when something is compiled with `backend`; give each call a context.
 
     `around(call)` makes the context; `call` is what `compile_call` finds, to which attributes may
     be given. Assumed: a `torch._TorchCompileWrapper` stands for the call; what it has in its
@@ -142,7 +142,7 @@ def watch_calls(
         self.backend_ctx_ctor = partial(around, self)
         _let_trace_pytorchs_own()
         _pass_over_words_said_once()
-        asked()
+        asked(self)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         initialize(self, *args, **kwargs)
@@ -291,6 +291,19 @@ def called_from_compiled() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def compiles_a_part() -> bool:
+    """Whether Dynamo compiles a function within the one that it was given, which runs as it is.
+
+    Assumed: around what compiles a frame are the frames that call it, `torch.compile`'s own one of
+    `_dynamo/eval_frame.py`, with those of `nn.Module`'s call between.
+    """
+    frame = _calling(ConvertFrameAssert.__call__.__code__)
+    between = (torch._dynamo.convert_frame.__file__, torch.nn.modules.module.__file__)
+    while frame is not None and frame.f_code.co_filename in between:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename != torch._dynamo.eval_frame.__file__
 
 
 def reset_dynamo() -> None:

@@ -7,6 +7,7 @@ in a loop, or since nobody calls what was compiled.
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -71,8 +72,18 @@ def install(backend: Any) -> None:
     watch_calls(backend, _compiled, _Call)
 
 
-def _compiled() -> None:
+_calls: list["weakref.ref[Any]"] = []
+"""The `torch.compile` calls with this backend, as long as what they made is there."""
+
+
+def is_one_of_several(call: object) -> bool:
+    """Whether other functions were compiled as by this `torch.compile` call: blocks of a model."""
+    return len([ref for ref in list(_calls) if ref() == call]) > 1
+
+
+def _compiled(call: Any) -> None:
     """A function was compiled; if it is never called, the first optimizer step tells."""
+    _calls.append(weakref.ref(call, _calls.remove))
     _Counts.compiled += 1
     if _Counts.compiled > 1:
         return

@@ -89,6 +89,7 @@ def capture_joint(
     began, measured = time.perf_counter(), measured_ops()
     complete_collectives(module)
     _bind_objects(module)
+    _tangents_last(module)
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = list(output.args[0])
     device = _device_of_step(module)
@@ -159,6 +160,21 @@ def _bind_objects(module: fx.GraphModule) -> None:
             constant = module.graph.create_node("get_attr", f"coop_object_{i}")
         constant.meta["val"] = value
         output.replace_input_with(node, constant)
+
+
+def _tangents_last(module: fx.GraphModule) -> None:
+    """Let a sum with a tangent lie in memory as its other part does.
+
+    Where the loss is made of an output that the user's code leaves alone, as logits are, its
+    tangent is zeros that eager autograd does not add, in the layout of the output, which the
+    gradient in eager need not have.
+    """
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+        first, second = node.args[:2]
+        if node.kwargs or not all(isinstance(arg, fx.Node) for arg in (first, second)):
+            continue
+        if is_tangent(first) and first.meta["val"].shape == second.meta["val"].shape:
+            node.args = (second, first)
 
 
 def _device_of_step(module: fx.GraphModule) -> torch.device:

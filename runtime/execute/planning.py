@@ -7,7 +7,7 @@ from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
 from coop_plan.runtime.cache import plans
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
-from coop_plan.schemas import Graph, Plan
+from coop_plan.schemas import Graph, Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
 
@@ -64,7 +64,13 @@ def _or_smallest(
 ) -> Plan:
     try:
         return make(graph, options.plan)
-    except InfeasibleBudgetError:
+    except InfeasibleBudgetError as error:
         if options.plan.budget.kind != "share" or not part:
             raise
-        return make(graph, options.within(None).plan)
+        told = str(error)
+        made = make(graph, options.within(None).plan)
+    log.warning(
+        "one of several graphs takes %s, the least it can, before they are planned together: %s",
+        *(format_bytes(made.budget_bytes), told),
+    )
+    return made

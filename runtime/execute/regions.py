@@ -20,7 +20,7 @@ from coop_plan.runtime.execute.partition import inputs_of, tangents_of
 from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
-from coop_plan.schemas import Compute, Free, Plan, parse_graph
+from coop_plan.schemas import Compute, Free, Plan, format_bytes, parse_graph
 
 log = logging.getLogger("coop-plan")
 
@@ -70,8 +70,16 @@ def plan_regions(
     try:
         made, cached = plan_for(layout.graph, options)
     except InfeasibleBudgetError as error:
-        log.warning("%d graphs of one iteration are not planned together: %s", len(calls), error)
-        return None
+        if options.plan.budget.kind != "share":
+            log.warning(
+                "%d graphs of one iteration are not planned together: %s", len(calls), error
+            )
+            return None
+        made, cached = plan_for(layout.graph, options.within(None))
+        log.warning(
+            "%d graphs of one iteration take %s, the least they can: %s",
+            *(len(calls), format_bytes(made.budget_bytes), error),
+        )
     parts = layout.cut(made)
     if parts is None:
         log.warning(

@@ -237,7 +237,11 @@ class PlannedStep:
             return
         self._measure(counters, sum(flight.beside.values()), flight.copies)
         over = self.report.measured_peak_bytes - self.report.budget_bytes
-        if self._clock is not None or not flight.alone:
+        if self._clock is not None:
+            return
+        if not flight.alone:
+            if over > TOLERANCE:
+                self._warn(f"{self._taken()}, beside others that wait for their backward")
             return
         if over > TOLERANCE:
             self._tell(counters)
@@ -254,16 +258,22 @@ class PlannedStep:
                 self._gave_up = True
                 log.warning("%s: %s", self.lines.begin, error)
 
-    def _tell(self, counters: Counters) -> None:
+    def _taken(self) -> str:
         report = self.report
-        text = (
+        return (
             f"{self.lines.begin}: '{report.name}' took {format_bytes(report.measured_peak_bytes)}"
             f" of its budget of {format_bytes(report.budget_bytes)}"
         )
+
+    def _tell(self, counters: Counters) -> None:
+        text = self._taken()
         if counters.stray_count:
-            text += f"; outside the plan: {report.outside_plan}"
+            text += f"; outside the plan: {self.report.outside_plan}"
         if self._strict:
             raise BudgetExceededError(text)
+        self._warn(text)
+
+    def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
             log.warning("%s", text)

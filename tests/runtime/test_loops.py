@@ -347,6 +347,32 @@ def test_an_output_that_gets_no_gradient():
     both(loop, wrap=wrap)
 
 
+class Pixels(nn.Module):
+    """Rows in memory as channels last; the loss is of enlarged logits, which are returned too."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.head = nn.Linear(16, 16), nn.Conv2d(16, 5, 1)
+
+    def forward(self, x):
+        rows = self.mix(x.view(1, 16, 4, 16)).repeat(2, 1, 4, 1)
+        logits = self.head(rows.permute(0, 3, 1, 2))
+        labels = torch.arange(2 * 64 * 64).view(2, 64, 64) % 5
+        enlarged = F.interpolate(logits, size=(64, 64), mode="bilinear")
+        return F.cross_entropy(enlarged, labels), logits
+
+
+def test_an_output_beside_the_loss_does_not_change_how_its_gradient_lies():
+    """The gradient of a bias is summed in the order of memory."""
+
+    def loop(model, step):
+        for x, _ in data(2):
+            step(x)[0].backward()
+        return state_of(model)
+
+    both(loop, Pixels, wrap=lambda model: model, options={"budget": "100%"})
+
+
 def test_what_is_held_is_never_overwritten():
     """Outputs and gradients of early steps, compared with clones after later steps."""
 

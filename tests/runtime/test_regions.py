@@ -1,5 +1,7 @@
 """The graphs of one iteration run by one plan, within one budget; another order is right, too."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from tests.runtime.test_flight import forwards_again, model_itself
-from tests.runtime.test_loops import Broken, Unshared, both, data, state_of
+from tests.runtime.test_loops import Broken, Unshared, assert_equal, both, data, state_of
 
 # Of Dynamo's own, where it looks at what is no leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -106,4 +108,19 @@ def test_a_recurrent_cell_is_planned_over_time():
     both(loop, Cell, wrap=model_itself, options={"budget": "100%"})
     (report,) = iterations()
     assert report.steps_run >= 1
+    assert report.measured_peak_bytes <= report.budget_bytes
+
+
+def test_blocks_that_cannot_meet_a_share_each_are_planned_as_one(caplog):
+    eager = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)])
+    planned = copy.deepcopy(eager)
+    for block in planned:
+        block.compile(backend="coop", options={"budget": "40%"})
+    for model in (eager, planned):
+        for x, _ in data(3):
+            model.zero_grad()
+            model(x.repeat(1, 2)).square().mean().backward()
+    assert_equal(state_of(planned), state_of(eager))
+    assert "one of several graphs takes" in caplog.text
+    (report,) = iterations()
     assert report.measured_peak_bytes <= report.budget_bytes

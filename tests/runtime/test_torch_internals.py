@@ -165,7 +165,7 @@ def test_calls_of_what_a_backend_compiles_are_watched(monkeypatch):
     monkeypatch.setattr(registry, "_COMPILER_FNS", registry._COMPILER_FNS)
     with assumed("a compile call's attributes get to torch._dynamo.optimize"):
         try:
-            internals.watch_calls(backend, lambda: met.append("asked"), around)
+            internals.watch_calls(backend, lambda _: met.append("asked"), around)
             twice = torch.compile(lambda x: x + x, backend=backend)
             torch.compile(lambda x: x, backend="eager")(torch.ones(2))
             for fullgraph in (False, True):
