@@ -164,7 +164,7 @@ def create_app(service: Service) -> FastAPI:
             raise ProblemError("not-found", "no plan of that key")
         asked = request.query_params.get("better-than")
         if asked is None:
-            _, data = await at_work().look(Task("stored", key=key))
+            _, data = await at_work().stored(key)
             return tagged(request, data)
         data, job = await at_work().better(request.state.caller, key, _overhead(asked))
         if job is not None:

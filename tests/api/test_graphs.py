@@ -96,13 +96,13 @@ def test_an_answer_by_digest_is_the_answer_by_document(answers, store, document)
     assert json.loads(whole)["graph"]["ops"][0]["name"] == "f1"  # what a solve needs
     solved, _ = answers.solve(whole, "", False, lambda *_: None)
     assert solved.key == reply.key
-    by_digest = [answers.ask(asked, "", b"") for _ in range(2)]  # verified, then at hand
+    by_digest = [answers.ask(asked, "", b"") for _ in range(2)]
     by_document = answers.ask(whole, "", b"")
     assert by_digest[0][0].found
     assert by_digest[0] == by_digest[1]
     assert by_digest[0][1] == by_document[1]
     assert not by_document[0].named
-    store.delete(reply.key)  # what is at hand is no answer without its record
+    store.delete(reply.key)
     assert not answers.ask(asked, "", b"")[0].found
 
 
@@ -160,4 +160,8 @@ def test_over_http(tmp_path, document):
         assert kept.content == plans[0].content
         again = client.get(kept.url, headers={"If-None-Match": kept.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
+        store = SqliteStore(tmp_path / "plans")  # what is at hand is no answer without its record
+        store.delete(kept.url.path.rpartition("/")[2])
+        assert client.get(kept.url).status_code == 404
+        assert client.post("/plan", json=question).headers["coop-plan-cache"] == "miss"
         assert "application/json" not in again.headers.get("content-type", "")
