@@ -32,10 +32,10 @@ class PlanRequest(PlanOptions, frozen=True, kw_only=True):
 
 
 FORMS = 4
-"""Ops and variants together, for each op that a graph may have."""
+"""Ops and variants together, and tensors, for each op that a graph may have."""
 
-VALUES = 100
-"""Values in a body, for each op that a graph may have: a captured one has some twenty."""
+VALUES = 40
+"""Values in a body, for each op that a graph may have: captured ones have 11 to 33."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -163,8 +163,12 @@ class Answers:
         if data.count(b'"cost_us"') > FORMS * limits.ops:
             message = f"more than {FORMS * limits.ops} ops and variants; this server takes no more"
             raise RefusedError("too-many-ops", message, max_ops=limits.ops)
-        if data.count(b",") > VALUES * limits.ops:
-            message = f"more than {VALUES * limits.ops} values; this server reads no more"
+        too_many = data.count(b'"kind"') > FORMS * limits.ops
+        if too_many or data.count(b",") > VALUES * limits.ops:
+            message = (
+                f"more than {FORMS * limits.ops} tensors or {VALUES * limits.ops} values;"
+                " this server reads no more"
+            )
             raise RefusedError("too-much-work", message)
         return data
 

@@ -81,7 +81,14 @@ def create_app(service: Service) -> FastAPI:
         return desk
 
     # The version is the interface's: which release answers is nobody's business.
-    app = FastAPI(title="coop-plan", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="coop-plan",
+        version="1",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
     problems.install(app)
     app.add_middleware(Access, tokens=service.tokens)
     app.add_middleware(Doorkeeper, hosts=service.hosts)
