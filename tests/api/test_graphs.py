@@ -8,8 +8,10 @@ import zlib
 import pytest
 
 from coop_plan.api.answers import Answers, Limits, RefusedError
+from coop_plan.api.graph_stores import open_graphs
 from coop_plan.api.graphs import REMEMBERED_BYTES, Graphs, SqliteGraphs, digest_of
-from coop_plan.planner.cache.store import SqliteStore
+from coop_plan.api.work_options import open_the_store
+from coop_plan.planner.cache.store import SqliteStore, StoreError
 from coop_plan.schemas import InvalidInputError, parse_plan
 from tests.api.server import serving
 
@@ -131,6 +133,26 @@ def test_what_is_no_graph_is_not_kept(answers, graphs, document):
         answers.put_graph(data, "", digest_of(data))
     assert wrong.value.pointer == "/ops/2/inputs/0"
     assert graphs.get(digest_of(data)) is None
+
+
+def test_who_opens_a_store_that_was_made_writes_nothing(tmp_path, monkeypatch):
+    """Readers and solvers are started on a full disk, too."""
+    path = tmp_path / "plans"
+    address, _ = open_the_store(str(path), None)
+    before = path.read_bytes()
+    connect = sqlite3.connect
+
+    def full(*arguments, **named):
+        connection = connect(*arguments, **named)
+        connection.execute("pragma query_only = on")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    SqliteStore(path).close()
+    open_graphs(address, 1).close()
+    assert path.read_bytes() == before
+    with pytest.raises(StoreError, match="cannot be opened"):
+        open_graphs(str(tmp_path / "another"), 1)
 
 
 def test_over_http(tmp_path, document):
