@@ -7,6 +7,7 @@ the command that needs them.
 
 import contextlib
 import difflib
+import errno
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from coop_plan.api.capture import capture
 from coop_plan.api.compare import compare
 from coop_plan.api.exits import (
     EXIT_ERROR,
@@ -24,13 +26,12 @@ from coop_plan.api.exits import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
     EXIT_TIME,
-    UNWRITABLE,
-    ClosedOutput,
     fail,
     interruptions,
 )
 from coop_plan.api.explain import explain
 from coop_plan.api.export import export
+from coop_plan.api.fit import fit
 from coop_plan.api.make_token import token
 from coop_plan.api.place import place
 from coop_plan.api.reading import read_graph, read_plan
@@ -253,37 +254,6 @@ def verify(graph: str, plan: str, budget: str | None) -> None:
     sys.exit(EXIT_INVALID if faults[0].code == "wrong-graph" else EXIT_ERROR)
 
 
-@cli.command(short_help="Profile a training step of PyTorch into a graph.")
-@click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
-@click.option("-o", "--output", required=True, metavar="GRAPH", help="- is stdout.")
-def capture(target: str, output: str) -> None:
-    """Profile a training step: the function returns (callable, example arguments).
-
-    The callable returns a loss; its joint forward and backward graph is profiled op by op.
-    """
-    from coop_plan.api.output import check_writable, write_whole
-
-    check_writable(output)
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        from coop_plan.runtime.capture.target import capture_target
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
-    from coop_plan.runtime.errors import RuntimeRefusalError
-
-    try:
-        graph = capture_target(target)
-    except RuntimeRefusalError as error:
-        fail(error, EXIT_ERROR)
-    if output == "-":
-        click.echo(graph.to_json())
-        return
-    write_whole(output, graph.to_json() + "\n")
-    click.echo(f"{output}: {len(graph.ops)} ops, {len(graph.tensors)} tensors", err=True)
-
-
 @cli.command()
 def methods() -> None:
     """List the planning methods, their sources and their switches."""
@@ -335,6 +305,8 @@ def _without_collections() -> Iterator[None]:
 cli.add_command(compare)
 cli.add_command(explain)
 cli.add_command(export)
+cli.add_command(capture)
+cli.add_command(fit)
 cli.add_command(place)
 cli.add_command(serve)
 cli.add_command(show)
@@ -344,8 +316,6 @@ cli.add_command(worker)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; every user's mistake ends in one line and an exit code."""
-    if sys.stdout is None:
-        sys.stdout = ClosedOutput()
     with interruptions() as interrupted:
         try:
             _run(arguments)
@@ -360,7 +330,8 @@ def _run(arguments: list[str] | None) -> None:
 
     try:
         cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except InvalidInputError as error:
         fail(error if error.source else _of_an_option(error), EXIT_INVALID)
     except click.exceptions.NoArgsIsHelpError:
@@ -379,7 +350,7 @@ def _run(arguments: list[str] | None) -> None:
 
         if isinstance(error, OutputError):
             fail(error, EXIT_ERROR)
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             with contextlib.suppress(OSError):  # or Python fails at it again when it ends
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             fail(f"stdout cannot be written: {error.strerror}", EXIT_ERROR)

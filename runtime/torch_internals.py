@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -141,7 +141,7 @@ def watch_calls(
     def prepare(self: Any) -> None:
         self.backend_ctx_ctor = partial(around, self)
         _let_trace_pytorchs_own()
-        _pass_over_words_said_once()
+        pass_over_words_said_once()
         asked(self)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -201,7 +201,7 @@ def _let_trace_pytorchs_own() -> None:
         torch._dynamo.config.wrap_top_frame = True
 
 
-def _pass_over_words_said_once() -> None:
+def pass_over_words_said_once() -> None:
     """Let Dynamo pass over what transformers logs once, or it would break the graph for it.
 
     GPT-2 says so that its loss is the default one. Assumed: the methods are of `logging.Logger`.
@@ -465,6 +465,11 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
+FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+EFFICIENT_BACKWARD: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+"""Attention's backwards on CUDA, whose arguments are the gradient, query, key, value, ..."""
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors have in common only if they share their storage, while it lives."""
     return int(tensor.untyped_storage()._cdata)
@@ -676,3 +681,50 @@ def cuda_allocator() -> int | None:
 def keep_busy(cycles: int) -> None:
     """Occupy the current stream for so many cycles of the device's clock."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def believe_in_cuda() -> None:
+    """Let Python's side of CUDA not ask for a device (`runtime/capture/deviceless.py`).
+
+    Assumed: what makes a tensor on CUDA calls `torch.cuda._lazy_init`, which refuses in builds
+    without CUDA.
+    """
+    torch.cuda._lazy_init = lambda: None
+
+
+@contextmanager
+def convertible_modules() -> Iterator[None]:
+    """Let `module.to(...)` work on fake parameters.
+
+    `torch.nn.Module._apply` swaps the contents of fake tensors, which it may not do with those that
+    are referred to elsewhere, as the fake mode does. Here a parameter is replaced, one that several
+    modules have by one new one.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+
+    def converted(given: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        if id(given) not in made:
+            with torch.no_grad():
+                value = fn(given)
+            new = torch.nn.Parameter(value, given.requires_grad)
+            made[id(given)] = given, cast("Any", given) if value is given else new
+        return made[id(given)][1]
+
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        for name, given in self._parameters.items():
+            if given is not None:
+                self._parameters[name] = converted(given, fn)
+        for name, given in self._buffers.items():
+            if given is not None:
+                self._buffers[name] = fn(given)
+        return self
+
+    module: Any = torch.nn.Module
+    original, module._apply = module._apply, _apply
+    try:
+        yield
+    finally:
+        module._apply = original

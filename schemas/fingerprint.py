@@ -3,9 +3,6 @@
 import hashlib
 import json
 import math
-import re
-
-import msgspec
 
 from coop_plan.schemas.graph import Graph, Op, Tensor, Variant
 
@@ -19,7 +16,6 @@ def fingerprint(graph: Graph) -> str:
     """
     by_id = {tensor.id: tensor for tensor in graph.tensors}
     number = {t: position for position, t in enumerate(tensor_order(graph))}
-    numbers = number.__getitem__
 
     def shape(tensor: Tensor) -> list[object]:
         return [tensor.kind, tensor.bytes, *(["movable"] if tensor.movable else [])]
@@ -31,21 +27,21 @@ def fingerprint(graph: Graph) -> str:
         [
             op.name,
             op.phase,
-            [*map(numbers, op.inputs)],
-            [*map(numbers, op.outputs)],
+            [number[t] for t in op.inputs],
+            [number[t] for t in op.outputs],
             op.workspace_bytes,
             op.recomputable,
             op.rng,
-            sorted(map(numbers, op.mutates)),
-            pairs(op) if op.inplace else [],
+            sorted(number[t] for t in op.mutates),
+            pairs(op),
             [
                 [
                     v.name,
                     v.workspace_bytes,
                     v.approximate,
                     pairs(v),
-                    [*map(numbers, v.inputs)],
-                    [*map(numbers, v.outputs)],
+                    [number[t] for t in v.inputs],
+                    [number[t] for t in v.outputs],
                 ]
                 for v in op.variants
             ],
@@ -60,10 +56,8 @@ def tensor_order(graph: Graph) -> list[int]:
     """Ids of the tensors that ops name, in the order of first appearance."""
     order: dict[int, None] = {}
     for op in graph.ops:
-        for tensor in op.inputs:
-            order[tensor] = None
-        for tensor in op.outputs:
-            order[tensor] = None
+        order.update(dict.fromkeys(op.inputs))
+        order.update(dict.fromkeys(op.outputs))
         for variant in op.variants:
             order.update(dict.fromkeys(variant.inputs))
             order.update(dict.fromkeys(variant.outputs))
@@ -89,12 +83,6 @@ def cost_signature(graph: Graph) -> str:
     return _digest([costs, *(round(math.log2(rate)) for rate in rates)])
 
 
-_LITERAL = re.compile(rb"[ -\[\]-~]*")
-"""What JSON writes as it is, in any escaping: printable ASCII but for the backslash."""
-
-
 def _digest(document: object) -> str:
-    data = msgspec.json.encode(document)
-    if not _LITERAL.fullmatch(data):  # escapes, which libraries write differently
-        data = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
-    return "sha256:" + hashlib.sha256(data).hexdigest()
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=True)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -13,6 +13,7 @@ from torch import fx
 from coop_plan.runtime.capture.collectives import collective_of, modelled, scratch_bytes
 from coop_plan.runtime.capture.own_ops import INSTEAD
 from coop_plan.runtime.capture.profile import OpProfile, profile
+from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.sources import source_of
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
@@ -40,7 +41,8 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 class GraphBuilder:
     """Collects what the profiled graph of `module` is made of; nodes are visited in its order.
 
-    The fields are as in `joint.Captured`; `op_fields[i]` is what the document says of op i.
+    The fields are as in `joint.Captured`; `op_fields[i]` is what the document says of op i. Ops are
+    measured, or with a `model` modelled for the device it stands for.
     """
 
     def __init__(
@@ -49,11 +51,13 @@ class GraphBuilder:
         device: torch.device,
         static_inputs: set[int],
         trained: set[int],
+        model: Roofline | None = None,
     ) -> None:
         self.module = module
         self.device = device
         self.static_inputs = static_inputs
         self.trained = trained
+        self.model = model
         self.tensors: list[dict[str, Any]] = []
         self.storages: dict[fx.Node, tuple[int | None, ...]] = {}
         self.views: set[fx.Node] = set()
@@ -154,7 +158,9 @@ class GraphBuilder:
         if target is torch.ops.aten.view.default:
             self._make_viewable(node)
         arguments = fx.node.map_arg((node.args, node.kwargs), _fake)
-        if collective is None:
+        if collective is None and self.model is not None:
+            facts = self.model.profile(target, *arguments, node.meta["val"])
+        elif collective is None:
             facts = profile(target, *arguments)
         else:
             facts = modelled(collective, *arguments, node.meta["val"])

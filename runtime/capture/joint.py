@@ -20,6 +20,7 @@ from coop_plan.runtime.capture.collectives import (
     complete_collectives,
 )
 from coop_plan.runtime.capture.profile import OpProfile, measured_ops
+from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
@@ -74,6 +75,7 @@ def capture_joint(
     num_fwd_outputs: int,
     static_inputs: Sequence[int] = (),
     name: str = "step",
+    model: Roofline | None = None,
 ) -> Captured:
     """Profile the ops of a joint graph and describe it.
 
@@ -82,6 +84,7 @@ def capture_joint(
         num_fwd_outputs: how many of its outputs are the forward's.
         static_inputs: positions of the primals that are parameters or buffers.
         name: of the graph.
+        model: costs of a device that is not there; without one, ops are measured.
 
     Raises:
         CaptureError: something that cannot be planned, named.
@@ -93,21 +96,24 @@ def capture_joint(
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = list(output.args[0])
     device = _device_of_step(module)
+    if device.type == "cuda" and model is None:
+        _take_over()
     _snapshot_overwritten(module, output.meta.get("desc", [])[:num_fwd_outputs])
     gradients = outputs[num_fwd_outputs:]
     trained = {i for i, gradient in enumerate(gradients) if gradient is not None}
-    builder = GraphBuilder(module, device, set(static_inputs), trained)
+    builder = GraphBuilder(module, device, set(static_inputs), trained, model)
     for node in module.graph.nodes:
         builder.visit(node)
     _own_layout(module, builder, outputs, num_fwd_outputs)
-    described = _described(device)
-    if device.type == "cuda":
+    described = _described(device) if model is None else model.described()
+    if device.type == "cuda" and model is None:
         torch.cuda.empty_cache()  # of what profiling took
     random = sum(op["rng"] for op in builder.op_fields)
     states = GENERATOR_BYTES * (random + 2 if random else 0)  # at the start, and now
     own = TICKET_BYTES + states if device.type == "cpu" else 0
     communication = sum(sorted(builder.communication)[-GROUP_THREADS:])
-    builder.add("runtime", own + communication, "buffer")
+    libraries = 0 if model is None else model.resident_bytes
+    builder.add("runtime", own + communication + libraries, "buffer")
     leaving = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }
@@ -192,12 +198,15 @@ def _device_of_step(module: fx.GraphModule) -> torch.device:
     (device,) = found
     if device.type != "cuda":
         raise CaptureError(f"steps run on the CPU or on CUDA, not on {device}")
+    return device
+
+
+def _take_over() -> None:
     if cuda.capturing():
         raise CaptureError(
             "a step cannot be profiled while a CUDA graph is captured: run it once before"
         )
     cuda.take_over()
-    return device
 
 
 def _described(device: torch.device) -> dict[str, Any]:

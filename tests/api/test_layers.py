@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "api": {"api", "planner", "schemas"},
 }
 DOORS = {
-    ("api/cli.py", "capture", "runtime"),
+    ("api/capture.py", "captured", "runtime"),
     ("runtime/execute/planning.py", "_from_server", "api"),
 }
 """(file, function, package): imports across the rule, made only when the function is called."""

@@ -1,0 +1,83 @@
+"""`coop-plan capture`: a training step of PyTorch as a graph; the command's door to the runtime."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from coop_plan.api.exits import EXIT_ERROR, fail
+
+if TYPE_CHECKING:
+    from coop_plan.schemas import Graph
+
+TARGET = click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
+OPTIMIZER = click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "momentum", "adamw"]),
+    help="Whose state is resident, too.",
+)
+MASTERS = click.option(
+    "--masters", is_flag=True, help="With float32 copies of parameters of fewer bits."
+)
+
+
+@click.command(short_help="Profile a training step of PyTorch into a graph.")
+@TARGET
+@click.option("-o", "--output", required=True, metavar="GRAPH", help="- is stdout.")
+@click.option("--device", metavar="DEVICE", help="a100-80gb, rtx4090, ... or a device file.")
+@click.option("--batch", type=click.IntRange(1), metavar="N", help="Call FUNCTION(batch=N).")
+@OPTIMIZER
+@MASTERS
+def capture(
+    target: str,
+    output: str,
+    device: str | None,
+    batch: int | None,
+    optimizer: str | None,
+    masters: bool,
+) -> None:
+    """Profile a training step: the function returns (callable, example arguments).
+
+    The callable returns a loss; its joint forward and backward graph is profiled op by op. With
+    --device nothing runs and nothing of the model is allocated: the step is traced as on that
+    device, and its costs are a roofline.
+    """
+    from coop_plan.api.output import check_writable, write_whole
+
+    check_writable(output)
+    graph = captured(target, device, batch, optimizer, masters)
+    if output == "-":
+        click.echo(graph.to_json())
+        return
+    write_whole(output, graph.to_json() + "\n")
+    click.echo(f"{output}: {len(graph.ops)} ops, {len(graph.tensors)} tensors", err=True)
+
+
+def captured(
+    target: str, device: str | None, batch: int | None, optimizer: str | None, masters: bool
+) -> "Graph":
+    """The graph of what a user names; ends the command where it cannot be captured."""
+    if masters and optimizer is None:
+        raise click.UsageError("--masters needs an --optimizer")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        from coop_plan.runtime.capture.target import capture_target
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
+    from coop_plan.runtime.capture.deviceless import Question, capture_for
+    from coop_plan.runtime.capture.devices import device as device_named
+    from coop_plan.runtime.errors import RuntimeRefusalError
+
+    try:
+        if device is None:
+            return capture_target(target, batch, optimizer, masters)
+        spec = device_named(device)
+        return capture_for(
+            Question(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
+        )
+    except RuntimeRefusalError as error:
+        fail(error, EXIT_ERROR)

@@ -1,0 +1,83 @@
+"""The largest batch within a limit is one whose own step has a plan within it."""
+
+import pytest
+
+from coop_plan.planner import plan
+from coop_plan.planner.fit import ONE_FORWARD, fit, scaled
+from coop_plan.schemas import InvalidInputError, parse_graph
+
+LAYERS = 6
+
+
+def chain(batch, bend=lambda batch: batch):
+    """A chain forward and back: every activation is 512 bytes an example, an op 1 us."""
+    size = 512 * bend(batch)
+    forward, gradients = range(1, LAYERS + 1), range(LAYERS + 1, 2 * LAYERS + 1)
+    tensors = [{"id": 0, "bytes": 512, "kind": "input"}]
+    tensors += [{"id": t, "bytes": size, "kind": "activation"} for t in forward]
+    tensors += [{"id": t, "bytes": 512, "kind": "activation"} for t in gradients[:-1]]
+    tensors += [{"id": 2 * LAYERS, "bytes": 512, "kind": "output"}]
+    ops = [
+        {"id": t - 1, "name": "f", "inputs": [t - 1], "outputs": [t], "cost_us": float(batch)}
+        for t in forward
+    ]
+    ops += [
+        {
+            "id": t - 1,
+            "name": "b",
+            "phase": "backward",
+            "inputs": [t - 1, 2 * LAYERS + 1 - t],
+            "outputs": [t],
+            "cost_us": float(batch),
+        }
+        for t in gradients
+    ]
+    return parse_graph({"schema": "coop-plan/graph/1", "tensors": tensors, "ops": ops})
+
+
+def test_a_graph_between_two_captured_ones_is_the_captured_one():
+    assert scaled(chain(2), chain(4), 3.5) == chain(9)
+    assert scaled(chain(2), chain(4), -0.5) == chain(1)
+    with pytest.raises(InvalidInputError, match="other ops at another batch"):
+        named = chain(4).to_json().replace('"name":"f"', '"name":"g"')
+        scaled(chain(2), parse_graph(named), 1)
+
+
+def holds(batch, memory, limit, graph_at):
+    try:
+        return plan(graph_at(batch), memory).overhead <= limit
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "bend", [lambda batch: batch, lambda batch: batch + batch // 12], ids=["affine", "bent"]
+)
+def test_the_largest_batch_is_the_largest_and_has_a_plan(bend):
+    memory, asked = 512 * 50, []
+
+    def graph_at(batch):
+        asked.append(batch)
+        return chain(batch, bend)
+
+    found = fit(graph_at, 4, memory, {"none": 0.0})
+    assert found.planned is not None
+    assert found.kept.overhead == 0
+    assert found.least.peak_bytes <= found.kept.peak_bytes
+    assert set(found.largest) == {"none", ONE_FORWARD}
+    for largest in found.largest.values():
+        assert largest.plan.peak_bytes <= memory
+        assert largest.plan.overhead <= largest.limit
+        assert largest.plan.graph == plan(chain(largest.batch, bend), "100%").graph
+    assert 0 < found.largest["none"].batch < found.largest[ONE_FORWARD].batch
+    assert len(asked) == len(set(asked)) <= 8
+    if bend(12) == 12:
+        for largest in found.largest.values():
+            assert not holds(largest.batch + 1, memory, largest.limit, graph_at)
+
+
+def test_where_nothing_fits_there_is_no_batch():
+    found = fit(chain, 4, 600, {})
+    assert found.planned is None
+    assert found.largest[ONE_FORWARD].batch == 0
+    assert found.largest[ONE_FORWARD].plan is None

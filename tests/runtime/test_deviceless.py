@@ -1,0 +1,168 @@
+"""A step captured for a device that is not there is the one captured here, but for its costs."""
+
+import sys
+from collections import Counter
+
+import msgspec
+import pytest
+import torch
+
+from coop_plan.planner import plan
+from coop_plan.runtime import CaptureError
+from coop_plan.runtime.capture.deviceless import Question, capture_for
+from coop_plan.runtime.capture.devices import DeviceSpec, built_in, device
+from coop_plan.runtime.capture.roofline import Roofline
+from coop_plan.runtime.capture.target import capture, capture_target
+from coop_plan.runtime.torch_internals import FakeTensorMode
+from coop_plan.schemas import InvalidInputError
+
+SOURCE = """
+import torch
+from torch import nn
+
+def good(batch=8):
+    convolution = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    head = [nn.Flatten(), nn.Dropout(0.1), nn.Linear(8 * 16 * 16, 32), nn.GELU(), nn.LayerNorm(32)]
+    model = nn.Sequential(*convolution, *head)
+    return (lambda x: model(x).square().mean()), (torch.randn(batch, 3, 16, 16),)
+
+def huge():
+    model = nn.Sequential(*[nn.Linear(1 << 17, 1 << 17, bias=False) for _ in range(3)]).float()
+    return (lambda x: model(x).sum()), (torch.ones(4, 1 << 17),)
+
+def looks(): return (lambda x: x.sum()), (torch.ones(int(torch.ones(3).sum()), requires_grad=True),)
+
+def chooses():
+    model = nn.Linear(4, 4)
+    def step(x):
+        y = model(x)
+        return y.sum() if y.sum() > 0 else y.mean()
+    return step, (torch.ones(2, 4),)
+"""
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "away_steps.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("away_steps", None)
+    return "away_steps"
+
+
+def facts(graph):
+    """What does not depend on where a graph was captured: ops, edges, sizes."""
+    sizes = Counter((t.kind, t.bytes) for t in graph.tensors if t.name != "runtime")
+    return [(op.name, op.phase, op.inputs, op.outputs, op.rng) for op in graph.ops], sizes
+
+
+def test_for_a_device_as_on_the_cpu(user_module):
+    here = capture_target(f"{user_module}:good")
+    away = capture_for(Question(target=f"{user_module}:good", spec=device("a100-80gb")))
+    assert facts(away) == facts(here)
+    assert away.device.kind == "cuda"
+    assert away.device.memory_bytes == built_in()["a100-80gb"].memory_bytes
+    assert plan(away, "min").peak_bytes <= plan(away, "100%").peak_bytes
+
+
+def test_nothing_is_allocated(user_module):
+    """Three layers of 64 GiB, of which parameters, gradients and AdamW's two buffers are there."""
+    asked = Question(target=f"{user_module}:huge", spec=device("h200"), optimizer="adamw")
+    graph = capture_for(asked)
+    layer = 4 << 34
+    kinds = Counter()
+    for tensor in graph.tensors:
+        kinds[tensor.kind] += tensor.bytes
+    assert kinds["parameter"] == 3 * layer
+    assert [t.bytes for t in graph.tensors if t.kind == "output"].count(layer) == 3
+    assert [t.bytes for t in graph.tensors if t.name == "adamw"] == [6 * layer]
+
+
+CPU = DeviceSpec(
+    name="one", kind="cpu", memory_bytes=2**30, flops={"float32": 1e9}, bytes_per_s=1e9, launch_us=1
+)
+
+
+def fake_step(run, *shapes, dtype=torch.float32, spec=CPU, **options):
+    with FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    return capture(run, inputs, model=Roofline(spec), **options)
+
+
+def cost_of(graph, name):
+    return next(op.cost_us for op in graph.ops if name in op.name)
+
+
+def test_an_op_costs_its_operations_its_bytes_or_a_launch():
+    product = msgspec.structs.replace
+    fast = product(CPU, bytes_per_s=1e15, matmul_share=0.5)
+    graph = fake_step(lambda a, b: (a @ b).sin().sum(), (64, 32), (32, 16), spec=fast)
+    assert cost_of(graph, "aten.mm") == pytest.approx(2 * 64 * 32 * 16 / 0.5e9 * 1e6)
+    assert cost_of(graph, "aten.sin") == 1
+    slow = product(CPU, memory_share=0.5)
+    graph = fake_step(lambda a: a.sin().sum(), (64, 32), spec=slow)
+    assert cost_of(graph, "aten.sin") == pytest.approx(2 * 64 * 32 * 4 / 0.5e9 * 1e6)
+
+
+def test_what_is_broadcast_is_read_once():
+    graph = fake_step(lambda a, b: (a * b).sum(), (64, 32), (1, 32))
+    moved = (64 * 32 * 2 + 32) * 4
+    assert cost_of(graph, "aten.mul") == pytest.approx(moved / 0.85e9 * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "masters", "each"),
+    [("sgd", False, 0), ("momentum", False, 2), ("adamw", True, 12), ("sgd", True, 4)],
+)
+def test_an_optimizers_state(optimizer, masters, each):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16), False)
+            self.trained = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return (self.frozen * self.trained * x).sum()
+
+    with FakeTensorMode():
+        model, x = Model(), torch.ones(8)
+    graph = capture(model, [x], model=Roofline(CPU), optimizer=optimizer, masters=masters)
+    assert graph.tensors[-1].bytes == 8 * each
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        (
+            "looks",
+            InvalidInputError,
+            "asks for a value in .*away_steps.py, line 1.*without",
+        ),
+        ("chooses", CaptureError, "cannot be captured: .*away_steps.py, line 2"),
+    ],
+)
+def test_what_cannot_be_captured_is_named_with_its_place(user_module, function, error, said):
+    with pytest.raises(error, match=said):
+        capture_for(Question(target=f"{user_module}:{function}", spec=CPU))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "device.json: not a device file"),
+        ('{"kind": "tpu"}', "kind"),
+        ('{"kind": "cpu", "memory_bytes": 1, "flops": {}, "bytes_per_s": 1}', "no float32"),
+    ],
+)
+def test_a_bad_device_file_is_named(tmp_path, content, said):
+    path = tmp_path / "device.json"
+    path.write_text(content)
+    with pytest.raises(InvalidInputError, match=said):
+        device(str(path))
+
+
+def test_a_device_of_ones_own(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(CPU, name="")))
+    assert device(str(path)) == msgspec.structs.replace(CPU, name="mine")
+    with pytest.raises(InvalidInputError, match="the devices are a100-80gb"):
+        device("a100")
