@@ -13,7 +13,7 @@ from coop_plan.api.answers import Reply
 from coop_plan.api.problems import ProblemError, response
 from coop_plan.api.tokens import Token, TokenLimits, Tokens
 
-OPEN = frozenset({"/livez", "/readyz", "/healthz", "/openapi.json"})
+OPEN = frozenset({"/", "/livez", "/readyz", "/healthz", "/openapi.json"})
 """What probes ask for, and what is the same for everybody."""
 
 SCHEME: dict[str, Any] = {"type": "http", "scheme": "bearer"}

@@ -5,7 +5,6 @@ Everything is bytes in, a small reply and bytes out, so that it can run in a pro
 
 import sqlite3
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,9 +20,6 @@ from coop_plan.schemas._parse import parse
 
 T = TypeVar("T")
 
-REMEMBERED_BYTES = 32 << 20
-"""Of verified plans that a worker keeps at hand, as they are sent."""
-
 
 class PlanRequest(PlanOptions, frozen=True, kw_only=True):
     """
@@ -36,10 +32,10 @@ class PlanRequest(PlanOptions, frozen=True, kw_only=True):
 
 
 FORMS = 4
-"""Ops and variants together, for each op that a graph may have."""
+"""Ops and variants together, and tensors, for each op that a graph may have."""
 
-VALUES = 100
-"""Values in a body, for each op that a graph may have: a captured one has some twenty."""
+VALUES = 40
+"""Values in a body, for each op that a graph may have: captured ones have 11 to 33."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -71,7 +67,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
     `problem` names one of `api.problems`, with its members. Without an answer `key` and `costs`
     say by what a solve for it is shared, and `seconds` how long it may take. `ops` and `read` (the
     bytes of the body, unpacked) are what limits of a client's own are held against; a graph that is
-    only `named` is not in the body. `settled` says that nobody need look for a better plan.
+    only `named` is not in the body. `settled` says that nobody need look for a better plan. `seals`
+    are those of the records in the store that the answer was made of.
     """
 
     key: str = ""
@@ -88,6 +85,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     ops: int = 0
     read: int = 0
     named: bool = False
+    seals: list[bytes] = []
 
 
 class RefusedError(Exception):
@@ -129,7 +127,6 @@ class Answers:
     def __init__(self, store: PlanStore, limits: Limits, graphs: GraphStore) -> None:
         self._store, self._limits = store, limits
         self._graphs = Graphs(graphs)
-        self._at_hand = AtHand()
         self.dropped = 0
         """Records that were damaged, or held no answer to what they were kept by."""
 
@@ -166,8 +163,12 @@ class Answers:
         if data.count(b'"cost_us"') > FORMS * limits.ops:
             message = f"more than {FORMS * limits.ops} ops and variants; this server takes no more"
             raise RefusedError("too-many-ops", message, max_ops=limits.ops)
-        if data.count(b",") > VALUES * limits.ops:
-            message = f"more than {VALUES * limits.ops} values; this server reads no more"
+        too_many = data.count(b'"kind"') > FORMS * limits.ops
+        if too_many or data.count(b",") > VALUES * limits.ops:
+            message = (
+                f"more than {FORMS * limits.ops} tensors or {VALUES * limits.ops} values;"
+                " this server reads no more"
+            )
             raise RefusedError("too-much-work", message)
         return data
 
@@ -221,15 +222,12 @@ class Answers:
         question = self.read(body, encoding)
         key, graph, request = question.key, question.graph, question.options
         named = bool(question.digest)
+        seals = [] if made else self._seals(key)
         reply = Reply(key=key, ops=len(graph.ops), read=question.read, named=named)
-        seals = self._seals(key) if named and not made else []
-        at_hand = self._at_hand.get(key, question.digest, seals)
-        if at_hand is not None:
-            return at_hand
         records = [as_record(made)] if made else self.records(key)
         best: Plan | None = None
         for record in records:
-            answer = record.for_question(graph, request)
+            answer = record.for_question(graph, request, question.structure)
             if answer is None:
                 self.dropped += 1
                 continue
@@ -239,9 +237,8 @@ class Answers:
             if suits and (best is None or answer.cost_us < best.cost_us):
                 best = answer
         if best is not None:
-            found = msgspec.structs.replace(reply, found=True), best.to_json().encode()
-            self._at_hand.keep(key, question.digest, seals, found)
-            return found
+            found = msgspec.structs.replace(reply, found=True, seals=seals)
+            return found, best.to_json().encode()
         # Whoever finds plans for other costs waits for a plan of costs like theirs, to the digit.
         costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))
         return msgspec.structs.replace(reply, costs=costs, seconds=request.time_limit), b""
@@ -285,15 +282,11 @@ class Answers:
     def stored(self, key: str) -> tuple[Reply, bytes]:
         """The first plan of a key, verified, in the ids of the graph it was made for."""
         seals = self._seals(key)
-        at_hand = self._at_hand.get(key, "", seals)
-        if at_hand is not None:
-            return at_hand
         for record in self.records(key):
             made = record.as_made() if isinstance(record, StoredPlan) else None
             if made is not None and isinstance(record, StoredPlan):
-                found = kept_plan(key, record), made[1].to_json().encode()
-                self._at_hand.keep(key, "", seals, found)
-                return found
+                reply = msgspec.structs.replace(kept_plan(key, record), seals=seals)
+                return reply, made[1].to_json().encode()
         return NO_PLAN, b""
 
     def _better(self, question: Question, made: Plan) -> Plan:
@@ -319,35 +312,6 @@ class Answers:
         except (OSError, sqlite3.Error):
             self.dropped += 1
             return []
-
-
-Answer = tuple[Reply, bytes]
-
-
-class AtHand:
-    """
-    Verified answers as they are sent, by their question, as long as the store holds the records
-    they were made of: the plan of a key for one graph (or, without a digest, as it was made).
-    """
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[list[bytes], Answer]] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: str, digest: str, seals: list[bytes]) -> Answer | None:
-        """The answer that the records with these seals gave."""
-        kept = self._kept.get((key, digest)) if seals else None
-        return kept[1] if kept is not None and kept[0] == seals else None
-
-    def keep(self, key: str, digest: str, seals: list[bytes], answer: Answer) -> None:
-        """Remember an answer, if its records have seals; those go that are the oldest."""
-        if not seals:
-            return
-        old = self._kept.pop((key, digest), None)
-        self._bytes += len(answer[1]) - (0 if old is None else len(old[1][1]))
-        self._kept[key, digest] = seals, answer
-        while self._bytes > REMEMBERED_BYTES and len(self._kept) > 1:
-            self._bytes -= len(self._kept.popitem(last=False)[1][1][1])
 
 
 NO_PLAN = Reply(problem="not-found", detail="no plan of that key")

@@ -7,7 +7,6 @@ the command that needs them.
 
 import contextlib
 import difflib
-import errno
 import gc
 import json
 import os
@@ -26,6 +25,8 @@ from coop_plan.api.exits import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
     EXIT_TIME,
+    UNWRITABLE,
+    ClosedOutput,
     fail,
     interruptions,
 )
@@ -316,6 +317,8 @@ cli.add_command(worker)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command; every user's mistake ends in one line and an exit code."""
+    if sys.stdout is None:
+        sys.stdout = ClosedOutput()
     with interruptions() as interrupted:
         try:
             _run(arguments)
@@ -330,8 +333,7 @@ def _run(arguments: list[str] | None) -> None:
 
     try:
         cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except InvalidInputError as error:
         fail(error if error.source else _of_an_option(error), EXIT_INVALID)
     except click.exceptions.NoArgsIsHelpError:
@@ -350,7 +352,7 @@ def _run(arguments: list[str] | None) -> None:
 
         if isinstance(error, OutputError):
             fail(error, EXIT_ERROR)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
             with contextlib.suppress(OSError):  # or Python fails at it again when it ends
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             fail(f"stdout cannot be written: {error.strerror}", EXIT_ERROR)

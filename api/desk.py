@@ -1,9 +1,11 @@
 """Where requests are answered: from the store, or by one solve however many ask at once."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
+import sqlite3
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +14,7 @@ from fastapi import Request
 
 from coop_plan.api.access import Caller
 from coop_plan.api.answers import Limits, Reply
+from coop_plan.api.at_hand import AtHand, name_of
 from coop_plan.api.doorkeeper import LOOPBACK
 from coop_plan.api.jobs import Bench, Job, Jobs
 from coop_plan.api.metrics import Metrics
@@ -67,6 +70,7 @@ class Desk:
         self._readers = Pool(service.worker(service.reader_memory), service.readers)
         self._threads = ThreadPoolExecutor(service.readers, thread_name_prefix="reader")
         self._store = open_store(service.store, b"")
+        self._at_hand = AtHand()
         self.bench: Bench
         if service.broker:
             from coop_plan.api.cluster.bench import ClusterBench
@@ -99,6 +103,24 @@ class Desk:
         _raise(reply)
         return reply, data
 
+    async def _find(self, name: bytes, task: Task, body: bytes = b"") -> tuple[Reply, bytes]:
+        """
+        What is kept for a question: at hand, if the store still has what it was made of, or found
+        by a reader.
+        """
+        kept = self._at_hand.get(name)
+        if kept is not None:
+            with contextlib.suppress(OSError, sqlite3.Error):
+                if await asyncio.to_thread(self._store.seals, kept[0].key) == kept[0].seals:
+                    return kept
+        reply, data = await self.look(task, body)
+        self._at_hand.keep(name, reply, data)
+        return reply, data
+
+    async def stored(self, key: str) -> tuple[Reply, bytes]:
+        """The kept plan of a key."""
+        return await self._find(name_of("stored", key.encode()), Task("stored", key=key))
+
     async def answer(
         self, request: Request, body: bytes, encoding: str, wait: float, *, provisional: bool
     ) -> tuple[Reply, bytes, Job | None]:
@@ -108,7 +130,7 @@ class Desk:
         A job that is not over goes on. Beside it there may be a plan for a smaller budget.
         """
         caller: Caller = request.state.caller
-        reply, data = await self.look(Task("ask", encoding), body)
+        reply, data = await self._find(name_of(encoding, body), Task("ask", encoding), body)
         caller.check(reply)
         if reply.found:
             return reply, data, None
@@ -156,7 +178,7 @@ class Desk:
 
     async def better(self, caller: Caller, key: str, overhead: float) -> tuple[bytes, Job | None]:
         """The kept plan if it has less overhead; else a job that looks for one, if any."""
-        reply, data = await self.look(Task("stored", key=key))
+        reply, data = await self.stored(key)
         if reply.figures.overhead is not None and reply.figures.overhead < overhead:
             return data, None
         if reply.settled:

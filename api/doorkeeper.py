@@ -51,7 +51,8 @@ class Doorkeeper:
         headers = Headers(scope=scope)
         refused = self._refuses(headers)
         if refused:
-            await response("forbidden", refused)(scope, receive, guarded)
+            close = {"Connection": "close"}
+            await response("forbidden", refused, close)(scope, receive, guarded)
             return
         await self._app(scope, receive, guarded)
 
@@ -62,6 +63,9 @@ class Doorkeeper:
         origin = headers.get("origin")
         if origin is not None and _name(origin) != host:
             return "requests from other origins are not taken"
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # Whoever stands between may have taken the other one for its length (RFC 9112, 6.3).
+            return "a request has one length"
         return ""
 
 

@@ -1,6 +1,8 @@
 """How the command ends: its exit codes, and one line on stderr."""
 
 import contextlib
+import errno
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,6 +12,18 @@ from typing import Any, NoReturn
 import click
 
 EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+"""What says that stdout does not take what is written to it."""
+
+
+class ClosedOutput(io.TextIOBase):
+    """Stands where the shell has closed stdout: an answer that nobody gets is an error."""
+
+    def write(self, text: str) -> int:
+        """Raise `OSError`."""
+        raise OSError(errno.EBADF, "it is closed")
 
 
 def fail(message: object, code: int) -> NoReturn:

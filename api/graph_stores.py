@@ -1,21 +1,29 @@
 """The store of graphs beside a store of plans."""
 
 import contextlib
+import sqlite3
 import zlib
 from pathlib import Path
 from typing import Any
 
 from coop_plan.api.graphs import GraphStore, SqliteGraphs, digest_of
 from coop_plan.planner.cache.opening import in_redis
+from coop_plan.planner.cache.store import StoreError
 
 
 def open_graphs(address: str, max_bytes: int) -> GraphStore:
-    """The graphs at the address of a plan store."""
-    return (
-        RedisGraphs(address)
-        if in_redis(address)
-        else SqliteGraphs(Path(address), max_bytes=max_bytes)
-    )
+    """
+    The graphs at the address of a plan store.
+
+    Raises:
+        StoreError: they cannot be opened.
+    """
+    if in_redis(address):
+        return RedisGraphs(address)
+    try:
+        return SqliteGraphs(Path(address), max_bytes=max_bytes)
+    except sqlite3.Error as error:
+        raise StoreError(f"plan store {address} cannot be opened: {error}") from error
 
 
 class RedisGraphs:
@@ -48,3 +56,7 @@ class RedisGraphs:
         with failing():
             self._redis.set(f"{PREFIX}graph:{digest}", zlib.compress(document, 1))
         return True
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._redis.close()

@@ -46,6 +46,9 @@ class GraphStore(Protocol):
     def put(self, digest: str, document: bytes) -> bool:
         """Keep a document; whether it was not there yet."""
 
+    def close(self) -> None:
+        """Let go of files and connections."""
+
 
 class SqliteGraphs:
     """

@@ -51,6 +51,7 @@ def serve(
 
         from coop_plan.api import logs
         from coop_plan.api.answers import Limits
+        from coop_plan.api.connections import Connection
         from coop_plan.api.desk import Service
         from coop_plan.api.doorkeeper import LOOPBACK, is_loopback
         from coop_plan.api.service import create_app
@@ -80,6 +81,7 @@ def serve(
     )
     config = uvicorn.Config(
         create_app(service),
+        http=Connection,
         log_config=logs.configure(),
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from coop_plan.api import graph_addresses, problems
+from coop_plan.api import graph_addresses, page_addresses, problems
 from coop_plan.api.access import OPEN, SCHEME, Access
 from coop_plan.api.answers import PlanRequest, Reply
 from coop_plan.api.bodies import Bodies
@@ -81,7 +81,14 @@ def create_app(service: Service) -> FastAPI:
         return desk
 
     # The version is the interface's: which release answers is nobody's business.
-    app = FastAPI(title="coop-plan", version="1", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="coop-plan",
+        version="1",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
     problems.install(app)
     app.add_middleware(Access, tokens=service.tokens)
     app.add_middleware(Doorkeeper, hosts=service.hosts)
@@ -164,7 +171,7 @@ def create_app(service: Service) -> FastAPI:
             raise ProblemError("not-found", "no plan of that key")
         asked = request.query_params.get("better-than")
         if asked is None:
-            _, data = await at_work().look(Task("stored", key=key))
+            _, data = await at_work().stored(key)
             return tagged(request, data)
         data, job = await at_work().better(request.state.caller, key, _overhead(asked))
         if job is not None:
@@ -234,6 +241,7 @@ def create_app(service: Service) -> FastAPI:
         return await at_work().look(task, body)
 
     graph_addresses.install(app, bodies, look)
+    page_addresses.install(app)
     app.openapi = functools.cache(functools.partial(_document, app.openapi))  # type: ignore[method-assign]
     return app
 

@@ -62,6 +62,7 @@ def open_the_store(store: str | None, store_key: str | None) -> tuple[str, bytes
 
     Several machines share one only by a file that was given to each.
     """
+    from coop_plan.api.graph_stores import open_graphs
     from coop_plan.planner.cache.opening import in_redis, open_store
     from coop_plan.planner.cache.store import StoreError, default_path
 
@@ -74,7 +75,9 @@ def open_the_store(store: str | None, store_key: str | None) -> tuple[str, bytes
         address = str(Path(address).absolute())
         key = Path(store_key or f"{address}.key")
     try:
+        # Both, while there is room: who opens them later need not write, on a full disk either.
         open_store(address, b"").close()
+        open_graphs(address, 0).close()
         return address, secret_of(key)
     except (StoreError, OSError) as error:
         fail(error, EXIT_ERROR)

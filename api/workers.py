@@ -3,6 +3,7 @@
 import os
 import queue
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,6 +19,9 @@ from coop_plan.api.worker import Settings, Task
 
 START_SECONDS = 120.0
 """A worker that is not up by then never will be; kernels may have to be compiled."""
+
+MESSAGE_SECONDS = 60.0
+"""How long one message between a server and a worker may take, once begun."""
 
 GRACE_SECONDS = 30.0
 """How long a solve may go on after its time limit before its process is killed."""
@@ -48,8 +52,11 @@ class Worker:
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
             )
+        # Whoever began a message ends it by then.
+        seconds = struct.pack("ll", int(MESSAGE_SECONDS), 0)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, seconds)
         self._connection = Connection(ours.detach())
-        self._late = False
         self._settings: bytes | None = msgspec.msgpack.encode(settings)
 
     def call(
@@ -73,13 +80,14 @@ class Worker:
             raise WorkerLostError(late=False) from None
 
     def _exchange(self, deadline: float, say: Say | None, *messages: bytes) -> Reply:
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self._out_of_time)
-        timer.daemon = True
-        timer.start()
+        late = False
         try:
             for message in messages:
                 self._connection.send_bytes(message)
             while True:
+                if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+                    late = True
+                    raise TimeoutError
                 reply = msgspec.json.decode(self._connection.recv_bytes(), type=Reply)
                 if reply.final:
                     return reply
@@ -87,13 +95,7 @@ class Worker:
                     say(reply)
         except (EOFError, OSError):
             self.kill()
-            raise WorkerLostError(late=self._late) from None
-        finally:
-            timer.cancel()
-
-    def _out_of_time(self) -> None:
-        self._late = True
-        self.kill()
+            raise WorkerLostError(late=late) from None
 
     def kill(self) -> None:
         """End the process, whatever it is doing."""

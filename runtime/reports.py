@@ -7,6 +7,7 @@ from coop_plan.schemas import Graph, Plan
 
 if TYPE_CHECKING:
     from coop_plan.runtime.capture.joint import Captured
+    from coop_plan.runtime.report_views import ScalarWriter
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,23 @@ class StepReport:
         if self.last_step_us is None:
             return None
         return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
+
+    def show(self) -> None:
+        """Print what was planned beside what was measured; a notebook draws the memory map, too."""
+        from coop_plan.runtime.report_views import print_report
+
+        print_report(self)
+
+    def write_scalars(self, writer: "ScalarWriter", step: int) -> None:
+        """Write the figures to TensorBoard (`torch.utils.tensorboard.SummaryWriter`)."""
+        from coop_plan.runtime.report_views import write_scalars
+
+        write_scalars(self, writer, step)
+
+    def _repr_html_(self) -> str:
+        from coop_plan.runtime.report_views import html_of
+
+        return html_of(self)
 
     def replace_plan(self, captured: "Captured", plan: Plan, *, cached: bool) -> None:
         """Another plan takes the place of the one that was reported."""

@@ -3,6 +3,9 @@
 import hashlib
 import json
 import math
+import re
+
+import msgspec
 
 from coop_plan.schemas.graph import Graph, Op, Tensor, Variant
 
@@ -16,6 +19,7 @@ def fingerprint(graph: Graph) -> str:
     """
     by_id = {tensor.id: tensor for tensor in graph.tensors}
     number = {t: position for position, t in enumerate(tensor_order(graph))}
+    numbers = number.__getitem__
 
     def shape(tensor: Tensor) -> list[object]:
         return [tensor.kind, tensor.bytes, *(["movable"] if tensor.movable else [])]
@@ -27,21 +31,21 @@ def fingerprint(graph: Graph) -> str:
         [
             op.name,
             op.phase,
-            [number[t] for t in op.inputs],
-            [number[t] for t in op.outputs],
+            [*map(numbers, op.inputs)],
+            [*map(numbers, op.outputs)],
             op.workspace_bytes,
             op.recomputable,
             op.rng,
-            sorted(number[t] for t in op.mutates),
-            pairs(op),
+            sorted(map(numbers, op.mutates)),
+            pairs(op) if op.inplace else [],
             [
                 [
                     v.name,
                     v.workspace_bytes,
                     v.approximate,
                     pairs(v),
-                    [number[t] for t in v.inputs],
-                    [number[t] for t in v.outputs],
+                    [*map(numbers, v.inputs)],
+                    [*map(numbers, v.outputs)],
                 ]
                 for v in op.variants
             ],
@@ -56,8 +60,10 @@ def tensor_order(graph: Graph) -> list[int]:
     """Ids of the tensors that ops name, in the order of first appearance."""
     order: dict[int, None] = {}
     for op in graph.ops:
-        order.update(dict.fromkeys(op.inputs))
-        order.update(dict.fromkeys(op.outputs))
+        for tensor in op.inputs:
+            order[tensor] = None
+        for tensor in op.outputs:
+            order[tensor] = None
         for variant in op.variants:
             order.update(dict.fromkeys(variant.inputs))
             order.update(dict.fromkeys(variant.outputs))
@@ -83,6 +89,12 @@ def cost_signature(graph: Graph) -> str:
     return _digest([costs, *(round(math.log2(rate)) for rate in rates)])
 
 
+_LITERAL = re.compile(rb"[ -\[\]-~]*")
+"""What JSON writes as it is, in any escaping: printable ASCII but for the backslash."""
+
+
 def _digest(document: object) -> str:
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=True)
-    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+    data = msgspec.json.encode(document)
+    if not _LITERAL.fullmatch(data):  # escapes, which libraries write differently
+        data = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
+    return "sha256:" + hashlib.sha256(data).hexdigest()

@@ -22,6 +22,7 @@ _PAGE = """<!DOCTYPE html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -66,7 +67,7 @@ def security_policy(entry: str) -> str:
     """The Content-Security-Policy under which a page of `entry` works and nothing else does."""
     script_hash, style_hash = _hash(script(entry)), _hash(_source("page.css"))
     return (
-        f"default-src 'none'; script-src {script_hash}; style-src {style_hash} 'unsafe-hashes';"
+        f"default-src 'none'; script-src {script_hash}; style-src {style_hash};"
         " connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
         " frame-ancestors 'none'"
     )

@@ -51,16 +51,20 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
             packed=zlib.compress(graph.to_json().encode(), 1),
         )
 
-    def for_graph(self, graph: Graph) -> Plan | None:
-        """The plan in the ids and costs of a graph, or None where it does not hold for it."""
+    def for_graph(self, graph: Graph, structure: str = "") -> Plan | None:
+        """
+        The plan in the ids and costs of a graph, or None where it does not hold for it.
+
+        `structure` is the graph's fingerprint, where it is known already.
+        """
         try:
             same = self.costs == all_costs(graph)
             carried = carry_over(self.plan, self.ops, self.tensors, graph, same_costs=same)
         except (KeyError, ValueError):  # it names what the graph has not
             return None
-        return None if find_faults(graph, carried, limit=1) else carried
+        return None if find_faults(graph, carried, limit=1, structure=structure) else carried
 
-    def for_question(self, graph: Graph, options: PlanOptions) -> Plan | None:
+    def for_question(self, graph: Graph, options: PlanOptions, structure: str = "") -> Plan | None:
         """
         The plan for a graph (with the link asked for), if it answers what is asked.
 
@@ -77,7 +81,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
         transfers = plan.host_budget_bytes, plan.link_bytes_per_s
         if (given, transfers) != (wanted, (options.host_budget, options.link)):
             return None
-        return self.for_graph(graph)
+        return self.for_graph(graph, structure)
 
     def suits(self, graph: Graph, carried: Plan) -> bool:
         """
@@ -139,7 +143,9 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             unused=list(error.unused),
         )
 
-    def for_question(self, graph: Graph, options: PlanOptions) -> InfeasibleBudgetError | None:
+    def for_question(
+        self, graph: Graph, options: PlanOptions, structure: str = ""
+    ) -> InfeasibleBudgetError | None:
         """The answer in the ids of a graph, if it is one to what is asked."""
         asked = options.budget
         budget = int(asked.value) if asked.kind == "bytes" else self.budget_bytes

@@ -1,7 +1,7 @@
 """Answers in Redis, for servers and workers on several machines."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import redis
@@ -42,6 +42,12 @@ return 0
 """
 """KEYS: the answers of a key. ARGV: a record, and what comes in its place, nothing if empty."""
 
+SEALS = """
+local fields = redis.call('HGETALL', KEYS[1])
+for i = 2, #fields, 2 do fields[i] = string.sub(fields[i], 1, tonumber(ARGV[1])) end
+return fields
+"""
+"""KEYS: the answers of a key. ARGV: how many bytes of each are wanted."""
 
 WAIT_SECONDS = 10.0
 """How long a Redis is waited for that restarts, and one that does not answer."""
@@ -82,12 +88,15 @@ class RedisStore:
         self._secret = secret
         self._put = self._redis.register_script(PUT)
         self._replace = self._redis.register_script(REPLACE)
+        self._seals = self._redis.register_script(SEALS)
         self.dropped = 0
 
     def get(self, key: str) -> list[Record]:
         """The answers kept by a key, the first one first; damaged ones are dropped."""
         found: list[Record] = []
-        for data in self._answers_of(key):
+        with failing():
+            kept: Any = self._redis.hgetall(_answers(key))
+        for data in _in_order([part for field in kept.items() for part in field]):
             try:
                 found.append(unseal(data, key, self._secret))
             except InvalidInputError:
@@ -98,12 +107,8 @@ class RedisStore:
 
     def seals(self, key: str) -> list[bytes]:
         """The seals of a key's answers; see `PlanStore.seals`."""
-        return [data[:SEAL_BYTES] for data in self._answers_of(key)]
-
-    def _answers_of(self, key: str) -> list[bytes]:
         with failing():
-            fields: Any = self._redis.hgetall(_answers(key))
-        return [fields[slot] for slot in sorted(fields, key=int)]
+            return _in_order(self._seals(keys=[_answers(key)], args=[SEAL_BYTES]))
 
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
@@ -145,6 +150,12 @@ class RedisStore:
     def close(self) -> None:
         """Let go of the connections."""
         self._redis.close()
+
+
+def _in_order(fields: Sequence[bytes]) -> list[bytes]:
+    """The values of a hash, the first slot first."""
+    slots = dict(zip(fields[::2], fields[1::2], strict=True))
+    return [slots[slot] for slot in sorted(slots, key=int)]
 
 
 def _answers(key: str) -> str:

@@ -31,6 +31,15 @@ class Fault:
         return f"{self.pointer or '/'}: {self.message} [{self.code}]"
 
 
+Place = str | tuple["Place | int", ...]
+"""A JSON pointer in parts: put together only where something is wrong there."""
+
+
+def pointer(place: Place | int) -> str:
+    """The JSON pointer of a place."""
+    return "".join(map(pointer, place)) if isinstance(place, tuple) else str(place)
+
+
 @dataclass(slots=True)
 class _Buffer:
     """
@@ -52,7 +61,7 @@ class _Buffer:
 class _Transfer:
     """A copy in flight until `end_us`; `source` is the buffer whose host copy a prefetch reads."""
 
-    pointer: str
+    place: Place
     end_us: float
     source: int | None = None
 
@@ -99,15 +108,15 @@ class Replay:
         self.offload_stall_us = self.prefetch_stall_us = 0.0
         self.live_bytes = self.peak_live_bytes = self.arena_bytes = self.swapped_bytes = 0
 
-    def fault(self, code: str, pointer: str, message: str) -> None:
-        self.faults.append(Fault(code, pointer, message))
+    def fault(self, code: str, place: Place, message: str) -> None:
+        self.faults.append(Fault(code, pointer(place), message))
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def compute(self, step: Compute, at: str) -> None:
+    def compute(self, step: Compute, at: Place) -> None:
         op = self.ops.get(step.op)
         if op is None:
-            self.fault("unknown-op", f"{at}/op", f"the graph has no op {step.op}")
+            self.fault("unknown-op", (at, "/op"), f"the graph has no op {step.op}")
             return
         self._check_order(op, at)
         body: Op | Variant = op
@@ -115,30 +124,30 @@ class Replay:
             found = next((v for v in op.variants if v.name == step.variant), None)
             if found is None:
                 message = f"op {op.id} has no variant '{step.variant}'"
-                self.fault("unknown-variant", f"{at}/variant", message)
+                self.fault("unknown-variant", (at, "/variant"), message)
             else:
                 body = found
         read = self._reads(op, body, step, at)
         if len(step.writes) != len(body.outputs):
             message = f"op {op.id} has {len(body.outputs)} outputs, not {len(step.writes)}"
-            self.fault("wrong-writes", f"{at}/writes", message)
+            self.fault("wrong-writes", (at, "/writes"), message)
         shrinking: list[int] = []
         for index, (write, tensor) in enumerate(zip(step.writes, body.outputs, strict=False)):
-            self._write(op, body, write, tensor, read, shrinking, f"{at}/writes/{index}")
+            self._write(op, body, write, tensor, read, shrinking, (at, "/writes/", index))
         self._workspace(op, body, step, at)
         # Only now do the buffers end that were taken over: within the step all live together.
-        for taken in read:
-            if self.live[taken].taken:
-                self.live_bytes -= self.live.pop(taken).bytes
+        for number, buffer in read.items():
+            if buffer.taken:
+                self.live_bytes -= self.live.pop(number).bytes
         for writer in shrinking:
             buffer = self.live[writer]
             buffer.end = buffer.offset + buffer.bytes
             self.live_bytes += buffer.bytes
         self.now_us += body.cost_us
 
-    def free(self, step: Free, at: str) -> None:
+    def free(self, step: Free, at: Place) -> None:
         for index, number in enumerate(step.buffers):
-            place = f"{at}/buffers/{index}"
+            place = (at, "/buffers/", index)
             if number not in self.live:
                 if number not in self.known:
                     self.fault("not-live", place, f"buffer {number} was never written")
@@ -150,42 +159,43 @@ class Replay:
                 continue
             if number in self.flights:
                 message = f"buffer {number} ends during the transfer started at"
-                self.fault("early-free", place, f"{message} {self.flights.pop(number).pointer}")
+                begun = pointer(self.flights.pop(number).place)
+                self.fault("early-free", place, f"{message} {begun}")
             buffer = self.live.pop(number)
             self.live_bytes -= buffer.bytes
             if buffer.slot:
                 slot = bisect_left(self.starts, buffer.offset)
                 del self.starts[slot], self.owners[slot]
 
-    def offload(self, step: Offload, at: str, number: int) -> None:
-        buffer = self._readable(step.buffer, f"{at}/buffer")
+    def offload(self, step: Offload, at: Place, number: int) -> None:
+        buffer = self._readable(step.buffer, (at, "/buffer"))
         if buffer is None:
             return
         if step.buffer in self.flights:
             message = f"buffer {step.buffer} has a transfer in flight already"
-            self.fault("not-ready", f"{at}/buffer", message)
+            self.fault("not-ready", (at, "/buffer"), message)
             return
         if step.buffer in self.host:
             if any(flight.source == step.buffer for flight in self.flights.values()):
                 message = f"the host copy of buffer {step.buffer} is being read by a prefetch"
-                self.fault("not-ready", f"{at}/buffer", message)
+                self.fault("not-ready", (at, "/buffer"), message)
             del self.host[step.buffer]
         for code, message in self.slab.add(number, step.host_offset, buffer.bytes):
-            self.fault(code, f"{at}/host_offset", message)
+            self.fault(code, (at, "/host_offset"), message)
         begin_us = max(self.now_us, self.d2h_free_us)
         self.d2h_free_us = begin_us + self._transfer_us(
             buffer.bytes, self.device.d2h_bytes_per_s, "d2h", at
         )
         self.flights[step.buffer] = _Transfer(at, self.d2h_free_us)
 
-    def prefetch(self, step: Prefetch, at: str) -> None:
+    def prefetch(self, step: Prefetch, at: Place) -> None:
         version = self.host.get(step.from_)
         if version is None:
             message = f"the host has no complete copy of buffer {step.from_}"
-            self.fault("not-offloaded", f"{at}/from", message)
+            self.fault("not-offloaded", (at, "/from"), message)
         elif self.known[step.from_] != step.tensor:
             message = f"buffer {step.from_} held tensor {self.known[step.from_]}, not {step.tensor}"
-            self.fault("wrong-tensor", f"{at}/tensor", message)
+            self.fault("wrong-tensor", (at, "/tensor"), message)
         if not self._check_new(step.buffer, step.tensor, step.bytes, at):
             return
         self._allocate(step.buffer, step.tensor, step.offset, step.bytes, version or 0, at)
@@ -196,11 +206,11 @@ class Replay:
         )
         self.flights[step.buffer] = _Transfer(at, self.h2d_free_us, step.from_)
 
-    def wait(self, step: Wait, at: str) -> None:
+    def wait(self, step: Wait, at: Place) -> None:
         flight = self.flights.pop(step.buffer, None)
         if flight is None:
             message = f"no transfer of buffer {step.buffer} is in flight"
-            self.fault("no-transfer", f"{at}/buffer", message)
+            self.fault("no-transfer", (at, "/buffer"), message)
             return
         stall_us = max(0.0, flight.end_us - self.now_us)
         self.now_us = max(self.now_us, flight.end_us)
@@ -214,7 +224,7 @@ class Replay:
         """What must hold after the last step."""
         for number, flight in self.flights.items():
             message = f"the transfer of buffer {number} is never waited for"
-            self.fault("unfinished-transfer", flight.pointer, message)
+            self.fault("unfinished-transfer", flight.place, message)
         for op in self.ops.values():
             if op.id not in self.runs:
                 self.fault("missing-op", "/steps", f"op {op.id} ({op.name}) is never computed")
@@ -239,30 +249,43 @@ class Replay:
 
     # -- parts of steps --------------------------------------------------------------------------
 
-    def _check_order(self, op: Op, at: str) -> None:
+    def _check_order(self, op: Op, at: Place) -> None:
         count = self.runs[op.id] = self.runs.get(op.id, 0) + 1
+        if op.recomputable and not op.rng:
+            return
         if count > 1 and not op.recomputable:
-            self.fault("repeated-op", f"{at}/op", f"op {op.id} must run exactly once")
+            self.fault("repeated-op", (at, "/op"), f"op {op.id} must run exactly once")
         if not op.recomputable and count == 1:
             if self.position[op.id] < self.last_once:
                 message = f"op {op.id} runs after an op that it precedes, and both must run once"
-                self.fault("once-order", f"{at}/op", message)
+                self.fault("once-order", (at, "/op"), message)
             self.last_once = max(self.last_once, self.position[op.id])
         if op.rng and count == 1:
             if self.position[op.id] < self.last_random:
                 message = f"random op {op.id} first runs after a random op that it precedes"
-                self.fault("rng-order", f"{at}/op", message)
+                self.fault("rng-order", (at, "/op"), message)
             self.last_random = max(self.last_random, self.position[op.id])
 
-    def _reads(self, op: Op, body: Op | Variant, step: Compute, at: str) -> dict[int, _Buffer]:
+    def _reads(self, op: Op, body: Op | Variant, step: Compute, at: Place) -> dict[int, _Buffer]:
         """Check the reads and apply the op's mutations; returns the arena buffers read."""
         if len(step.reads) != len(body.inputs):
             message = f"op {op.id} has {len(body.inputs)} inputs, not {len(step.reads)}"
-            self.fault("wrong-reads", f"{at}/reads", message)
+            self.fault("wrong-reads", (at, "/reads"), message)
         read: dict[int, _Buffer] = {}
         mutated: dict[int, int | None] = {}
+        mutators, live, outside, flights = self.mutators, self.live, self.outside, self.flights
         for index, (entry, tensor) in enumerate(zip(step.reads, body.inputs, strict=False)):
-            place = f"{at}/reads/{index}"
+            if tensor not in mutators:  # most reads of most plans, looked at at once
+                if isinstance(entry, TensorRead):
+                    if entry.tensor == tensor and outside.get(tensor) == 0:
+                        continue
+                else:
+                    found = live.get(entry)
+                    right = found is not None and found.tensor == tensor and not found.version
+                    if right and entry not in flights:
+                        read[entry] = found  # type: ignore[assignment]
+                        continue
+            place = (at, "/reads/", index)
             number = None if isinstance(entry, TensorRead) else entry
             if isinstance(entry, TensorRead):
                 holds, version = entry.tensor, self.outside.get(entry.tensor)
@@ -293,11 +316,11 @@ class Replay:
                 continue
             if number in self.flights:
                 message = f"op {op.id} mutates buffer {number} during its copy to the host"
-                self.fault("early-free", f"{at}/reads", message)
+                self.fault("early-free", (at, "/reads"), message)
             read[number].version += 1
-        for tensor in set(op.mutates) - set(body.inputs):
+        for tensor in set(op.mutates).difference(body.inputs) if op.mutates else ():
             message = f"op {op.id} mutates tensor {tensor}, which its variant does not read"
-            self.fault("unknown-variant", f"{at}/variant", message)
+            self.fault("unknown-variant", (at, "/variant"), message)
         return read
 
     def _write(
@@ -308,12 +331,12 @@ class Replay:
         tensor: int,
         read: dict[int, _Buffer],
         shrinking: list[int],
-        at: str,
+        at: Place,
     ) -> None:
         """Make the buffer of one output; an in-place one is added to `shrinking`."""
         if write.tensor != tensor:
             message = f"op {op.id} writes tensor {tensor} here, not {write.tensor}"
-            self.fault("wrong-tensor", f"{at}/tensor", message)
+            self.fault("wrong-tensor", (at, "/tensor"), message)
         if not self._check_new(write.buffer, write.tensor, write.bytes, at):
             return
         leaves = write.tensor in self.leaving
@@ -322,10 +345,10 @@ class Replay:
         if write.offset is None:
             if not leaves:
                 message = f"tensor {write.tensor} does not leave the step: it needs an offset"
-                self.fault("output-outside", f"{at}/offset", message)
+                self.fault("output-outside", (at, "/offset"), message)
             elif not first:
                 message = f"output tensor {write.tensor} is written outside the arena twice"
-                self.fault("output-twice", f"{at}/offset", message)
+                self.fault("output-twice", (at, "/offset"), message)
             else:
                 self.outside[write.tensor] = 0
             self.known[write.buffer] = write.tensor
@@ -333,9 +356,10 @@ class Replay:
             return
         if leaves and first:
             message = f"output tensor {write.tensor} belongs outside the arena: offset null"
-            self.fault("output-in-arena", f"{at}/offset", message)
+            self.fault("output-in-arena", (at, "/offset"), message)
         slot = bisect_left(self.starts, write.offset)
-        owner = self.owners[slot] if self.starts[slot : slot + 1] == [write.offset] else None
+        taken = slot < len(self.starts) and self.starts[slot] == write.offset
+        owner = self.owners[slot] if taken else None
         if owner is None or owner not in read or not write.bytes:
             self._allocate(write.buffer, write.tensor, write.offset, write.bytes, 0, at)
             return
@@ -344,10 +368,10 @@ class Replay:
         if not allowed or write.bytes > old.bytes:
             why = "is larger than" if allowed else "may not take over"
             message = f"buffer {write.buffer} {why} buffer {owner}, which is read at that offset"
-            self.fault("inplace", f"{at}/offset", message)
+            self.fault("inplace", (at, "/offset"), message)
         if owner in self.flights:
             message = f"buffer {owner} is overwritten during its copy to the host"
-            self.fault("early-free", f"{at}/offset", message)
+            self.fault("early-free", (at, "/offset"), message)
             del self.flights[owner]
         old.taken, old.slot = True, False
         self.owners[slot] = write.buffer
@@ -359,22 +383,22 @@ class Replay:
         self._check_place(write.offset, write.bytes, at)
         shrinking.append(write.buffer)
 
-    def _workspace(self, op: Op, body: Op | Variant, step: Compute, at: str) -> None:
+    def _workspace(self, op: Op, body: Op | Variant, step: Compute, at: Place) -> None:
         offset, size = step.workspace.offset, step.workspace.bytes
-        place = f"{at}/workspace"
+        place = (at, "/workspace")
         if size != body.workspace_bytes:
             message = f"op {op.id} needs {body.workspace_bytes} bytes of workspace, not {size}"
-            self.fault("wrong-workspace", f"{place}/bytes", message)
+            self.fault("wrong-workspace", (place, "/bytes"), message)
         self._check_place(offset, size, place)
         clash = self._clash(offset, size)
         if clash is not None:
             message = f"the workspace of op {op.id} overlaps buffer {clash}"
-            self.fault("overlap", f"{place}/offset", message)
+            self.fault("overlap", (place, "/offset"), message)
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes + size)
 
     # -- buffers ---------------------------------------------------------------------------------
 
-    def _readable(self, number: int, at: str) -> _Buffer | None:
+    def _readable(self, number: int, at: Place) -> _Buffer | None:
         """The live buffer of that id, or None after a fault."""
         buffer = self.live.get(number)
         if buffer is None:
@@ -389,21 +413,21 @@ class Replay:
             self.fault("not-ready", at, f"buffer {number} is used before the wait on its prefetch")
         return buffer
 
-    def _check_new(self, number: int, tensor: int, size: int, at: str) -> bool:
+    def _check_new(self, number: int, tensor: int, size: int, at: Place) -> bool:
         """Whether a buffer of that id can be made at all."""
         if number in self.known:
-            self.fault("reused-buffer", f"{at}/buffer", f"buffer id {number} was used before")
+            self.fault("reused-buffer", (at, "/buffer"), f"buffer id {number} was used before")
             return False
         if tensor not in self.tensors:
             return False  # a fault already: the op, or the host copy, is of another tensor
         expected = self.tensors[tensor].bytes
         if size != expected:
             message = f"tensor {tensor} has {expected} bytes, not {size}"
-            self.fault("wrong-bytes", f"{at}/bytes", message)
+            self.fault("wrong-bytes", (at, "/bytes"), message)
         return True
 
     def _allocate(
-        self, number: int, tensor: int, offset: int, size: int, version: int, at: str
+        self, number: int, tensor: int, offset: int, size: int, version: int, at: Place
     ) -> None:
         """A new live buffer; one that overlaps another is kept out of the arena's index."""
         self.known[number] = tensor
@@ -413,22 +437,22 @@ class Replay:
         clash = self._clash(offset, size)
         if clash is not None:
             message = f"buffer {number} overlaps buffer {clash}"
-            self.fault("overlap", f"{at}/offset", message)
+            self.fault("overlap", (at, "/offset"), message)
         elif size:
             slot = bisect_left(self.starts, offset)
             self.starts.insert(slot, offset)
             self.owners.insert(slot, number)
             buffer.slot = True
 
-    def _check_place(self, offset: int, size: int, at: str) -> None:
-        if size:
-            self.arena_bytes = max(self.arena_bytes, offset + size)
+    def _check_place(self, offset: int, size: int, at: Place) -> None:
+        if size and offset + size > self.arena_bytes:
+            self.arena_bytes = offset + size
         if offset % self.plan.alignment:
             message = f"offset {offset} is no multiple of {self.plan.alignment}"
-            self.fault("misaligned", f"{at}/offset", message)
+            self.fault("misaligned", (at, "/offset"), message)
         if offset + size > self.plan.arena_bytes:
             message = f"bytes {offset} to {offset + size} leave the arena"
-            self.fault("outside-arena", f"{at}/offset", f"{message} of {self.plan.arena_bytes}")
+            self.fault("outside-arena", (at, "/offset"), f"{message} of {self.plan.arena_bytes}")
 
     def _clash(self, offset: int, size: int) -> int | None:
         """A live buffer that shares bytes with that range; live ones are disjoint and sorted."""
@@ -441,7 +465,7 @@ class Replay:
             return self.owners[slot]
         return None
 
-    def _transfer_us(self, size: int, bytes_per_s: float, engine: str, at: str) -> float:
+    def _transfer_us(self, size: int, bytes_per_s: float, engine: str, at: Place) -> float:
         self.swapped_bytes += size
         if not bytes_per_s:
             message = f"the graph's device has no {engine}_bytes_per_s, which transfers need"

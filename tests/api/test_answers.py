@@ -211,7 +211,7 @@ def test_limits(store, path, question):
 def test_what_is_far_too_much_is_refused_before_it_is_parsed(store, path):
     """Counted, so that a million ops cost no more than their bytes: these are no JSON at all."""
     small = Answers(store, Limits(ops=10), SqliteGraphs(path))
-    for body, name in ((b'"cost_us"' * 41, "too-many-ops"), (b"," * 1001, "too-much-work")):
+    for body, name in ((b'"cost_us"' * 41, "too-many-ops"), (b"," * 401, "too-much-work")):
         with pytest.raises(RefusedError) as refused:
             small.ask(body, "", b"")
         assert refused.value.reply.problem == name

@@ -202,9 +202,10 @@ def test_a_full_disk_ends_in_one_line(run, folder, monkeypatch):
     [
         ("--budget 100% --json > /dev/full", 1, "stdout cannot be written: No space left"),
         ("--budget 100% > /dev/full", 1, "stdout cannot be written: No space left"),
+        ("--budget 100% >&-", 1, "stdout cannot be written: it is closed"),
     ],
 )
-def test_a_full_stdout_ends_in_one_line(redirection, code, says, folder):
+def test_a_stdout_that_takes_nothing_ends_in_one_line(redirection, code, says, folder):
     command = f"{sys.executable} -c 'from coop_plan.api.cli import main; main()' graph.json"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(

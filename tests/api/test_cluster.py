@@ -18,7 +18,7 @@ from tests.redis_server import needs_redis
 
 pytestmark = [needs_redis, pytest.mark.slow]
 
-SECONDS = 5.0
+SECONDS = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_sigterm_hands_a_job_back(cluster, load, body):
 
 def test_a_server_that_ends_leaves_its_jobs_to_the_others(cluster, load, body):
     """Whoever waits there is told to come back, and finds the same solve at another."""
-    body |= {"time_limit": 12}  # longer than a server waits for what is under way
+    body |= {"time_limit": 8}  # longer than a server waits for what is under way
     assert load.run("SIGTERM to a server", body, load.stop_server)
 
 

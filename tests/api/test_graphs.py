@@ -8,8 +8,10 @@ import zlib
 import pytest
 
 from coop_plan.api.answers import Answers, Limits, RefusedError
+from coop_plan.api.graph_stores import open_graphs
 from coop_plan.api.graphs import REMEMBERED_BYTES, Graphs, SqliteGraphs, digest_of
-from coop_plan.planner.cache.store import SqliteStore
+from coop_plan.api.work_options import open_the_store
+from coop_plan.planner.cache.store import SqliteStore, StoreError
 from coop_plan.schemas import InvalidInputError, parse_plan
 from tests.api.server import serving
 
@@ -96,13 +98,13 @@ def test_an_answer_by_digest_is_the_answer_by_document(answers, store, document)
     assert json.loads(whole)["graph"]["ops"][0]["name"] == "f1"  # what a solve needs
     solved, _ = answers.solve(whole, "", False, lambda *_: None)
     assert solved.key == reply.key
-    by_digest = [answers.ask(asked, "", b"") for _ in range(2)]  # verified, then at hand
+    by_digest = [answers.ask(asked, "", b"") for _ in range(2)]
     by_document = answers.ask(whole, "", b"")
     assert by_digest[0][0].found
     assert by_digest[0] == by_digest[1]
     assert by_digest[0][1] == by_document[1]
     assert not by_document[0].named
-    store.delete(reply.key)  # what is at hand is no answer without its record
+    store.delete(reply.key)
     assert not answers.ask(asked, "", b"")[0].found
 
 
@@ -133,6 +135,26 @@ def test_what_is_no_graph_is_not_kept(answers, graphs, document):
     assert graphs.get(digest_of(data)) is None
 
 
+def test_who_opens_a_store_that_was_made_writes_nothing(tmp_path, monkeypatch):
+    """Readers and solvers are started on a full disk, too."""
+    path = tmp_path / "plans"
+    address, _ = open_the_store(str(path), None)
+    before = path.read_bytes()
+    connect = sqlite3.connect
+
+    def full(*arguments, **named):
+        connection = connect(*arguments, **named)
+        connection.execute("pragma query_only = on")
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", full)
+    SqliteStore(path).close()
+    open_graphs(address, 1).close()
+    assert path.read_bytes() == before
+    with pytest.raises(StoreError, match="cannot be opened"):
+        open_graphs(str(tmp_path / "another"), 1)
+
+
 def test_over_http(tmp_path, document):
     data = json.dumps(document).encode()
     digest = digest_of(data)
@@ -160,4 +182,8 @@ def test_over_http(tmp_path, document):
         assert kept.content == plans[0].content
         again = client.get(kept.url, headers={"If-None-Match": kept.headers["etag"]})
         assert (again.status_code, again.content) == (304, b"")
+        store = SqliteStore(tmp_path / "plans")  # what is at hand is no answer without its record
+        store.delete(kept.url.path.rpartition("/")[2])
+        assert client.get(kept.url).status_code == 404
+        assert client.post("/plan", json=question).headers["coop-plan-cache"] == "miss"
         assert "application/json" not in again.headers.get("content-type", "")

@@ -13,12 +13,14 @@ from coop_plan.planner import plan
 from coop_plan.planner.look.drawing import drawing
 from coop_plan.schemas import load_graph
 from coop_plan.web import page as whole_page
+from tests.api.server import serving
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
-EXAMPLE = load_graph(Path(__file__).parents[2] / "examples" / "graph.json")
+ROOT = Path(__file__).parents[2]
+EXAMPLE = load_graph(ROOT / "examples" / "graph.json")
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +192,46 @@ def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
     }""")
     )
     page.locator(".map canvas").wait_for()
+
+
+def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
+    browser, tmp_path_factory
+):
+    folder = tmp_path_factory.mktemp("service")
+    context = browser.new_context(viewport={"width": 380, "height": 800})
+    page = context.new_page()
+    wrong, asked = [], []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: said.type == "error" and wrong.append(said.text))
+    page.on("request", lambda request: asked.append(request.url))
+    with serving(folder, "--store", str(folder / "plans.db"), "--solvers", "1") as server:
+        at = str(server.base_url).rstrip("/")
+        page.goto(at)
+        assert serious(page) == []
+        page.set_input_files("#graph", ROOT / "examples" / "graph.json")
+        page.get_by_label("coop-offline").uncheck()
+        page.get_by_role("button", name="Plan").press("Enter")
+        page.locator(".map canvas").wait_for(timeout=300_000)
+        drawn = page.evaluate("document.querySelector('.map canvas').map.data")
+        made = plan(EXAMPLE, "60%", method="coop")
+        known = drawing(EXAMPLE, made)["map"]
+        assert {k: v for k, v in drawn.items() if not k.endswith("_us")} == {
+            k: v for k, v in known.items() if not k.endswith("_us")
+        }
+        assert drawn["begin_us"] == pytest.approx(known["begin_us"], abs=0.01)
+        page.locator("#budget").focus()
+        page.keyboard.press("ArrowLeft")
+        assert page.locator("output").inner_text() == "50 %"
+        page.keyboard.press("End")
+        page.keyboard.press("Home")  # 30 %, which coop may not meet
+        assert f"{at}/plan" in page.locator("pre").first.inner_text()
+        assert serious(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380
+        with page.expect_download() as saved:
+            page.keyboard.press("End")
+            page.get_by_role("button", name="Download coop").press("Enter")
+        assert json.loads(saved.value.path().read_text())["method"] == "coop"
+    context.close()
+    assert all(url.startswith((at, "blob:", "data:")) for url in asked)
+    # A budget that cannot be met is an answer; the browser tells of its status by itself.
+    assert [text for text in wrong if "409" not in text] == []

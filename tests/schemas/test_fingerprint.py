@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,8 @@ from hypothesis import strategies as st
 from coop_plan.schemas import cost_signature, fingerprint, parse_graph
 from tests.schemas.test_graph import changed, sample, variant
 from tests.strategies import graphs
+
+MODULE = sys.modules["coop_plan.schemas.fingerprint"]  # the function hides it
 
 
 def renumbered(document, tensor_id, op_id):
@@ -110,3 +114,15 @@ def test_cost_signature_ignores_structure():
     """It is the other half of a cache key."""
     other = parse_graph(changed("tensors", 0, "bytes", 1))
     assert cost_signature(other) == cost_signature(parse_graph(sample()))
+
+
+@pytest.mark.parametrize("name", ["", "a b~", 'a"b', "a\\b", "ä", "\x7f", "\n\x01", "😀"])
+def test_names_of_any_characters_are_digested_as_ascii_json(name):
+    """However the library at hand would escape them."""
+    graph = parse_graph(changed("ops", 0, "name", name))
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for literal in (MODULE._LITERAL, re.compile(b"(?!)")):
+            patch.setattr(MODULE, "_LITERAL", literal)
+            found.append(fingerprint(graph))
+    assert found[0] == found[1]
