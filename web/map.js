@@ -114,7 +114,20 @@ export class MemoryMap {
     this.rectangles(pen, paint);
     this.curve(pen, paint);
     this.marks(pen, paint, budget);
+    this.drawn = this.drawn ?? document.createElement("canvas");
+    [this.drawn.width, this.drawn.height] = [this.canvas.width, this.canvas.height];
+    this.drawn.getContext("2d").drawImage(this.canvas, 0, 0);
     if (this.chosen >= 0) this.outline(pen, paint, this.chosen);
+  }
+
+  // Only what is chosen has changed: the picture is there.
+  mark() {
+    const pen = this.canvas.getContext("2d");
+    pen.save();
+    pen.resetTransform();
+    pen.drawImage(this.drawn, 0, 0);
+    pen.restore();
+    if (this.chosen >= 0) this.outline(pen, colours(), this.chosen);
   }
 
   axes(pen, paint) {
@@ -252,7 +265,7 @@ export class MemoryMap {
 
   choose(i) {
     if (i === this.chosen && i >= 0) return;
-    const drawn = this.chosen !== i;
+    const changed = this.chosen !== i;
     this.chosen = i;
     this.tip.hidden = true;
     if (i >= 0) {
@@ -260,7 +273,7 @@ export class MemoryMap {
       this.tip.replaceChildren(...lines.map((line) => element("div", {}, line)));
       this.told.textContent = lines.join("; ");
     } else this.told.textContent = "";
-    if (drawn) this.draw();
+    if (changed && this.drawn) this.mark();
   }
 
   words(i) {

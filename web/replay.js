@@ -36,7 +36,7 @@ export function replay(graph, plan) {
       const scratch = step.workspace;
       if (scratch?.bytes) hold(-1, at, scratch.offset, scratch.bytes, "workspace");
       const dying = new Map();
-      for (const read of step.reads) if (live.has(read)) dying.set(live.get(read).offset, read);
+      for (const read of step.reads) if (live.get(read)?.size) dying.set(live.get(read).offset, read);
       for (const write of step.writes) {
         if (write.offset == null) {
           outside += write.bytes;

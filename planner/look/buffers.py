@@ -116,7 +116,8 @@ def look_at(graph: Graph, plan: Plan) -> Look:
                 dying = {
                     live[read].offset: read
                     for read in step.reads
-                    if isinstance(read, int) and read in live
+                    # what has no bytes shares its offset with anything
+                    if isinstance(read, int) and read in live and live[read].bytes
                 }
                 for write in step.writes:
                     if write.offset is None:

@@ -10,9 +10,9 @@ from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.look.buffers import look_at
 from coop_plan.planner.look.explain import Price, explain, price_list, slopes
 from coop_plan.planner.options import PlanOptions
-from coop_plan.schemas import Compute, Prefetch, load_graph
+from coop_plan.schemas import Compute, Free, Prefetch, TensorRead, Write, load_graph
 from tests.strategies import graphs
-from tests.support import make_graph
+from tests.support import make_graph, make_plan
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data" / "graphs"
@@ -127,3 +127,22 @@ def test_prices_end_with_the_smallest_budget_and_slopes_are_between_neighbours()
     assert prices[0] == Price(made.peak_bytes, 0.0)
     assert all(a.budget_bytes > b.budget_bytes for a, b in itertools.pairwise(prices))
     assert slopes([Price(100, 0.0), Price(50, 0.1), Price(20, None)]) == [0.1 / 50, None]
+
+
+def test_a_buffer_without_bytes_is_not_what_an_output_takes_over():
+    tensors = {0: ("input", 8), 4: ("output", 8)}
+    tensors |= {1: ("activation", 100), 2: ("activation", 0), 3: ("activation", 100)}
+    ops = [
+        {"inputs": [0], "outputs": [1, 2]},
+        {"inputs": [2], "outputs": [3]},
+        {"inputs": [1, 3, 2], "outputs": [4]},
+    ]
+    steps = [
+        Compute(op=0, reads=[TensorRead(0)], writes=[Write(0, 1, 0, 100), Write(1, 2, 100, 0)]),
+        Compute(op=1, reads=[1], writes=[Write(2, 3, 100, 100)]),
+        Compute(op=2, reads=[0, 2, 1], writes=[Write(3, 4, None, 8)]),
+        Free([0, 1, 2]),
+    ]
+    graph = make_graph(tensors, ops)
+    look = look_at(graph, make_plan(graph, steps))
+    assert [(held.begin, held.end) for held in look.held] == [(0, 3), (0, 3), (1, 3)]
