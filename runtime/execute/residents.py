@@ -14,6 +14,7 @@ import torch
 
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime.capture import lasting
+from coop_plan.runtime.capture.collectives import group_of
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.lasting import Circumstances
 from coop_plan.runtime.device.arena import node_owners
@@ -120,6 +121,12 @@ class Residents:
                 self.circumstances = self._planned
                 raise told from None
             made, cached = plan_for(captured.graph, self._options.within(None))
+        if not self._plans and any(group_of(node) for node in captured.ops):
+            log.warning(
+                "'%s' is planned anew by this rank alone, as another rank need not have found what"
+                " it did: %s; its collectives keep their order",
+                *(self._name, self._why()),
+            )
         self._plans += 1
         self._planned = self.circumstances
         if made.budget_bytes > self.budget_bytes and self._options.plan.budget.kind == "share":

@@ -153,6 +153,7 @@ def test_what_is_held_of_an_arena_gives_the_other_pages_back():
         del model, step
         torch._dynamo.reset()
         runtime.clear_reports()
+    gc.collect()  # models in cycles
     assert process_bytes()[0] - before <= len(kept) * (kept[0].nbytes + 2 * 4096)
 
 
