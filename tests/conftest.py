@@ -1,3 +1,5 @@
+import fcntl
+
 import numba
 import pytest
 from hypothesis import settings
@@ -10,7 +12,7 @@ settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_kernels():
+def compiled_kernels(tmp_path_factory):
     """Compile (or load) the kernels before the first test, which then says nothing of it."""
     if numba.config.DISABLE_JIT:
         return
@@ -18,8 +20,11 @@ def compiled_kernels():
     ops = [{"inputs": [t - 1], "outputs": [t]} for t in range(1, 5)]
     ops += [{"inputs": [t - 1, 9 - t], "outputs": [t]} for t in range(5, 10)]
     graph = make_graph(tensors, ops)
-    for method in ("coop", "coop-offline"):
-        plan(graph, "min", method=method)
+    # One worker compiles them, and the other loads what it has written.
+    with (tmp_path_factory.getbasetemp().parent / "kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for method in ("coop", "coop-offline"):
+            plan(graph, "min", method=method)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_the_peak_of_min_is_a_budget(method, graph, options):
 
 
 @settings(max_examples=10, deadline=None, phases=NOSHRINK, suppress_health_check=SLOW)
-@given(graph=graphs(max_ops=4, variants=False), options=OPTIONS)
+@given(graph=graphs(max_ops=4, variants=False, bandwidth=False), options=OPTIONS)
 def test_the_peak_of_min_is_a_budget_of_the_exact_method(graph, options):
     check_the_minimum(graph, method="optimal", time_limit=TIME_LIMIT, **options)
 

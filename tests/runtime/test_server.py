@@ -1,5 +1,6 @@
 """Training with a planning service: one question a job, one plan, eager's numbers."""
 
+import functools
 import hashlib
 import os
 import re
@@ -18,6 +19,7 @@ from tests.runtime.ranks import cache_with_extension, together
 from tests.runtime.test_distributed import Block
 
 pytest.importorskip("uvicorn")
+from coop_plan.api import client
 from tests.api.server import serving
 
 HERE = "tests.runtime.test_server"
@@ -56,11 +58,17 @@ def train(rank, **options):
     return kept + [p.detach().clone() for p in model.parameters()]
 
 
+def lose_patience():
+    """Let this process's clients wait for a server that is away for a second only."""
+    client.Client = functools.partial(client.Client, patience_seconds=1.0)
+
+
 def compare(rank, count):
     """On one rank: train eagerly and with a server, and say which plan was run."""
     expected = train(rank)
     given = {"budget": "min", "server": os.environ["SERVER"]}
     if "FALLBACK" in os.environ:
+        lose_patience()
         given["server_fallback"] = os.environ["FALLBACK"]
     found = train(rank, **given)
     assert len(found) == len(expected) > 3
@@ -75,6 +83,7 @@ def compare(rank, count):
 
 def refused(rank, count):
     """On one rank: the server is away, and that is an error on every rank."""
+    lose_patience()
     with pytest.raises(Exception, match="cannot be reached") as error:
         train(rank, budget="min", server=os.environ["SERVER"])
     assert PlanServerError.__name__ in str(error.value)  # it is inside Dynamo's own
