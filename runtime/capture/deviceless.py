@@ -91,6 +91,13 @@ def _libraries(spec: DeviceSpec) -> list[Path]:
     assert found is not None
     assert found.origin is not None
     folder = Path(found.origin).parent / "lib"
+    if (folder / "libtorch_cuda.so").exists():
+        # It registers hooks, guards and kernels of its own, which look for a driver.
+        raise CaptureError(
+            f"a step is captured for {spec.name} with PyTorch's CPU build, and this one is built"
+            " for CUDA: install torch from https://download.pytorch.org/whl/cpu beside coop-plan"
+            " in an environment of its own, or capture without --device on the device itself"
+        )
     ours = build.compiled(SOURCE, "no_device", link=("c10", "torch_cpu"))
     return [folder / "libc10.so", folder / "libtorch_cpu.so", ours]
 

@@ -22,9 +22,15 @@ SIZE = 4000
 """Bytes of a tensor of a thousand floats."""
 
 
+def settle():
+    """Let go of what earlier tests left, and of what that held, before bytes are counted."""
+    for _ in range(3):
+        gc.collect()
+
+
 @pytest.fixture
 def x():
-    gc.collect()  # what earlier tests left is not to go while bytes are counted
+    settle()
     return torch.ones(1000)
 
 
@@ -113,7 +119,7 @@ def test_time_is_split_by_class(x):
 
 
 def test_process_bytes_follow_allocations():
-    gc.collect()  # what other tests left is not to go meanwhile
+    settle()
     before, _ = process_bytes()
     reset_peak()
     y = torch.empty(1_000_000)

@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -9,12 +10,15 @@ import torch
 
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
+from coop_plan.runtime.capture import deviceless
 from coop_plan.runtime.capture.deviceless import Question, capture_for
 from coop_plan.runtime.capture.devices import DeviceSpec, built_in, device
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.target import capture, capture_target
 from coop_plan.runtime.torch_internals import FakeTensorMode
 from coop_plan.schemas import InvalidInputError
+
+cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")
 
 SOURCE = """
 import torch
@@ -55,6 +59,7 @@ def facts(graph):
     return [(op.name, op.phase, op.inputs, op.outputs, op.rng) for op in graph.ops], sizes
 
 
+@cpu_build
 def test_for_a_device_as_on_the_cpu(user_module):
     here = capture_target(f"{user_module}:good")
     away = capture_for(Question(target=f"{user_module}:good", spec=device("a100-80gb")))
@@ -64,6 +69,7 @@ def test_for_a_device_as_on_the_cpu(user_module):
     assert plan(away, "min").peak_bytes <= plan(away, "100%").peak_bytes
 
 
+@cpu_build
 def test_nothing_is_allocated(user_module):
     """Three layers of 64 GiB, of which parameters, gradients and AdamW's two buffers are there."""
     asked = Question(target=f"{user_module}:huge", spec=device("h200"), optimizer="adamw")
@@ -90,6 +96,15 @@ def fake_step(run, *shapes, dtype=torch.float32, spec=CPU, **options):
 
 def cost_of(graph, name):
     return next(op.cost_us for op in graph.ops if name in op.name)
+
+
+def test_a_pytorch_built_for_cuda_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(deviceless.importlib.util, "find_spec", lambda _: found)
+    with pytest.raises(CaptureError, match=r"captured for l4 with PyTorch's CPU build.*whl/cpu"):
+        capture_for(Question(target="away_steps:good", spec=device("l4")))
 
 
 def test_an_op_costs_its_operations_its_bytes_or_a_launch():
