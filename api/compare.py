@@ -130,7 +130,7 @@ def _report(target: str, graph: "Graph", cells: "Sequence[Cell]") -> str:
         writer.writeheader()
         writer.writerows(rows)
         return text.getvalue()
-    from coop_plan.planner.look.explain import tensor_name
+    from coop_plan.planner.look.drawing import graph_columns
     from coop_plan.web import page
 
     room = MAPS_BYTES
@@ -145,11 +145,7 @@ def _report(target: str, graph: "Graph", cells: "Sequence[Cell]") -> str:
             row | {"figures": cell.figures, "map": drawn}
             for row, cell, drawn in zip(rows, cells, maps, strict=True)
         ],
-        "once": {
-            "names": [tensor_name(graph, t) for t in range(len(graph.tensors))],
-            "ops": [op.name for op in graph.ops],
-            "sources": [op.source for op in graph.ops],
-        },
+        "once": graph_columns(graph),
     }
     return page("report.js", f"Plans for {graph.name or 'a training step'}", data)
 

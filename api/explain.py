@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coop_plan.api.exits import EXIT_INFEASIBLE, EXIT_INVALID, fail
-from coop_plan.api.reading import read_graph, read_plan
+from coop_plan.api.exits import EXIT_INFEASIBLE, fail
+from coop_plan.api.reading import read_graph, read_valid_plan
 
 if TYPE_CHECKING:
     from coop_plan.planner.look.explain import Blocker, Explanation, Holder
-    from coop_plan.schemas import Graph, Plan
 
 
 @click.command(short_help="Say what holds the peak, what blocks a budget, what bytes cost.")
@@ -39,7 +38,7 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
     refused: InfeasibleBudgetError | None = None
     made = everything
     if plan is not None:
-        made = checked(document, read_plan(plan), plan)
+        made = read_valid_plan(document, plan)
     elif budget is not None:
         try:
             made = make_plan(document, asked)
@@ -52,15 +51,6 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
         _print(found)
     if refused is not None:
         fail(refused, EXIT_INFEASIBLE)
-
-
-def checked(graph: "Graph", plan: "Plan", source: str) -> "Plan":
-    """The plan, which holds for the graph; ends the command where it does not."""
-    from coop_plan.planner.verifier import find_faults
-
-    for fault in find_faults(graph, plan):
-        fail(f"{source}#{fault.pointer}: {fault.code}: {fault.message}", EXIT_INVALID)
-    return plan
 
 
 def _document(found: "Explanation", refused: Any) -> dict[str, Any]:

@@ -4,8 +4,7 @@ import sys
 
 import click
 
-from coop_plan.api.explain import checked
-from coop_plan.api.reading import read_graph, read_plan
+from coop_plan.api.reading import read_graph, read_valid_plan
 
 FORMS = ("perfetto", "chrome-trace", "memory-snapshot", "minimalloc", "csv")
 
@@ -27,7 +26,7 @@ def export(graph: str, plan: str, form: str, output: str) -> None:
 
     check_writable(output)
     document = read_graph(graph)
-    made = checked(document, read_plan(plan), plan)
+    made = read_valid_plan(document, plan)
     data = exports.FORMS[form](document, made)
     if output == "-":
         sys.stdout.buffer.write(data)

@@ -48,12 +48,12 @@ def draw(
     """Write the memory map of a placement; `peak` and `capacity` in bytes."""
     title = _title(offsets, peak, capacity)
     if target.lower().endswith(".html"):
-        drawing = {
+        drawn = {
             "title": title,
             "figures": None,
             "map": _placement(buffers, offsets, peak, capacity),
         }
-        write_whole(target, page("show.js", "Memory map", {"drawings": [drawing]}))
+        write_whole(target, page("show.js", "Memory map", {"drawings": [drawn]}))
         return
     rows = zip(buffers.lower, buffers.upper, buffers.size, offsets, strict=True)
     rectangles = [(lower, upper, offset, size) for lower, upper, size, offset in rows]

@@ -23,6 +23,16 @@ def read_plan(source: str) -> "Plan":
     return parse_plan(stdin(), "stdin") if source == "-" else load_plan(source)
 
 
+def read_valid_plan(graph: "Graph", source: str) -> "Plan":
+    """The plan in a file, which holds for the graph; ends the command where it does not."""
+    from coop_plan.planner.verifier import find_faults
+
+    plan = read_plan(source)
+    for fault in find_faults(graph, plan):
+        fail(f"{source}#{fault.pointer}: {fault.code}: {fault.message}", EXIT_INVALID)
+    return plan
+
+
 def stdin() -> bytes:
     """What stdin holds; it may be closed."""
     if sys.stdin is None:

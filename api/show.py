@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from coop_plan.api.explain import checked
-from coop_plan.api.reading import read_graph, read_plan
+from coop_plan.api.reading import read_graph, read_valid_plan
 
 
 @click.command(short_help="Draw the memory map of plans.")
@@ -35,7 +34,7 @@ def show(graph: str, plans: tuple[str, ...], output: str, kind: str | None) -> N
     if len(plans) == 2 and not output.lower().endswith(".html"):
         raise OutputError(f"{output}: two plans are shown in a .html")
     document = read_graph(graph)
-    made = [checked(document, read_plan(source), source) for source in plans]
+    made = [read_valid_plan(document, source) for source in plans]
     if output.lower().endswith(".html"):
         draw_plans(output, document, dict(zip(plans, made, strict=True)))
     else:

@@ -115,6 +115,12 @@ class Timeline:
         return self._now_us if self.stall_us else fsum(self._costs)
 
 
+def step_costs(graph: Graph) -> dict[tuple[int, str | None], float]:
+    """What a run of an op costs, µs, by its id and variant; None is the default one."""
+    cost: dict[tuple[int, str | None], float] = {(op.id, None): op.cost_us for op in graph.ops}
+    return cost | {(op.id, v.name): v.cost_us for op in graph.ops for v in op.variants}
+
+
 def plan_timeline(graph: Graph, plan: Plan) -> Timeline:
     """
     The timeline at the end of a plan, with the costs of `graph`, and its device or the plan's link.
@@ -123,8 +129,7 @@ def plan_timeline(graph: Graph, plan: Plan) -> Timeline:
         KeyError: a step names an op, a variant or a buffer that is not there.
     """
     timeline = Timeline(graph.device.with_link(plan.link_bytes_per_s))
-    cost: dict[tuple[int, str | None], float] = {(op.id, None): op.cost_us for op in graph.ops}
-    cost |= {(op.id, v.name): v.cost_us for op in graph.ops for v in op.variants}
+    cost = step_costs(graph)
     size: dict[int, int] = {}
     for step in plan.steps:
         match step:

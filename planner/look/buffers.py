@@ -8,7 +8,7 @@ Everything here is in moments, and each moment has a place on the timeline in µ
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coop_plan.planner.core.timeline import Timeline
+from coop_plan.planner.core.timeline import Timeline, step_costs
 from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, Wait
 
 Kind = Literal["kept", "recomputed", "swapped", "workspace", "output"]
@@ -88,6 +88,7 @@ def look_at(graph: Graph, plan: Plan) -> Look:
     leaves = [tensor.kind == "output" for tensor in graph.tensors]
     look, live = Look(), dict[int, Held]()
     line = Timeline(graph.device.with_link(plan.link_bytes_per_s))
+    cost = step_costs(graph)
     ran: set[int] = set()
     out = 0
     flying: dict[int, tuple[int, int]] = {}
@@ -102,11 +103,8 @@ def look_at(graph: Graph, plan: Plan) -> Look:
                 op = op_at[step.op]
                 again = op in ran
                 ran.add(op)
-                form = next(
-                    (v for v in graph.ops[op].variants if v.name == step.variant), graph.ops[op]
-                )
                 begin_us = line.now_us
-                line.compute(form.cost_us)
+                line.compute(cost[step.op, step.variant])
                 look.moments.append(Moment("compute", op, begin_us, line.now_us, again=again))
                 if step.workspace.bytes:
                     scratch = step.workspace

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError, TimeLimitError
-from coop_plan.planner.look.drawing import drawing
+from coop_plan.planner.look.drawing import drawing, graph_columns
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import plan
 from coop_plan.schemas import Graph, parse_graph
 
 State = Literal["planned", "infeasible", "out of time", "failed"]
-
-ONCE = ("names", "ops", "sources")
-"""Columns of a drawing that are the graph's, and the same for all its plans."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,7 @@ def compare(graph: Graph, asked: Iterable[PlanOptions], processes: int) -> Gener
     """
     options = list(asked)
     context = multiprocessing.get_context("spawn")
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(
         min(processes, len(options) or 1),
         mp_context=context,
@@ -77,7 +75,8 @@ def compare(graph: Graph, asked: Iterable[PlanOptions], processes: int) -> Gener
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
-            child.terminate()
+            if child not in others:
+                child.terminate()
 
 
 _graph: Graph | None = None
@@ -105,7 +104,8 @@ def _cell(options: PlanOptions) -> Cell:
     except Exception as error:  # one cell of many: the others go on
         return Cell(name, method, "failed", why=f"{type(error).__name__}: {error}")
     drawn = drawing(_graph, made)
-    columns = {key: value for key, value in drawn["map"].items() if key not in ONCE}
+    once = graph_columns(_graph)
+    columns = {key: value for key, value in drawn["map"].items() if key not in once}
     packed = gzip.compress(json.dumps(columns, separators=(",", ":")).encode(), mtime=0)
     least = made.peak_bytes if name == "min" else None
     return Cell(

@@ -39,6 +39,13 @@ def _map(graph: Graph, plan: Plan, look: Look) -> dict[str, Any]:
         "peak": look.peak,
         "arena": plan.arena_bytes,
         "budget_arena": plan.budget_bytes - plan.resident_bytes - outside,
+        **graph_columns(graph),
+    }
+
+
+def graph_columns(graph: Graph) -> dict[str, list[str]]:
+    """The columns of a map that are the graph's, and the same for all its plans."""
+    return {
         "names": [tensor_name(graph, t) for t in range(len(graph.tensors))],
         "ops": [op.name for op in graph.ops],
         "sources": [op.source for op in graph.ops],

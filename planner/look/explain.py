@@ -182,16 +182,18 @@ def tensor_name(graph: Graph, position: int) -> str:
     return tensor.name or f"tensor {tensor.id}"
 
 
-def module_of(source: str) -> str:
-    """The module's path in a source, or the line where there is no module."""
-    return source.partition(", ")[0]
+def parts_of(source: str) -> tuple[str, str]:
+    """The module's path in a source, and `file:line`; empty where it has none."""
+    module, comma, line = source.partition(", ")
+    return ("", module) if not comma and ":" in module else (module, line)
 
 
 def _modules(graph: Graph, there: Iterable[Held], problem: Problem) -> list[tuple[str, int]]:
     total: dict[str, int] = {}
     for held in there:
         op = _maker(held, problem)
-        name = module_of(_source(graph, op)) or _op(graph, op)
+        module, line = parts_of(_source(graph, op))
+        name = module or line or _op(graph, op)
         total[name] = total.get(name, 0) + held.bytes
     return sorted(total.items(), key=lambda pair: -pair[1])
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coop_plan.planner.look.buffers import Held, Look, Moment, look_at
-from coop_plan.planner.look.explain import tensor_name
+from coop_plan.planner.look.explain import parts_of, tensor_name
 from coop_plan.schemas import Graph, Plan
 
 TRACKS = {"compute": 1, "offload": 2, "prefetch": 3, "wait": 1}
@@ -103,7 +103,7 @@ def _frames(graph: Graph, held: Held) -> list[dict[str, Any]]:
     if held.op < 0:
         return [first]
     op = graph.ops[held.op]
-    module, _, line = op.source.rpartition(", ")
+    module, line = parts_of(op.source)
     found = re.fullmatch(r"(.+):(\d+)", line)
     file, number = (found[1], int(found[2])) if found else (op.source, 0)
     named = f"{op.name} {module}".rstrip()

@@ -98,7 +98,9 @@ def _libraries(spec: DeviceSpec) -> list[Path]:
             " for CUDA: install torch from https://download.pytorch.org/whl/cpu beside coop-plan"
             " in an environment of its own, or capture without --device on the device itself"
         )
-    ours = build.compiled(SOURCE, "no_device", link=("c10", "torch_cpu"))
+    ours = build.compiled(
+        SOURCE, "no_device", [SOURCE.with_suffix(".h")], link=("c10", "torch_cpu")
+    )
     return [folder / "libc10.so", folder / "libtorch_cpu.so", ours]
 
 

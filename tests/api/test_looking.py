@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from coop_plan.api.export import FORMS
 from coop_plan.planner import PlanOptions, plan
+from coop_plan.planner.look import exports
 from coop_plan.planner.look.compare import compare
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "graph.json")
@@ -88,3 +90,4 @@ def test_export_writes_a_file_and_knows_its_forms(run, folder):
     assert "plan.csv: " in err
     assert (folder / "plan.csv").read_text().startswith("buffer,tensor,kind")
     assert run("export", "graph.json", "plan.json", "--to", "svg", "-o", "x")[0] == 2
+    assert tuple(exports.FORMS) == FORMS  # the command names them without loading the planner

@@ -1,5 +1,6 @@
 """Torch on one thread (two contend with the other test process), a clean slate for each test."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,19 @@ def clean_slate(own_cache):
     torch._dynamo.reset()
     runtime.clear_reports()
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def importable(tmp_path, monkeypatch):
+    """Make a module of a text, which this process and those it starts can import."""
+
+    def make(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        sys.modules.pop(name, None)
+        return name
+
+    return make
 
 
 @pytest.fixture

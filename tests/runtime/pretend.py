@@ -24,7 +24,8 @@ def library():
     """The compiled C++ side; half a minute, once per cache folder."""
     from coop_plan.runtime.device import build
 
-    return build.compiled(SOURCE, "pretend_cuda", link=("c10", "torch_cpu"))
+    header = Path(build.__file__).with_name("no_device.h")
+    return build.compiled(SOURCE, "pretend_cuda", [header], link=("c10", "torch_cpu"))
 
 
 def load(path):

@@ -1,6 +1,5 @@
 """A step captured for a device that is not there is the one captured here, but for its costs."""
 
-import sys
 from collections import Counter
 from types import SimpleNamespace
 
@@ -46,11 +45,8 @@ def chooses():
 
 
 @pytest.fixture
-def user_module(tmp_path, monkeypatch):
-    (tmp_path / "away_steps.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("away_steps", None)
-    return "away_steps"
+def user_module(importable):
+    return importable("away_steps", SOURCE)
 
 
 def facts(graph):

@@ -1,7 +1,5 @@
 """`package.module:function` becomes a graph, or one clear sentence."""
 
-import sys
-
 import pytest
 
 from coop_plan.planner import plan
@@ -26,11 +24,8 @@ def breaks():
 
 
 @pytest.fixture
-def user_module(tmp_path, monkeypatch):
-    (tmp_path / "user_steps.py").write_text(SOURCE)
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("user_steps", None)
-    return "user_steps"
+def user_module(importable):
+    return importable("user_steps", SOURCE)
 
 
 def test_a_step_is_captured_with_its_facts(user_module):
