@@ -331,6 +331,7 @@ def infeasible(key: str, error: Any) -> Reply:
         "blocking_op": error.blocking_op,
         "blocking_op_name": error.blocking_op_name,
         "working_set_bytes": error.working_set_bytes,
+        "held": error.held,
     }
     return Reply(key=key, problem="budget-infeasible", detail=str(error), members=members)
 

@@ -156,6 +156,7 @@ def problem_of(answer: httpx.Response) -> Exception:
                 members["blocking_op"],
                 members["blocking_op_name"],
                 members["working_set_bytes"],
+                held=members.get("held", ""),
             )
     except KeyError:
         pass

@@ -222,6 +222,7 @@ def infeasible(error: Any) -> dict[str, Any]:
         "blocking_op": error.blocking_op,
         "blocking_op_name": error.blocking_op_name,
         "working_set_bytes": error.working_set_bytes,
+        "held": error.held,
     }
 
 

@@ -64,6 +64,7 @@ def _document(found: "Explanation", refused: Any) -> dict[str, Any]:
             "blocking_op": refused.blocking_op,
             "blocking_op_name": refused.blocking_op_name,
             "working_set_bytes": refused.working_set_bytes,
+            "held": refused.held,
         }
     return made
 

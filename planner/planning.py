@@ -8,6 +8,7 @@ from typing import Unpack
 
 from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError
+from coop_plan.planner.core.held import most_held, reason
 from coop_plan.planner.core.needs import largest_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
@@ -157,6 +158,12 @@ def plan(
     least = task.minimum(everything)
     if least.placed.arena_bytes <= limit:  # the method is not monotone: a smaller arena worked
         return finish(least, budget_bytes)
+    unused = info.unused(problem.beyond_recomputation)
+    copies = "transfers" in problem.beyond_recomputation and "transfers" not in unused
+    alone = largest_working_set(problem).bytes > problem.rounded(max(0, limit))
+    held = None if blocking is None or copies or alone else most_held(problem, limit)
+    if held is not None:
+        blocking = held.op
     raise InfeasibleBudgetError(
         info.name,
         budget_bytes,
@@ -164,7 +171,8 @@ def plan(
         None if blocking is None else graph.ops[blocking].id,
         "" if blocking is None else graph.ops[blocking].name,
         0 if blocking is None else needs(problem).first[blocking],
-        info.unused(problem.beyond_recomputation),
+        unused,
+        "" if held is None else reason(problem, held),
     )
 
 

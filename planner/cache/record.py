@@ -10,6 +10,8 @@ import msgspec
 
 from coop_plan.planner.cache.carry_over import carry_over
 from coop_plan.planner.core.errors import InfeasibleBudgetError
+from coop_plan.planner.core.held import most_held, reason
+from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_graph
@@ -129,6 +131,8 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
     op: int | None
     working_set_bytes: int
     unused: list[str]
+    held: bool = False
+    """Whether something that cannot be made again is in the way: what, in the ids of a graph."""
 
     @classmethod
     def of(cls, error: InfeasibleBudgetError, graph: Graph) -> "StoredRefusal":
@@ -141,6 +145,7 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             op=None if blocking is None else [op.id for op in graph.ops].index(blocking),
             working_set_bytes=error.working_set_bytes,
             unused=list(error.unused),
+            held=bool(error.held),
         )
 
     def for_question(
@@ -162,7 +167,16 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             "" if blocking is None else blocking.name,
             self.working_set_bytes,
             self.unused,
+            self._what_is_held(graph, options),
         )
+
+    def _what_is_held(self, graph: Graph, options: PlanOptions) -> str:
+        if not self.held:
+            return ""
+        of = options.alignment, options.outputs, options.host_budget
+        problem = Problem.from_graph(options.on(graph), *of)
+        found = most_held(problem, self.budget_bytes - problem.fixed_bytes)
+        return "" if found is None else reason(problem, found)
 
 
 Record = StoredPlan | StoredRefusal

@@ -16,6 +16,7 @@ class InfeasibleBudgetError(ValueError):
         blocking_op: id of the op that did not fit, and `blocking_op_name` its target.
         working_set_bytes: what that op needs in the arena at once (inputs, outputs, workspace,
             each rounded up to the alignment).
+        held: what is in the arena beside that and cannot be made again, and why; or nothing.
         unused: what the graph offers and the method does not use: "variants", "transfers".
     """
 
@@ -28,6 +29,7 @@ class InfeasibleBudgetError(ValueError):
         blocking_op_name: str,
         working_set_bytes: int,
         unused: Sequence[str] = (),
+        held: str = "",
     ) -> None:
         self.method = method
         self.budget_bytes = budget_bytes
@@ -36,9 +38,11 @@ class InfeasibleBudgetError(ValueError):
         self.blocking_op_name = blocking_op_name
         self.working_set_bytes = working_set_bytes
         self.unused = tuple(unused)
+        self.held = held
         blocked = (
             f"; op {blocking_op} ({blocking_op_name}) blocks it with a working set of"
             f" {working_set_bytes} bytes ({format_bytes(working_set_bytes)})"
+            + (f" beside {held}" if held else "")
             if blocking_op is not None
             else "; resident tensors and outputs alone exceed it"
         )

@@ -5,8 +5,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import METHODS, InfeasibleBudgetError, Problem, find_faults, plan
+from coop_plan.planner.cache.record import StoredRefusal
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.layout import lay_out
+from coop_plan.planner.options import PlanOptions
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -108,3 +110,24 @@ def test_the_blocking_op_is_named():
         plan(graph, 50, alignment=1)
     assert (caught.value.blocking_op, caught.value.working_set_bytes) == (1, 110)
     assert caught.value.min_feasible_bytes == 110
+
+
+@pytest.mark.parametrize("method", ["coop", "coop-offline"])
+def test_an_overwritten_input_is_named_where_it_keeps_what_was_made_of_it(method):
+    """The op in whose way a tensor is, which nothing can make again, is not the cause alone."""
+    tensors = {0: ("input", 8), 1: ("activation", 100), 2: ("activation", 60)}
+    tensors |= {3: ("activation", 1), 4: ("output", 1)}
+    ops = [{"inputs": [0], "outputs": [1], "name": "make"}]
+    ops.append({"inputs": [0], "outputs": [], "mutates": [0], "name": "overwrite"})
+    ops.append({"inputs": [], "outputs": [2]})
+    ops.append({"inputs": [2], "outputs": [3], "name": "innocent"})
+    ops.append({"inputs": [3, 1], "outputs": [4]})
+    graph = make_graph(tensors, ops)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(graph, 150, method=method, alignment=1)
+    said = caught.value.held
+    assert "100 bytes" in said
+    assert "op 0 (make) cannot run again once op 1 (overwrite) has overwritten tensor 0" in said
+    asked = PlanOptions.given(150, {"method": method, "alignment": 1})
+    answered = StoredRefusal.of(caught.value, graph).for_question(graph, asked)
+    assert str(answered) == str(caught.value)

@@ -1,0 +1,73 @@
+"""What an op finds in the arena beside its working set, because it cannot be made again."""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from coop_plan.planner.core.needs import needs
+from coop_plan.planner.core.problem import Problem
+
+
+class Held(NamedTuple):
+    """An op, the arena bytes kept through it that it does not use, and the largest tensor there."""
+
+    op: int
+    bytes: int
+    tensor: int
+
+
+def most_held(problem: Problem, arena_bytes: int) -> Held | None:
+    """
+    The op that needs most together with what is kept through it, if that is beyond `arena_bytes`.
+
+    A tensor is kept from the op on beyond which its maker cannot run again (`Problem.until`) to its
+    last use, in every schedule without transfers. None where nothing is kept, or where it fits.
+    """
+    n = problem.op_count
+    kept = {t: _kept_from(problem, t) for t in range(problem.tensor_count)}
+    change = [0] * (n + 1)
+    for t, begin in kept.items():
+        if begin <= problem.last_use[t]:
+            change[min(begin, n)] += problem.size[t]
+            change[min(problem.last_use[t] + 1, n)] -= problem.size[t]
+    beside = list(accumulate(change[:n]))
+    for op in range(n):
+        body = problem.bodies[op]
+        for t in dict.fromkeys((*body.reads, *body.makes)):
+            if kept[t] <= op <= problem.last_use[t]:
+                beside[op] -= problem.size[t]
+    first = needs(problem).first
+    op = max(range(n), key=lambda op: first[op] + beside[op], default=-1)
+    if op < 0 or not beside[op] or first[op] + beside[op] <= arena_bytes:
+        return None
+    own = {*problem.bodies[op].reads, *problem.bodies[op].makes}
+    there = [t for t in kept if t not in own and kept[t] <= op <= problem.last_use[t]]
+    return Held(op, beside[op], max(there, key=problem.size.__getitem__))
+
+
+def reason(problem: Problem, held: Held) -> str:
+    """Why the largest tensor is kept: what its maker reads is overwritten, or it runs once."""
+    graph = problem.graph
+    maker = graph.ops[problem.producer[held.tensor]]
+    size = f"{held.bytes} bytes that are kept for later"
+    what = f"{size}: op {maker.id} ({maker.name}) cannot run again"
+    if not maker.recomputable:
+        return what
+    read = {*maker.inputs, graph.tensors[held.tensor].id}
+    for op in graph.ops[problem.producer[held.tensor] :]:
+        overwritten = sorted(read & set(op.mutates))
+        if overwritten:
+            name = next(t.name for t in graph.tensors if t.id == overwritten[0])
+            tensor = f"tensor {overwritten[0]}" + (f" ({name})" if name else "")
+            return f"{what} once op {op.id} ({op.name}) has overwritten {tensor}"
+    return what
+
+
+def _kept_from(problem: Problem, tensor: int) -> int:
+    """The first op through which a tensor is kept until its last use; beyond it if none is."""
+    maker = problem.producer[tensor]
+    outside = problem.resident[tensor] or problem.outside[tensor]
+    if maker < 0 or outside or not problem.size[tensor]:
+        return problem.last_use[tensor] + 1
+    if problem.overwritten[tensor]:
+        return maker + 1
+    return max(problem.until[maker], maker + 1)
