@@ -94,12 +94,13 @@ def coop(
         if compilation.step is not None:
             first.shapes.setdefault(function, shape)
             if lines.breaks:
+                watch.told_of_break()
                 log.warning(
                     "graph break at %s: what runs outside the graph is not within the budget;"
                     " fullgraph=True makes this an error",
                     lines.end,
                 )
-            return watch.counted(compiled)
+            return watch.counted(compiled, compilation.step.report)
         if takes_gradients(gm):
             log.warning(
                 "%s: torch.func takes gradients within the graph and leaves no backward to plan:"

@@ -124,10 +124,16 @@ def clear_reports() -> None:
     _reports.clear()
 
 
-def drop(report: StepReport) -> None:
-    """Forget a record that another takes the place of."""
-    if report in _reports:
-        _reports.remove(report)
+REPORT = "coop_report"
+"""Attribute of a compiled step's function: its record."""
+
+
+def drop(report: StepReport | None) -> None:
+    """Forget a record, as another takes its place or its step is gone."""
+    for i, other in enumerate(_reports):
+        if other is report:
+            del _reports[i]
+            return
 
 
 def add(report: StepReport) -> None:

@@ -8,12 +8,13 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from coop_plan.runtime.reports import REPORT, StepReport
 from coop_plan.runtime.torch_internals import (
     end_in_place,
     reasons_to_break,
@@ -24,7 +25,7 @@ from coop_plan.runtime.torch_internals import (
 log = logging.getLogger("coop-plan")
 
 SAID = "coop_said"
-"""Attribute of a `torch.compile` call of which was said that nothing was planned."""
+"""Attribute of a `torch.compile` call of which was said that not all of it is planned."""
 
 
 class _Counts:
@@ -37,6 +38,7 @@ class _Counts:
 class _Here(threading.local):
     planned = 0
     told = 0
+    breaks = 0
 
 
 _here = _Here()
@@ -47,13 +49,14 @@ def planned_forwards() -> int:
     return _here.planned
 
 
-def counted(planned: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that is planned."""
+def counted(planned: Callable[..., Any], report: StepReport) -> Callable[..., Any]:
+    """A step that is planned, of which `report` is the record."""
 
     def run(*args: Any) -> Any:
         _here.planned += 1
         return planned(*args)
 
+    setattr(run, REPORT, report)
     return run
 
 
@@ -65,6 +68,11 @@ def told(unplanned: Callable[..., Any]) -> Callable[..., Any]:
         return unplanned(*args)
 
     return run
+
+
+def told_of_break() -> None:
+    """It was said which graph break ends a graph that this thread compiled."""
+    _here.breaks += 1
 
 
 def install(backend: Any) -> None:
@@ -111,21 +119,37 @@ class _Call:
         end_in_place()
         _Counts.calls += 1
         self._before, self._told = sys.exception(), _here.told
+        self._breaks = _here.breaks
         self._planned, self._nodes = planned_forwards(), recorded_nodes()
         self._known = {} if hasattr(self._compiled, SAID) else reasons_to_break()
 
     def __exit__(self, *_: object) -> None:
         if sys.exception() is not self._before or _here.told != self._told:
             return  # Dynamo ends the context in a `finally`, and does not say what was raised
-        if planned_forwards() != self._planned or recorded_nodes() == self._nodes:
-            return
         if not torch.is_grad_enabled() or hasattr(self._compiled, SAID):
             return
-        setattr(self._compiled, SAID, True)
         reasons = [why for why in reasons_to_break() if why not in self._known]
-        why = next((line for line in "\n".join(reasons).splitlines() if line.strip()), "")
+        if planned_forwards() != self._planned:
+            if reasons and _here.breaks == self._breaks:
+                setattr(self._compiled, SAID, True)
+                log.warning(
+                    "a graph break (%s): what Dynamo leaves to eager autograd, whole functions"
+                    " perhaps, is not within the budget; fullgraph=True makes this an error that"
+                    " names the line",
+                    _in_a_line(reasons),
+                )
+            return
+        if recorded_nodes() == self._nodes:
+            return
+        setattr(self._compiled, SAID, True)
         log.warning(
             "nothing was planned: a compiled function ran as eager autograd, not within the"
             " budget%s; fullgraph=True makes this an error that names the line",
-            f" ({why.strip()})" if why else "",
+            f" ({_in_a_line(reasons)})" if reasons else "",
         )
+
+
+def _in_a_line(reasons: Iterable[str]) -> str:
+    """The reasons of Dynamo that are the first lines of its texts, with their explanations."""
+    lines = (line.strip() for line in "\n".join(reasons).splitlines())
+    return " ".join([line for line in lines if line][:2])

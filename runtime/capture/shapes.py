@@ -12,6 +12,7 @@ from torch import fx
 
 from coop_plan.runtime.capture.numbers import copy_with_tensor, is_item, may_be_tensor
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.reports import REPORT, drop
 from coop_plan.runtime.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,6 +38,9 @@ CompileStatic = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 MANY_NUMBERS = 8
 """Graphs of one shape, different in their Python numbers alone, from which on we warn."""
+
+MOST_SHAPES = 100
+"""Of one function, whose steps are kept: of others, the one that was not used for longest goes."""
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -101,7 +105,8 @@ class ByShape:
         self._watched = [
             i for i, given in enumerate(self._inputs) if given.varies or not given.static
         ]
-        self._steps: dict[object, Callable[..., Any]] = {}
+        self._steps: dict[object, Callable[..., Any]] = {}  # used last, last
+        self._told = False
         self._per_shape: dict[Shape, int] = {}
 
     def run(self, *args: Any) -> Any:
@@ -111,10 +116,24 @@ class ByShape:
             CaptureError, planner.InfeasibleBudgetError: for a shape not met before.
         """
         key = self._key(args)
-        step = self._steps.get(key)
+        step = self._steps.pop(key, None)
         if step is None:
-            step = self._steps[key] = self._specialise(args)
+            step = self._specialise(args)
+            self._make_room()
+        self._steps[key] = step
         return step(*(args[i] for i in self._kept))
+
+    def _make_room(self) -> None:
+        while len(self._steps) >= MOST_SHAPES:
+            gone = self._steps.pop(next(iter(self._steps)), None)
+            drop(getattr(gone, REPORT, None))
+            if not self._told:
+                self._told = True
+                log.warning(
+                    "more than %d shapes of one function: the step not used for longest is"
+                    " forgotten, and planned again when its shape comes; pad lengths to multiples",
+                    MOST_SHAPES,
+                )
 
     def _key(self, args: Sequence[Any]) -> object:
         """All that the static graph depends on and Dynamo does not guard to be the same."""

@@ -33,6 +33,9 @@ MOST_CALLS = 1_000
 MOST_ORDERS = 16
 """That are planned for one thread: beyond, iterations differ too often for plans to pay."""
 
+FIRST_ORDERS = 4
+"""That are planned once they were met; one beyond must come a second time: data may choose it."""
+
 MOST_TRIES = 4
 """How often an order is planned anew since it took more than was planned."""
 
@@ -51,6 +54,7 @@ class Course:
         self._known: dict[Order, Regions | None] = {}
         self._recorded: dict[Order, list[Call]] = {}
         self._tries: dict[Order, int] = {}
+        self._met: set[int] = set()
         self._plans: Regions | None = None
         self._left = False
         self._tally: list[Counters] = []
@@ -195,10 +199,20 @@ class Course:
         if self._left or not 1 < calls <= MOST_CALLS or not complete:
             return None
         order = tuple(self._steps), tuple(self._events)
-        if order not in self._known and len(self._known) < MOST_ORDERS:
+        if order not in self._known and len(self._known) < MOST_ORDERS and self._pays(order):
             self._recorded[order] = self._calls
             self._known[order] = plan_regions(self._calls, self._events, 0, self._options)
         return order
+
+    def _pays(self, order: Order) -> bool:
+        """Whether an order that is not planned yet may be expected to come again."""
+        met = hash((*(id(step) for step in order[0]), order[1]))
+        if len(self._known) < FIRST_ORDERS or met in self._met:
+            return True
+        if len(self._met) == MOST_CALLS:
+            self._met.clear()
+        self._met.add(met)
+        return False
 
     def _plan_again(self, order: Order, plans: Regions) -> None:
         """Plan what the iteration took beyond its plan from now on."""

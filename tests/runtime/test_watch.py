@@ -96,6 +96,19 @@ def test_a_call_in_which_nothing_is_planned_says_so_once(make, caplog):
     assert planned or caplog.text.count("nothing was planned") == 1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
+def test_a_function_left_to_eager_beside_a_planned_loss_is_told_of_once(caplog):
+    """The loss alone is planned: its record says nothing of the layers before it."""
+    model, x = Breaking(), torch.randn(16, 8)
+    called = torch.compile(lambda x: model(x).cos().exp(), backend="coop", options=BUDGET)
+    for _ in range(2):
+        gradients(model, called, x)
+    (report,) = runtime.reports()
+    assert report.steps_run == 2
+    assert caplog.text.count("is not within the budget") == 1
+    assert "graph_break" in caplog.text
+
+
 def test_gradients_within_the_graph_are_told_of(caplog):
     def loss(w, x):
         return (x @ w).tanh().square().mean()
