@@ -402,6 +402,20 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def makes_a_graph() -> bool:
+    """Whether the compiled backward that runs in this thread is asked for `create_graph=True`.
+
+    Gradients are off while it runs, as within any `autograd.Function`. Assumed: AOTAutograd runs it
+    from `_double_backward` then (_functorch/_aot_autograd/runtime_wrappers.py:3484).
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_double_backward":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def tensor_version(tensor: torch.Tensor) -> int:
     """How often a tensor, or one that it shares its counter with, has been overwritten."""
     return 0 if tensor.is_inference() else int(tensor._version)

@@ -24,6 +24,7 @@ from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals import (
     accumulate_node,
     gradient_hooks,
+    makes_a_graph,
     runs_in_this_backward,
 )
 from coop_plan.schemas import Plan, format_bytes
@@ -159,7 +160,7 @@ class Residents:
 
 def held_in_place(leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The gradients of these leaves that a backward can add to, as autograd would at its end."""
-    if torch.is_grad_enabled():  # create_graph=True: autograd makes new sums
+    if makes_a_graph():  # autograd makes new sums, and leaves the old ones as they are
         return {}
     return {
         position: leaf.grad

@@ -26,7 +26,7 @@ from coop_plan.runtime.lines import Lines
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
-from coop_plan.runtime.torch_internals import boxed
+from coop_plan.runtime.torch_internals import boxed, makes_a_graph
 from coop_plan.schemas import Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -68,6 +68,7 @@ class PlannedStep:
         self._residents = Residents(captured, options, plan.budget_bytes, report.name)
         self._landed: tuple[weakref.ref[Memory], Runnable] | None = None
         self._warned = False
+        self._noted = False
         self._gave_up = False
         self._room = plan.budget_bytes - plan.resident_bytes
         self._outputs = captured.num_fwd_outputs
@@ -128,6 +129,7 @@ class PlannedStep:
                 saved = self._forward_again(flight)
             flight.check(saved)
             flight.meet()
+            self._note_graph()
             flight.held = held_in_place(flight.leaves)
             slots = flight.code.slots
             flight.run.serve_elsewhere([slots[p] for p in slots if p not in flight.held])
@@ -141,6 +143,18 @@ class PlannedStep:
             return result
 
         return boxed(backward)
+
+    def _note_graph(self) -> None:
+        """Say what to write instead before PyTorch refuses a double backward without it."""
+        if self._noted or not makes_a_graph():
+            return
+        self._noted = True
+        log.warning(
+            "%s: a backward of '%s' with create_graph=True: its gradients are right, but cannot be"
+            " differentiated again, as nothing can that AOTAutograd compiled; for a gradient"
+            " penalty call the function itself, not the compiled one",
+            *(self.lines.begin, self.report.name),
+        )
 
     def _forward_again(self, flight: Flight) -> Sequence[Any]:
         """The saved tensors of a flight whose memory was given to another."""

@@ -549,13 +549,30 @@ def test_a_deep_copy_of_a_compiled_model_trains_on_its_own():
     assert_equal(results[1], results[0])
 
 
-def test_double_backward_is_refused():
+def test_double_backward_is_refused(caplog):
     x, y = data(1)[0]
     model = Net()
     loss = torch.compile(loss_step(model), backend="coop", options=OPTIONS)(x, y)
     (g,) = torch.autograd.grad(loss, [model.head.weight], create_graph=True)
+    assert "call the function itself, not the compiled one" in caplog.text
     with pytest.raises(RuntimeError, match="double backward"):
         g.square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+def test_gradients_with_a_graph_leave_the_held_ones_alone():
+    """Autograd adds in place, but with create_graph=True, where `.grad` is a new sum."""
+
+    def loop(model, step):
+        kept = []
+        for i, (x, y) in enumerate(data(4)):
+            step(x, y).backward(create_graph=i == 3)
+            kept.append(model.head.weight.grad)
+        found = {str(i): gradient.detach() for i, gradient in enumerate(kept)}
+        model.zero_grad()
+        return found
+
+    both(loop, options=OPTIONS)
 
 
 @pytest.mark.parametrize("where", ["hook", "between", "loss"])
