@@ -10,7 +10,7 @@ SHELL := bash
 # Material's note to whoever chooses a generator; 9.x is maintained until 2027.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo cluster test test-fast test-oldest lint format docs coverage bench gpu-bundle clean
+.PHONY: help demo cluster test test-fast test-oldest lint format docs coverage bench papers gpu-bundle clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -74,6 +74,9 @@ ifneq ($(wildcard $(DATA)),)
 else
 	@echo "no $(DATA): placement, plan_quality and exact were left out (make bench DATA=FOLDER)"
 endif
+
+papers: $(READY) ## Write docs/papers.md: the papers' figures beside ours (half an hour)
+	$(BIN)/python -m benchmarks.papers --output docs/papers.md
 
 # What a machine with Python 3.12 and PyTorch, but without a network, lacks (benchmarks/gpu_step.py).
 GPU_WHEELS := msgspec click rich markdown-it-py mdurl \

@@ -81,3 +81,39 @@ def captured(
         )
     except RuntimeRefusalError as error:
         fail(error, EXIT_ERROR)
+
+
+@click.command(short_help="Measure this machine's device into a file for --device.")
+@click.option("-o", "--output", required=True, metavar="FILE", help="- is stdout.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Which."
+)
+def calibrate(output: str, device: str) -> None:
+    """Measure a dozen ops here and write a device file, which --device of capture and fit takes.
+
+    Peaks are the best rate that any op reached, shares what the ops of a class reach of them. Leave
+    the machine alone meanwhile: ten seconds.
+    """
+    import json
+
+    import msgspec
+
+    from coop_plan.api.output import check_writable, write_whole
+
+    check_writable(output)
+    try:
+        from coop_plan.runtime.capture.calibrate import calibrated
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("calibrate needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
+    from coop_plan.runtime.errors import RuntimeRefusalError
+
+    try:
+        found = json.dumps(msgspec.to_builtins(calibrated(device)), indent=2)
+    except RuntimeRefusalError as error:
+        fail(error, EXIT_ERROR)
+    if output == "-":
+        click.echo(found)
+    else:
+        write_whole(output, found + "\n")

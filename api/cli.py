@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coop_plan.api.capture import capture
+from coop_plan.api.capture import calibrate, capture
 from coop_plan.api.compare import compare
 from coop_plan.api.exits import (
     EXIT_ERROR,
@@ -307,6 +307,7 @@ def _without_collections() -> Iterator[None]:
 cli.add_command(compare)
 cli.add_command(explain)
 cli.add_command(export)
+cli.add_command(calibrate)
 cli.add_command(capture)
 cli.add_command(fit)
 cli.add_command(place)

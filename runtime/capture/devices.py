@@ -20,7 +20,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A device as the cost model (`roofline.py`) sees it.
+    """A device as the cost model (`roofline.py`) sees it; `source` says whose figures these are.
 
     `flops` are peaks per second by type: a type of PyTorch, or `tf32`, in which float32 products
     run where PyTorch allows it. What is not named runs as float32. `bytes_per_s` is the memory's
@@ -31,6 +31,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     name: str = ""
+    source: str = ""
     kind: Literal["cuda", "cpu"]
     memory_bytes: Annotated[int, Meta(gt=0, lt=2**60)]
     flops: dict[str, Rate]

@@ -14,10 +14,14 @@ share keys), of efficient attention's the one float32 a row; cuBLAS keeps one of
 is resident. Of all others it is taken to be 0: a convolution's depends on what cuDNN chooses.
 """
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from coop_plan.runtime.capture.devices import DeviceSpec
 from coop_plan.runtime.capture.profile import Allocation, OpProfile, Output
@@ -38,6 +42,26 @@ GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.sele
 """Of their first input they read only what they return."""
 
 ATTENTION = "scaled_dot_product"
+
+
+def _attention_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    count: Any = sdpa_flop_count
+    return int(count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_on_cpu(
+    gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+) -> int:
+    count: Any = sdpa_backward_flop_count
+    return int(count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+FORMULAS: dict[Any, Any] = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_on_cpu,
+}
+"""Operations by op: PyTorch's own, and those of attention's kernels on the CPU, which it lacks."""
 
 
 class Roofline:
@@ -88,38 +112,17 @@ class Roofline:
         if not made:
             return OpProfile(0.0, outputs, allocations, workspace)
         return OpProfile(
-            self._cost_us(target, args, kwargs, result, inputs, made),
-            outputs,
-            allocations,
-            workspace,
+            self._cost_us(work_of(target, args, kwargs, result)), outputs, allocations, workspace
         )
 
-    def _cost_us(
-        self,
-        target: OpOverload,
-        args: Any,
-        kwargs: Any,
-        result: Any,
-        inputs: list[torch.Tensor],
-        made: int,
-    ) -> float:
-        spec, packet = self.spec, target.overloadpacket
-        moved = made + sum(_own_bytes(value) for value in inputs)
-        if packet in GATHERS:
-            moved = 2 * made + sum(_own_bytes(value) for value in inputs[1:])
-        seconds = moved / (spec.bytes_per_s * spec.memory_share)
-        formula = flop_registry.get(packet)
-        if formula is not None:
-            share = spec.matmul_share
-            if packet in CONVOLUTIONS:
-                share = spec.convolution_share
-            elif ATTENTION in str(packet):
-                share = spec.attention_share
-            else:
-                self.multiplies = True
-            operations = formula(*args, **kwargs, out_val=result)
-            peak = self._peak(inputs[0].dtype, packet in CONVOLUTIONS)
-            seconds = max(seconds, operations / (peak * share))
+    def _cost_us(self, work: "Work") -> float:
+        spec = self.spec
+        seconds = work.bytes / (spec.bytes_per_s * spec.memory_share)
+        if work.kind != "memory":
+            share = getattr(spec, f"{work.kind}_share")
+            peak = self._peak(work.dtype, work.kind == "convolution")
+            seconds = max(seconds, work.operations / (peak * share))
+            self.multiplies |= work.kind == "matmul"
         return max(spec.launch_us, seconds * 1e6)
 
     def _peak(self, dtype: torch.dtype, convolution: bool) -> float:
@@ -129,6 +132,38 @@ class Roofline:
             allowed = backends.cudnn.allow_tf32 if convolution else backends.cuda.matmul.allow_tf32
             name = "tf32" if allowed and "tf32" in self.spec.flops else name
         return self.spec.flops.get(name, self.spec.flops["float32"])
+
+
+class Work(NamedTuple):
+    """What an op has to do: operations of which kind in which type, and bytes to read and write."""
+
+    kind: Literal["matmul", "convolution", "attention", "memory"]
+    operations: int
+    bytes: int
+    dtype: torch.dtype
+
+
+def work_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Work:
+    """The work of `target(*args, **kwargs)`, which returns `result`."""
+    packet = target.overloadpacket
+    inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
+    results = [v for v in tree_flatten(result)[0] if isinstance(v, torch.Tensor)]
+    read = {storage_key(value) for value in inputs}
+    fresh = {storage_key(v): v for v in results if storage_key(v) not in read}
+    made = sum(value.untyped_storage().nbytes() for value in fresh.values())
+    moved = made + sum(_own_bytes(value) for value in inputs)
+    if packet in GATHERS:
+        moved = 2 * made + sum(_own_bytes(value) for value in inputs[1:])
+    dtype = (inputs or results)[0].dtype
+    formula = FORMULAS.get(packet)
+    if formula is None:
+        return Work("memory", 0, moved, dtype)
+    kind: Literal["matmul", "convolution", "attention"] = "matmul"
+    if packet in CONVOLUTIONS:
+        kind = "convolution"
+    elif ATTENTION in str(packet):
+        kind = "attention"
+    return Work(kind, int(formula(*args, **kwargs, out_val=result)), moved, dtype)
 
 
 def _own_bytes(value: torch.Tensor) -> int:

@@ -7,9 +7,10 @@ import msgspec
 import pytest
 import torch
 
+from benchmarks.models import ARCHITECTURES
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture import deviceless
+from coop_plan.runtime.capture import calibrate, deviceless, profile
 from coop_plan.runtime.capture.deviceless import Question, capture_for
 from coop_plan.runtime.capture.devices import DeviceSpec, built_in, device
 from coop_plan.runtime.capture.roofline import Roofline
@@ -77,6 +78,52 @@ def test_nothing_is_allocated(user_module):
     assert kinds["parameter"] == 3 * layer
     assert [t.bytes for t in graph.tensors if t.kind == "output"].count(layer) == 3
     assert [t.bytes for t in graph.tensors if t.name == "adamw"] == [6 * layer]
+
+
+@pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
+def test_real_networks_as_on_the_cpu(name, monkeypatch):
+    """The same ops, edges and sizes as where the tensors are real; no op is timed for it."""
+    monkeypatch.setattr(profile, "MIN_REPEATS", 2)
+    monkeypatch.setattr(profile, "REPEAT_US", 0.0)
+    model, step_of, batch = ARCHITECTURES[name]()
+    here = capture(step_of(model), (batch,))
+    with FakeTensorMode():
+        model, step_of, batch = ARCHITECTURES[name]()
+        step = step_of(model)
+    assert facts(capture(step, (batch,), model=Roofline(CPU))) == facts(here)
+
+
+def test_a_calibrated_device_is_the_one_that_was_measured(monkeypatch):
+    """Of ops that take what a roofline says, calibration finds peaks and shares again."""
+    there = DeviceSpec(
+        kind="cpu",
+        memory_bytes=2**30,
+        flops={"float32": 4e11, "bfloat16": 8e11},
+        bytes_per_s=1e12,
+        launch_us=2.0,
+        matmul_share=0.5,
+        convolution_share=0.25,
+        attention_share=0.125,
+        memory_share=0.5,
+    )
+
+    def modelled(target, args, kwargs):
+        with args[0].fake_mode:
+            return Roofline(there).profile(target, args, kwargs, target(*args, **kwargs))
+
+    monkeypatch.setattr(calibrate, "profile", modelled)
+    found = calibrate.calibrated("cpu", "here")
+    assert found.launch_us == 2
+    assert found.bytes_per_s == pytest.approx(5e11)
+    assert found.flops == pytest.approx({"float32": 2e11, "bfloat16": 4e11})
+    assert (found.matmul_share, found.memory_share) == (1, 1)
+    assert (found.convolution_share, found.attention_share) == (0.5, 0.25)
+    read = msgspec.json.decode(msgspec.json.encode(found), type=DeviceSpec)
+    assert read == found
+
+
+def test_built_in_devices_name_their_sources():
+    assert all(spec.source for spec in built_in().values())
 
 
 CPU = DeviceSpec(

@@ -1,0 +1,170 @@
+"""The papers' figures beside ours, as Markdown: what `make papers` writes to docs/papers.md.
+
+    python -m benchmarks.papers [--only coop,bounds,checkmate,delta] [--quick] [--output FILE]
+
+Steps are captured for devices that are not here, so a machine without a GPU will do. Two processes
+share the rows. --quick takes the first row of each section.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+from benchmarks.papers import measures
+
+INTRO = """# The papers' figures
+
+What the papers that coop-plan follows claim, and what its plans reach on the same networks. All of
+this page is printed by `make papers`; each section names the command that makes it alone.
+
+*Overhead* is the cost of a plan ÷ that of every op once, minus 1. *Peak* is that of keep-everything
+at its best placement, parameters, gradients and batch included, and a *share* is of it; no
+optimizer's state is counted. Coop's authors take shares of the largest threshold that they swept
+and overheads against the best time of all methods: ours are of the graph itself. Costs are
+[rooflines](cli.md), not measured times, so overheads compare methods and say nothing of seconds. A
+dash in *published* means that we know of no figure for that row.
+"""
+
+NOT_FILLED = """## Not filled
+
+These rows have no command yet, so they have no figures:
+
+- Coop: SPOS; search latency beside the authors'.
+- Checkmate: solve time of its program against ours as the graph grows; its 4.8 times over the
+  heuristics.
+- DELTA with transfers; MONeT with its variants; T-Control.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table: `rows` are what the worker processes call."""
+
+    name: str
+    title: str
+    text: str
+    heads: tuple[str, ...]
+    rows: tuple[Callable[[], list[str]], ...]
+
+
+A100 = "a100-80gb"
+NETWORKS = (
+    *("unet", "bert_large", "resnet50", "swin_t", "unet_plus_plus", "densenet121"),
+    *("gpt2", "bilstm", "inception_v3", "gpt3_2_7b"),
+)
+BATCHES = {"vgg19": 32, "mobilenet": 64, "resnet50": 32, "unet_416": 2, "fcn8": 4, "segnet": 4}
+"""Of Checkmate's networks the batch that is captured first."""
+
+SECTIONS = (
+    Section(
+        "coop",
+        "Coop (NeurIPS 2023): methods on its networks",
+        "Captured for an A100 in float32. Overheads at half of the peak; `smallest` is the least"
+        " share that coop-offline meets, `arena` its fragmentation at half, `free at evictions` the"
+        " mean share of the budget that is free when `coop` has to evict, Coop's own metric."
+        " Published: up to twice the memory saved, with less overhead, latency and fragmentation"
+        " than DTR and DTE (abstract); we have no figure per network.",
+        (
+            *("network", "batch", "peak", "dtr", "dte", "coop", "coop-offline"),
+            *("smallest", "arena", "free at evictions"),
+        ),
+        tuple(partial(measures.methods, name, A100) for name in NETWORKS),
+    ),
+    Section(
+        "bounds",
+        "Proved overheads of large transformers",
+        "An A100 roofline; `auto` and the proved lower bound after a minute of search.",
+        ("network", "share", "peak", "coop-offline", "auto", "bound"),
+        (
+            partial(measures.proved, "bert_large", A100, "50%"),
+            partial(measures.proved, "gpt3_2_7b", A100, "50%"),
+            partial(measures.proved, "llama3_8b", A100, "80%"),
+        ),
+    ),
+    Section(
+        "checkmate",
+        "Checkmate (MLSys 2020): the largest batch at one extra forward",
+        "A V100 of 16 GB, less 512 MiB for CUDA's context. The largest batch whose step is"
+        " recomputed at no more than the cost of its forward, ÷ the largest that fits with nothing"
+        " recomputed; with costs of FLOPs alone, as in the paper (products and convolutions: all"
+        " else is free), and with a V100's roofline. Published: inputs up to 5.1 times as large"
+        " (abstract).",
+        ("network", "costs", "keep-all", "one extra forward", "ratio", "published"),
+        tuple(
+            partial(measures.batches, name, first, "-", flops)
+            for flops in (True, False)
+            for name, first in BATCHES.items()
+        ),
+    ),
+    Section(
+        "delta",
+        "DELTA (2022): the largest batch at ten percent",
+        "A V100 of 16 GB, roofline costs, recomputation only, where DELTA swaps as well.",
+        ("network", "costs", "keep-all", "at most 10 %", "ratio", "published"),
+        (
+            partial(measures.batches, "resnet50", 32, "2.04", False, 0.10),
+            partial(measures.batches, "resnet101", 16, "2.25", False, 0.10),
+        ),
+    ),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    names = [section.name for section in SECTIONS]
+    parser.add_argument("--only", default=",".join(names), help="of " + ", ".join(names))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--output", type=Path, help="a page whose other sections stay; else stdout")
+    args = parser.parse_args()
+    if unknown := set(filter(None, args.only.split(","))) - set(names):
+        parser.error(f"no section {', '.join(sorted(unknown))}")
+    wanted = [section for section in SECTIONS if section.name in args.only.split(",")]
+    tables = _tables(args.output.read_text()) if args.output and args.output.exists() else {}
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        waiting = [
+            (section, [pool.submit(row) for row in section.rows[: 1 if args.quick else None]])
+            for section in wanted
+        ]
+        for section, rows in waiting:
+            made = []
+            for row in rows:
+                made.append(row.result())
+                print(" | ".join(made[-1]), file=sys.stderr, flush=True)
+            tables[section.title] = _table(section, made, quick=args.quick)
+    order = [section.title for section in SECTIONS]
+    parts = [tables[title] for title in order if title in tables]
+    lacking = [title for title in order if title not in tables]
+    left = textwrap.fill("Not run for this page: " + "; ".join(lacking) + ".", 100)
+    page = "\n".join([INTRO, *parts, NOT_FILLED, *([left, ""] if lacking else [])])
+    if args.output:
+        args.output.write_text(page)
+    else:
+        print(page)
+
+
+def _tables(page: str) -> dict[str, str]:
+    """The sections of a page by their titles."""
+    found = {}
+    for part in page.split("\n## ")[1:]:
+        title = part.partition("\n")[0]
+        if any(title == section.title for section in SECTIONS):
+            found[title] = "## " + part.rstrip("\n") + "\n"
+    return found
+
+
+def _table(section: Section, rows: list[list[str]], *, quick: bool) -> str:
+    command = f"python -m benchmarks.papers --only {section.name}" + " --quick" * quick
+    lines = [section.heads, ["---"] * len(section.heads), *rows]
+    table = ["| " + " | ".join(line) + " |" for line in lines]
+    text = textwrap.fill(f"`{command}`. {section.text}", 100, break_long_words=False)
+    return "\n".join([f"## {section.title}", "", text, "", *table, ""])
+
+
+if __name__ == "__main__":
+    main()
