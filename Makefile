@@ -3,6 +3,7 @@ PYTHON ?= python3
 # Graphs with known optima, recorded traces and MiniMalloc's instances, for `make bench`.
 DATA ?= ../shared/data
 BIN := .venv/bin
+FOLDERS := coop_plan api planner runtime schemas web
 READY := .venv/.ready
 OLDEST := .venv-oldest
 SHELL := bash
@@ -95,6 +96,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "coop-plan needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[client,server,cluster,exact,plot,torch,demo,dev]'
+	$(BIN)/python -m compileall -q $(FOLDERS)  # as pip does for a wheel: else every start compiles
 	@touch $(READY)
 
 # PyPI has it for CUDA alone (5 GB); it runs without a device. It wants an older setuptools.

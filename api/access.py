@@ -9,11 +9,12 @@ from limits.strategies import MovingWindowRateLimiter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coop_plan.api import docs_addresses
 from coop_plan.api.answers import Reply
 from coop_plan.api.problems import ProblemError, response
 from coop_plan.api.tokens import Token, TokenLimits, Tokens
 
-OPEN = frozenset({"/", "/livez", "/readyz", "/healthz", "/openapi.json"})
+OPEN = frozenset({"/", "/livez", "/readyz", "/healthz", "/openapi.json"}) | docs_addresses.ADDRESSES
 """What probes ask for, and what is the same for everybody."""
 
 SCHEME: dict[str, Any] = {"type": "http", "scheme": "bearer"}

@@ -206,9 +206,13 @@ class Answers:
             raise RefusedError("not-found", "no graph of that digest")
         return Reply(found=True), document
 
-    def _from_graphs(self, get: Callable[[str], T], digest: str) -> T:
+    def graphs(self) -> tuple[Reply, bytes]:
+        """The cards of graphs that are kept, as JSON."""
+        return Reply(found=True), msgspec.json.encode(self._from_graphs(self._graphs.listed))
+
+    def _from_graphs(self, get: Callable[..., T], *digest: str) -> T:
         try:
-            return get(digest)
+            return get(*digest)
         except (OSError, sqlite3.Error):
             message = "the store of graphs cannot be read"
             raise RefusedError("busy", message, retry_after=5) from None

@@ -1,4 +1,4 @@
-"""`PUT /graphs/{digest}` and `GET /graphs/{digest}`."""
+"""`PUT /graphs/{digest}`, `GET /graphs/{digest}` and `GET /graphs`."""
 
 import re
 from typing import Any, Protocol
@@ -10,10 +10,26 @@ from coop_plan.api.access import Caller
 from coop_plan.api.answers import Reply
 from coop_plan.api.bodies import Bodies
 from coop_plan.api.entity_tags import tagged
+from coop_plan.api.graphs import LISTED
 from coop_plan.api.problems import ProblemError, described
 from coop_plan.api.worker import Task
 
 DIGEST = re.compile("sha256:[0-9a-f]{64}")
+
+CARDS: dict[str, Any] = {
+    "type": "array",
+    "maxItems": LISTED,
+    "items": {
+        "type": "object",
+        "properties": {
+            "digest": {"type": "string", "pattern": f"^{DIGEST.pattern}$"},
+            "name": {"type": "string"},
+            "ops": {"type": "integer"},
+            "bytes": {"type": "integer", "description": "of the document"},
+        },
+        "required": ["digest", "name", "ops", "bytes"],
+    },
+}
 
 
 class Look(Protocol):
@@ -73,6 +89,21 @@ def install(app: FastAPI, bodies: Bodies, look: Look) -> None:
         _check(digest)
         _, data = await look(Task("graph", key=digest))
         return tagged(request, data, digest)
+
+    @app.get(
+        "/graphs",
+        summary="Graphs that are kept, the last ones used first, 100 at most",
+        responses={
+            200: {
+                "description": "The digest, name, ops and bytes of each",
+                "content": {"application/json": {"schema": CARDS}},
+            },
+            **described("forbidden", "busy"),
+        },
+    )
+    async def get_graphs() -> Response:
+        _, data = await look(Task("graphs"))
+        return Response(data, media_type="application/json")
 
 
 def _check(digest: str) -> None:

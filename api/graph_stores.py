@@ -2,11 +2,14 @@
 
 import contextlib
 import sqlite3
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
-from coop_plan.api.graphs import GraphStore, SqliteGraphs, digest_of
+import msgspec
+
+from coop_plan.api.graphs import LISTED, GraphCard, GraphStore, SqliteGraphs, digest_of
 from coop_plan.planner.cache.opening import in_redis
 from coop_plan.planner.cache.store import StoreError
 
@@ -47,15 +50,36 @@ class RedisGraphs:
                     return document
         return None
 
-    def put(self, digest: str, document: bytes) -> bool:
+    def put(self, digest: str, document: bytes, card: GraphCard | None = None) -> bool:
         """Keep a document; see `GraphStore.put`."""
         from coop_plan.planner.cache.redis_store import PREFIX, failing
 
-        if self.get(digest) is not None:
-            return False
+        new = self.get(digest) is None
         with failing():
-            self._redis.set(f"{PREFIX}graph:{digest}", zlib.compress(document, 1))
-        return True
+            if new:
+                self._redis.set(f"{PREFIX}graph:{digest}", zlib.compress(document, 1))
+            if card is not None:
+                self._redis.set(f"{PREFIX}graph-card:{digest}", msgspec.json.encode(card))
+                cards = f"{PREFIX}graph-cards"
+                self._redis.zadd(cards, {digest: time.time()})
+                self._redis.zremrangebyrank(cards, 0, -LISTED - 1)
+        return new
+
+    def listed(self) -> list[GraphCard]:
+        """What is kept, the last ones sent first; see `GraphStore.listed`."""
+        from coop_plan.planner.cache.redis_store import PREFIX, failing
+
+        with failing():
+            names: Any = self._redis.zrevrange(f"{PREFIX}graph-cards", 0, LISTED - 1)
+            digests = [name.decode() for name in names]
+            there = [self._redis.exists(f"{PREFIX}graph:{digest}") for digest in digests]
+            texts = [self._redis.get(f"{PREFIX}graph-card:{digest}") for digest in digests]
+        found = []
+        for text, kept in zip(texts, there, strict=True):
+            with contextlib.suppress(msgspec.MsgspecError):
+                if text is not None and kept:
+                    found.append(msgspec.json.decode(text, type=GraphCard))
+        return found
 
     def close(self) -> None:
         """Let go of the connections."""

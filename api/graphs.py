@@ -37,14 +37,30 @@ def digest_of(document: bytes) -> str:
     return f"sha256:{hashlib.sha256(document).hexdigest()}"
 
 
+LISTED = 100
+"""Graphs that are told of at once."""
+
+
+class GraphCard(msgspec.Struct, frozen=True):
+    """What is told of a graph that is kept: 200 letters of its name, ops, bytes of the document."""
+
+    digest: str
+    name: str
+    ops: int
+    bytes: int
+
+
 class GraphStore(Protocol):
     """Keeps documents by their digest; safe to call from several threads and processes."""
 
     def get(self, digest: str) -> bytes | None:
         """The document of a digest; one that is damaged is none."""
 
-    def put(self, digest: str, document: bytes) -> bool:
-        """Keep a document; whether it was not there yet."""
+    def put(self, digest: str, document: bytes, card: GraphCard | None = None) -> bool:
+        """Keep a document; whether it was not there yet. Only one with a card is listed."""
+
+    def listed(self) -> list[GraphCard]:
+        """The cards of graphs that are kept, the last ones used first, `LISTED` at most."""
 
     def close(self) -> None:
         """Let go of files and connections."""
@@ -68,6 +84,11 @@ class SqliteGraphs:
             "create table if not exists graph (digest text primary key, packed blob not null,"
             " bytes integer not null, used integer not null) without rowid"
         )
+        with contextlib.suppress(sqlite3.OperationalError):  # a full disk; what is there is read
+            self._connection.execute(
+                "create table if not exists graph_card (digest text primary key, name text not"
+                " null, ops integer not null, bytes integer not null) without rowid"
+            )
 
     def get(self, digest: str) -> bytes | None:
         """The document of a digest; see `GraphStore.get`."""
@@ -86,11 +107,11 @@ class SqliteGraphs:
             document = zlib.decompress(row[0])
             if digest_of(document) == digest:
                 return document
-        with self._lock:
-            self._connection.execute("delete from graph where digest = ?", (digest,))
+        with self._lock, self._connection:
+            self._drop(digest)
         return None
 
-    def put(self, digest: str, document: bytes) -> bool:
+    def put(self, digest: str, document: bytes, card: GraphCard | None = None) -> bool:
         """Keep a document; see `GraphStore.put`."""
         packed = zlib.compress(document, 1)
         with self._lock, self._connection:
@@ -99,8 +120,28 @@ class SqliteGraphs:
                 "insert or ignore into graph values (?, ?, ?, ?)",
                 (digest, packed, len(packed), int(time.time())),
             )
+            if card is not None:
+                self._connection.execute(
+                    "insert or replace into graph_card values (?, ?, ?, ?)",
+                    (digest, card.name, card.ops, card.bytes),
+                )
             self._prune(digest)
         return done.rowcount == 1
+
+    def listed(self) -> list[GraphCard]:
+        """What is kept; see `GraphStore.listed`."""
+        with self._lock:
+            rows = self._connection.execute(
+                "select digest, name, ops, graph_card.bytes from graph_card join graph"
+                " using (digest) order by used desc, digest limit ?",
+                (LISTED,),
+            ).fetchall()
+        return [GraphCard(*row) for row in rows]
+
+    def _drop(self, digest: str) -> None:
+        for table in ("graph", "graph_card"):
+            query = f"delete from {table} where digest = ?"  # noqa: S608  # the names above
+            self._connection.execute(query, (digest,))
 
     def _prune(self, newest: str) -> None:
         query = "select coalesce(sum(bytes), 0) from graph"
@@ -111,7 +152,7 @@ class SqliteGraphs:
             "select digest, bytes from graph where digest != ? order by used", (newest,)
         ).fetchall()
         for digest, size in rows:
-            self._connection.execute("delete from graph where digest = ?", (digest,))
+            self._drop(digest)
             total -= size
             if total <= self._max_bytes * 0.9:
                 return
@@ -159,8 +200,14 @@ class Graphs:
             InvalidInputError: it is no graph; what `check` raises.
         """
         kept = self._at_hand.get(digest)
-        check(parse_graph(document) if kept is None else kept.graph)
-        return self._store.put(digest, document)
+        graph = parse_graph(document) if kept is None else kept.graph
+        check(graph)
+        card = GraphCard(digest, graph.name[:200], len(graph.ops), len(document))
+        return self._store.put(digest, document, card)
+
+    def listed(self) -> list[GraphCard]:
+        """See `GraphStore.listed`."""
+        return self._store.listed()
 
     def _remember(self, digest: str, document: bytes) -> KeptGraph:
         graph = parse_graph(document)

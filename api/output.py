@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
+
 from coop_plan.schemas import Plan, format_bytes
 
 
@@ -100,9 +102,6 @@ def print_plan(
 
     `unmodelled` is why there is no bound, `link` why nothing is moved to the host.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     free = plan.budget_bytes - plan.peak_bytes
     rows = [
         ("method", f"{plan.method} ({plan.status})"),
@@ -136,7 +135,6 @@ def print_plan(
     if plan.eviction_free_ratio is not None:
         rows.insert(-1, ("evictions", f"{plan.evictions}"))
         rows.insert(-1, ("free at evictions", f"{plan.eviction_free_ratio:.2%}"))
-    table = Table(show_header=False, box=None, pad_edge=False)
+    wide = max(len(name) for name, _ in rows)
     for name, text in rows:
-        table.add_row(name, text)
-    Console(width=100, highlight=False).print(table)
+        click.echo(f"{name:<{wide}}  {text}")

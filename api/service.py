@@ -11,7 +11,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from coop_plan.api import graph_addresses, page_addresses, problems
+from coop_plan.api import docs_addresses, graph_addresses, page_addresses, problems
 from coop_plan.api.access import OPEN, SCHEME, Access
 from coop_plan.api.answers import PlanRequest, Reply
 from coop_plan.api.bodies import Bodies
@@ -242,6 +242,7 @@ def create_app(service: Service) -> FastAPI:
 
     graph_addresses.install(app, bodies, look)
     page_addresses.install(app)
+    docs_addresses.install(app)
     app.openapi = functools.cache(functools.partial(_document, app.openapi))  # type: ignore[method-assign]
     return app
 

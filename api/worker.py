@@ -135,6 +135,8 @@ def _do(
             return answers.put_graph(body, task.encoding, task.key)
         if task.do == "graph":
             return answers.graph(task.key)
+        if task.do == "graphs":
+            return answers.graphs()
         return answers.ask(body, task.encoding, record)
     except RefusedError as refused:
         return refused.reply, b""

@@ -2,6 +2,7 @@
 // A canvas, since tens of thousands of rectangles are drawn; a grid of cells finds what is pointed at.
 
 import { KINDS, colours, onTheme } from "./palette.js";
+import { Raster, manyPixels, pixel } from "./raster.js";
 import { bytes, element, micros, ticks } from "./units.js";
 
 const LEFT = 74;
@@ -28,6 +29,9 @@ export class MemoryMap {
     this.node = element("div", { class: "map" }, this.canvas, this.tip, this.told);
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => this.choose(-1));
+    this.canvas.addEventListener("pointerdown", (event) => this.grasp(event));
+    this.canvas.addEventListener("pointerup", () => (this.held = null));
+    this.canvas.addEventListener("pointercancel", () => (this.held = null));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     this.canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.order = Array.from({ length: this.count }, (_, i) => i).sort(
@@ -35,6 +39,7 @@ export class MemoryMap {
     );
     this.index();
     this.shown = new Uint8Array(this.count).fill(1);
+    this.raster = new Raster();
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.node);
     onTheme(() => this.draw());
@@ -52,20 +57,21 @@ export class MemoryMap {
 
   set(options) {
     Object.assign(this, options);
-    if ("filter" in options) this.shown = this.shown.map((_, i) => (this.matches(i) ? 1 : 0));
+    if ("filter" in options) this.match();
     this.draw();
   }
 
-  matches(i) {
-    if (!this.filter) return true;
-    return this.label(i).toLowerCase().includes(this.filter.toLowerCase());
-  }
-
-  label(i) {
-    const { ops, names, sources } = this.data;
-    const op = this.data.op[i];
-    const tensor = this.data.tensor[i] < 0 ? "workspace" : names[this.data.tensor[i]];
-    return op < 0 ? tensor : `${tensor} · ${ops[op]} · ${sources[op] || ""}`;
+  // What has the filter in its tensor's name, its op's or its module and line.
+  match() {
+    const { ops, names, sources, op, tensor } = this.data;
+    const wanted = this.filter.toLowerCase();
+    const has = (text) => text.toLowerCase().includes(wanted);
+    const [byName, scratch] = [names.map(has), has("workspace")];
+    const byOp = ops.map((name, i) => has(`${name} ${sources[i] || ""}`));
+    for (let i = 0; i < this.count; i += 1) {
+      const named = tensor[i] < 0 ? scratch : byName[tensor[i]];
+      this.shown[i] = named || (op[i] >= 0 && byOp[op[i]]) ? 1 : 0;
+    }
   }
 
   at(moment) {
@@ -154,37 +160,47 @@ export class MemoryMap {
 
   rectangles(pen, paint) {
     const { begin, end, offset, size, kind } = this.data;
-    const shown = this.shown;
-    pen.save();
-    pen.beginPath();
-    pen.rect(LEFT, TOP + CURVE, this.width, this.bottom - TOP - CURVE);
-    pen.clip();
-    for (let pass = 0; pass < (kind ? KINDS.length : 1); pass += 1) {
-      pen.fillStyle = paint.kinds[pass];
-      for (const i of this.order) {
-        if ((kind && kind[i] !== pass) || end[i] <= this.window[0] || begin[i] >= this.window[1]) continue;
-        const x = this.x(begin[i]);
-        const y = this.y(offset[i] + size[i]);
-        const wide = Math.max(0.6, this.x(end[i]) - x);
-        const high = Math.max(0.6, this.y(offset[i]) - y);
-        if (!kind) pen.fillStyle = `hsl(${Math.round(i * 222.5) % 360} 50% 60%)`;
-        pen.globalAlpha = shown[i] ? 1 : 0.1;
-        // A seam between neighbours, where there is room for one.
-        pen.fillRect(x, y, wide > 3 ? wide - 0.6 : wide, high > 3 ? high - 0.6 : high);
-      }
+    const { shown, raster, window } = this;
+    const sharp = devicePixelRatio || 1;
+    raster.clear(Math.round(this.width * sharp), Math.round(this.height * sharp));
+    const { wide, high } = raster;
+    const [low, past] = window;
+    const [first, last] = [this.at(low), this.at(past)];
+    const [across, up] = [wide / (last - first || 1), high / this.top];
+    const colour = [0.1, 1].map((alpha) =>
+      kind ? paint.kinds.map((one) => pixel(one, alpha)) : manyPixels(72, alpha),
+    );
+    for (let i = 0; i < this.count; i += 1) {
+      if (end[i] <= low || begin[i] >= past) continue;
+      raster.paint(
+        (this.at(begin[i]) - first) * across,
+        (this.at(end[i]) - first) * across,
+        high - (offset[i] + size[i]) * up,
+        high - offset[i] * up,
+        colour[shown[i]][kind ? kind[i] : i % 72],
+      );
     }
-    pen.restore();
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(raster.done(), LEFT, this.bottom - this.height, this.width, this.height);
   }
 
+  // A step a moment; where several have one pixel, the most of them.
   curve(pen, paint) {
-    const most = Math.max(1, ...[this.data.live[this.data.peak] ?? 0, this.data.arena]);
+    const { live } = this.data;
+    const most = Math.max(1, live[this.data.peak] ?? 0, this.data.arena);
     pen.beginPath();
     const floor = TOP + CURVE;
     pen.moveTo(LEFT, floor);
-    for (let m = this.window[0]; m < this.window[1]; m += 1) {
-      const y = floor - (this.data.live[m] / most) * (CURVE - 12);
-      pen.lineTo(this.x(m), y);
-      pen.lineTo(this.x(m + 1), y);
+    const [from, to] = this.window;
+    for (let m = from; m < to; ) {
+      const x = this.x(m);
+      let highest = live[m];
+      let next = m + 1;
+      for (; next < to && this.x(next) < x + 0.5; next += 1) highest = Math.max(highest, live[next]);
+      const y = floor - (highest / most) * (CURVE - 12);
+      pen.lineTo(x, y);
+      pen.lineTo(this.x(next), y);
+      m = next;
     }
     pen.lineTo(LEFT + this.width, floor);
     pen.globalAlpha = 0.25;
@@ -252,7 +268,29 @@ export class MemoryMap {
     return -1;
   }
 
+  // From here on the pointer drags the window along.
+  grasp(event) {
+    if (event.button !== 0) return;
+    this.held = { x: event.clientX, window: this.window };
+    this.canvas.setPointerCapture(event.pointerId);
+  }
+
+  drag(event) {
+    const [from, to] = this.held.window;
+    const moved = Math.round(((this.held.x - event.clientX) * (to - from)) / this.width);
+    this.show(from + moved, to - from);
+  }
+
+  // So many moments from one on, or the nearest that there are.
+  show(from, wide) {
+    const first = Math.max(0, Math.min(this.moments - wide, Math.round(from)));
+    if (first !== this.window[0] || wide !== this.window[1] - first) {
+      this.set({ window: [first, first + wide] });
+    }
+  }
+
   point(event) {
+    if (this.held) return this.drag(event);
     const box = this.canvas.getBoundingClientRect();
     const x = event.clientX - box.left;
     const y = event.clientY - box.top;
@@ -296,13 +334,21 @@ export class MemoryMap {
       let to = from;
       do to += steps[event.key];
       while (to >= 0 && to < this.count && !this.shown[this.order[to]]);
-      if (to >= 0 && to < this.count) this.choose(this.order[to]);
+      if (to >= 0 && to < this.count) this.walk(this.order[to]);
     } else if (event.key === "+" || event.key === "=") this.zoom(0.5, this.centre());
     else if (event.key === "-") this.zoom(2, this.centre());
     else if (event.key === "Home") this.set({ window: [0, this.moments] });
     else if (event.key === "Escape") this.choose(-1);
     else return;
     event.preventDefault();
+  }
+
+  // To a rectangle, which is brought into sight.
+  walk(i) {
+    const [from, to] = this.window;
+    const outside = this.data.end[i] <= from || this.data.begin[i] >= to;
+    if (outside) this.show(this.data.begin[i] - (to - from) / 2, to - from);
+    this.choose(i);
   }
 
   centre() {
@@ -318,9 +364,9 @@ export class MemoryMap {
   }
 
   zoom(factor, around) {
-    const wide = Math.max(4, Math.min(this.moments, (this.window[1] - this.window[0]) * factor));
-    const share = (around - this.window[0]) / (this.window[1] - this.window[0]);
-    const from = Math.max(0, Math.min(this.moments - wide, Math.round(around - wide * share)));
-    this.set({ window: [Math.floor(from), Math.min(this.moments, Math.ceil(from + wide))] });
+    const [first, last] = this.window;
+    const wide = Math.ceil(Math.max(4, (last - first) * factor));
+    const share = (around - first) / (last - first);
+    this.show(around - wide * share, Math.min(this.moments, wide));
   }
 }

@@ -9,10 +9,12 @@ const SHARES = [100, 90, 80, 70, 60, 50, 40, 30];
 const METHODS = ["coop-offline", "coop", "dtr", "keep-all"];
 const pause = (seconds) => new Promise((done) => setTimeout(done, seconds * 1000));
 
+const bearer = (token) => (token ? { Authorization: `Bearer ${token}` } : {});
+
 // A plan, or the problem that the service answers with; a plan that takes longer is asked for again.
 async function ask(body, token) {
-  const headers = { "Content-Type": "application/json", Prefer: "respond-async, wait=20" };
-  if (token) headers.Authorization = `Bearer ${token}`;
+  const kind = { "Content-Type": "application/json", Prefer: "respond-async, wait=20" };
+  const headers = { ...kind, ...bearer(token) };
   for (;;) {
     const answer = await fetch("/plan", { method: "POST", headers, body: JSON.stringify(body) });
     if (answer.status !== 202) return answer.json();
@@ -21,11 +23,17 @@ async function ask(body, token) {
 }
 
 export function serviceView() {
-  const state = { graph: null, cells: [], run: 0 };
+  const state = { graph: null, digest: null, cells: [], run: 0 };
   const said = element("p", { class: "told", role: "status" }, "No graph yet.");
   const results = element("div");
   const file = element("input", { type: "file", accept: ".json,application/json", id: "graph" });
-  const token = element("input", { type: "password", id: "token", autocomplete: "off" });
+  const token = element("input", {
+    type: "password",
+    id: "token",
+    autocomplete: "off",
+    onchange: () => list(),
+  });
+  const stored = element("select", { id: "stored", onchange: () => stored.value && pickStored() });
   const boxes = METHODS.map((name, i) => {
     const box = element("input", { type: "checkbox", value: name, checked: i < 2 });
     return [box, element("label", {}, box, ` ${name}`)];
@@ -34,11 +42,12 @@ export function serviceView() {
   const drop = element(
     "section",
     { class: "panel", "aria-label": "the question" },
-    element("p", {}, "Drop a graph (coop-plan/graph/1) here, or choose one."),
+    element("p", {}, "Drop a graph (coop-plan/graph/1) here, choose a file, or pick one that is kept here."),
     element(
       "div",
       { class: "row" },
       element("label", { for: "graph" }, "Graph ", file),
+      element("label", { for: "stored" }, "Kept here ", stored),
       element("label", { for: "token" }, "Token, if one is needed ", token),
     ),
     element("div", { class: "row" }, ...boxes.map(([, label]) => label), go),
@@ -56,11 +65,42 @@ export function serviceView() {
     said.classList.toggle("wrong", wrong);
   }
 
-  async function load(given) {
+  async function get(address) {
+    const answer = await fetch(address, { headers: bearer(token.value) });
+    if (!answer.ok) throw new Error((await answer.json()).detail || answer.statusText);
+    return answer;
+  }
+
+  // What PUT /graphs has kept; with tokens, what a token may see.
+  async function list() {
+    let kept = [];
+    try {
+      kept = await (await get("/graphs")).json();
+    } catch (error) {
+      if (token.value) tell(`no list of graphs: ${error.message}`, true);
+    }
+    const none = element("option", { value: "" }, kept.length ? "choose" : "none");
+    const each = kept.map(({ digest, name, ops }) => {
+      const text = `${name || digest.slice(7, 19)}, ${ops.toLocaleString("en")} ops`;
+      return element("option", { value: digest }, text);
+    });
+    stored.replaceChildren(none, ...each);
+  }
+
+  function pickStored() {
+    file.value = "";
+    const digest = stored.value;
+    const named = { name: digest, text: async () => (await get(`/graphs/${digest}`)).text() };
+    load(named, digest);
+  }
+
+  // A graph that is kept is asked about by its digest, another one is sent whole.
+  async function load(given, digest = null) {
     try {
       const graph = JSON.parse(await given.text());
       if (!Array.isArray(graph.ops) || !Array.isArray(graph.tensors)) throw new Error("no ops");
-      state.graph = graph;
+      Object.assign(state, { graph, digest });
+      if (!digest) stored.value = "";
       go.disabled = false;
       const size = `${graph.ops.length} ops, ${graph.tensors.length} tensors`;
       tell(`${graph.name || given.name}: ${size}`);
@@ -71,7 +111,8 @@ export function serviceView() {
 
   async function sweep() {
     state.run += 1;
-    const { run, graph } = state;
+    const { run, digest } = state;
+    const graph = digest ?? state.graph;
     const methods = boxes.filter(([box]) => box.checked).map(([box]) => box.value);
     state.cells = [];
     let done = 0;
@@ -164,6 +205,7 @@ export function serviceView() {
     return element("button", { type: "button", onclick: save }, text);
   }
 
+  list();
   return element("div", {}, drop, results);
 }
 

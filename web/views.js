@@ -81,7 +81,7 @@ export function mapsView(drawings) {
     "p",
     { class: "help" },
     "Point at a rectangle, or focus a map: arrows walk, + and − zoom (so does Shift with the wheel), " +
-      "Home shows everything. Above each map: the bytes in use.",
+      "a drag moves along, Home shows everything. Above each map: the bytes in use.",
   );
   return element("div", {}, bar, element("div", { class: "side" }, ...panels), help);
 }

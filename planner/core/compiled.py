@@ -9,12 +9,34 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 
-import numba
-from numba.core.caching import FunctionCache
+import llvmlite.binding
+
+
+@contextlib.contextmanager
+def _without(*names: str) -> Iterator[None]:
+    """Modules that cannot be loaded meanwhile, unless other threads may want them."""
+    names = tuple(name for name in names if name not in sys.modules)
+    if threading.active_count() > 1:
+        names = ()
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: import fails
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+# numba loads coverage.py in case it measures, and yaml for a file of settings: 0.1 s for neither.
+with _without("coverage", *(() if Path(".numba_config.yaml").exists() else ("yaml",))):
+    import numba
+    from numba.core.caching import FunctionCache, NullCache
+    from numba.core.runtime import nrt
 
 log = logging.getLogger("coop-plan")
 
@@ -39,14 +61,50 @@ class _Cache(FunctionCache):
         return (*key, _sources(Path(self._py_func.__code__.co_filename).parent))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """numba's, without `target_context.refresh()`: what is compiled needs no compiler."""
         try:
-            found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            _link_runtime()
+            with self._guard_against_spurious_io_errors():
+                found = self._load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception:
             self.flush()  # type: ignore[no-untyped-call]
             found = None
         if found is None:
             _say_that_it_compiles()
         return found
+
+
+class _LateCache:
+    """A `_Cache` from its first use on: most kernels are called by others only, which hold them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @functools.cached_property
+    def _cache(self) -> Any:
+        try:
+            return _Cache(self._function)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            # Neither the source's folder nor the user's cache can be written; the kernels then
+            # live as long as the process.
+            return NullCache()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+@functools.cache
+def _link_runtime() -> None:
+    """
+    Give compiled code the addresses of numba's runtime.
+
+    What `rtsys.initialize` does before it compiles its own share, which cached code contains.
+    """
+    runtime: Any = nrt
+    if not runtime.rtsys._init:
+        for name, address in runtime._nrt.c_helpers.items():
+            full = name if name.startswith("_") else f"NRT_{name}"
+            llvmlite.binding.add_symbol(full, address)
 
 
 @functools.cache
@@ -68,10 +126,7 @@ def _compile(function: Callable[P, R], **options: bool) -> Callable[P, R]:
     library: Any = numba
     dispatcher = library.njit(nogil=True, **options)(function)
     if not library.config.DISABLE_JIT:
-        # numba raises where neither the source's folder nor the user's cache can be written; the
-        # kernels then live as long as the process.
-        with contextlib.suppress(RuntimeError):
-            dispatcher._cache = _Cache(function)  # type: ignore[no-untyped-call]
+        dispatcher._cache = _LateCache(function)
     return cast("Callable[P, R]", dispatcher)
 
 

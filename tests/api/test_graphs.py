@@ -9,11 +9,19 @@ import pytest
 
 from coop_plan.api.answers import Answers, Limits, RefusedError
 from coop_plan.api.graph_stores import open_graphs
-from coop_plan.api.graphs import REMEMBERED_BYTES, Graphs, SqliteGraphs, digest_of
+from coop_plan.api.graphs import (
+    LISTED,
+    REMEMBERED_BYTES,
+    GraphCard,
+    Graphs,
+    SqliteGraphs,
+    digest_of,
+)
 from coop_plan.api.work_options import open_the_store
 from coop_plan.planner.cache.store import SqliteStore, StoreError
 from coop_plan.schemas import InvalidInputError, parse_plan
 from tests.api.server import serving
+from tests.redis_server import needs_redis, redis_server
 
 PROBLEM = "urn:coop-plan:problem:"
 JSON = {"Content-Type": "application/json"}
@@ -64,6 +72,37 @@ def test_the_store_of_graphs_stays_within_its_size(tmp_path):
     graphs.close()
     assert kept[-1]
     assert 0 < sum(kept) < 40
+
+
+def test_what_is_kept_is_listed_and_what_is_dropped_is_not(answers, graphs, path, document):
+    names = ["first", "<b>second</b>", "x" * 300]
+    texts = [json.dumps(document | {"name": name}).encode() for name in names]
+    for text in texts:
+        answers.put_graph(text, "", digest_of(text))
+    listed = json.loads(answers.graphs()[1])
+    assert {card["digest"]: card["name"] for card in listed} == {
+        digest_of(text): name[:200] for text, name in zip(texts, names, strict=True)
+    }
+    assert {card["ops"] for card in listed} == {len(document["ops"])}
+    assert {card["bytes"] for card in listed} == {len(text) for text in texts}
+    with sqlite3.connect(path) as connection:
+        connection.execute("update graph set packed = x''")
+    connection.close()
+    assert graphs.get(digest_of(texts[0])) is None
+    assert len(graphs.listed()) == 2
+
+
+@needs_redis
+def test_redis_lists_what_it_keeps(tmp_path):
+    with redis_server(tmp_path) as server:
+        graphs = open_graphs(server.address, 0)
+        cards = [GraphCard(digest_of(bytes([i])), f"graph {i}", i, 1) for i in range(LISTED + 2)]
+        for number, card in enumerate(cards):
+            assert graphs.put(card.digest, bytes([number]), card)
+        assert graphs.listed() == cards[: -LISTED - 1 : -1]
+        graphs._redis.delete(f"coop-plan:graph:{cards[-1].digest}")
+        assert graphs.listed() == cards[-2 : -LISTED - 1 : -1]
+        graphs.close()
 
 
 def test_graphs_at_hand_are_bounded(graphs, document):
@@ -172,6 +211,7 @@ def test_over_http(tmp_path, document):
         assert sent[0].headers["location"] == address
         there = client.get(address)
         assert there.content == data
+        assert [card["digest"] for card in client.get("/graphs").json()] == [digest]
         tag = there.headers["etag"]
         assert client.get(address, headers={"If-None-Match": f'"other", {tag}'}).status_code == 304
         assert client.get(address, headers={"If-None-Match": '"other"'}).status_code == 200

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from coop_plan.api.graphs import digest_of
 from coop_plan.api.memory_map import draw_plans
 from coop_plan.planner import plan
 from coop_plan.planner.look.drawing import drawing
 from coop_plan.schemas import load_graph
 from coop_plan.web import page as whole_page
 from tests.api.server import serving
+
+JSON = {"Content-Type": "application/json"}
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api")
@@ -150,6 +153,22 @@ def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
         return map.data.begin[at] <= i && i < map.data.end[at];
     }""")
     assert found
+    # Forty of a thousand rows are in use at any moment; a row takes a pixel, and most is free.
+    painted = page.evaluate("""() => {
+        const map = document.querySelector("canvas").map;
+        map.set({ window: [0, map.moments] });
+        const { pixels, wide, high } = map.raster;
+        return pixels.filter((pixel) => pixel).length / (wide * high);
+    }""")
+    assert 0.039 < painted < 0.2
+    box = page.locator("canvas").bounding_box()
+    page.evaluate("document.querySelector('canvas').map.set({ window: [1000, 2000] })")
+    page.mouse.move(box["x"] + 500, box["y"] + 200)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 400, box["y"] + 200)
+    page.mouse.up()
+    low, high = page.evaluate("document.querySelector('canvas').map.window")
+    assert (low > 1000, high - low) == (True, 1000)
 
 
 def test_a_page_holds_whatever_a_name_contains(page, tmp_path):
@@ -206,8 +225,18 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
     page.on("request", lambda request: asked.append(request.url))
     with serving(folder, "--store", str(folder / "plans.db"), "--solvers", "1") as server:
         at = str(server.base_url).rstrip("/")
+        page.goto(f"{at}/docs")
+        operation = page.locator("#operations-default-post_plan_plan_post")
+        operation.locator("button").first.click()
+        page.get_by_text("three layers and their gradients").first.wait_for()
+        assert wrong == []
+        document = (ROOT / "examples" / "graph.json").read_bytes()
+        digest = digest_of(document)
+        assert server.put(f"/graphs/{digest}", content=document, headers=JSON).status_code == 201
         page.goto(at)
         assert serious(page) == []
+        page.get_by_label("Kept here").select_option(digest)
+        page.get_by_text("53 ops, 72 tensors").wait_for()
         page.set_input_files("#graph", ROOT / "examples" / "graph.json")
         page.get_by_label("coop-offline").uncheck()
         page.get_by_role("button", name="Plan").press("Enter")
