@@ -81,7 +81,10 @@ export class Pareto {
     pen.font = "11px system-ui, sans-serif";
     this.axes(pen, paint);
     this.floor(pen, paint);
-    this.methods.forEach((method, place) => this.line(pen, method, hue(place)));
+    // Where plans cost the same, each shows as a ring around the next method's.
+    this.methods.forEach((method, place) => {
+      this.line(pen, method, hue(place), 4.5 + 1.5 * (this.methods.length - 1 - place));
+    });
   }
 
   axes(pen, paint) {
@@ -126,7 +129,7 @@ export class Pareto {
     pen.globalAlpha = 1;
   }
 
-  line(pen, method, colour) {
+  line(pen, method, colour, radius) {
     const own = this.cells.filter((cell) => cell.method === method);
     own.sort((a, b) => a.peak_bytes - b.peak_bytes);
     pen.strokeStyle = colour;
@@ -136,7 +139,7 @@ export class Pareto {
     pen.stroke();
     for (const cell of own) {
       pen.beginPath();
-      pen.arc(this.x(cell.peak_bytes), this.y(cell.overhead), 4.5, 0, 2 * Math.PI);
+      pen.arc(this.x(cell.peak_bytes), this.y(cell.overhead), radius, 0, 2 * Math.PI);
       pen.fill();
     }
   }
