@@ -483,6 +483,10 @@ FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backwar
 EFFICIENT_BACKWARD: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 """Attention's backwards on CUDA, whose arguments are the gradient, query, key, value, ..."""
 
+FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention
+FLASH_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors have in common only if they share their storage, while it lives."""
@@ -704,6 +708,26 @@ def believe_in_cuda() -> None:
     without CUDA.
     """
     torch.cuda._lazy_init = lambda: None
+
+
+@contextmanager
+def nothing_drawn_twice() -> Iterator[None]:
+    """Let `torch.nn.init.trunc_normal_` leave fake parameters as they are.
+
+    It draws anew until all values are within its bounds, which asks for them. Assumed: it calls
+    `_no_grad_trunc_normal_` of its module.
+    """
+    init: Any = torch.nn.init
+    original = init._no_grad_trunc_normal_
+
+    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
+
+    init._no_grad_trunc_normal_ = drawn
+    try:
+        yield
+    finally:
+        init._no_grad_trunc_normal_ = original
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from coop_plan.runtime.capture.roofline import Work, work_of
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.torch_internals import FakeTensorMode, OpOverload
+from coop_plan.runtime.torch_internals import FLASH, FLASH_ON_CPU, FakeTensorMode, OpOverload
 
 aten = torch.ops.aten
 
@@ -109,16 +109,16 @@ def _calls() -> list[tuple[OpOverload, tuple[Any, ...]]]:
         (aten.convolution_backward.default, (image, image, kernel, *back)),
         (aten.add.Tensor, (large, large)),
         (aten.relu.default, (large,)),
-        (aten._softmax.default, (row, 1, False)),
+        (aten.gelu.default, (large,)),
         (aten.sum.dim_IntList, (row, [0])),
         (aten.add.Tensor, (made(1), made(1))),
         (aten.relu.default, (made(1),)),
     ]
     if large.device.type == "cpu":
-        calls.append((aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(heads)))
+        calls.append((FLASH_ON_CPU.default, tuple(heads)))
     else:
         narrowed = tuple(head.to(half) for head in heads)
-        calls.append((aten._scaled_dot_product_flash_attention.default, narrowed))
+        calls.append((FLASH.default, narrowed))
     return calls
 
 

@@ -125,12 +125,13 @@ def _capture(asked: Question) -> Graph:
         FakeTensorMode,
         believe_in_cuda,
         convertible_modules,
+        nothing_drawn_twice,
     )
 
     if asked.spec.kind == "cuda":
         believe_in_cuda()
     torch.set_default_device(asked.spec.kind)
-    with FakeTensorMode(), convertible_modules():
+    with FakeTensorMode(), convertible_modules(), nothing_drawn_twice():
         step, args = called(asked.target, asked.batch)
     return capture(
         step,

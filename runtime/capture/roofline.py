@@ -29,6 +29,8 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
     EFFICIENT_BACKWARD,
     FLASH_BACKWARD,
+    FLASH_BACKWARD_ON_CPU,
+    FLASH_ON_CPU,
     FakeTensor,
     OpOverload,
     storage_key,
@@ -58,8 +60,8 @@ def _attention_backward_on_cpu(
 
 FORMULAS: dict[Any, Any] = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_on_cpu,
+    FLASH_ON_CPU: _attention_on_cpu,
+    FLASH_BACKWARD_ON_CPU: _attention_backward_on_cpu,
 }
 """Operations by op: PyTorch's own, and those of attention's kernels on the CPU, which it lacks."""
 

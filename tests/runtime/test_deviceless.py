@@ -34,6 +34,11 @@ def huge():
     model = nn.Sequential(*[nn.Linear(1 << 17, 1 << 17, bias=False) for _ in range(3)]).float()
     return (lambda x: model(x).sum()), (torch.ones(4, 1 << 17),)
 
+def truncated():
+    model = nn.Linear(4, 4)
+    nn.init.trunc_normal_(model.weight, std=0.02)
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
 def looks(): return (lambda x: x.sum()), (torch.ones(int(torch.ones(3).sum()), requires_grad=True),)
 
 def chooses():
@@ -129,6 +134,12 @@ def test_built_in_devices_name_their_sources():
 CPU = DeviceSpec(
     name="one", kind="cpu", memory_bytes=2**30, flops={"float32": 1e9}, bytes_per_s=1e9, launch_us=1
 )
+
+
+def test_parameters_drawn_within_bounds(user_module):
+    """A draw that is repeated until it holds asks for values, which are not there."""
+    asked = Question(target=f"{user_module}:truncated", spec=CPU)
+    assert capture_for(asked).ops[0].name == "aten.addmm.default"
 
 
 def fake_step(run, *shapes, dtype=torch.float32, spec=CPU, **options):
