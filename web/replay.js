@@ -7,6 +7,7 @@ export function replay(graph, plan) {
   const tensorAt = new Map(graph.tensors.map((tensor, i) => [tensor.id, i]));
   const held = [];
   const live = new Map();
+  const still = new Map(); // by moment, bytes of what is overwritten by less
   const ran = new Set();
   const begin = [];
   let now = 0;
@@ -45,6 +46,7 @@ export function replay(graph, plan) {
         if (write.bytes && dying.has(write.offset)) {
           const taken = dying.get(write.offset);
           live.get(taken).end = now; // in place: it ends what was there
+          still.set(now, (still.get(now) ?? 0) + Math.max(0, live.get(taken).size - write.bytes));
           live.delete(taken);
           dying.delete(write.offset);
         }
@@ -70,7 +72,7 @@ export function replay(graph, plan) {
     change[made.end] -= made.size;
   }
   let total = 0;
-  const bytes = change.slice(0, now).map((step) => (total += step));
+  const bytes = change.slice(0, now).map((step, m) => (total += step) + (still.get(m) ?? 0));
   const column = (name) => held.map((made) => made[name]);
   return {
     offset: column("offset"),

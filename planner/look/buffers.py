@@ -5,6 +5,8 @@ A *moment* is a step of the plan that is not a `free`: a run of an op, a copy th
 Everything here is in moments, and each moment has a place on the timeline in µs.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -90,6 +92,7 @@ def look_at(graph: Graph, plan: Plan) -> Look:
     line = Timeline(graph.device.with_link(plan.link_bytes_per_s))
     cost = step_costs(graph)
     ran: set[int] = set()
+    still: Counter[int] = Counter()  # bytes of what is overwritten by less, while it is
     out = 0
     flying: dict[int, tuple[int, int]] = {}
     for step in plan.steps:
@@ -122,7 +125,9 @@ def look_at(graph: Graph, plan: Plan) -> Look:
                         out += write.bytes
                         continue
                     if write.bytes and write.offset in dying:  # in place: it ends what was there
-                        live.pop(dying.pop(write.offset)).end = now
+                        source = live.pop(dying.pop(write.offset))
+                        source.end = now
+                        still[now] += max(0, source.bytes - write.bytes)
                     tensor = tensor_at[write.tensor]
                     kind: Kind = "recomputed" if again else "kept"
                     made = Held(
@@ -167,11 +172,11 @@ def look_at(graph: Graph, plan: Plan) -> Look:
         look.outside.append(out)
     for held in live.values():
         held.end = len(look.moments)
-    _count(look)
+    _count(look, still)
     return look
 
 
-def _count(look: Look) -> None:
+def _count(look: Look, still: Mapping[int, int]) -> None:
     change = [0] * (len(look.moments) + 1)
     for held in look.held:
         change[held.begin] += held.bytes
@@ -179,4 +184,4 @@ def _count(look: Look) -> None:
     total = 0
     for moment in range(len(look.moments)):
         total += change[moment]
-        look.live.append(total)
+        look.live.append(total + still.get(moment, 0))

@@ -10,7 +10,7 @@ from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.look.buffers import look_at
 from coop_plan.planner.look.explain import Price, explain, price_list, slopes
 from coop_plan.planner.options import PlanOptions
-from coop_plan.schemas import Compute, Free, Prefetch, TensorRead, Write, load_graph
+from coop_plan.schemas import Compute, Free, Prefetch, TensorRead, Write, load_graph, parse_graph
 from tests.strategies import graphs
 from tests.support import make_graph, make_plan
 
@@ -84,6 +84,26 @@ def test_live_bytes_and_times_are_the_plan_s(graph):
     for moment in range(len(look.moments)):
         there = sorted((h.offset, h.offset + h.bytes) for h in look.at(moment) if h.bytes)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(there))
+
+
+def test_what_is_overwritten_by_less_is_there_while_it_is():
+    tensors = [(0, 8, "input"), (1, 2048, "activation"), (2, 512, "activation"), (3, 4, "output")]
+    ops = [
+        {"id": 0, "inputs": [0], "outputs": [1]},
+        {"id": 1, "inputs": [1], "outputs": [2], "inplace": [[2, 1]]},
+        {"id": 2, "inputs": [2], "outputs": [3]},
+    ]
+    names = ("id", "bytes", "kind")
+    graph = parse_graph(
+        {
+            "schema": "coop-plan/graph/1",
+            "tensors": [dict(zip(names, tensor, strict=True)) for tensor in tensors],
+            "ops": [{"name": "op", "cost_us": 1, **op} for op in ops],
+        }
+    )
+    made = plan(graph, "min", method="keep-all")
+    assert look_at(graph, made).live == [2048, 2048, 512]
+    assert made.fragmentation == 0
 
 
 def test_kinds_are_what_the_steps_say():
