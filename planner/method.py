@@ -60,7 +60,8 @@ class Solution:
     A placed schedule and what the method proved.
 
     `bound_model` says for which schedules the lower bound (µs) holds: "any", or those in
-    "program-order" and default bodies, which may move to the host what the problem lets them.
+    "program-order", in whatever bodies the method chooses among, which may move to the host what
+    the problem lets them.
     """
 
     placed: PlacedSchedule
@@ -93,9 +94,12 @@ class MethodInfo:
     """Whether the integer-programming solver can be named."""
     transfers: bool = False
     """Whether it moves tensors to the host, where the graph and the request let it."""
+    variants: bool = False
+    """Whether it chooses among the variants of an op."""
     switches: Mapping[str, str] = field(default_factory=dict)
     """Ablation switches, name → what is lost when it is turned off."""
 
     def unused(self, offered: Iterable[str]) -> list[str]:
         """Of what is offered beside recomputation, "variants" and "transfers", what it leaves."""
-        return [name for name in offered if not (self.transfers and name == "transfers")]
+        used = {"variants": self.variants, "transfers": self.transfers}
+        return [name for name in offered if not used[name]]

@@ -9,7 +9,7 @@ from typing import Unpack
 from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError
 from coop_plan.planner.core.held import most_held, reason
-from coop_plan.planner.core.needs import largest_working_set, needs
+from coop_plan.planner.core.needs import WorkingSet, largest_working_set, least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.keep_all import keep_all_schedule, kept
@@ -34,9 +34,14 @@ class _Task:
     method: MethodInfo
     request: Request
 
+    @property
+    def least(self) -> WorkingSet:
+        """What no schedule of the method's is without."""
+        return (least_working_set if self.method.variants else largest_working_set)(self.problem)
+
     def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
         """The method's solution within `arena` bytes; raises `DoesNotFitError`."""
-        op, need = largest_working_set(self.problem)
+        op, need = self.least
         if arena < 0 or need > self.problem.rounded(arena):
             raise DoesNotFitError(op)
         request = replace(self.request, arena_bytes=arena, any_schedule=any_schedule)
@@ -58,7 +63,7 @@ class _Task:
         not depend on the budget that was asked for, so that everybody is told the same.
         """
         step = self.problem.alignment
-        low = largest_working_set(self.problem).bytes - step
+        low = self.least.bytes - step
         best = kept(everything)
         least = everything.arena_bytes
         probes = 64 if self.problem.op_count <= SMALL_PROBLEM_OPS else COARSE_PROBES
@@ -121,7 +126,7 @@ def plan(
     budget_bytes = options.budget.resolve(problem.fixed_bytes + everything.arena_bytes)
 
     def finish(solution: Solution, within: int | None = None) -> Plan:
-        solution = _published(solution)
+        solution = _published(solution, info)
         host = lay_out_host(solution.placed.schedule, problem.host_budget)
         made = assemble(
             solution.placed,
@@ -149,19 +154,25 @@ def plan(
         # Try harder, from the layout that is there: this much is not ruled out.
         again, _ = lay_out(schedule, limit, order_hint=placement.order)
         everything = min(everything, again, key=lambda placed: placed.arena_bytes)
-    if everything.arena_bytes <= limit:
+    fits = everything.arena_bytes <= limit
+    if fits and not (info.variants and everything.cost_us > problem.floor_us):
         return finish(kept(everything), budget_bytes)
     try:
-        return finish(task.solve(limit), budget_bytes)
+        found = task.solve(limit)
+        if fits and everything.cost_us <= found.placed.cost_us:  # variants might have cost less
+            found = replace(found, placed=everything)
+        return finish(found, budget_bytes)
     except DoesNotFitError as error:
+        if fits:
+            return finish(kept(everything), budget_bytes)
         blocking = None if limit < 0 else error.op
     least = task.minimum(everything)
     if least.placed.arena_bytes <= limit:  # the method is not monotone: a smaller arena worked
         return finish(least, budget_bytes)
     unused = info.unused(problem.beyond_recomputation)
-    copies = "transfers" in problem.beyond_recomputation and "transfers" not in unused
-    alone = largest_working_set(problem).bytes > problem.rounded(max(0, limit))
-    held = None if blocking is None or copies or alone else most_held(problem, limit)
+    more = set(problem.beyond_recomputation).difference(unused)  # than `most_held` knows of
+    alone = task.least.bytes > problem.rounded(max(0, limit))
+    held = None if blocking is None or more or alone else most_held(problem, limit)
     if held is not None:
         blocking = held.op
     raise InfeasibleBudgetError(
@@ -176,15 +187,16 @@ def plan(
     )
 
 
-def _published(solution: Solution) -> Solution:
+def _published(solution: Solution, method: MethodInfo) -> Solution:
     """
     Without what was not proved for all that the graph offers.
 
-    No method models op variants yet: where there are some, a schedule that uses them may cost less
-    than a bound for schedules that do not.
+    Where there are variants of which a method knows nothing, a schedule that uses them may cost
+    less than a bound for schedules that do not.
     """
     problem, cost = solution.placed.problem, solution.placed.cost_us
-    if solution.bound_model != "program-order" or "variants" not in problem.beyond_recomputation:
+    left = "variants" in method.unused(problem.beyond_recomputation)
+    if solution.bound_model != "program-order" or not left:
         return solution
     if cost <= problem.floor_us:
         return replace(solution, status="optimal", lower_bound_us=cost, bound_model="any")

@@ -62,6 +62,10 @@ def _swap_only(problem: Problem, request: Request) -> Solution:
 def _coop_offline(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.offline.solve import solve_coop_offline
 
+    if "variants" in problem.beyond_recomputation:
+        from coop_plan.planner.variants.solve import solve_with_bodies
+
+        return solve_with_bodies(problem, request, solve_coop_offline, prove=False)
     return solve_coop_offline(problem, request)
 
 
@@ -74,12 +78,20 @@ def _checkmate(problem: Problem, request: Request) -> Solution:
 def _optimal(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.exact.optimal import solve_optimal
 
+    if "variants" in problem.beyond_recomputation:
+        from coop_plan.planner.variants.solve import solve_with_bodies
+
+        return solve_with_bodies(problem, request, solve_optimal, prove=True)
     return solve_optimal(problem, request)
 
 
 def _auto(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.exact.auto import solve_auto
 
+    if "variants" in problem.beyond_recomputation:
+        from coop_plan.planner.variants.solve import solve_with_bodies
+
+        return solve_with_bodies(problem, request, solve_auto, prove=True)
     return solve_auto(problem, request)
 
 
@@ -105,6 +117,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "ours; closure cost / (bytes x distance to next use^alpha), see planner.offline",
             _coop_offline,
             transfers=True,
+            variants=True,
         ),
         MethodInfo(
             "dtr",
@@ -150,6 +163,7 @@ METHODS: Mapping[str, MethodInfo] = {
             _optimal,
             anytime=True,
             transfers=True,
+            variants=True,
         ),
         MethodInfo(
             "auto",
@@ -158,6 +172,7 @@ METHODS: Mapping[str, MethodInfo] = {
             _auto,
             anytime=True,
             transfers=True,
+            variants=True,
         ),
     )
 }

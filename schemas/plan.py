@@ -111,8 +111,8 @@ class Plan(Model, frozen=True, kw_only=True):
     `link_bytes_per_s` is a bandwidth, either way, that the cost was asked for instead of the
     device's.
     `lower_bound_model` says for which schedules `lower_bound_us` holds: "any", or those in
-    "program-order", in which every op runs for the first time in that order and in its default
-    body; they may move to the host what the device and `host_budget_bytes` let them.
+    "program-order", in which every op runs for the first time in that order, in whichever body is
+    not approximate; they may move to the host what the device and `host_budget_bytes` let them.
     """
 
     schema_: Literal["coop-plan/plan/1"] = field(name="schema")

@@ -46,3 +46,17 @@ def largest_working_set(problem: Problem) -> WorkingSet:
         return WorkingSet(-1, 0)
     op = max(range(len(first)), key=first.__getitem__)
     return WorkingSet(op, first[op])
+
+
+def least_working_set(problem: Problem) -> WorkingSet:
+    """
+    The op whose leanest body needs most, and that many bytes; (−1, 0) without ops.
+
+    A bound on the arena of every schedule.
+    """
+    first = needs(problem).first
+    least = first[: problem.op_count]
+    for number, body in enumerate(problem.bodies):
+        least[body.op] = min(least[body.op], first[number])
+    op = max(range(len(least)), key=least.__getitem__, default=-1)
+    return WorkingSet(op, least[op] if op >= 0 else 0)

@@ -18,9 +18,13 @@ Pair = tuple[int, int]
 
 
 def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
-    """What a graph and a budget of the host (bytes) offer: op "variants", "transfers" to it."""
+    """
+    What a graph and a budget of the host (bytes) offer: op "variants", "transfers" to it.
+
+    Approximate variants are never chosen, so they are not offered.
+    """
     links = graph.device.linked and host_budget != 0
-    variants = any(op.variants for op in graph.ops)
+    variants = any(not variant.approximate for op in graph.ops for variant in op.variants)
     return [*(["variants"] if variants else []), *(["transfers"] if links else [])]
 
 
@@ -136,6 +140,7 @@ class Problem:
             body(position, op, variant)
             for position, op in enumerate(graph.ops)
             for variant in op.variants
+            if not variant.approximate
         ]
         count, n = len(graph.tensors), len(graph.ops)
         producer = [-1] * count
@@ -281,14 +286,18 @@ class Problem:
             for t in range(self.tensor_count)
         ]
 
-    def _until(self, op: int, *, arena: bool) -> int:
-        """The first op from `op` on that overwrites what `op` reads (`arena`: there too), or n."""
-        limit = self.op_count if self.graph.ops[op].recomputable else op
-        for t in self.op_inputs[op]:
+    def _until(self, body: Body, *, arena: bool) -> int:
+        """The first op from its own on that overwrites what it reads (`arena`: there too), or n."""
+        limit = self.op_count if self.graph.ops[body.op].recomputable else body.op
+        for t in body.inputs:
             if arena or self.resident[t] or self.outside[t]:
-                later = [p for p in self._overwriters.get(t, ()) if p >= op]
+                later = [p for p in self._overwriters.get(t, ()) if p >= body.op]
                 limit = min([limit, *later])
         return limit
+
+    def until_of(self, body: Body) -> int:
+        """As `until`, of any body."""
+        return self._until(body, arena=False)
 
     @cached_property
     def until(self) -> list[int]:
@@ -299,7 +308,7 @@ class Problem:
         overwritten in the arena can be made again at its old version, so this is all that every
         schedule has to keep to.
         """
-        return [self._until(op, arena=False) for op in range(self.op_count)]
+        return [self.until_of(body) for body in self._defaults]
 
     def once(self, op: int) -> bool:
         """Whether methods run the op once: it must be, or it touches an overwritten tensor."""
@@ -351,7 +360,7 @@ class Problem:
     def repeatable(self) -> list[bool]:
         """Ops that make something evictable and may run again anywhere after their first run."""
         return [
-            self._until(op, arena=True) == self.op_count
+            self._until(self.bodies[op], arena=True) == self.op_count
             and any(self.evictable[t] for t in self.op_outputs[op])
             for op in range(self.op_count)
         ]

@@ -173,7 +173,7 @@ def start(problem: Problem, room: int, params: MoveParams = TRANSFERS) -> WalkSt
     a, device = to_arrays(problem), problem.device
     n, count = a.ops, a.size.size
     makes = 1 + int(np.diff(a.makes_ptr).max(initial=1))
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
         out_us = device.copy_latency_us + a.bytes * 1e6 / np.float64(device.d2h_bytes_per_s)
         in_us = device.copy_latency_us + a.bytes * 1e6 / np.float64(device.h2d_bytes_per_s)
     movable = params.fetch_chance > 0 and "transfers" in problem.beyond_recomputation

@@ -24,10 +24,11 @@ def chain(device=None, **variant):
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_a_cheaper_variant_takes_the_proof_away(method):
+def test_a_cheaper_variant_is_in_the_bound(method):
     graph = chain(cost_us=1.0)
     made = plan(graph, 42, method=method, alignment=1, time_limit=20)
-    assert (made.status, made.lower_bound_us, made.lower_bound_model) == ("feasible", None, None)
+    assert made.lower_bound_model == "program-order"
+    assert made.lower_bound_us <= made.cost_us
     problem = Problem.from_graph(graph, 1)
     body = {op: op for op in range(9)} | {1: 9}
     bodies = [
@@ -37,7 +38,8 @@ def test_a_cheaper_variant_takes_the_proof_away(method):
     ]
     cheaper = plan_of(Schedule.of(problem, bodies), budget=42)
     assert find_faults(graph, cheaper) == []
-    assert cheaper.cost_us < made.cost_us
+    assert made.lower_bound_us <= cheaper.cost_us
+    assert made.cost_us <= cheaper.cost_us
 
 
 @pytest.mark.parametrize("method", EXACT)
@@ -86,4 +88,4 @@ def test_keep_everything_is_optimal_unless_a_variant_is_cheaper(cost, status):
 
 def test_the_smallest_budget_is_told_as_the_methods():
     with pytest.raises(InfeasibleBudgetError, match="does not use the graph's variants"):
-        plan(chain(cost_us=1.0), 20, method="optimal", alignment=1, time_limit=20)
+        plan(chain(cost_us=1.0), 20, method="checkmate", alignment=1, time_limit=20)

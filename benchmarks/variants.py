@@ -1,0 +1,94 @@
+"""
+Operator variants, off and on, at budgets: `python -m benchmarks.variants ../shared/data/graphs`.
+
+Step times (ms) of verified plans: variants and recomputation chosen jointly with the proved bound
+(`optimal`), variants alone (every op runs once) and recomputation alone (default bodies), beside
+MONeT's own published solutions evaluated in the same profiles. `--leave-one-out` says what each
+kind of variant was worth: the step without it, in the same time.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
+from coop_plan.schemas import Compute, Graph, Plan, load_graph
+
+MONET: dict[str, dict[float, float]] = {
+    "monet_resnet50_b184": {10: 914.5, 9: 924.9, 8: 937.9, 7: 951.8, 6: 974.5, 5: 993.8},
+    "monet_unet_b11": {10: 1108.5, 9: 1132.8, 8: 1153.2, 7: 1171.2, 6: 1215.3, 5: 1286.3},
+    "monet_vgg16_b176": {10: 1323.6, 9: 1328.7, 8: 1382.9, 7: 1438.2, 6: 1490.8, 5.5: 1539.7},
+}
+"""By graph and budget (GiB), ms: MONeT's published solutions (utsaslab/MONeT), up to a day each."""
+
+
+def without(graph: Graph, *, kinds: tuple[str, ...] = (), again: bool = True) -> Graph:
+    """The graph without variants whose names begin with one of `kinds`, and with every op once."""
+    ops = [
+        op.model_copy(
+            update={
+                "variants": [v for v in op.variants if not v.name.startswith(kinds)],
+                "recomputable": op.recomputable and again,
+            }
+        )
+        for op in graph.ops
+    ]
+    return graph.model_copy(update={"ops": ops})
+
+
+def planned(graph: Graph, gib: float, method: str, seconds: float) -> Plan | None:
+    """A plan at a budget in GiB, outputs in the arena, alignment 1; None where none was found."""
+    budget = int(gib * 2**30)
+    try:
+        return plan(graph, budget, method=method, time_limit=seconds, alignment=1, outputs="arena")
+    except (InfeasibleBudgetError, TimeLimitError):
+        return None
+
+
+def ms(made: Plan | None) -> str:
+    """The step time of a plan."""
+    return "-" if made is None else f"{made.cost_us / 1e3:.1f}"
+
+
+def kinds_of(made: Plan) -> dict[str, int]:
+    """How often each kind of variant runs: names without their numbers."""
+    names = (step.variant for step in made.steps if isinstance(step, Compute))
+    return dict(sorted(Counter(name.rstrip("0123456789") for name in names if name).items()))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("graphs", type=Path)
+    parser.add_argument("--only", choices=MONET, action="append")
+    parser.add_argument("--budgets", type=float, nargs="*", help="GiB")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of each plan")
+    parser.add_argument("--halves", action="store_true", help="variants alone, recompute alone")
+    parser.add_argument("--leave-one-out", action="store_true")
+    asked = parser.parse_args()
+    halves = "variants alone | recompute alone | " if asked.halves else ""
+    print(f"| graph | GiB | MONeT | both | bound | gap % | {halves}variants chosen |")
+    print("|" + " --- |" * (7 + 2 * asked.halves))
+    for name in asked.only or MONET:
+        graph = load_graph(asked.graphs / f"{name}.json")
+        for gib in asked.budgets or MONET[name]:
+            made = planned(graph, gib, "optimal", asked.seconds)
+            bound = made.lower_bound_us if made is not None else None
+            cells = [name, f"{gib:g}", str(MONET[name].get(gib, "-")), ms(made)]
+            cells += ["-", "-"]
+            if made is not None and bound is not None:
+                cells[-2:] = [f"{bound / 1e3:.1f}", f"{(made.cost_us / bound - 1) * 100:.2f}"]
+            if asked.halves:
+                alone = planned(without(graph, again=False), gib, "coop-offline", asked.seconds)
+                none = planned(without(graph, kinds=("",)), gib, "coop-offline", asked.seconds)
+                cells += [ms(alone), ms(none)]
+            chosen = {} if made is None else kinds_of(made)
+            cells.append(", ".join(f"{kind} {count}" for kind, count in chosen.items()))
+            print("| " + " | ".join(cells) + " |", flush=True)
+            for kind in chosen if asked.leave_one_out else ():
+                left = planned(without(graph, kinds=(kind,)), gib, "coop-offline", asked.seconds)
+                print(f"  without {kind}: {ms(left)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

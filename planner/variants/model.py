@@ -1,0 +1,229 @@
+"""
+The time-point program with bodies: memory is checked only while K chosen ops run first.
+
+As `planner.exact.model.timepoint`, with the operator variants of MONeT (Shah et al., ICLR 2021,
+section 4.2) as columns of their own:
+
+    F[v]      body v runs its op for the first time (their δ; Σ F = 1 by op)
+    X[k, d]   tensor d is resident while τ_k runs
+    Y[k, v]   the op of body v is computed again in segment k, in that body
+    Z[k, p]   the in-place pair p of τ_k shares one address, so its input is gone afterwards
+
+Only what every schedule must do is asked for, so that the minimum is a lower bound for any schedule
+that first computes in program order, in whatever bodies. A body that another one dominates is left
+out (`planner.variants.choices`), and of bodies that read and make the same, a segment has the
+cheapest one that fits into the arena alone: the memory of recomputes is not looked at.
+"""
+
+from dataclasses import dataclass, field
+
+from coop_plan.planner.core.needs import needs
+from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
+from coop_plan.planner.exact.params import DEFAULTS, ModelParams
+from coop_plan.planner.variants.choices import Choices
+
+Terms = list[tuple[int, float]]
+
+
+@dataclass
+class BodyModel:
+    """
+    The program for one set of time points, in rising order, the last one the end of the step.
+
+    `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs.
+    """
+
+    choices: Choices
+    capacity: int
+    points: list[int]
+    params: ModelParams = DEFAULTS.model
+    milp: Milp = field(default_factory=Milp)
+    f: dict[int, int] = field(default_factory=dict)
+    """By body its column, of ops that have more than one."""
+    x: list[dict[int, int | None]] = field(default_factory=list)
+    """Per segment: tensor → column, or None where X is 1."""
+    y: list[dict[int, int]] = field(default_factory=list)
+    """Per segment: body → column."""
+    z: list[dict[tuple[int, int], int]] = field(default_factory=list)
+    """Per segment: in-place pair of τ_k → column."""
+    memory: list[int] = field(default_factory=list)
+    """The rows of what fits while time points run."""
+    fixed_us: float = 0.0
+    """Cost of the first runs of which there is no choice, µs."""
+
+    def __post_init__(self) -> None:
+        problem = self.choices.problem
+        self.cost_unit = problem.base_cost_us / COST_SCALE or 1.0
+        for op in range(self.choices.n):
+            self._first(op)
+        for k in range(len(self.points)):
+            self._variables(k)
+            self._dependencies(k)
+            self._memory(k)
+
+    def start(self, k: int) -> int:
+        """The position before segment k: its ops are start + 1 … points[k]."""
+        return self.points[k - 1] if k else -1
+
+    def _first(self, op: int) -> None:
+        # [Variable] F[v]; [Constraint] Σ F[v] = 1 over the bodies of an op that fit at all.
+        problem, need = self.choices.problem, needs(self.choices.problem).first
+        bodies = self.choices.of[op]
+        if len(bodies) == 1:
+            self.fixed_us += problem.bodies[bodies[0]].cost_us
+            return
+        for v in bodies:
+            upper = 1.0 if need[v] <= self.capacity else 0.0
+            cost = problem.bodies[v].cost_us / self.cost_unit
+            self.f[v] = self.milp.column(0.0, upper, cost, integer=True)
+        self.milp.row([(self.f[v], 1.0) for v in bodies], 1.0, 1.0)
+
+    def _variables(self, k: int) -> None:
+        choices, point, start = self.choices, self.points[k], self.start(k)
+        problem, needed = choices.problem, choices.read_by_all(point)
+        # [Variable] X[k, d] for every tensor made before τ_k that can matter from τ_k on.
+        self.x.append(
+            {
+                t: None if t in needed else self.milp.binary()
+                for t, last in enumerate(choices.useful)
+                if 0 <= problem.producer[t] < point <= last and not choices.always[t]
+            }
+        )
+        # [Variable] Y[k, v] for every op that can be run again, and is of use.
+        again, columns = needs(problem).again, dict[int, int]()
+        for op in range(point):
+            seen = set[tuple[frozenset[int], frozenset[int]]]()
+            for v in choices.of[op]:
+                body = problem.bodies[v]
+                made = frozenset(body.outputs)
+                if op >= start:  # its tensors are there, but for those that only other bodies make
+                    made -= choices.made[op]
+                of_use = any(choices.useful[t] > max(start, op) for t in made)
+                kind = choices.reads[v], frozenset(body.outputs)
+                fits = again[v] <= self.capacity
+                if of_use and fits and choices.until[v] > max(start, op) and kind not in seen:
+                    seen.add(kind)
+                    columns[v] = self.milp.binary(body.cost_us / self.cost_unit)
+        self.y.append(columns)
+
+    def made_first(self, t: int) -> tuple[int, Terms]:
+        """Whether the first run of its op makes t: constant and terms."""
+        choices = self.choices
+        op = choices.problem.producer[t]
+        if t in choices.made[op]:
+            return 1, []
+        makers = [v for v in choices.of[op] if t in choices.problem.bodies[v].outputs]
+        return 0, [(self.f[v], 1.0) for v in makers]
+
+    def again(self, k: int, t: int) -> Terms:
+        """Whether t is computed again in segment k."""
+        choices = self.choices
+        return [
+            (self.y[k][v], 1.0)
+            for v in choices.of[choices.problem.producer[t]]
+            if v in self.y[k] and t in choices.problem.bodies[v].outputs
+        ]
+
+    def available(self, k: int, t: int) -> tuple[int, Terms]:
+        """Whether t can be had in segment k: kept, made first in it, or computed again in it."""
+        choices = self.choices
+        if choices.always[t]:
+            constant, terms = self.made_first(t)
+            if constant:
+                return 1, []
+            return 0, [*terms, *(term for j in range(k + 1) for term in self.again(j, t))]
+        if choices.problem.producer[t] >= self.start(k):
+            constant, terms = self.made_first(t)
+        elif t not in self.x[k - 1]:
+            constant, terms = 0, []
+        else:
+            column = self.x[k - 1][t]
+            gone = [(z, -1.0) for (_, source), z in self.z[k - 1].items() if source == t]
+            constant, terms = (1, gone) if column is None else (0, [(column, 1.0), *gone])
+        if constant and not terms:
+            return 1, []
+        return constant, [*terms, *self.again(k, t)]
+
+    def _require(self, k: int, t: int, demand: int, minus: Terms) -> None:
+        constant, terms = self.available(k, t)
+        if not (constant and not terms):
+            self.milp.row([*terms, *minus], demand - constant, INFINITY)
+
+    def _dependencies(self, k: int) -> None:
+        choices = self.choices
+        # [Constraint] inputs of what is first run in segment k, the end of the step included.
+        for op in range(self.start(k) + 1, self.points[k] + 1):
+            everywhere = choices.read_by_all(op)
+            for t in sorted(everywhere):
+                self._require(k, t, 1, [])
+            if op < choices.n:
+                some = frozenset().union(*(choices.reads[v] for v in choices.of[op])) - everywhere
+                for t in sorted(some):
+                    readers = [v for v in choices.of[op] if t in choices.reads[v]]
+                    self._require(k, t, 0, [(self.f[v], -1.0) for v in readers])
+        # [Constraint] inputs of what is run again.
+        for v, column in self.y[k].items():
+            for t in sorted(choices.reads[v]):
+                self._require(k, t, 0, [(column, -1.0)])
+        # [Constraint] what is resident at τ_k was kept or made in the segment.
+        for t, resident in self.x[k].items():
+            if resident is not None:
+                self._require(k, t, 0, [(resident, -1.0)])
+
+    def _memory(self, k: int) -> None:
+        # [Constraint] Σ bytes of residents + outputs + workspace of τ_k ≤ capacity.
+        choices, milp, point = self.choices, self.milp, self.points[k]
+        problem = choices.problem
+        size = problem.size
+        fixed = sum(size[t] for t, column in self.x[k].items() if column is None)
+        weights = {c: size[t] for t, c in self.x[k].items() if c is not None}
+        pairs: dict[tuple[int, int], list[int]] = {}
+        bodies = choices.of[point] if point < choices.n else ()
+        for v in bodies:
+            body = problem.bodies[v]
+            need = problem.rounded(body.workspace_bytes) + sum(size[t] for t in body.makes)
+            if len(bodies) == 1:
+                fixed += need
+                continue
+            weights[self.f[v]] = need
+            # [Constraint] what the chosen body reads is resident.
+            for t in sorted(choices.reads[v]):
+                resident = self.x[k].get(t)
+                if resident is not None:
+                    milp.row([(resident, 1.0), (self.f[v], -1.0)], 0.0, INFINITY)
+        for v in bodies:
+            for pair in problem.bodies[v].inplace:
+                if not problem.outside[pair[0]]:
+                    pairs.setdefault(pair, []).append(v)
+        z: dict[tuple[int, int], int] = {}
+        for pair, users in pairs.items():
+            z[pair] = milp.binary()
+            weights[z[pair]] = -size[pair[0]]
+            if len(users) < len(bodies):
+                milp.row([(z[pair], -1.0), *((self.f[v], 1.0) for v in users)], 0.0, INFINITY)
+        for side in (0, 1):
+            for t in {pair[side] for pair in z}:
+                same = [(c, 1.0) for pair, c in z.items() if pair[side] == t]
+                if len(same) > 1:
+                    milp.row(same, -INFINITY, 1.0)
+        self.z.append(z)
+        room = self.capacity - fixed
+        unit = max(self.capacity, 1)
+        terms = [(column, weight / unit) for column, weight in weights.items()]
+        self.memory.append(milp.row(terms, -INFINITY, room / unit + ROUNDING))
+        # Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for the sizes s in the sum.
+        for s in sorted({w for w in weights.values() if w * self.params.finest >= max(room, 1)}):
+            rounded = [(c, float(w // s)) for c, w in weights.items() if w // s]
+            self.memory.append(milp.row(rounded, -INFINITY, room // s))
+
+    def bound_us(self, bound: float) -> float:
+        """What a bound of the program says of a whole step, µs."""
+        return self.fixed_us + bound * self.cost_unit
+
+    def chosen(self, values: list[float]) -> list[int]:
+        """Per op the body of its first run in a solution."""
+        return [
+            max(bodies, key=lambda v: values[self.f[v]]) if len(bodies) > 1 else bodies[0]
+            for bodies in self.choices.of
+        ]

@@ -1,0 +1,58 @@
+"""The parameters of the search over bodies; the type of a field is its range."""
+
+from dataclasses import dataclass
+
+from coop_plan.planner.core.params import Count, Params, Seconds, Share
+
+
+@dataclass(frozen=True)
+class VariantParams(Params):
+    """Starts, and the large neighbourhood search from them (`planner.variants.search`)."""
+
+    seconds: Seconds = 60.0
+    """How long it searches without a time limit."""
+
+    default_share: Share = 0.1
+    """Share of the time for the default bodies alone, with which it begins."""
+
+    bound_share: Share = 0.4
+    """Share of the time that `optimal` gives to the bound, before it searches."""
+
+    sizes: tuple[Share, ...] = (1.0, 0.5, 0.25)
+    """Rules: per op the cheapest body whose working set is this share of the arena at most."""
+
+    points: Count = 30
+    """Time points of the program to begin with."""
+
+    most_points: Count = 90
+    """And at most."""
+
+    points_at_once: Count = 4
+    """Points added where what was read out did not fit."""
+
+    widths: tuple[Share, ...] = (0.06, 0.12, 0.2, 0.4)
+    """Shares of the program that are set free at a time, one drawn each time."""
+
+    step_seconds: Seconds = 3.0
+    """Time limit of one neighbourhood."""
+
+    relative_gap: Share = 1e-3
+    """Share of the objective to which a neighbourhood is solved."""
+
+    patience: Count = 40
+    """Neighbourhoods without success after which it ends, where no time limit was given."""
+
+    small_ops: Count = 60
+    """Up to so many ops every one of them is a time point."""
+
+    margin: Share = 0.002
+    """Share of the arena by which the search stays below it for each layout that was not found."""
+
+    most_margin: Share = 0.04
+    """And at most."""
+
+    repairs: Count = 3
+    """Rounds of changes of single runs."""
+
+
+DEFAULTS = VariantParams()

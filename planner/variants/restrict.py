@@ -1,0 +1,43 @@
+"""A step in which each op has one body, for the methods that know of no others."""
+
+from collections.abc import Sequence
+
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
+
+
+def restricted(problem: Problem, chosen: Sequence[int]) -> Problem:
+    """
+    The problem with body `chosen[o]` as the only one of op o, and with the same tensors.
+
+    Every body must find what it reads: the body chosen of its maker makes it.
+    """
+    ops = []
+    for op, number in zip(problem.graph.ops, chosen, strict=True):
+        name = problem.bodies[number].variant
+        form = next((v for v in op.variants if v.name == name), op)
+        ops.append(
+            op.model_copy(
+                update={
+                    "inputs": form.inputs,
+                    "outputs": form.outputs,
+                    "cost_us": form.cost_us,
+                    "workspace_bytes": form.workspace_bytes,
+                    "inplace": form.inplace,
+                    "variants": [],
+                }
+            )
+        )
+    graph = problem.graph.model_copy(update={"ops": ops})
+    return Problem.from_graph(graph, problem.alignment, problem.outputs, problem.host_budget)
+
+
+def carried_back(problem: Problem, chosen: Sequence[int], placed: PlacedSchedule) -> PlacedSchedule:
+    """A placed schedule of the restricted problem as one of `problem`: same events, same places."""
+    old = placed.schedule
+    what = old.what.copy()
+    for event, body in enumerate(old.bodies):
+        if body >= 0:
+            what[event] = chosen[body]
+    schedule = Schedule.of_events(problem, old.do, what)
+    return PlacedSchedule(schedule, placed.offset, placed.workspace_offset)

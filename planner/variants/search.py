@@ -1,0 +1,334 @@
+"""
+The search for a schedule with its bodies: starts, then large neighbourhoods of the program.
+
+A start is one body per op: the cheapest that is no larger than some share of the arena, and what
+the relaxed program (`planner.variants.model`) says. coop-offline plans the step of those bodies
+alone. From the cheapest such schedule on, a stretch of the program at a time is set free and solved
+(Shaw, Using constraint programming and local search methods to solve vehicle routing problems, CP
+1998); what comes out is read at every event, each run gets the body that fits it there, and where
+that is too full the program looks closer. A schedule counts once it has a layout.
+"""
+
+import contextlib
+import importlib.util
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.needs import least_working_set, needs
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
+from coop_plan.planner.exact.incumbent import PROOF, SOLVER_TOLERANCE
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome
+from coop_plan.planner.exact.model.points import worst_of_groups
+from coop_plan.planner.exact.params import DEFAULTS as EXACT
+from coop_plan.planner.exact.solver.process import SolverProcess
+from coop_plan.planner.layout import WORK, lay_out
+from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.offline.solve import CoopOffline
+from coop_plan.planner.variants.choices import Choices
+from coop_plan.planner.variants.lift import lifted
+from coop_plan.planner.variants.model import BodyModel
+from coop_plan.planner.variants.params import DEFAULTS, VariantParams
+from coop_plan.planner.variants.readout import Rebody, read_out
+from coop_plan.planner.variants.restrict import carried_back, restricted
+
+
+class BodySearch:
+    """
+    One search on one request.
+
+    `placed` is the cheapest schedule that has a layout, None without any, `bound_us` what is proved
+    of all schedules in program order, µs.
+    """
+
+    def __init__(
+        self, problem: Problem, request: Request, params: VariantParams = DEFAULTS
+    ) -> None:
+        self.problem, self.request, self.params = problem, request, params
+        self.choices = Choices.of_problem(problem)
+        self.capacity = problem.rounded(request.arena_bytes)
+        self.placed: PlacedSchedule | None = None
+        self.bound_us = problem.floor_us
+        self._failed = 0
+        self._patient = True
+        self._solved = False  # with every op as a time point: neighbourhoods find no better
+        # An op that overwrites a tensor in the arena is followed by no program and no exchange.
+        self._plain = not any(problem.overwritten)
+        self._need = needs(problem).first
+        self.points = self._first_points()
+
+    @property
+    def cost_us(self) -> float:
+        """The cost of the best schedule, infinite without one."""
+        return INFINITY if self.placed is None else self.placed.cost_us
+
+    def _first_points(self) -> list[int]:
+        """Of groups of the ops that are too full with everything kept, those that need most."""
+        if self.choices.n <= self.params.small_ops:
+            return list(range(self.choices.n + 1))
+        least = [min(bodies, key=self._need.__getitem__) for bodies in self.choices.of]
+        cheapest = self._consistent([bodies[0] for bodies in self.choices.of])
+        live = Schedule.of(self.problem, cheapest).live_bytes().tolist()
+        scratch = self.problem.bodies
+        over = [
+            op
+            for op, used in enumerate(live)
+            if used - self.problem.rounded(scratch[cheapest[op]].workspace_bytes) > self.capacity
+        ]
+        chosen = worst_of_groups(over, self.params.points, key=lambda op: self._need[least[op]])
+        return [*chosen, self.choices.n]
+
+    # Starts: one body per op.
+
+    def _consistent(self, wanted: list[int]) -> list[int]:
+        """Bodies as wanted, but for those that read what is not made, or do not fit."""
+        choices, made, chosen = self.choices, set[int](), list[int]()
+        for op, body in enumerate(wanted):
+            found = [v for v in choices.of[op] if choices.reads[v] <= made] or [op]
+            fit = [v for v in found if self._need[v] <= self.capacity] or [
+                min(found, key=self._need.__getitem__)
+            ]
+            chosen.append(body if body in fit else fit[0])
+            made.update(self.problem.bodies[chosen[-1]].outputs)
+        return chosen
+
+    def _rules(self) -> Iterator[list[int]]:
+        for share in self.params.sizes:
+            limit = share * self.capacity
+            yield self._consistent(
+                [
+                    next((v for v in bodies if self._need[v] <= limit), bodies[0])
+                    for bodies in self.choices.of
+                ]
+            )
+
+    def _relaxed(self, process: SolverProcess, model: BodyModel) -> Iterator[list[int]]:
+        """What the program says whose columns need not be integers."""
+        relaxed = replace(model.milp, integer=[False] * len(model.milp.integer))
+        answer = process.solve(relaxed, self._until(INFINITY))
+        if answer.outcome is Outcome.OPTIMAL:
+            self.prove(model, answer.bound)
+        if answer.values is not None:
+            yield self._consistent(model.chosen(answer.values))
+
+    def prove(self, model: BodyModel, bound: float) -> None:
+        """Take a bound of a program at the full capacity."""
+        if bound > -INFINITY:
+            proved = model.bound_us(bound) * (1 - SOLVER_TOLERANCE)
+            self.bound_us = max(self.bound_us, min(proved, self.cost_us))
+
+    def _start(self, chosen: list[int]) -> None:
+        """Plan the step of these bodies, and give each run its own."""
+        request = replace(self.request, progress=None, any_schedule=True)
+        method = CoopOffline(restricted(self.problem, chosen), request)
+        with contextlib.suppress(DoesNotFitError, TimeLimitError):
+            method.begin()
+            self.offer(carried_back(self.problem, chosen, method.solution().placed))
+
+    def offer(self, placed: PlacedSchedule) -> bool:
+        """Take a schedule that is cheaper than the best so far and within the arena."""
+        if placed.cost_us >= self.cost_us or placed.arena_bytes > self.request.arena_bytes:
+            return False
+        self.placed = placed
+        if self.request.progress is not None:
+            base = max(self.problem.base_cost_us, 1e-12)
+            overhead, bound = placed.cost_us / base - 1, self.bound_us / base - 1
+            self.request.progress(
+                Progress(f"bodies and recomputes: overhead {overhead:.2%}", None, overhead, bound)
+            )
+        return True
+
+    def _improve_runs(self, runs: list[int], capacity: int) -> Schedule | None:
+        """The runs with the bodies that suit them; None where they are no schedule."""
+        try:
+            return Rebody(self.choices, capacity).improve(runs, self.params.repairs)
+        except NoScheduleError:
+            return None
+
+    def _keep(self, schedule: Schedule) -> bool:
+        """Keep a schedule that fits if it is cheaper and has a layout."""
+        arena = self.request.arena_bytes
+        if schedule.cost_us >= self.cost_us - 1e-6 or not schedule.fits(arena):
+            return False
+        layout = lay_out(schedule, arena, work=0)
+        if layout.placed.arena_bytes > arena:
+            layout = lay_out(schedule, arena, work=WORK, order_hint=layout.placement.order)
+        return self.offer(layout.placed)
+
+    # The search.
+
+    def _until(self, seconds: float) -> float:
+        assert self.request.deadline is not None
+        return min(time.monotonic() + seconds, self.request.deadline)
+
+    def run(self, *, prove: bool = False) -> None:
+        """
+        Search until the deadline, or for the default time; with `prove` for a bound first.
+
+        Raises:
+            DoesNotFitError: no schedule was found.
+        """
+        if least_working_set(self.problem).bytes > self.capacity:
+            raise DoesNotFitError(least_working_set(self.problem).op)
+        if self.request.deadline is None:
+            self._patient = False
+            deadline = time.monotonic() + self.params.seconds
+            self.request = replace(self.request, deadline=deadline)
+        if self.request.any_schedule:  # a solver's process takes longer to start than these
+            self._from(self._rules())
+        solver = importlib.util.find_spec("ortools") is not None
+        if not solver or not self._plain:
+            self._from(self._rules())
+        elif not (self.proved or (self.request.any_schedule and self.placed is not None)):
+            params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)
+            with SolverProcess(params) as process:
+                self._run(process, prove)
+        if self.placed is None:
+            raise DoesNotFitError(least_working_set(self.problem).op)
+
+    def _from(self, starts: Iterator[list[int]]) -> None:
+        """The starts, the runs of the best of which get bodies of their own."""
+        seen: list[list[int]] = []
+        for chosen in starts:
+            if chosen not in seen:
+                seen.append(chosen)
+                self._start(chosen)
+            if self.request.any_schedule and self.placed is not None:
+                return
+        if self.placed is not None and self._plain:
+            better = self._improve_runs(self.placed.schedule.what.tolist(), self.capacity)
+            if better is not None:
+                self._keep(better)
+
+    def _run(self, process: SolverProcess, prove: bool) -> None:
+        model = BodyModel(self.choices, self.capacity, self.points)
+        self._from(self._relaxed(process, model))
+        if self.request.any_schedule and self.placed is not None:
+            return
+        self._from(self._rules())
+        if prove or self.placed is None or self.choices.n <= self.params.small_ops:
+            self._solve(process, model)
+        while self.placed is None and self.points != model.points and not self._done():
+            # The solution was too full somewhere.
+            model = BodyModel(self.choices, self.capacity, self.points)
+            self._solve(process, model)
+        self._search(process)
+
+    def _solve(self, process: SolverProcess, model: BodyModel) -> None:
+        """The whole program: its bound, and the schedule of its solution."""
+        assert self.request.deadline is not None
+        now = time.monotonic()
+        until = now + (self.request.deadline - now) * self.params.bound_share
+        exact = self.choices.n <= self.params.small_ops
+        gap = 0.0 if exact else self.params.relative_gap
+        answer = process.solve(model.milp, until, relative_gap=gap)
+        self.prove(model, answer.bound)
+        self._solved |= exact and answer.outcome is Outcome.OPTIMAL
+        if answer.values is not None and not self._use(model, answer.values, self.capacity):
+            self._start(self._consistent(model.chosen(answer.values)))
+
+    def _use(self, model: BodyModel, values: list[float], capacity: int) -> bool:
+        """Make a schedule of a solution; where it is too full, look closer from now on."""
+        read = read_out(model, values)
+        if read is None:
+            return False
+        schedule = self._improve_runs([body for body, _ in read], capacity)
+        if schedule is None:
+            return False
+        over = schedule.live_bytes() - capacity
+        if over.max(initial=0) <= 0:
+            if schedule.cost_us >= self.cost_us - 1e-6:
+                return False
+            if not self._keep(schedule):
+                self._failed += 1
+                return False
+            self._failed = max(0, self._failed - 1)
+            return True
+        first: dict[int, int] = {}
+        for event, body in enumerate(schedule.bodies):
+            first.setdefault(self.problem.bodies[body].op, event)
+        op, excess = -1, [0] * self.choices.n
+        seen = set[int]()
+        for event, body in enumerate(schedule.bodies):
+            if first[self.problem.bodies[body].op] == event:
+                op = self.problem.bodies[body].op
+                seen.add(op)
+                excess[op] = max(excess[op], int(over[event]))
+            elif over[event] > 0 and op + 1 < self.choices.n:
+                excess[op + 1] = max(excess[op + 1], int(over[event]))
+        full = [op for op in range(self.choices.n) if excess[op] > 0 and op not in self.points]
+        if len(self.points) < self.params.most_points:
+            worst = sorted(full, key=excess.__getitem__)[-self.params.points_at_once :]
+            self.points = sorted({*self.points, *worst})
+        return False
+
+    def _search(self, process: SolverProcess) -> None:
+        """Neighbourhoods of the best schedule until the time is up."""
+        draw = random.Random(self.request.seed)  # noqa: S311  (no secret)
+        params = self.params
+        model, looked_at = None, (list[int](), 0)
+        failures = 0
+        while self.placed is not None and not self._done():
+            if failures >= params.patience and not self._patient:
+                return
+            margin = min(params.most_margin, params.margin * self._failed)
+            capacity = int(self.capacity * (1 - margin))
+            if model is None or looked_at != (self.points, capacity):
+                model, looked_at = (
+                    BodyModel(self.choices, capacity, self.points),
+                    (list(self.points), capacity),
+                )
+            values = lifted(model, self.placed.schedule)
+            width = int(self.choices.n * draw.choice(params.widths)) + 1
+            low = draw.randrange(-width // 2, self.choices.n)
+            stretch = neighbourhood(model, values, range(low, low + width))
+            until = self._until(params.step_seconds)
+            answer = process.solve(stretch, until, relative_gap=params.relative_gap)
+            better = answer.values is not None and self._use(model, answer.values, capacity)
+            failures = 0 if better else failures + 1
+
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule in program order costs less, within the tolerance."""
+        return self.cost_us <= self.bound_us * (1 + PROOF)
+
+    def _done(self) -> bool:
+        assert self.request.deadline is not None
+        return self.proved or self._solved or time.monotonic() >= self.request.deadline
+
+
+def neighbourhood(model: BodyModel, values: list[float], free: range) -> Milp:
+    """
+    The program with all but a stretch as it is in a solution.
+
+    Free are the tensors made and the ops first run in the stretch, in all segments, and the bodies
+    of the ops that read those tensors, as what a forward op makes is decided with its backward.
+    Rows of memory that the solution breaks are as it has them.
+    """
+    choices, problem = model.choices, model.choices.problem
+    loose = set[int]()
+    for v in model.f:
+        near = any(problem.producer[t] in free for t in choices.reads[v])
+        if near or problem.bodies[v].op in free:
+            loose.update(model.f[w] for w in choices.of[problem.bodies[v].op])
+    for x, y, z in zip(model.x, model.y, model.z, strict=True):
+        loose.update(c for t, c in x.items() if c is not None and problem.producer[t] in free)
+        loose.update(c for v, c in y.items() if problem.bodies[v].op in free)
+        loose.update(z.values())
+    lower, upper = list(model.milp.lower), list(model.milp.upper)
+    for column, value in enumerate(values):
+        if column not in loose:
+            lower[column] = upper[column] = value
+    used = dict.fromkeys(model.memory, 0.0)
+    for row, column, value in zip(
+        model.milp.entry_row, model.milp.entry_column, model.milp.entry_value, strict=True
+    ):
+        if row in used:
+            used[row] += value * values[column]
+    row_upper = list(model.milp.row_upper)
+    for row, amount in used.items():
+        row_upper[row] = max(row_upper[row], amount)
+    return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)

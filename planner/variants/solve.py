@@ -1,0 +1,64 @@
+"""How a method chooses bodies: the search over them, and where that does less, the method too."""
+
+import contextlib
+import time
+from dataclasses import replace
+
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.method import Request, Solution, Solve
+from coop_plan.planner.offline.solve import solve_coop_offline
+from coop_plan.planner.variants.params import DEFAULTS, VariantParams
+from coop_plan.planner.variants.search import BodySearch
+
+
+def solve_with_bodies(
+    problem: Problem,
+    request: Request,
+    method: Solve,
+    *,
+    prove: bool,
+    params: VariantParams = DEFAULTS,
+) -> Solution:
+    """
+    The cheapest schedule found whose runs have the bodies that suit them; with `prove` its bound.
+
+    It begins with coop-offline's schedule of the default bodies. A schedule that chooses bodies
+    moves nothing to the host: where there is a link, half of the time goes to `method`, which knows
+    of the default bodies alone, and the cheaper one of the two counts; there is no bound of both.
+    Nor is there one where an op overwrites a tensor in the arena: the program does not follow that.
+
+    Raises:
+        DoesNotFitError: nothing was found.
+    """
+    links = "transfers" in problem.beyond_recomputation
+    share = 0.5 if links else params.default_share
+    until = None
+    if request.deadline is not None:
+        now = time.monotonic()
+        until = now + (request.deadline - now) * share
+    search = BodySearch(problem, request, params)
+    other: Solution | None = None
+    with contextlib.suppress(DoesNotFitError, TimeLimitError):
+        first = method if links else solve_coop_offline
+        other = first(problem, replace(request, deadline=until))
+        if not links:
+            search.offer(other.placed)
+    if not (request.any_schedule and other is not None):
+        try:
+            search.run(prove=prove and not request.any_schedule)
+        except DoesNotFitError:
+            if other is None:
+                raise
+    if search.placed is None or (other is not None and other.placed.cost_us <= search.cost_us):
+        assert other is not None
+        search.placed = other.placed
+    solution = Solution(search.placed)
+    if not prove or links or any(problem.overwritten):
+        return solution
+    return replace(
+        solution,
+        status="optimal" if search.proved else "feasible",
+        lower_bound_us=min(search.bound_us, search.cost_us),
+        bound_model="program-order",
+    )

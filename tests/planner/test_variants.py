@@ -1,0 +1,209 @@
+"""Bodies are chosen jointly with the schedule, run by run, and bounds hold with them."""
+
+import heapq
+import itertools
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coop_plan.planner import InfeasibleBudgetError, find_faults, plan
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.variants.choices import Choices
+from coop_plan.planner.variants.lift import lifted
+from coop_plan.planner.variants.model import BodyModel
+from tests.strategies import graphs
+from tests.support import make_graph
+
+pytest.importorskip("ortools")
+
+
+def masks(cost=12.0):
+    """Two layers and back: relu 1 may make a mask that its backward reads instead of its input."""
+    tensors = {0: ("input", 1), 9: ("output", 1), 7: ("activation", 1)}
+    tensors |= dict.fromkeys((1, 2, 3, 5, 6), ("activation", 8))
+    ops = [
+        {"inputs": [0], "outputs": [1], "cost_us": 50.0},
+        {"inputs": [1], "outputs": [2], "cost_us": 10.0},
+        {"inputs": [2], "outputs": [3], "cost_us": 50.0},
+        {"inputs": [3], "outputs": [5], "cost_us": 10.0},
+        {"inputs": [5, 1], "outputs": [6], "cost_us": 10.0, "inplace": [[6, 5]]},
+        {"inputs": [6], "outputs": [9], "cost_us": 10.0},
+    ]
+    ops[1]["variants"] = [{"name": "bits", "inputs": [1], "outputs": [2, 7], "cost_us": cost}]
+    lean = {"name": "bits", "inputs": [5, 7], "outputs": [6], "inplace": [[6, 5]]}
+    ops[4]["variants"] = [lean | {"cost_us": cost}]
+    return make_graph(tensors, ops)
+
+
+def names(made):
+    return [step.variant for step in made.steps if step.do == "compute"]
+
+
+@pytest.mark.parametrize("method", ["coop-offline", "optimal", "auto"])
+def test_a_mask_is_made_where_it_is_read(method):
+    """Keeping the input takes 26 bytes; the mask is cheaper than the input made again."""
+    graph = masks()
+    assert set(names(plan(graph, 27, method=method, alignment=1, time_limit=10))) == {None}
+    made = plan(graph, 19, method=method, alignment=1, time_limit=10)
+    assert names(made) == [None, "bits", None, None, "bits", None]
+    assert made.cost_us == pytest.approx(144.0)
+    assert find_faults(graph, made) == []
+
+
+def test_a_dear_mask_is_not():
+    graph = masks(cost=80.0)
+    made = plan(graph, 19, method="optimal", alignment=1, time_limit=10)
+    assert set(names(made)) == {None}
+    assert (made.status, made.recomputed_ops) == ("optimal", 1)
+
+
+def workspaces():
+    """One op, run twice: there is room for the fast body's workspace the first time alone."""
+    tensors = {0: ("input", 1), 8: ("output", 1)}
+    tensors |= {1: ("activation", 6), 2: ("activation", 6), 3: ("activation", 4)}
+    ops = [
+        {"inputs": [0], "outputs": [1], "cost_us": 10.0, "workspace_bytes": 10},
+        {"inputs": [1], "outputs": [3], "cost_us": 50.0, "workspace_bytes": 6},
+        {"inputs": [3], "outputs": [2], "cost_us": 50.0, "workspace_bytes": 6},
+        {"inputs": [1, 2], "outputs": [8], "cost_us": 10.0},
+    ]
+    ops[0]["variants"] = [{"name": "lean", "inputs": [0], "outputs": [1], "cost_us": 12.0}]
+    return make_graph(tensors, ops)
+
+
+def test_each_run_has_its_own_body():
+    graph = workspaces()
+    made = plan(graph, 18, method="optimal", alignment=1, time_limit=10)
+    assert names(made) == [None, None, None, "lean", None]
+    assert made.lower_bound_model == "program-order"
+
+
+def test_the_smallest_budget_counts_the_leanest_body():
+    graph = make_graph(
+        {0: ("input", 1), 1: ("output", 1)},
+        [
+            {
+                "inputs": [0],
+                "outputs": [1],
+                "workspace_bytes": 100,
+                "variants": [
+                    {"name": "lean", "inputs": [0], "outputs": [1], "cost_us": 9.0},
+                    {
+                        "name": "rough",
+                        "inputs": [0],
+                        "outputs": [1],
+                        "cost_us": 1.0,
+                        "approximate": True,
+                    },
+                ],
+            }
+        ],
+    )
+    assert plan(graph, "min", method="coop-offline", alignment=1).peak_bytes == 2
+    assert names(plan(graph, 2, method="auto", alignment=1, time_limit=5)) == ["lean"]
+    with pytest.raises(InfeasibleBudgetError) as told:
+        plan(graph, 2, method="coop", alignment=1)
+    assert (told.value.min_feasible_bytes, told.value.unused) == (102, ("variants",))
+
+
+def cheapest(problem, arena):
+    """
+    The least cost of a schedule in program order, by uniform-cost search over what is there.
+
+    Memory is what lives at once, in-place pairs apart; None where nothing fits. A tensor that is
+    read may be dropped at any time, and everything may be made again.
+    """
+    n, size = problem.op_count, problem.size
+    ends = frozenset(t for t in range(problem.tensor_count) if problem.is_output[t])
+
+    def room(tensors):
+        return sum(size[t] for t in tensors)
+
+    @cache
+    def moves(done, here):
+        found = []
+        for b in problem.bodies:
+            again = b.op < done
+            if b.op > done or (again and not problem.graph.ops[b.op].recomputable):
+                continue
+            if not set(b.reads) <= here or (again and set(b.outputs) <= here):
+                continue
+            after = here | set(b.makes)
+            if room(after) + problem.rounded(b.workspace_bytes) <= arena:
+                found.append((b.cost_us, max(done, b.op + 1), after))
+        found += [(0.0, done, here - {t}) for t in here]
+        return found
+
+    best = {(0, frozenset()): 0.0}
+    queue = [(0.0, 0, 0, frozenset())]
+    count = itertools.count(1)
+    while queue:
+        cost, _, done, here = heapq.heappop(queue)
+        if done == n and ends <= here:
+            return cost
+        if cost > best[done, here]:
+            continue
+        for more, ops, after in moves(done, here):
+            if cost + more < best.get((ops, after), float("inf")):
+                best[ops, after] = cost + more
+                heapq.heappush(queue, (cost + more, next(count), ops, after))
+    return None
+
+
+@settings(max_examples=12, deadline=None)
+@given(graph=graphs(max_ops=5, mutates=False, inplace=False, rng=False, bandwidth=False))
+def test_brute_force_over_bodies_agrees(graph):
+    """The bound is below, and a proof is the cost, of the cheapest schedule by enumeration."""
+    problem = Problem.from_graph(graph, 1, "arena")
+    if not any(op.variants for op in graph.ops):
+        return
+    everything = int(Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0))
+    arena = everything * 3 // 4
+    least = cheapest(problem, arena)
+    budget = arena + problem.fixed_bytes
+    try:
+        made = plan(graph, budget, method="optimal", alignment=1, outputs="arena", time_limit=3)
+    except InfeasibleBudgetError as error:
+        assert least is None or error.min_feasible_bytes > budget
+        return
+    assert least is not None
+    assert made.cost_us >= least - 1e-6
+    if made.lower_bound_us is not None:
+        assert made.lower_bound_us <= least + 1e-4
+    if made.status == "optimal":
+        assert made.cost_us == pytest.approx(least)
+
+
+@settings(max_examples=25, deadline=None)
+@given(graph=graphs(max_ops=8, mutates=False, rng=False, bandwidth=False))
+def test_every_schedule_is_a_solution_of_the_program(graph):
+    """Keep-everything meets all rows of the program at its own peak, and costs what it says."""
+    problem = Problem.from_graph(graph, 1, "arena")
+    choices = Choices.of_problem(problem)
+    schedule = Schedule.of(problem, [bodies[0] for bodies in choices.of])
+    peak = int(schedule.live_bytes().max(initial=0))
+    model = BodyModel(choices, max(peak, 1), list(range(problem.op_count + 1)))
+    values = lifted(model, schedule)
+    milp = model.milp
+    sums = [0.0] * len(milp.row_lower)
+    for row, column, value in zip(milp.entry_row, milp.entry_column, milp.entry_value, strict=True):
+        sums[row] += value * values[column]
+    for low, value, high in zip(milp.row_lower, sums, milp.row_upper, strict=True):
+        assert low - 1e-6 <= value <= high + 1e-6
+    cost = sum(c * v for c, v in zip(milp.cost, values, strict=True))
+    assert model.bound_us(cost) == pytest.approx(schedule.cost_us)
+
+
+@settings(max_examples=8, deadline=None)
+@given(graph=graphs(max_ops=10), outputs=st.sampled_from(["outside", "arena"]))
+def test_plans_are_valid_and_no_dearer_than_coops(graph, outputs):
+    """Whatever ops overwrite, repeat or move: within the smallest budget that coop can meet."""
+    options = {"outputs": outputs, "alignment": 1}
+    reference = plan(graph, "min", method="coop", **options)
+    budget = max(1, reference.peak_bytes)
+    made = plan(graph, budget, method="coop-offline", time_limit=2, **options)
+    assert find_faults(graph, made) == []
+    assert made.cost_us <= reference.cost_us * (1 + 1e-9)
