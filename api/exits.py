@@ -26,9 +26,14 @@ class ClosedOutput(io.TextIOBase):
         raise OSError(errno.EBADF, "it is closed")
 
 
+def printable(text: str) -> str:
+    """`text` for a terminal: names come from files, and may hold what moves a cursor."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def fail(message: object, code: int) -> NoReturn:
     """End with one line on stderr."""
-    click.echo(f"coop-plan: error: {' '.join(str(message).split())}", err=True)
+    click.echo(f"coop-plan: error: {printable(' '.join(str(message).split()))}", err=True)
     sys.exit(code)
 
 

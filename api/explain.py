@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coop_plan.api.exits import EXIT_INFEASIBLE, fail
+from coop_plan.api.exits import EXIT_INFEASIBLE, fail, printable
 from coop_plan.api.reading import read_graph, read_valid_plan
 
 if TYPE_CHECKING:
@@ -53,6 +53,15 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
         fail(refused, EXIT_INFEASIBLE)
 
 
+LONGEST = 200
+"""Characters of a line: a name may have any number of them."""
+
+
+def say(*lines: str) -> None:
+    for line in lines:
+        click.echo(printable(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"))
+
+
 def _document(found: "Explanation", refused: Any) -> dict[str, Any]:
     import msgspec
 
@@ -73,19 +82,15 @@ def _print(found: "Explanation") -> None:
     from coop_plan.planner.look.explain import slopes
     from coop_plan.schemas import format_bytes
 
-    def say(*lines: str) -> None:
-        for line in lines:
-            click.echo(line)
-
     at = found.at_op + (f" ({found.at_source})" if found.at_source else "")
     say(
         f"{found.method}: peak {format_bytes(found.peak_bytes)}, overhead {found.overhead:.2%}",
         f"  resident {format_bytes(found.resident_bytes)}, arena"
         f" {format_bytes(found.arena_bytes)}, outputs outside {format_bytes(found.outside_bytes)}",
-        "",
-        f"At its fullest, while {at} runs, the arena holds",
     )
-    _table(found.holders)
+    if found.holders:
+        say("", f"At its fullest, while {at} runs, the arena holds")
+        _table(found.holders)
     if found.modules:
         say("", "by module")
         for name, size in found.modules:
@@ -116,13 +121,13 @@ def _say_blocker(blocker: "Blocker") -> None:
     from coop_plan.schemas import format_bytes
 
     where = f" ({blocker.source})" if blocker.source else ""
-    click.echo()
-    click.echo(
-        f"No plan goes below {format_bytes(blocker.bytes)} of arena: {blocker.op}{where} reads"
+    say(
+        "",
+        f"No plan goes below {format_bytes(blocker.bytes)} of arena: {blocker.op}{where} reads",
+        "and makes at once",
     )
-    click.echo("and makes at once")
     _table(blocker.parts)
-    click.echo(f"  To change: {blocker.advice}.")
+    say(f"  To change: {blocker.advice}.")
 
 
 def _table(holders: Iterable["Holder"]) -> None:
@@ -130,4 +135,4 @@ def _table(holders: Iterable["Holder"]) -> None:
 
     for holder in holders:
         made = f"{holder.op}  {holder.source}".rstrip()
-        click.echo(f"  {format_bytes(holder.bytes):>11}  {holder.tensor}  {holder.kind}  {made}")
+        say(f"  {format_bytes(holder.bytes):>11}  {holder.tensor}  {holder.kind}  {made}")

@@ -126,6 +126,8 @@ def price_list(graph: Graph, options: PlanOptions, peak_bytes: int) -> list[Pric
     found = [Price(peak_bytes, 0.0)]
     for share in SWEEP:
         budget = int(peak_bytes * share)
+        if budget == 0:
+            break
         try:
             made = plan(graph, replace(options, budget_=budget))
         except InfeasibleBudgetError as error:

@@ -33,6 +33,30 @@ def test_explain_of_a_budget_that_cannot_be_met_names_the_blocker(run):
     assert "aten.mul.Tensor" in err
 
 
+def test_explain_prints_no_name_that_moves_the_cursor_or_has_no_end(run, folder):
+    graph = json.loads(Path(EXAMPLE).read_text())
+    graph["tensors"] = [
+        tensor | {"name": "\x1b[31m\u202ename" + "n" * 9999} for tensor in graph["tensors"]
+    ]
+    Path("names.json").write_text(json.dumps(graph))
+    code, out, _ = run("explain", "names.json")
+    assert code == 0
+    assert "[31m" in out
+    assert not {"\x1b", "\u202e"} & set(out)
+    assert max(map(len, out.splitlines())) == 200
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_explain_of_a_step_without_bytes(run, folder, keep):
+    graph = json.loads(Path(EXAMPLE).read_text())
+    graph["tensors"] = [t | {"bytes": 0} for t in graph["tensors"] if keep]
+    graph["ops"] = [op | {"workspace_bytes": 0} for op in graph["ops"] if keep]
+    Path("nothing.json").write_text(json.dumps(graph))
+    code, out, err = run("explain", "nothing.json")
+    assert (code, err) == (0, "")
+    assert "peak 0 B" in out
+
+
 def test_show_writes_a_page_of_two_plans_or_a_picture_of_one(run, folder):
     pytest.importorskip("matplotlib")
     for share in ("60%", "80%"):
