@@ -204,7 +204,7 @@ def test_an_optimizers_state(optimizer, masters, each):
         (
             "looks",
             InvalidInputError,
-            "asks for a value in .*away_steps.py, line 1.*without",
+            "asks for a value in .*away_steps.py, line 20 .*without",
         ),
         ("chooses", CaptureError, "cannot be captured: .*away_steps.py, line 2"),
     ],
