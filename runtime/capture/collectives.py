@@ -136,6 +136,7 @@ def modelled(op: OpOverload, args: Any, kwargs: Any, made: Any) -> OpProfile:
         outputs=tuple(map(_described, outputs, sizes)),
         allocations=tuple(a for a in allocations if a.bytes),
         workspace_bytes=0,
+        beside_bytes=0,
     )
 
 

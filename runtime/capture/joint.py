@@ -113,7 +113,8 @@ def capture_joint(
     own = TICKET_BYTES + states if device.type == "cpu" else 0
     communication = sum(sorted(builder.communication)[-GROUP_THREADS:])
     libraries = 0 if model is None else model.resident_bytes
-    builder.add("runtime", own + communication + libraries, "buffer")
+    beside = max((facts.beside_bytes for facts in builder.profiles), default=0)
+    builder.add("runtime", own + communication + libraries + beside, "buffer")
     leaving = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }

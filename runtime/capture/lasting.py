@@ -121,7 +121,7 @@ def under(captured: Captured, circumstances: Circumstances) -> Captured:
                 }
             )
             new_ops.append(nodes[position])
-            profiles.append(OpProfile(cost, (), (), 0))
+            profiles.append(OpProfile(cost, (), (), 0, 0))
     for i, op in enumerate(ops):
         op["id"] = i
     document["ops"] = ops

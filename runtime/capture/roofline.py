@@ -112,9 +112,13 @@ class Roofline:
             allocations = (Allocation(workspace, -1, 0), *allocations)
         made = sum(output.bytes for output in outputs if output is not None and output.alias < 0)
         if not made:
-            return OpProfile(0.0, outputs, allocations, workspace)
+            return OpProfile(0.0, outputs, allocations, workspace, 0)
         return OpProfile(
-            self._cost_us(work_of(target, args, kwargs, result)), outputs, allocations, workspace
+            self._cost_us(work_of(target, args, kwargs, result)),
+            outputs,
+            allocations,
+            workspace,
+            0,
         )
 
     def _cost_us(self, work: "Work") -> float:

@@ -387,11 +387,19 @@ PyObject* record_begin(PyObject*, PyObject* cuda) {
   events->clear();
   recording_cuda = cuda == Py_True;
   recording = true;
+  std::lock_guard<std::mutex> lock(mutex);
+  workers.clear();
+  recorder = pthread_self();
+  recorder_set = true;
   Py_RETURN_NONE;
 }
 
 PyObject* record_end(PyObject*, PyObject*) {
   recording = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    recorder_set = false;
+  }
   PyObject* list = PyList_New(0);
   for (const Event& event : *events) {
     PyObject* item =
@@ -403,6 +411,13 @@ PyObject* record_end(PyObject*, PyObject*) {
   }
   events->clear();
   return list;
+}
+
+PyObject* workers_peak(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t bytes = 0;
+  for (const Worker& worker : workers) bytes += worker.peak;
+  return PyLong_FromLongLong(bytes);
 }
 
 PyObject* process_bytes(PyObject*, PyObject*) {
@@ -445,6 +460,8 @@ PyMethodDef methods[] = {
     {"node_owners", node_owners, METH_O, "(autograd's node, written in C++) -> owners of it"},
     {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
     {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},
+    {"workers_peak", workers_peak, METH_NOARGS,
+     "-> bytes that other threads took while this one recorded last, each at its highest"},
     {"process_bytes", process_bytes, METH_NOARGS, "-> current, peak bytes of the process"},
     {"reset_peak", reset_peak, METH_NOARGS, "Start a new peak from the current bytes."},
     {nullptr, nullptr, 0, nullptr}};

@@ -44,12 +44,22 @@ struct Window {
   Stray largest{0, ""};
 };
 
+// What other threads than the one that records an op take meanwhile: a kernel's own workers.
+struct Worker {
+  pthread_t thread;
+  int64_t now;
+  int64_t peak;
+};
+
 auto& mutex = *new std::mutex();  // never destroyed: tensors outlive main
 auto& taken = *new std::unordered_map<void*, Taken>();  // of PyTorch's on the CPU; by mutex
 auto& windows = *new std::vector<Window*>();            // that are open; by mutex
 auto& foreign = *new std::vector<std::string>();  // paths whose lines are not the user's
 int64_t current_bytes = 0;  // by mutex
 int64_t peak_bytes = 0;     // by mutex
+auto& workers = *new std::vector<Worker>();  // by mutex
+bool recorder_set = false;                   // by mutex
+pthread_t recorder{};                        // by mutex
 thread_local int watched = 0;  // windows of this thread that are
 
 // All below under the mutex, but for the last.
@@ -64,9 +74,19 @@ void note_strays(Window* window) {
   }
 }
 
+void count_worker(int64_t bytes, pthread_t thread) {
+  auto found = std::find_if(workers.begin(), workers.end(), [&](const Worker& worker) {
+    return pthread_equal(worker.thread, thread);
+  });
+  if (found == workers.end()) found = workers.insert(found, {thread, 0, 0});
+  found->now += bytes;
+  found->peak = std::max(found->peak, found->now);
+}
+
 void count(int64_t bytes, pthread_t thread = pthread_self()) {
   current_bytes += bytes;
   peak_bytes = std::max(peak_bytes, current_bytes);
+  if (recorder_set && !pthread_equal(recorder, thread)) count_worker(bytes, thread);
   for (Window* window : windows) {
     if (!pthread_equal(window->thread, thread)) continue;
     window->now += bytes;

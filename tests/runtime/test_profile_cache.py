@@ -1,6 +1,7 @@
 """What one start measured the next one knows, and no state of the cache stops a run."""
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ import torch
 from coop_plan.runtime.cache import profiles
 from coop_plan.runtime.cache.profiles import ProfileCache
 from coop_plan.runtime.capture import profile
+from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from tests.runtime.starts import figures, in_a_new_process, start
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,25 @@ def rows(cache):
     with contextlib.closing(sqlite3.connect(cache / "profiles.sqlite3")) as connection:
         assert connection.execute("pragma integrity_check").fetchall() == [("ok",)]
         return dict(connection.execute("select key, record from profile"))
+
+
+def test_what_a_kernels_workers_take_is_in_its_profile():
+    """Attention's backward in bf16 packs its operands on each thread, where there is a kernel."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    torch.set_num_threads(2)
+    try:
+        q, k, v, out, grad = (torch.randn(2, 4, 64, 64, dtype=torch.bfloat16) for _ in range(5))
+        args = (grad, q, k, v, out, torch.zeros(2, 64, 4).transpose(1, 2), 0.0, True)
+        facts = profile.profile(op, args, {})
+        gc.collect()
+        before = process_bytes()[0]
+        reset_peak()
+        made = op(*args)
+        taken = process_bytes()[1] - before
+    finally:
+        torch.set_num_threads(1)
+    sizes = sum(gradient.nbytes for gradient in made)
+    assert sizes < taken <= sizes + facts.workspace_bytes + facts.beside_bytes
 
 
 def test_a_second_process_measures_nothing_and_plans_nothing(cache):
