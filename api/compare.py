@@ -40,10 +40,8 @@ MAPS_BYTES = 5 << 19
 @click.option(
     "--time-limit",
     type=Seconds(),
-    default=20.0,
-    show_default=True,
     metavar="S",
-    help="Seconds a plan.",
+    help="Seconds a plan; else each method's own.",
 )
 @click.option(
     "-o", "--output", multiple=True, metavar="REPORT", help="A .html, .json or .csv; several."
@@ -53,7 +51,7 @@ def compare(
     graph: str,
     budgets: str,
     methods: str,
-    time_limit: float,
+    time_limit: float | None,
     output: tuple[str, ...],
     as_json: bool,
 ) -> None:
