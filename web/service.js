@@ -6,6 +6,7 @@ import { bytes, element, percent } from "./units.js";
 import { mapsView } from "./views.js";
 
 const SHARES = [100, 90, 80, 70, 60, 50, 40, 30];
+const LEAST = "min";
 const METHODS = ["coop-offline", "coop", "dtr", "keep-all"];
 const pause = (seconds) => new Promise((done) => setTimeout(done, seconds * 1000));
 
@@ -38,19 +39,23 @@ export function serviceView() {
     const box = element("input", { type: "checkbox", value: name, checked: i < 2 });
     return [box, element("label", {}, box, ` ${name}`)];
   });
-  const go = element("button", { type: "button", disabled: true, onclick: () => sweep() }, "Plan");
+  const go = element("button", { disabled: true }, "Plan");
   const drop = element(
     "section",
     { class: "panel", "aria-label": "the question" },
     element("p", {}, "Drop a graph (coop-plan/graph/1) here, choose a file, or pick one that is kept here."),
     element(
-      "div",
-      { class: "row" },
-      element("label", { for: "graph" }, "Graph ", file),
-      element("label", { for: "stored" }, "Kept here ", stored),
-      element("label", { for: "token" }, "Token, if one is needed ", token),
+      "form",
+      { onsubmit: submitted },
+      element(
+        "div",
+        { class: "row" },
+        element("label", { for: "graph" }, "Graph ", file),
+        element("label", { for: "stored" }, "Kept here ", stored),
+        element("label", { for: "token" }, "Token, if one is needed ", token),
+      ),
+      element("div", { class: "row" }, ...boxes.map(([, label]) => label), go),
     ),
-    element("div", { class: "row" }, ...boxes.map(([, label]) => label), go),
     said,
   );
   file.addEventListener("change", () => file.files[0] && load(file.files[0]));
@@ -59,6 +64,11 @@ export function serviceView() {
     event.preventDefault();
     if (event.dataTransfer.files[0]) load(event.dataTransfer.files[0]);
   });
+
+  function submitted(event) {
+    event.preventDefault();
+    if (!go.disabled) sweep();
+  }
 
   function tell(text, wrong = false) {
     said.textContent = text;
@@ -114,12 +124,20 @@ export function serviceView() {
     const { run, digest } = state;
     const graph = digest ?? state.graph;
     const methods = boxes.filter(([box]) => box.checked).map(([box]) => box.value);
+    const least = new Map();
     state.cells = [];
     let done = 0;
-    for (const share of SHARES) {
+    // The smallest budget comes second: what lies below it need not be asked.
+    for (const share of [SHARES[0], LEAST, ...SHARES.slice(1)]) {
       for (const method of methods) {
-        const asked = `${share}%`;
-        tell(`planning: ${done} of ${SHARES.length * methods.length}`);
+        const asked = share === LEAST ? LEAST : `${share}%`;
+        tell(`planning: ${done} of ${(SHARES.length + 1) * methods.length}`);
+        const all = state.cells.find((cell) => cell.share === SHARES[0] && cell.method === method);
+        if (least.has(method) && Math.ceil((all.budget_bytes * share) / SHARES[0]) < least.get(method)) {
+          const why = `the smallest budget that it can meet is ${bytes(least.get(method))}`;
+          state.cells.push({ asked, share, method, planned: false, bound: null, why });
+          continue;
+        }
         let plan;
         try {
           plan = await ask({ graph, budget: asked, method }, token.value);
@@ -135,6 +153,7 @@ export function serviceView() {
         const bound = proved ? Math.max(0, plan.lower_bound_us / base - 1) : null;
         const why = planned ? "" : plan.detail || plan.title;
         if (!planned && plan.status !== 422 && plan.status !== 409) return tell(why, true);
+        if (planned && share === LEAST) least.set(method, plan.peak_bytes);
         state.cells.push({ ...(planned ? plan : {}), asked, share, method, planned, bound, why, plan });
       }
     }
@@ -158,9 +177,9 @@ export function serviceView() {
     });
 
     function pick(share) {
-      slider.value = share;
       const own = state.cells.filter((cell) => cell.share === share);
-      value.textContent = `${share} %`;
+      if (share !== LEAST) slider.value = share;
+      value.textContent = share === LEAST ? "the smallest" : `${share} %`;
       const there = own.filter((cell) => cell.planned);
       const drawings = there.map((cell) => ({
         title: cell.method,
@@ -172,7 +191,7 @@ export function serviceView() {
         ...refused.map((cell) => element("p", { class: "wrong" }, `${cell.method}: ${cell.why}`)),
         drawings.length ? mapsView(drawings) : "",
         element("div", { class: "row bar" }, ...there.map(download)),
-        commands(share, own[0]?.method ?? methods[0]),
+        commands(own[0]),
       );
     }
 
@@ -209,15 +228,15 @@ export function serviceView() {
   return element("div", {}, drop, results);
 }
 
-function commands(share, method) {
-  const question = `'{"graph": '"$(cat graph.json)"', "budget": "${share}%", "method": "${method}"}'`;
+function commands({ asked, method }) {
+  const question = `'{"graph": '"$(cat graph.json)"', "budget": "${asked}", "method": "${method}"}'`;
   const curl = `curl -H 'Content-Type: application/json' -o plan.json --data ${question} ${location.origin}/plan`;
   const python = [
     "import coop_plan",
     "",
     `with coop_plan.Client("${location.origin}") as client:`,
     '    graph = coop_plan.load_graph("graph.json")',
-    `    plan = client.plan(graph, "${share}%", method="${method}")`,
+    `    plan = client.plan(graph, "${asked}", method="${method}")`,
   ].join("\n");
   return element(
     "section",
