@@ -8,7 +8,7 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 
 def restricted(problem: Problem, chosen: Sequence[int]) -> Problem:
     """
-    The problem with body `chosen[o]` as the only one of op o, and with the same tensors.
+    The problem with body `chosen[o]` as the only one of op o, with the same tensors and no host.
 
     Every body must find what it reads: the body chosen of its maker makes it.
     """
@@ -29,7 +29,7 @@ def restricted(problem: Problem, chosen: Sequence[int]) -> Problem:
             )
         )
     graph = problem.graph.model_copy(update={"ops": ops})
-    return Problem.from_graph(graph, problem.alignment, problem.outputs, problem.host_budget)
+    return Problem.from_graph(graph, problem.alignment, problem.outputs, host_budget=0)
 
 
 def carried_back(problem: Problem, chosen: Sequence[int], placed: PlacedSchedule) -> PlacedSchedule:
