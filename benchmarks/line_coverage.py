@@ -22,8 +22,6 @@ TESTS = [
     "tests/planner",
     "tests/api/test_answers.py",
     "tests/api/test_at_hand.py",
-    "tests/api/test_graphs.py",
-    "tests/api/test_looking.py",
     "tests/api/test_cli.py",
 ]
 
