@@ -128,7 +128,8 @@ class _Call:
             return  # Dynamo ends the context in a `finally`, and does not say what was raised
         if not torch.is_grad_enabled() or hasattr(self._compiled, SAID):
             return
-        reasons = [why for why in reasons_to_break() if why not in self._known]
+        now = reasons_to_break().items()
+        reasons = [why for why, times in now if times > self._known.get(why, 0)]
         if planned_forwards() != self._planned:
             if reasons and _here.breaks == self._breaks:
                 setattr(self._compiled, SAID, True)

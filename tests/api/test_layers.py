@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "api": {"api", "planner", "schemas"},
 }
 DOORS = {
+    ("api/capture.py", "calibrate", "runtime"),
     ("api/capture.py", "captured", "runtime"),
     ("runtime/execute/planning.py", "_from_server", "api"),
 }

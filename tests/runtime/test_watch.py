@@ -97,8 +97,15 @@ def test_a_call_in_which_nothing_is_planned_says_so_once(make, caplog):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
-def test_a_function_left_to_eager_beside_a_planned_loss_is_told_of_once(caplog):
+@pytest.mark.parametrize("others", [0, 1], ids=["the first", "as another before"])
+def test_a_function_left_to_eager_beside_a_planned_loss_is_told_of_once(caplog, others):
     """The loss alone is planned: its record says nothing of the layers before it."""
+    for _ in range(others):
+        other, x = Breaking(), torch.randn(16, 8)
+        gradients(other, torch.compile(lambda x: other(x).cos().exp(), backend="coop"), x)  # noqa: B023
+        runtime.clear_reports()
+        caplog.clear()
+        torch._dynamo.reset()
     model, x = Breaking(), torch.randn(16, 8)
     called = torch.compile(lambda x: model(x).cos().exp(), backend="coop", options=BUDGET)
     for _ in range(2):
