@@ -100,14 +100,17 @@ def test_a_call_in_which_nothing_is_planned_says_so_once(make, caplog):
 @pytest.mark.parametrize("others", [0, 1], ids=["the first", "as another before"])
 def test_a_function_left_to_eager_beside_a_planned_loss_is_told_of_once(caplog, others):
     """The loss alone is planned: its record says nothing of the layers before it."""
+    model, x = Breaking(), torch.randn(16, 8)
+
+    def planned():
+        return torch.compile(lambda x: model(x).cos().exp(), backend="coop", options=BUDGET)
+
     for _ in range(others):
-        other, x = Breaking(), torch.randn(16, 8)
-        gradients(other, torch.compile(lambda x: other(x).cos().exp(), backend="coop"), x)  # noqa: B023
+        gradients(model, planned(), x)
         runtime.clear_reports()
         caplog.clear()
         torch._dynamo.reset()
-    model, x = Breaking(), torch.randn(16, 8)
-    called = torch.compile(lambda x: model(x).cos().exp(), backend="coop", options=BUDGET)
+    called = planned()
     for _ in range(2):
         gradients(model, called, x)
     (report,) = runtime.reports()
