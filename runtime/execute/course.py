@@ -8,6 +8,7 @@ long as they keep to its order.
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,20 +25,30 @@ from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
 
-Order = tuple[tuple[object, ...], tuple[Event, ...]]
+Order = tuple[tuple[weakref.ref[Any], ...], tuple[Event, ...]]
 """The steps of an iteration, by call, and its events."""
 
 MOST_CALLS = 1_000
 """In one iteration: beyond, each call has a plan of its own."""
 
 MOST_ORDERS = 16
-"""That are planned for one thread: beyond, iterations differ too often for plans to pay."""
+"""That begin with one step and are planned: beyond, they differ too often for plans to pay."""
 
 FIRST_ORDERS = 4
 """That are planned once they were met; one beyond must come a second time: data may choose it."""
 
 MOST_TRIES = 4
 """How often an order is planned anew since it took more than was planned."""
+
+
+@dataclass
+class _Orders:
+    """The orders of iterations that begin with one step."""
+
+    known: dict[Order, Regions | None] = field(default_factory=dict)
+    recorded: dict[Order, list[Call]] = field(default_factory=dict)
+    tries: dict[Order, int] = field(default_factory=dict)
+    met: set[Order] = field(default_factory=set)
 
 
 class Course:
@@ -51,10 +62,7 @@ class Course:
         self._events: list[Event] = []
         self._numbers: weakref.WeakKeyDictionary[Flight, int] = weakref.WeakKeyDictionary()
         self._order: Order | None = None
-        self._known: dict[Order, Regions | None] = {}
-        self._recorded: dict[Order, list[Call]] = {}
-        self._tries: dict[Order, int] = {}
-        self._met: set[int] = set()
+        self._orders: weakref.WeakKeyDictionary[object, _Orders] = weakref.WeakKeyDictionary()
         self._plans: Regions | None = None
         self._left = False
         self._tally: list[Counters] = []
@@ -156,7 +164,7 @@ class Course:
         if at < len(events) and events[at] == (number, backward):
             if backward:
                 return None
-            if steps[number] is self._steps[number]:
+            if steps[number]() is self._steps[number]:
                 return self._plans.codes[number]
         self._leave("another order of forwards and backwards")
         return None
@@ -181,11 +189,12 @@ class Course:
             self._tally, self._left, self._order, self._plans = [], False, None, None
             self._run, self._beside = None, {}
             self._numbers = weakref.WeakKeyDictionary()
-        orders = [o for o in self._known if o[0][0] is step and self._known[o] is not None]
+        known = self._orders.setdefault(step, _Orders()).known
+        orders = [o for o in known if known[o] is not None]
         if order not in orders and orders and not left and not recorded:
             order = orders[-1]  # a single call came between, an evaluation perhaps
         if order in orders:
-            self._order, self._plans = order, self._known[order]
+            self._order, self._plans = order, known[order]
 
     def _end(self) -> Order | None:
         """The order of the iteration that is over, if it can run by a plan of the whole."""
@@ -198,29 +207,21 @@ class Course:
         complete = complete and all(call.inputs for call in self._calls)
         if self._left or not 1 < calls <= MOST_CALLS or not complete:
             return None
-        order = tuple(self._steps), tuple(self._events)
-        if order not in self._known and len(self._known) < MOST_ORDERS and self._pays(order):
-            self._recorded[order] = self._calls
-            self._known[order] = plan_regions(self._calls, self._events, 0, self._options)
+        order = tuple(map(weakref.ref, self._steps)), tuple(self._events)
+        orders = self._orders[self._steps[0]]
+        if order not in orders.known and _pays(order, orders):
+            orders.recorded[order] = self._calls
+            orders.known[order] = plan_regions(self._calls, self._events, 0, self._options)
         return order
-
-    def _pays(self, order: Order) -> bool:
-        """Whether an order that is not planned yet may be expected to come again."""
-        met = hash((*(id(step) for step in order[0]), order[1]))
-        if len(self._known) < FIRST_ORDERS or met in self._met:
-            return True
-        if len(self._met) == MOST_CALLS:
-            self._met.clear()
-        self._met.add(met)
-        return False
 
     def _plan_again(self, order: Order, plans: Regions) -> None:
         """Plan what the iteration took beyond its plan from now on."""
-        report, tries = plans.report, self._tries.get(order, 0)
+        orders = self._orders[self._steps[0]]
+        report, tries = plans.report, orders.tries.get(order, 0)
         beyond = report.measured_peak_bytes - report.budget_bytes
         if beyond <= 0 or tries > MOST_TRIES:
             return
-        self._tries[order] = tries + 1
+        orders.tries[order] = tries + 1
         if tries == MOST_TRIES:
             told = (
                 f"{len(plans.codes)} graphs of one iteration and what runs between them take"
@@ -232,10 +233,24 @@ class Course:
             log.warning("%s", told)
             return
         between = plans.between + beyond
-        again = plan_regions(self._recorded[order], order[1], between, self._options)
+        again = plan_regions(orders.recorded[order], order[1], between, self._options)
         if again is not None:
             drop(report)
-            self._known[order] = again
+            orders.known[order] = again
+
+
+def _pays(order: Order, orders: _Orders) -> bool:
+    """Whether an order that is not planned yet may be expected to come again."""
+    if len(orders.known) < FIRST_ORDERS:
+        return True
+    if len(orders.known) == MOST_ORDERS:
+        return False
+    if order in orders.met:
+        return True
+    if len(orders.met) == MOST_CALLS:
+        orders.met.clear()
+    orders.met.add(order)
+    return False
 
 
 def addresses(values: Sequence[Any]) -> list[int | None]:

@@ -80,7 +80,7 @@ def test_two_ranks_with_cold_and_warm_caches(tmp_path, caches):
     """Rank 0 starts cold, then warm beside a cold one: the same numbers, one plan."""
     cold, other = caches
     first = together(f"{HERE}:train", tmp_path / "first", caches=[cold, cold])
-    assert "profiled 0" not in first[0]
+    assert not all("profiled 0" in output for output in first)  # either may come first
     second = together(f"{HERE}:train", tmp_path / "second", caches=[other, cold])
     assert "profiled 0" in second[1]
     assert "profiled 0" not in second[0]

@@ -1,6 +1,7 @@
 """The graphs of one iteration run by one plan, within one budget; another order is right, too."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from coop_plan import runtime
+from coop_plan.runtime.execute.course import FIRST_ORDERS
+from coop_plan.runtime.execute.step import PlannedStep
 from tests.runtime.test_flight import forwards_again, model_itself
 from tests.runtime.test_loops import Broken, Unshared, assert_equal, both, data, state_of
 
@@ -39,6 +42,27 @@ def test_a_model_twice_for_one_loss_is_planned_as_one(budget):
     assert report.measured_peak_bytes <= report.budget_bytes
     assert len(report.graph.ops) == 2 * len(runtime.reports()[0].graph.ops)
     assert forwards_again() == 1  # while it was recorded
+
+
+def test_each_step_has_orders_of_its_own():
+    """However many came before in this thread, of which none is kept alive."""
+
+    def steps():
+        return [o for o in gc.get_objects() if type(o) is PlannedStep]
+
+    there, model = set(map(id, steps())), Unshared()
+    step = torch.compile(model, backend="coop", dynamic=False, options={"budget": "100%"})
+    for size in range(2, 4 + FIRST_ORDERS):
+        for x, _ in data(3):
+            loss = twice(model, step, x[:size])
+            loss.backward()
+    assert [report.steps_run for report in iterations()] == [2] * (FIRST_ORDERS + 2)
+    kept = twice(model, step, x[:size])  # whose pool lasts as long
+    torch._dynamo.reset()
+    del step, loss
+    gc.collect()
+    assert len([found for found in steps() if id(found) not in there]) == 1
+    kept.backward()
 
 
 def test_graph_breaks_are_planned_as_one():
