@@ -243,7 +243,7 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
         assert rounded >= staged * (1 - 1e-9)
 
 
-@settings(SETTINGS, max_examples=25)
+@settings(SETTINGS, max_examples=12)
 @given(
     graph=graphs(max_ops=12, variants=False),
     outputs=OUTPUTS,
