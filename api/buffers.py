@@ -98,11 +98,11 @@ def _whole(values: dict[str, str], name: str) -> int:
     return value
 
 
-def write_buffers(buffers: Buffers, offsets: list[int]) -> str:
-    """The CSV text with an offset for every buffer."""
+def write_buffers(buffers: Buffers, offsets: list[int] | None) -> str:
+    """The CSV text, with an offset for every buffer where there are some."""
     out = io.StringIO(newline="")
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow((*COLUMNS, "offset"))
-    rows = zip(buffers.id, buffers.lower, buffers.upper, buffers.size, offsets, strict=True)
-    writer.writerows(rows)
+    columns = [buffers.id, buffers.lower, buffers.upper, buffers.size]
+    writer.writerow(COLUMNS if offsets is None else (*COLUMNS, "offset"))
+    writer.writerows(zip(*columns, *([] if offsets is None else [offsets]), strict=True))
     return out.getvalue()

@@ -33,6 +33,7 @@ from coop_plan.api.exits import (
 from coop_plan.api.explain import explain
 from coop_plan.api.export import export
 from coop_plan.api.fit import fit
+from coop_plan.api.importing import import_
 from coop_plan.api.make_token import token
 from coop_plan.api.place import place
 from coop_plan.api.reading import read_graph, read_plan
@@ -310,6 +311,7 @@ cli.add_command(export)
 cli.add_command(calibrate)
 cli.add_command(capture)
 cli.add_command(fit)
+cli.add_command(import_)
 cli.add_command(place)
 cli.add_command(serve)
 cli.add_command(show)

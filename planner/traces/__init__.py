@@ -1,0 +1,1 @@
+"""What PyTorch recorded of a real step, as a graph or as buffers."""

@@ -1,0 +1,183 @@
+"""
+PyTorch's execution traces (`torch.profiler.ExecutionTraceObserver`), node by node.
+
+The format is in `torch/csrc/profiler/standalone/execution_trace_observer.cpp`. A node is what ran
+between two callbacks of `RecordFunction`: an operator, or a frame around some. Numbers grow in the
+order of their beginnings, so a parent's is smaller. From schema 1.0.2-chakra on, values and shapes
+lie in one object and small fields in `attrs`; before, they are fields of the node.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from coop_plan.schemas.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor as an operator saw it: `extent` is where in its storage it ends, in bytes."""
+
+    tensor: int
+    storage: tuple[str, int]
+    """Device and number; numbers stand for addresses, so a storage's is another's later on."""
+    extent: int
+    numel: int
+    begin: int
+    itemsize: int
+
+    @property
+    def device(self) -> str:
+        return self.storage[0]
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Node:
+    """One record; `inputs[i]` are the tensors in argument i."""
+
+    id: int
+    name: str
+    parent: int
+    inputs: list[list[Ref]]
+    outputs: list[Ref]
+    schema: str
+    record: int
+    """The profiler's number for it (`rf_id`), which a Kineto trace of the same run has, too."""
+    place: str
+    """JSON pointer."""
+
+
+def read_nodes(document: Any) -> list[Node]:
+    """The nodes of a decoded trace in program order; `InvalidInputError` names the bad one."""
+    if not isinstance(document, dict) or not isinstance(document.get("nodes"), list):
+        raise InvalidInputError("no execution trace: it has no list `nodes`", "/nodes")
+    nodes: dict[int, Node] = {}
+    for position, raw in enumerate(document["nodes"]):
+        node = _node(raw, f"/nodes/{position}")
+        if node.id in nodes:
+            raise InvalidInputError(f"two nodes have the id {node.id}", f"{node.place}/id")
+        nodes[node.id] = node
+    return [nodes[number] for number in sorted(nodes)]
+
+
+def _node(raw: Any, place: str) -> Node:
+    if not isinstance(raw, dict):
+        raise InvalidInputError("a node is an object", place)
+    fields = dict(raw)
+    attributes = raw.get("attrs", [])
+    if not isinstance(attributes, list):
+        raise InvalidInputError("attrs is a list", f"{place}/attrs")
+    for number, attribute in enumerate(attributes):
+        if not isinstance(attribute, dict) or "name" not in attribute:
+            raise InvalidInputError("an attribute has a name", f"{place}/attrs/{number}")
+        fields.setdefault(str(attribute["name"]), attribute.get("value"))
+    name = fields.get("name")
+    if not isinstance(name, str):
+        raise InvalidInputError("a node has a name", f"{place}/name")
+    own = _number(fields, "id", place)
+    parent = _number(fields, "ctrl_deps" if "ctrl_deps" in fields else "parent", place)
+    if parent > own:
+        message = f"node {own} begins before its parent {parent}"
+        raise InvalidInputError(message, f"{place}/ctrl_deps")
+    inputs = list(_arguments(fields, "input", own, place))
+    outputs = [ref for refs in _arguments(fields, "output", own, place) for ref in refs]
+    return Node(
+        id=own,
+        name=name,
+        parent=parent,
+        inputs=inputs,
+        outputs=outputs,
+        schema=str(fields.get("op_schema") or ""),
+        record=_number(fields, "rf_id", place, 0),
+        place=place,
+    )
+
+
+def _number(fields: dict[str, Any], name: str, place: str, default: int | None = None) -> int:
+    value = fields.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInputError(
+            f"{name} is a number >= 0, not {json.dumps(value)}", f"{place}/{name}"
+        )
+    return value
+
+
+def _arguments(fields: dict[str, Any], which: str, own: int, place: str) -> Iterator[list[Ref]]:
+    """The tensors of each argument or result."""
+    at = f"{place}/{which}s"
+    found = fields.get(f"{which}s", [])
+    if isinstance(found, dict):
+        values, types = found.get("values"), found.get("types")
+        shapes, strides = found.get("shapes"), found.get("strides")
+        at += "/values"
+    else:
+        values, types = found, fields.get(f"{which}_types")
+        shapes, strides = fields.get(f"{which}_shapes"), None
+    if not isinstance(values, list) or not isinstance(types, list) or len(values) != len(types):
+        raise InvalidInputError(f"node {own}: as many values as types of its {which}s", at)
+    for index, (value, kind) in enumerate(zip(values, types, strict=True)):
+        form = (_item(shapes, index), _item(strides, index))
+        if "Tensor(" not in str(kind):
+            yield []
+        elif str(kind).startswith("Tensor("):
+            yield list(_ref(value, form, own, f"{at}/{index}"))
+        elif isinstance(value, list):
+            yield [
+                ref
+                for number, item in enumerate(value)
+                if isinstance(item, list)
+                for ref in _ref(
+                    item,
+                    (_item(form[0], number), _item(form[1], number)),
+                    own,
+                    f"{at}/{index}/{number}",
+                )
+            ]
+        else:
+            raise InvalidInputError(f"node {own}: {kind} is a list", f"{at}/{index}")
+
+
+def _item(values: Any, index: int) -> Any:
+    return values[index] if isinstance(values, list) and index < len(values) else None
+
+
+def _ref(value: Any, form: tuple[Any, Any], own: int, place: str) -> Iterator[Ref]:
+    """
+    None for what has no bytes: undefined and empty tensors, which share the address 0.
+
+    `value` is [tensor id, storage id, offset, number of elements, bytes of one, device].
+    """
+    numbers = value[:5] if isinstance(value, list) and len(value) == 6 else []
+    if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+        message = (
+            f"node {own}: a tensor is [tensor id, storage id, offset, elements, bytes of one,"
+            f" device], not {json.dumps(value)[:80]}"
+        )
+        raise InvalidInputError(message, place)
+    tensor, storage, offset, numel, itemsize = numbers
+    if storage == 0 or numel == 0 or itemsize == 0:
+        return
+    reach = _reach(form[0], form[1], numel)
+    yield Ref(
+        tensor=tensor,
+        storage=(str(value[5]), storage),
+        extent=(offset + reach) * itemsize,
+        numel=numel,
+        begin=offset,
+        itemsize=itemsize,
+    )
+
+
+def _reach(shape: Any, strides: Any, numel: int) -> int:
+    """Elements from the tensor's first to its last; an expanded one has more than that."""
+    if not isinstance(shape, list) or not isinstance(strides, list) or len(shape) != len(strides):
+        return numel
+    if not all(type(number) is int for number in (*shape, *strides)):
+        return numel
+    steps = zip(shape, strides, strict=True)
+    return 1 + sum(int((size - 1) * max(0, stride)) for size, stride in steps)
