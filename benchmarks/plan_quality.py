@@ -179,7 +179,7 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
     rules = DEFAULTS.portfolio.rules
     single = {name: {rule: overheads(name, (rule,)) for rule in rules} for name in graphs}
     table = Table(title="leave one out: overhead %", title_justify="left", box=None)
-    for column in ("graph", "rule (alpha, cap)", *map(str, shares)):
+    for column in ("graph", "rule (alpha, cap, foresee)", *map(str, shares)):
         table.add_column(column)
     for name in graphs:
         others = [other for other in graphs if other != name]

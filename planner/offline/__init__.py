@@ -7,8 +7,9 @@ coop-offline: plans the whole step first, places second, keeps what fits.
    that fits. A `run` fills a `state`; the compiled `clairvoyant` step goes through the program
    once, evicting by closure costs and next uses (`closures`). Its record is the ops in their
    order, of which `planner.core.lifetimes` makes the blocks to place.
-2. `climb` perturbs the weights of single retention intervals from there, without knowing the arena:
-   so neighbouring arenas see the same plans, and overhead does not rise with the budget.
+2. `climb` changes the weights of single retention intervals from there, at random or by what each
+   eviction took beside what it was expected to, without knowing the arena: so neighbouring arenas
+   see the same plans, and overhead does not rise with the budget.
 3. With a deadline, `anneal` perturbs the weights towards this one arena.
 4. `resequence` anneals the sequence of ops itself, window by window, by the walk of
    `planner.joint`; with a link to the host that has its own search of recomputes and transfers.

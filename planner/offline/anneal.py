@@ -10,6 +10,7 @@ Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,7 +67,7 @@ class Annealing:
     def _neighbour(self, here: Candidate, limit: float) -> Candidate | None:
         """Perturb a run and offer what comes of it; None where that fails or is over the limit."""
         params, portfolio, random = self.params, self.portfolio, self.random
-        settings, budget = self._perturbed(here.settings), here.budget
+        settings, budget = self._perturbed(here), here.budget
         if random.random() < params.budget_chance:
             spread = portfolio.params.perturbation.budget_spread
             budget = int(budget * np.exp(random.normal(0.0, spread)))
@@ -103,8 +104,9 @@ class Annealing:
             else:
                 self.over = max(1.0, self.over / self.params.tighter)
 
-    def _perturbed(self, base: Settings) -> Settings:
+    def _perturbed(self, here: Candidate) -> Settings:
         random, params, perturbation = self.random, self.params, self.portfolio.params.perturbation
+        base = here.settings
         kind = self.kinds if random.random() < params.alike_chance else np.arange(self.kinds.size)
         kinds = int(kind.max()) + 1
         if random.random() < params.few_chance:
@@ -117,12 +119,15 @@ class Annealing:
             width = random.integers(n // shortest + 1, n // longest + 2)
             low = random.integers(-width, n)
             touched &= (self.where >= low) & (self.where < low + width)
-        factor = np.exp(random.normal(0.0, random.choice(perturbation.spreads), kinds))[kind]
+        if random.random() < perturbation.lesson_chance:
+            factor = here.run.corrections(perturbation.most_learned) ** random.random()
+        else:
+            factor = np.exp(random.normal(0.0, random.choice(perturbation.spreads), kinds))[kind]
         weight: Floats = np.where(touched, base.weight * factor, base.weight)
         alpha = base.alpha
         if random.random() < params.exponent_chance:
             alpha = float(random.choice(perturbation.exponents))
-        return Settings(base.price, weight, alpha, base.cap)
+        return replace(base, weight=weight, alpha=alpha)
 
 
 def alike(problem: Problem, arrays: Arrays) -> Ints:

@@ -6,7 +6,8 @@ one will need it to be recomputed. When an op does not fit, the live tensor of l
 
     closure cost / (bytes x distance^alpha)
 
-is evicted, where the closure is every op to run again for it at its next use, and the distance is
+is evicted, where the closure is every op to run again for it at its next use (as things are, or
+with `foresee` without what the program has no more use for by then), and the distance is
 measured from now to that use in a price that the caller sets per program position. The next use of
 a tensor includes those of evicted tensors that must be recomputed from it.
 
@@ -76,6 +77,7 @@ def run_clairvoyant(
     """
     enough = s.counts[EVENTS] + events
     while position < a.ops and s.counts[EVENTS] < enough:
+        _note_what_is_paid(a, s, position)
         ops = _order(a, s, position)
         for step in range(ops):
             op = s.op[ORDER, step]
@@ -91,6 +93,18 @@ def run_clairvoyant(
             _release_retained(a, s, position)
         position += 1
     return -1, position, cost
+
+
+@inlined
+def _note_what_is_paid(a: Arrays, s: ClairvoyantState, position: int) -> None:
+    """Note what each evicted input of the op at hand takes to be there again."""
+    for k in range(a.reads_ptr[position], a.reads_ptr[position + 1]):
+        t = a.reads[k]
+        if s.tensor[LIVE, t] == 0:
+            slot = s.tensor[SLOT, t]
+            while slot < a.uses_ptr[t + 1] and a.uses[slot] < position:
+                slot += 1
+            s.paid[slot] = closure_cost(a, s, t, -1)
 
 
 @inlined
@@ -166,6 +180,9 @@ def _make_room(a: Arrays, s: ClairvoyantState, need: int, position: int) -> bool
         victim = _victim(a, s, s.counts[USED] + need - s.budget, position)
         if victim < 0:
             return False
+        slot = s.tensor[SLOT, victim]
+        if slot < a.uses_ptr[victim + 1]:
+            s.expected[slot] = s.value[CLOSURE, victim]
         _drop(a, s, victim)
         announce(a, s, victim, position)
         mark_relatives(a, s, victim, position)
@@ -249,7 +266,8 @@ def _score(a: Arrays, s: ClairvoyantState, t: int, short: int, position: int) ->
         if slot < a.uses_ptr[t + 1]:
             due = min(due, a.uses[slot])
         s.tensor[DUE, t] = due
-        s.value[CLOSURE, t] = closure_cost(a, s, t) * s.weight[slot]
+        foreseen = s.tensor[DUE, t] if s.foresee else -1
+        s.value[CLOSURE, t] = closure_cost(a, s, t, foreseen) * s.weight[slot]
         s.value[MERIT, t] = s.value[CLOSURE, t] / a.size[t]
     n = a.ops
     distance = s.price[min(s.tensor[DUE, t], n)] - s.price[position] + s.least_distance

@@ -4,21 +4,27 @@ The hill climb: from plans about as large as the arena, towards less cost for le
 Several climbs, which do not know the arena, perturb the weights of single retention intervals.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Floats
 from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.run import Settings
 
 
 def climb(portfolio: Portfolio) -> None:
-    """Climbs around the arena in turn, each of them as often; their plans go to the portfolio."""
+    """
+    Climbs around the arena in turn, each of them as often; their plans go to the portfolio.
+
+    From each start there are two: one perturbs the weights, the other learns, too, from what its
+    evictions took. Each has its own steps, so that neither takes from the other.
+    """
     params = portfolio.params.climb
     steps = params.ops // max(1, portfolio.problem.op_count)
     steps = min(params.most_steps, max(params.fewest_steps, steps))
     climbs = _starts(portfolio)
-    turns = -(-steps // max(1, len(climbs)))
+    turns = -(-steps // max(1, len(climbs) // 2))
     for done, one in enumerate(climbs * turns):
         if portfolio.request.out_of_time():
             return
@@ -40,7 +46,7 @@ def _starts(portfolio: Portfolio) -> list["HillClimb"]:
         one = HillClimb.start(portfolio, middle + number * spacing, rules)
         if one is not None:
             climbs.append(one)
-    return climbs
+    return [*climbs, *(one.that_learns(portfolio) for one in climbs)]
 
 
 @dataclass
@@ -50,14 +56,18 @@ class HillClimb:
 
     Neighbouring arenas make the same climbs and so see the same plans, of which each takes the
     cheapest that fits; that is what keeps overhead from rising with the budget. `slope` is what a
-    factor e of memory is worth, in µs, around the start.
+    factor e of memory is worth, in µs, around the start; `lesson` the factors by which the weights
+    were wrong where it stands, of which a step makes use with `lesson_chance`.
     """
 
+    seed: int
     random: np.random.Generator
     settings: Settings
     budget: int
     value: float
     slope: float
+    lesson: Floats
+    lesson_chance: float = 0.0
 
     @classmethod
     def start(cls, portfolio: Portfolio, step: int, rules: list[int]) -> "HillClimb | None":
@@ -78,21 +88,38 @@ class HillClimb:
         if len(ends) == 2 and ends[1][0] > ends[0][0]:
             slope = max(0.0, (ends[0][1] - ends[1][1]) / (ends[1][0] - ends[0][0]))
         value = cost + slope * np.log(run.blocks(portfolio.arrays).live)
-        random = np.random.default_rng([portfolio.request.seed, max(step, 0)])
-        return cls(random, settings, budget, value, slope)
+        seed = max(step, 0)
+        random = np.random.default_rng([portfolio.request.seed, seed])
+        lesson = run.corrections(portfolio.params.perturbation.most_learned)
+        return cls(seed, random, settings, budget, value, slope, lesson)
+
+    def that_learns(self, portfolio: Portfolio) -> "HillClimb":
+        """Another one from the same start, with lessons."""
+        random = np.random.default_rng([portfolio.request.seed, self.seed, 1])
+        chance = portfolio.params.perturbation.lesson_chance
+        return replace(self, random=random, lesson_chance=chance)
 
     def step(self, portfolio: Portfolio) -> None:
-        """Perturb the weights and the budget; stay where cost and memory together got less."""
+        """
+        Change the weights and the budget; stay where cost and memory together got less.
+
+        Weights are perturbed, or follow what evictions took in the run that is stood upon.
+        """
         random, base, params = self.random, self.settings, portfolio.params.perturbation
-        spread = random.choice(params.spreads)
-        touched = random.random(base.weight.size) < random.choice(params.touched)
-        factor = np.exp(random.normal(0.0, spread, base.weight.size))
+        if self.lesson_chance > 0 and random.random() < self.lesson_chance:
+            touched = random.random(base.weight.size) < random.choice(params.lesson_touched)
+            factor = self.lesson ** random.random()
+        else:
+            spread = random.choice(params.spreads)
+            touched = random.random(base.weight.size) < random.choice(params.touched)
+            factor = np.exp(random.normal(0.0, spread, base.weight.size))
         chance = portfolio.params.climb.exponent_chance
-        settings = Settings(
-            base.price,
-            np.where(touched, base.weight * factor, base.weight),
-            float(random.choice(params.exponents)) if random.random() < chance else base.alpha,
-            base.cap,
+        settings = replace(
+            base,
+            weight=np.where(touched, base.weight * factor, base.weight),
+            alpha=float(random.choice(params.exponents))
+            if random.random() < chance
+            else base.alpha,
         )
         budget = int(self.budget * np.exp(random.normal(0.0, params.budget_spread)))
         dearest = max(self.value, portfolio.best.cost_us)  # which neither of the two below takes
@@ -103,3 +130,4 @@ class HillClimb:
         value = found.cost_us + self.slope * np.log(found.peak)
         if value < self.value:
             self.settings, self.budget, self.value = settings, budget, value
+            self.lesson = found.run.corrections(params.most_learned)

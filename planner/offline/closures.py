@@ -118,8 +118,13 @@ def mark_relatives(a: Arrays, s: ClairvoyantState, t: int, position: int) -> Non
 
 
 @inlined
-def closure_cost(a: Arrays, s: ClairvoyantState, t: int) -> float:
-    """Cost in µs of the ops to run again for `t` as things are now."""
+def closure_cost(a: Arrays, s: ClairvoyantState, t: int, due: int) -> float:
+    """
+    Cost in µs of the ops to run again for `t` as things are now.
+
+    What the program does not need any more at position `due` counts as gone, too: it would have to
+    be kept for `t`.
+    """
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
     total = 0.0
@@ -137,7 +142,10 @@ def closure_cost(a: Arrays, s: ClairvoyantState, t: int) -> float:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             source = a.reads[k]
             p = a.producer[source]
-            if s.tensor[LIVE, source] == 0 and s.op[SEEN, p] != stamp:
+            gone = s.tensor[LIVE, source] == 0 or (
+                a.last_use[source] < due and s.tensor[EVICTABLE, source] == 1
+            )
+            if gone and s.op[SEEN, p] != stamp:
                 s.op[SEEN, p] = stamp
                 depth += 1
                 s.stack[depth] = p

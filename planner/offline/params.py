@@ -22,8 +22,8 @@ from coop_plan.planner.core.params import (
 from coop_plan.planner.joint.params import DEFAULTS as JOINT
 from coop_plan.planner.joint.params import RECOMPUTES, JointParams, MoveParams
 
-Rule = tuple[Positive, bool]
-"""A scoring rule: the exponent of the distance, and whether bytes are capped."""
+Rule = tuple[Positive, bool, bool]
+"""A scoring rule: the exponent of the distance, whether bytes are capped, whether it foresees."""
 
 EXPONENTS = (0.25, 0.5, 1.0, 2.0)
 
@@ -61,8 +61,13 @@ class ClairvoyantParams(Params):
 class PortfolioParams(Params):
     """Scoring rules crossed with a grid of logical budgets (`planner.offline.portfolio`)."""
 
-    rules: tuple[Rule, ...] = tuple((alpha, cap) for alpha in EXPONENTS for cap in (False, True))
-    """Scoring rules."""
+    rules: tuple[Rule, ...] = tuple(
+        (alpha, cap, foresee)
+        for foresee in (False, True)
+        for alpha in (1 / 16, *EXPONENTS)
+        for cap in (False, True)
+    )
+    """Scoring rules; to foresee pays where evictions would keep alive what they are made of."""
 
     grid_ratio: Annotated[float, Within(math.nextafter(1.0, 2.0), math.inf)] = 1.015
     """Neighbouring logical budgets of the grid differ by this factor."""
@@ -77,7 +82,7 @@ class PortfolioParams(Params):
     small_ops: Size = 500
     """Up to so many ops in the program every rule goes over the grid."""
 
-    best_rules: Count = 3
+    best_rules: Count = 4
     """On larger graphs, so many rules go over it."""
 
     unplaced: Size = 4
@@ -104,6 +109,15 @@ class PerturbationParams(Params):
 
     exponents: tuple[Positive, ...] = EXPONENTS
     """Exponents of the distance, of which one is drawn now and then."""
+
+    lesson_chance: Share = 0.5
+    """Chance of a step to set weights by what evictions took instead of at random."""
+
+    lesson_touched: tuple[Share, ...] = (0.1, 0.5, 1.0)
+    """Shares of the weights that it sets, of which one is drawn."""
+
+    most_learned: Factor = 10.0
+    """The most by which it changes one, either way."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ class Portfolio:
         price = np.arange(problem.op_count + 1, dtype=np.float64)
         weight = np.ones(self.arrays.uses.size + 1)
         rules = params.portfolio.rules
-        self.settings = [Settings(price, weight, alpha, cap) for alpha, cap in rules]
+        self.settings = [Settings(price, weight, *rule) for rule in rules]
         self.best = _Incumbent()
         self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
         self._counter = itertools.count()
@@ -126,13 +126,14 @@ class Portfolio:
         """
         What rules that complete make of a logical budget: cost (µs), number, run; cheapest first.
 
-        Only the `most` cheapest: a run that costs more than so many others is given up.
+        Only the `most` cheapest, none like another: a run that costs more than so many others is
+        given up.
         """
         found: list[tuple[float, int, Record]] = []
         for number in rules:
             limit = found[most - 1][0] if most is not None and len(found) >= most else np.inf
             run = self.runner(budget, self.settings[number], limit)
-            if run is not None:
+            if run is not None and not _among(run, found):
                 found.append((run.cost_us, number, run))
                 found.sort(key=lambda entry: entry[:2])
         return found[:most]
@@ -185,3 +186,9 @@ class Portfolio:
     def step(self, size: int) -> int:
         """The grid step at or below so many bytes."""
         return int(np.log(max(size, 2)) / np.log(self.params.portfolio.grid_ratio))
+
+
+def _among(run: Record, found: Iterable[tuple[float, int, Record]]) -> bool:
+    return any(
+        run.cost_us == cost and np.array_equal(run.ops, other.ops) for cost, _, other in found
+    )

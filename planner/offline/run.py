@@ -1,7 +1,7 @@
 """One clairvoyant run with its settings and its record."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -36,14 +36,36 @@ class Settings:
     weight: Floats
     alpha: float
     cap: bool
+    foresee: bool
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a run that completed comes to: its cost (µs) and the ops in the order they ran."""
+    """
+    What a run that completed comes to: its cost (µs) and the ops in the order they ran.
+
+    `expected` and `paid`, for each entry of `Arrays.uses` and one more: the weighted cost (µs) of
+    what was evicted until that use when it was evicted, and what its closure took then; 0 if it
+    was not.
+    """
 
     cost_us: float
     ops: Ints
+    expected: Floats = field(default_factory=lambda: np.empty(0))
+    paid: Floats = field(default_factory=lambda: np.empty(0))
+
+    def corrections(self, most: float) -> Floats:
+        """
+        By which factor each weight was wrong, within `most` and its inverse.
+
+        A single 1 where nothing is known, as of ops that no weights have chosen.
+        """
+        if self.paid.size == 0:
+            return np.ones(1)
+        known = (self.expected > 0) & (self.paid > 0)
+        found = np.ones(self.paid.size)
+        found[known] = np.clip(self.paid[known] / self.expected[known], 1 / most, most)
+        return found
 
     @cached_property
     def _kinds(self) -> Ints:
@@ -89,12 +111,15 @@ class Runner:
             small=budget // params.small_divisor,
             alpha=settings.alpha,
             cap=settings.cap,
+            foresee=settings.foresee,
             least_distance=params.least_distance,
             closure_ops=params.closure_ops,
             pool_from=params.pool_from,
             pool_ops=params.pool_ops,
             price=settings.price,
             weight=settings.weight,
+            expected=np.zeros(settings.weight.size),
+            paid=np.zeros(settings.weight.size),
             counts=np.zeros(11, dtype=np.int64),
             tensor=np.zeros((15, count + 1), dtype=np.int64),
             value=np.zeros((2, count)),
@@ -120,4 +145,5 @@ class Runner:
             )
             if self.failed_op >= 0:
                 return None
-        return Record(cost, self._event[: state.counts[EVENTS]].copy())
+        events = self._event[: state.counts[EVENTS]].copy()
+        return Record(cost, events, state.expected, state.paid)

@@ -14,6 +14,7 @@ from coop_plan.planner.offline import anneal
 from coop_plan.planner.offline.anneal import Annealing
 from coop_plan.planner.offline.params import DEFAULTS
 from coop_plan.planner.offline.portfolio import Portfolio
+from coop_plan.planner.offline.run import Record
 from coop_plan.planner.offline.solve import CoopOffline
 from tests.support import make_graph
 
@@ -92,6 +93,17 @@ def test_it_comes_back_from_where_nothing_fits(problem, request_):
     )
     assert portfolio.best.found is not found
     assert np.isfinite(portfolio.best.cost_us)
+    assert portfolio.solution().placed.arena_bytes <= request_.arena_bytes
+
+
+def test_it_goes_on_from_ops_that_no_weights_chose(problem, request_):
+    """As the annealing of sequences leaves them."""
+    portfolio = Portfolio(problem, request_)
+    portfolio.sweep()
+    found = portfolio.best.found
+    portfolio.best.found = replace(found, run=Record(found.run.cost_us, found.run.ops))
+    kinds = anneal.alike(problem, portfolio.arrays)
+    Annealing(portfolio, kinds, time.monotonic() + FAR).run(after(200))
     assert portfolio.solution().placed.arena_bytes <= request_.arena_bytes
 
 

@@ -137,6 +137,35 @@ def test_workspace_counts(arena, cost):
     assert cost_within(tensors, ops, arena) == cost
 
 
+@pytest.mark.parametrize(
+    ("first", "blind", "lessons"),
+    [(9.0, 4.0, {(1.0, 1.0), (3.0, 3.0)}), (2.0, 3.0, {(1.0, 3.0)})],
+)
+def test_what_would_be_kept_for_an_evicted_tensor_counts(first, blind, lessons):
+    """Tensor 2 is cheap to make from 1, which has no other use left: evicting it frees nothing."""
+    tensors = dict.fromkeys((1, 2, 3, 5), ("activation", 10)) | {4: ("activation", 20)}
+    tensors |= {0: ("input", 8), 6: ("output", 8)}
+    ops = [
+        {"inputs": [0], "outputs": [1], "cost_us": first},
+        {"inputs": [1], "outputs": [2], "cost_us": 1.0},
+        {"inputs": [0], "outputs": [3], "cost_us": 3.0},
+        {"inputs": [1], "outputs": [4]},
+        {"inputs": [4], "outputs": [5]},
+        {"inputs": [2, 3, 5], "outputs": [6]},
+    ]
+    problem = Problem.from_graph(make_graph(tensors, ops), 1)
+    portfolio = Portfolio(problem, Request(40))
+    blind_rule, foreseeing_rule = (
+        replace(portfolio.settings[0], foresee=foresee) for foresee in (False, True)
+    )
+    run = portfolio.runner(40, blind_rule)
+    assert run.cost_us - problem.base_cost_us == blind
+    assert portfolio.runner(40, foreseeing_rule).cost_us - problem.base_cost_us == 3.0
+    evicted = run.expected > 0
+    assert {*zip(run.expected[evicted], run.paid[evicted], strict=True)} == lessons
+    assert run.corrections(2.0).max() == min(2.0, max(paid / cost for cost, paid in lessons))
+
+
 def test_many_live_tensors_are_planned_from_pools():
     """More live tensors than one look is kept for; the plan stays close to a chain's best."""
     graph = training_graph(400)

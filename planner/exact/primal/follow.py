@@ -39,7 +39,7 @@ class PlanFollower:
             for alpha in self._params.alphas:
                 if portfolio.request.out_of_time():
                     break
-                settings = Settings(price, weight, alpha, cap=False)
+                settings = Settings(price, weight, alpha, cap=False, foresee=False)
                 portfolio.consider(int(portfolio.request.arena_bytes * share), settings)
         found = portfolio.best.found
         if found is None or found is before:
