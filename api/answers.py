@@ -56,8 +56,9 @@ class Figures(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, progress: Progress) -> "Figures":
-        """The figures of what a solve says."""
-        return cls(progress.fraction, progress.overhead, progress.bound, progress.gap)
+        """The figures of what a solve says, whose numbers may be NumPy's."""
+        said = (progress.fraction, progress.overhead, progress.bound, progress.gap)
+        return cls(*(None if figure is None else float(figure) for figure in said))
 
 
 class Reply(msgspec.Struct, omit_defaults=True):

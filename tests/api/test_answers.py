@@ -4,15 +4,18 @@ import gzip
 import json
 import sqlite3
 
+import msgspec
+import numpy as np
 import pytest
 import zstandard
 
 from coop_plan.api import answers as module
-from coop_plan.api.answers import Answers, Limits, RefusedError
+from coop_plan.api.answers import Answers, Figures, Limits, RefusedError
 from coop_plan.api.graphs import SqliteGraphs
 from coop_plan.planner import find_faults
 from coop_plan.planner.cache.record import as_record, seal, unseal
 from coop_plan.planner.cache.store import SqliteStore
+from coop_plan.planner.method import Progress
 from coop_plan.schemas import InvalidInputError, parse_graph, parse_plan
 
 SECRET = b"of the service"
@@ -219,3 +222,10 @@ def test_what_is_far_too_much_is_refused_before_it_is_parsed(store, path):
             small.put_graph(gzip.compress(body), "gzip", "sha256:")
         with pytest.raises(InvalidInputError):
             small.ask(body[:-9], "", b"")
+
+
+def test_figures_of_numpy_reach_the_server():
+    """Kernels that run as Python (NUMBA_DISABLE_JIT=1) give NumPy's numbers, which JSON has not."""
+    said = Progress("", np.float64(0.5), np.float32(0.25), None, np.int64(1))
+    sent = msgspec.json.encode(Figures.of(said))
+    assert msgspec.json.decode(sent, type=Figures) == Figures(0.5, 0.25, None, 1.0)
