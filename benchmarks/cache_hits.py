@@ -1,5 +1,8 @@
 """What a kept plan costs: CPU time in a reader, then time and rate of whole requests over HTTP.
 
+Then the same by digest while every solver is busy, and how fast `/livez` answers beside a body as
+large as one may be, with the most memory that a process of the service had.
+
 `python -m benchmarks.cache_hits ../shared/data/graphs`
 
 CPU time is of the server and its readers, per request: on a busy machine the one figure to trust.
@@ -24,6 +27,9 @@ from typing import Any
 from coop_plan.api.answers import Answers, Limits
 from coop_plan.api.graphs import SqliteGraphs, digest_of
 from coop_plan.planner.cache.store import SqliteStore
+
+LARGEST = 64 << 20
+"""Bytes of a request, at most."""
 
 REQUESTS = 1000
 CONNECTIONS = 8
@@ -96,6 +102,47 @@ def over_http(graphs: dict[str, Any]) -> None:
                 ("body", _body(graph), REQUESTS // 10),
             ):
                 measure(f"{name:16} by {how:6}", port, process, body, count)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        name = next(iter(graphs))
+        body = _body(digest_of(json.dumps(graphs[name]).encode()))
+        for number in range(os.cpu_count() or 1):
+            hard = chain(60 + number)
+            question = {"graph": hard, "budget": "30%", "method": "optimal", "time_limit": 60}
+            status, answer = _exchange(
+                connection, "POST", "/plan", json.dumps(question).encode(), 0
+            )
+            assert status == 202, answer
+        measure(f"{name:16} by digest, solvers busy,", port, process, body, REQUESTS)
+        beside_a_large_body(port, process)
+
+
+def beside_a_large_body(port: int, process: int) -> None:
+    """Ask for signs of life while a valid body of about 64 MiB is read."""
+    layers = LARGEST // len(json.dumps(chain(100_000))) * 100_000
+    body = _body(chain(layers))
+    found: list[tuple[int, str]] = []
+
+    def send() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+        status, answer = _exchange(connection, "POST", "/plan", body, 0)
+        found.append((status, json.loads(answer).get("type", "")))
+
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    sender = threading.Thread(target=send)
+    sender.start()
+    seconds, resident = [], 0
+    while sender.is_alive():
+        began = time.perf_counter()
+        assert _exchange(connection, "GET", "/livez", b"")[0] == 200
+        seconds.append(time.perf_counter() - began)
+        resident = max(resident, *map(_resident_bytes, _processes(process)))
+        time.sleep(0.01)
+    status, problem = found[0]
+    print(
+        f"a body of {len(body) / 2**20:.1f} MiB, {2 * layers} ops: {status} {problem};"
+        f" /livez meanwhile at most {max(seconds) * 1e3:.0f} ms of {len(seconds)} times,"
+        f" a process at most {resident / 2**20:.0f} MiB"
+    )
 
 
 def measure(label: str, port: int, process: int, body: bytes, count: int) -> None:
@@ -146,25 +193,35 @@ def serving() -> Iterator[tuple[int, int]]:
 
 
 def _exchange(
-    connection: http.client.HTTPConnection, method: str, path: str, body: bytes
+    connection: http.client.HTTPConnection, method: str, path: str, body: bytes, wait: int = 600
 ) -> tuple[int, bytes]:
-    connection.request(method, path, body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Prefer": f"wait={wait}"}
+    connection.request(method, path, body, headers)
     response = connection.getresponse()
     return response.status, response.read()
 
 
 def _cpu_seconds(process: int) -> float:
     """Of a process and its children."""
-    children = [
-        int(number)
-        for path in Path(f"/proc/{process}/task").glob("*/children")
-        for number in path.read_text().split()
-    ]
     ticks = 0
-    for number in (process, *children):
+    for number in _processes(process):
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _processes(process: int) -> list[int]:
+    """A process and its children."""
+    paths = Path(f"/proc/{process}/task").glob("*/children")
+    return [process, *(int(number) for path in paths for number in path.read_text().split())]
+
+
+def _resident_bytes(process: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
+    return 0
 
 
 def _body(graph: dict[str, Any] | str) -> bytes:
