@@ -57,9 +57,11 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Collection[str] = LOOPBACK
     tokens: Tokens | None = None
 
-    def worker(self, memory: int) -> Settings:
+    def worker(self, memory: int, *, solves: bool) -> Settings:
         """The settings of a worker process of so many bytes."""
-        return Settings(self.store, self.secret, self.limits, memory, self.store_bytes)
+        return Settings(
+            self.store, self.secret, self.limits, memory, self.store_bytes, solves=solves
+        )
 
 
 class Desk:
@@ -67,7 +69,7 @@ class Desk:
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._readers = Pool(service.worker(service.reader_memory), service.readers)
+        self._readers = Pool(service.worker(service.reader_memory, solves=False), service.readers)
         self._threads = ThreadPoolExecutor(service.readers, thread_name_prefix="reader")
         self._store = open_store(service.store, b"")
         self._at_hand = AtHand()
@@ -79,7 +81,7 @@ class Desk:
                 service.broker, service.secret, queue=service.queue, seconds=service.limits.seconds
             )
         else:
-            solvers = Pool(service.worker(service.solver_memory), service.solvers)
+            solvers = Pool(service.worker(service.solver_memory, solves=True), service.solvers)
             self.bench = LocalBench(solvers, solvers=service.solvers, queue=service.queue)
         self.jobs = Jobs(
             self.bench,

@@ -33,6 +33,6 @@ def worker(
     from coop_plan.api.worker import Settings
 
     limits = Limits(body_bytes=limit, ops=max_ops, seconds=max_time_limit)
-    settings = Settings(address, secret, limits, memory, size)
+    settings = Settings(address, secret, limits, memory, size, solves=True)
     click.echo(f"coop-plan: makes the plans of {broker}, {solvers} at once", err=True)
     ClusterWorker(broker, settings, solvers).run()

@@ -26,6 +26,9 @@ from coop_plan.schemas import InvalidInputError
 
 PR_SET_PDEATHSIG = 1
 
+SOLVER_NICENESS = 10
+"""Of processes that make plans: a hit beside them takes as long as on idle cores, about."""
+
 LARGE_BYTES = 1 << 20
 """After a larger body a worker gives back the memory that it took."""
 
@@ -38,6 +41,8 @@ class Settings(msgspec.Struct, frozen=True):
     limits: Limits
     memory_bytes: int
     store_bytes: int = 1 << 30
+    solves: bool = False
+    """Whether it makes plans: it then leaves the cores to those who look for kept ones."""
 
 
 class Task(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -66,6 +71,8 @@ def main(descriptor: int) -> None:
     die_with_parent()
     connection = Connection(descriptor)
     settings = msgspec.msgpack.decode(connection.recv_bytes(), type=Settings)
+    if settings.solves:
+        os.nice(SOLVER_NICENESS)
     limit = _address_space() + settings.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -33,11 +33,15 @@ def restricted(problem: Problem, chosen: Sequence[int]) -> Problem:
 
 
 def carried_back(problem: Problem, chosen: Sequence[int], placed: PlacedSchedule) -> PlacedSchedule:
-    """A placed schedule of the restricted problem as one of `problem`: same events, same places."""
+    """
+    A placed schedule of the restricted problem as one of `problem`: same events, same places.
+
+    The lifetimes, too: an online method has decided for itself what ends when.
+    """
     old = placed.schedule
     what = old.what.copy()
     for event, body in enumerate(old.bodies):
         if body >= 0:
             what[event] = chosen[body]
-    schedule = Schedule.of_events(problem, old.do, what)
+    schedule = Schedule(problem, old.do, what, old.trace)
     return PlacedSchedule(schedule, placed.offset, placed.workspace_offset)

@@ -3,6 +3,7 @@
 import concurrent.futures
 import gzip
 import json
+import os
 import signal
 import socket
 import sqlite3
@@ -14,6 +15,7 @@ import pytest
 
 from benchmarks.local_cluster import children
 from coop_plan.api.service import EXAMPLE
+from coop_plan.api.worker import SOLVER_NICENESS
 from coop_plan.planner import find_faults
 from coop_plan.schemas import parse_graph, parse_plan
 from tests.api.server import serving
@@ -71,6 +73,13 @@ def slow(name):
     ops += [{"inputs": [t - 1, 2 * n + 1 - t], "outputs": [t]} for t in range(n + 1, 2 * n + 1)]
     graph = json.loads(make_graph(tensors, ops).to_json())
     return {"graph": graph, "budget": "30%", "time_limit": 500, "alignment": 1}
+
+
+def test_solvers_leave_the_cores_to_readers(server, ask, body):
+    assert ask(body).status_code == 200
+    niceness = {os.getpriority(os.PRIO_PROCESS, pid) for pid in children(server.process.pid)}
+    ours = os.getpriority(os.PRIO_PROCESS, server.process.pid)
+    assert niceness == {ours, min(19, ours + SOLVER_NICENESS)}
 
 
 def test_a_plan_is_made_once_then_served_and_kept(ask, server, body, chain):

@@ -9,11 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, find_faults, plan
+from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.keep_all import keep_all_schedule
+from coop_plan.planner.method import Request
+from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.variants.choices import Choices
 from coop_plan.planner.variants.lift import lifted
 from coop_plan.planner.variants.model import BodyModel
+from coop_plan.planner.variants.restrict import carried_back, restricted
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -195,6 +200,23 @@ def test_every_schedule_is_a_solution_of_the_program(graph):
         assert low - 1e-6 <= value <= high + 1e-6
     cost = sum(c * v for c, v in zip(milp.cost, values, strict=True))
     assert model.bound_us(cost) == pytest.approx(schedule.cost_us)
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph=graphs(max_ops=14, bandwidth=False), share=st.sampled_from([0.9, 0.7, 0.5]))
+def test_a_plan_of_one_body_an_op_keeps_its_lifetimes(graph, share):
+    """What shares an address in place as the online method told does so among all bodies, too."""
+    problem = Problem.from_graph(graph, 512)
+    chosen = range(problem.op_count)
+    arena = int(share * int(keep_all_schedule(problem).live_bytes().max(initial=0)))
+    try:
+        placed = run_coop(restricted(problem, chosen), Request(arena)).placed
+    except DoesNotFitError:
+        return
+    back = carried_back(problem, chosen, placed)
+    assert back.cost_us == placed.cost_us
+    for mine, its in zip(back.schedule.trace, placed.schedule.trace, strict=True):
+        assert mine.tolist() == its.tolist()
 
 
 @settings(max_examples=8, deadline=None)
