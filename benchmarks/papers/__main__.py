@@ -1,12 +1,13 @@
 """The papers' figures beside ours, as Markdown: what `make papers` writes to docs/papers.md.
 
-    python -m benchmarks.papers [--only coop,bounds,checkmate,delta] [--quick] [--output FILE]
+    python -m benchmarks.papers [--only SECTION,...] [--quick] [--output FILE]
 
 Steps are captured for devices that are not here, so a machine without a GPU will do. Two processes
 share the rows. --quick takes the first row of each section.
 """
 
 import argparse
+import os
 import sys
 import textwrap
 from collections.abc import Callable
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.papers import measures
+from benchmarks.variants import MONET
 
 INTRO = """# The papers' figures
 
@@ -33,12 +36,10 @@ dash in *published* means that we know of no figure for that row.
 
 NOT_FILLED = """## Not filled
 
-These rows have no command yet, so they have no figures:
-
-- Coop: SPOS; search latency beside the authors'.
-- Checkmate: solve time of its program against ours as the graph grows; its 4.8 times over the
-  heuristics.
-- DELTA with transfers; MONeT with its variants; T-Control.
+- Coop's own search latency, overheads and fragmentation are curves and bars in the paper, without
+  numbers.
+- T-Control (ASPLOS 2026): neither its method nor its ratios could be had from public text.
+- DELTA with transfers.
 """
 
 
@@ -56,7 +57,7 @@ class Section:
 A100 = "a100-80gb"
 NETWORKS = (
     *("unet", "bert_large", "resnet50", "swin_t", "unet_plus_plus", "densenet121"),
-    *("gpt2", "bilstm", "inception_v3", "gpt3_2_7b"),
+    *("gpt2", "bilstm", "inception_v3", "gpt3_2_7b", "spos"),
 )
 BATCHES = {"vgg19": 32, "mobilenet": 64, "resnet50": 32, "unet_416": 2, "fcn8": 4, "segnet": 4}
 """Of Checkmate's networks the batch that is captured first."""
@@ -75,6 +76,25 @@ SECTIONS = (
             *("smallest", "arena", "free at evictions"),
         ),
         tuple(partial(measures.methods, name, A100) for name in NETWORKS),
+    ),
+    Section(
+        "shares",
+        "Coop's networks from 80 % down to 30 %",
+        "An A100 roofline, coop-offline. `arena` is its worst fragmentation at these shares;"
+        " `smallest` the least share that it meets, `fixed` the share that no plan can give back:"
+        " parameters, gradients and batch.",
+        (
+            *("network", *(f"{share} %" for share in measures.SHARES)),
+            *("arena", "smallest", "fixed"),
+        ),
+        tuple(partial(measures.shares, name, A100) for name in NETWORKS),
+    ),
+    Section(
+        "latency",
+        "Search latency of the methods",
+        "Seconds of one core for a plan at half of the peak, all evictions of a step together.",
+        ("network", "ops", "dtr", "dte", "coop", "coop-offline"),
+        tuple(partial(measures.latency, name, A100) for name in NETWORKS),
     ),
     Section(
         "bounds",
@@ -103,6 +123,24 @@ SECTIONS = (
         ),
     ),
     Section(
+        "solving",
+        "Checkmate's program as the graph grows",
+        "Training steps of GPTs op by op (`benchmarks.synthetic`), with 60 % of keep-everything's"
+        f" arena and {measures.SEARCH_SECONDS:.0f} s for each: overhead, what is proved, and"
+        " seconds on the wall. Published: optimal schedules in under an hour (abstract).",
+        ("network", "ops", "checkmate", "s", "optimal", "s"),
+        tuple(partial(measures.solving, layers) for layers in (1, 2, 3, 6, 12, 24)),
+    ),
+    Section(
+        "speedup",
+        "Checkmate's speed-up over heuristics",
+        "A V100 roofline. Steps of DTR, DTE and Coop ÷ that of coop-offline, within the smallest"
+        " budget that DTR meets. Published: up to 4.8 times over prior work, which then was"
+        " checkpointing of chains (abstract).",
+        ("network", "share", "dtr", "dte", "coop"),
+        tuple(partial(measures.speed_up, name, "v100-16gb") for name in BATCHES),
+    ),
+    Section(
         "delta",
         "DELTA (2022): the largest batch at ten percent",
         "A V100 of 16 GB, roofline costs, recomputation only, where DELTA swaps as well.",
@@ -110,6 +148,19 @@ SECTIONS = (
         (
             partial(measures.batches, "resnet50", 32, "2.04", False, 0.10),
             partial(measures.batches, "resnet101", 16, "2.25", False, 0.10),
+        ),
+    ),
+    Section(
+        "monet",
+        "MONeT (ICLR 2021): operator variants",
+        "Steps in ms with MONeT's measured variants on a P100, beside the solutions that its"
+        f" authors published, which took up to a day each; ours have {measures.MONET_SECONDS:.0f}"
+        " s. `ratio` is theirs ÷ ours.",
+        ("graph", "GiB", "MONeT", "optimal", "bound", "ratio"),
+        tuple(
+            partial(measures.variants, name, gib)
+            for name, published in MONET.items()
+            for gib in list(published)[::2]
         ),
     ),
 )
@@ -126,7 +177,11 @@ def main() -> None:
         parser.error(f"no section {', '.join(sorted(unknown))}")
     wanted = [section for section in SECTIONS if section.name in args.only.split(",")]
     tables = _tables(args.output.read_text()) if args.output and args.output.exists() else {}
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+    with (
+        TemporaryDirectory() as folder,
+        ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool,
+    ):
+        os.environ.setdefault("COOP_PLAN_CAPTURED", folder)
         waiting = [
             (section, [pool.submit(row) for row in section.rows[: 1 if args.quick else None]])
             for section in wanted

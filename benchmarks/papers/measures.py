@@ -1,14 +1,20 @@
 """What `benchmarks.papers` measures: each function makes one row of a table."""
 
 import inspect
+import os
+import time
 from functools import cache
+from pathlib import Path
 
 from benchmarks.papers import networks
-from coop_plan.planner import InfeasibleBudgetError, plan
+from benchmarks.synthetic import gpt
+from benchmarks.variants import MONET, ms
+from benchmarks.variants import planned as planned_with_variants
+from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 from coop_plan.planner.fit import ONE_FORWARD, fit, scaled
 from coop_plan.runtime.capture.deviceless import Question, capture_for
 from coop_plan.runtime.capture.devices import DeviceSpec, device
-from coop_plan.schemas import Graph, Plan, format_bytes
+from coop_plan.schemas import Graph, InvalidInputError, Plan, format_bytes, load_graph
 
 CONTEXT_BYTES = 512 << 20
 """About what a process on CUDA takes before it has any tensor, as `coop-plan fit` has it."""
@@ -33,10 +39,22 @@ FLOPS = DeviceSpec(
 
 @cache
 def captured(network: str, name: str, batch: int | None = None) -> Graph:
-    """The step of a network for a device that is built in, or for `FLOPS`."""
+    """The step of a network for a device that is built in, or for `FLOPS`.
+
+    Both processes find what one has captured in the folder `COOP_PLAN_CAPTURED`.
+    """
+    folder = os.environ.get("COOP_PLAN_CAPTURED")
+    kept = Path(folder or ".") / f"{network} {name} {batch}.json".replace(" ", "_")
+    if folder and kept.exists():
+        return load_graph(kept)
     on = FLOPS if name == FLOPS.name else device(name)
     target = f"{networks.__name__}:{network}"
-    return capture_for(Question(target=target, spec=on, batch=batch))
+    graph = capture_for(Question(target=target, spec=on, batch=batch))
+    if folder:
+        part = kept.with_suffix(f".{os.getpid()}")
+        part.write_text(graph.to_json())
+        part.replace(kept)
+    return graph
 
 
 def methods(network: str, spec: str) -> list[str]:
@@ -73,6 +91,93 @@ def proved(network: str, spec: str, share: str) -> list[str]:
         _overhead(_planned(graph, share, "coop-offline")),
         _overhead(best),
         "-" if bound is None else f"{bound / kept.base_cost_us - 1:.2%}",
+    ]
+
+
+SHARES = (80, 70, 60, 50, 40, 30)
+
+
+def shares(network: str, spec: str) -> list[str]:
+    """Overhead at each of `SHARES`, and the worst fragmentation of the arena among them."""
+    graph = captured(network, spec)
+    kept = plan(graph, "100%", method="keep-all")
+    made = [_planned(graph, f"{share}%", "coop-offline") for share in SHARES]
+    worst = max((found.fragmentation for found in made if found is not None), default=0.0)
+    least = plan(graph, "min", method="coop-offline", host_budget=0)
+    fixed = (kept.peak_bytes - kept.arena_bytes) / kept.peak_bytes
+    return [
+        network,
+        *map(_overhead, made),
+        f"{worst:.2%}",
+        f"{least.peak_bytes / kept.peak_bytes:.1%}",
+        f"{fixed:.1%}",
+    ]
+
+
+def latency(network: str, spec: str) -> list[str]:
+    """What each method takes to plan at half of the peak, in seconds of one core."""
+    graph = captured(network, spec)
+    half = plan(graph, "100%", method="keep-all").peak_bytes // 2
+    cells = [network, str(len(graph.ops))]
+    for method in ("dtr", "dte", "coop", "coop-offline"):
+        _planned(graph, half, method)  # whose kernels may have to be loaded
+        begun = time.process_time()
+        made = _planned(graph, half, method)
+        cells.append("does not fit" if made is None else f"{time.process_time() - begun:.2f}")
+    return cells
+
+
+def solving(layers: int) -> list[str]:
+    """Checkmate's program beside ours on one step: overhead, status, seconds on the wall."""
+    graph = gpt(layers)
+    kept = plan(graph, "100%", method="keep-all")
+    budget = (kept.peak_bytes - kept.arena_bytes) + kept.arena_bytes * 6 // 10
+    cells = [f"GPT of {layers} layers", str(len(graph.ops))]
+    for method in ("checkmate", "optimal"):
+        begun, none = time.monotonic(), "does not fit"
+        try:
+            made = _planned(graph, budget, method, SEARCH_SECONDS)
+        except TimeLimitError:
+            made, none = None, "none"
+        except InvalidInputError:  # it refuses programs of too many variables
+            made, none = None, "refused"
+        spent = time.monotonic() - begun
+        found = none if made is None else f"{_overhead(made)}, {made.status}"
+        cells += [found, f"{spent:.1f}"]
+    return cells
+
+
+def speed_up(network: str, spec: str) -> list[str]:
+    """Steps of the heuristics ÷ ours, at the smallest budget that DTR meets."""
+    graph = captured(network, spec)
+    kept = plan(graph, "100%", method="keep-all")
+    least = plan(graph, "min", method="dtr")
+    ours = _planned(graph, least.peak_bytes, "coop-offline")
+    cells = [network, f"{least.peak_bytes / kept.peak_bytes:.1%}"]
+    for method in ("dtr", "dte", "coop"):
+        other = _planned(graph, least.peak_bytes, method)
+        known = other is not None and ours is not None
+        cells.append(f"{other.cost_us / ours.cost_us:.2f}" if known else "does not fit")
+    return cells
+
+
+MONET_SECONDS = 40.0
+
+
+def variants(name: str, gib: float) -> list[str]:
+    """The step with variants within a budget, beside MONeT's published solution."""
+    path = Path(__file__).parents[3] / "shared" / "data" / "graphs" / f"{name}.json"
+    if not path.exists():
+        return [name, f"{gib:g}", str(MONET[name][gib]), "no ../shared", "-", "-"]
+    made = planned_with_variants(load_graph(path), gib, "optimal", MONET_SECONDS)
+    bound = None if made is None else made.lower_bound_us
+    return [
+        name,
+        f"{gib:g}",
+        str(MONET[name][gib]),
+        ms(made),
+        "-" if bound is None else f"{bound / 1e3:.1f}",
+        "-" if made is None else f"{MONET[name][gib] / (made.cost_us / 1e3):.3f}",
     ]
 
 

@@ -395,3 +395,52 @@ def inception_v3(batch: int = 64) -> Made:
         layers.append(Branches(_chain(width, (320, 1)), *split, pooled(192)))
     layers += [nn.AdaptiveAvgPool2d(1), nn.Dropout(), nn.Flatten(), nn.Linear(2048, CLASSES)]
     return _image(nn.Sequential(*layers), batch, 299, 299)
+
+
+def _shuffle_branch(inputs: int, width: int, outputs: int, size: int, stride: int) -> nn.Module:
+    """A choice of SPOS's block: kernels of 3, 5 or 7; 0 is the Xception block, three times 3."""
+
+    def depthwise(channels: int, kernel: int, step: int) -> list[nn.Module]:
+        made = _conv(channels, channels, kernel, stride=step, groups=channels)
+        return made[:2]  # no ReLU
+
+    if size:
+        first, last = _conv(inputs, width, 1), _conv(width, outputs, 1)
+        return nn.Sequential(*first, *depthwise(width, size, stride), *last)
+    layers: list[nn.Module] = []
+    for before, after, step in ((inputs, width, stride), (width, width, 1), (width, outputs, 1)):
+        layers += [*depthwise(before, 3, step), *_conv(before, after, 1)]
+    return nn.Sequential(*layers)
+
+
+class ShuffleBlock(nn.Module):
+    """A block of SPOS: half of the channels pass, or at a stride of 2 are halved in size."""
+
+    def __init__(self, inputs: int, outputs: int, size: int, stride: int) -> None:
+        super().__init__()
+        half = outputs // 2
+        own = inputs if stride == 2 else inputs // 2
+        self.stride = stride
+        self.main = _shuffle_branch(own, half, outputs - own, size, stride)
+        narrow = _conv(inputs, inputs, 3, stride=2, groups=inputs)[:2]
+        self.side = nn.Sequential(*narrow, *_conv(inputs, inputs, 1)) if stride == 2 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.side is not None:
+            return torch.cat([self.side(x), self.main(x)], 1)
+        batch, channels, height, width = x.shape
+        pairs = x.view(batch, channels // 2, 2, height, width)  # shuffled as they are split
+        return torch.cat([pairs[:, :, 0], self.main(pairs[:, :, 1])], 1)
+
+
+def spos(batch: int = 256) -> Made:
+    """SPOS (Guo et al., ECCV 2020): one path of its supernet, 224 x 224, all choices in turn."""
+    layers: list[nn.Module] = _conv(3, 16, 3, stride=2)
+    inputs = 16
+    for outputs, count in ((64, 4), (160, 4), (320, 8), (640, 4)):
+        for i in range(count):
+            size = (3, 5, 7, 0)[i % 4]
+            layers.append(ShuffleBlock(inputs, outputs, size, 1 if i else 2))
+            inputs = outputs
+    layers += [*_conv(inputs, 1024, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return _image(nn.Sequential(*layers, nn.Linear(1024, CLASSES)), batch, 224, 224)
