@@ -80,7 +80,8 @@ class Variant(Model, frozen=True, kw_only=True):
     Another implementation of an op (MONeT, ICLR 2021, section 4.2).
 
     It has reads, outputs, cost, workspace and in-place pairs of its own. It may make tensors that
-    only variants of other ops read, and need not make what only default bodies read. Its results
+    only variants of other ops read, and need not make what only default bodies read. A tensor has
+    one size, whichever body makes it: what would have another size is another tensor. Its results
     are the same to the bit unless it is `approximate`.
     """
 
@@ -182,7 +183,8 @@ def _check_structure(graph: Graph) -> None:
                 f"output tensor {tensor.id} is produced by no op", f"/tensors/{position}"
             )
     total = sum(tensor.bytes for tensor in graph.tensors)
-    total += sum(op.workspace_bytes for op in graph.ops)
+    for op in graph.ops:
+        total += max(op.workspace_bytes, *(v.workspace_bytes for v in op.variants), 0)
     if total > MAX_TOTAL:
         message = f"the sizes add up to more than {MAX_TOTAL} bytes (1 EiB)"
         raise InvalidInputError(message, "/tensors")

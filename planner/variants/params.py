@@ -9,8 +9,14 @@ from coop_plan.planner.core.params import Count, Params, Seconds, Share
 class VariantParams(Params):
     """Starts, and the large neighbourhood search from them (`planner.variants.search`)."""
 
-    seconds: Seconds = 60.0
-    """How long it searches without a time limit."""
+    climbs: Count = 24
+    """Sets of bodies tried, one change at a time, where no program is solved."""
+
+    neighbourhoods: Count = 8
+    """Neighbourhoods solved at most, where no time limit was given."""
+
+    nodes: Count = 20
+    """Nodes of branch and bound of one of these at most; a time limit has no such end."""
 
     default_share: Share = 0.1
     """Share of the time for the default bodies alone, with which it begins."""
@@ -39,11 +45,14 @@ class VariantParams(Params):
     relative_gap: Share = 1e-3
     """Share of the objective to which a neighbourhood is solved."""
 
-    patience: Count = 40
+    patience: Count = 5
     """Neighbourhoods without success after which it ends, where no time limit was given."""
 
     small_ops: Count = 60
-    """Up to so many ops every one of them is a time point."""
+    """
+    Up to so many ops every one of them is a time point; without a time limit there is no program,
+    whose process takes longer to start than these take to plan.
+    """
 
     margin: Share = 0.002
     """Share of the arena by which the search stays below it for each layout that was not found."""

@@ -3,14 +3,17 @@ The search for a schedule with its bodies: starts, then large neighbourhoods of 
 
 A start is one body per op: the cheapest that is no larger than some share of the arena, and what
 the relaxed program (`planner.variants.model`) says. coop-offline plans the step of those bodies
-alone. From the cheapest such schedule on, a stretch of the program at a time is set free and solved
-(Shaw, Using constraint programming and local search methods to solve vehicle routing problems, CP
-1998); what comes out is read at every event, each run gets the body that fits it there, and where
-that is too full the program looks closer. A schedule counts once it has a layout.
+alone. Without a time limit all work is counted, so that a seed is a plan; small steps, and those
+without OR-Tools, then have single bodies of the best start exchanged in place of programs. From the
+cheapest such schedule on, a stretch of the program at a time is set free and solved (Shaw, Using
+constraint programming and local search methods to solve vehicle routing problems, CP 1998); what
+comes out is read at every event, each run gets the body that fits it there, and where that is too
+full the program looks closer. A schedule counts once it has a layout.
 """
 
 import contextlib
 import importlib.util
+import itertools
 import random
 import time
 from collections.abc import Iterator
@@ -35,6 +38,9 @@ from coop_plan.planner.variants.params import DEFAULTS, VariantParams
 from coop_plan.planner.variants.readout import Rebody, read_out
 from coop_plan.planner.variants.restrict import carried_back, restricted
 
+FOREVER = 1e6
+"""Seconds; where there is no time limit, work is counted."""
+
 
 class BodySearch:
     """
@@ -53,7 +59,7 @@ class BodySearch:
         self.placed: PlacedSchedule | None = None
         self.bound_us = problem.floor_us
         self._failed = 0
-        self._patient = True
+        self._timed = request.deadline is not None
         self._solved = False  # with every op as a time point: neighbourhoods find no better
         # An op that overwrites a tensor in the arena is followed by no program and no exchange.
         self._plain = not any(problem.overwritten)
@@ -158,46 +164,94 @@ class BodySearch:
             layout = lay_out(schedule, arena, work=WORK, order_hint=layout.placement.order)
         return self.offer(layout.placed)
 
+    def _climb(self, chosen: list[int]) -> None:
+        """From the bodies of a start on, exchange one at a time, with what makes what it reads."""
+        changes = [v for bodies in self.choices.of if len(bodies) > 1 for v in bodies]
+        tried = unchanged = 0
+        for body in itertools.cycle(changes):
+            if tried >= self.params.climbs or unchanged >= len(changes) or self._done():
+                break
+            unchanged += 1
+            other = self._exchanged(chosen, body)
+            if other != chosen:
+                tried += 1
+                before = self.cost_us
+                self._start(other)
+                if self.cost_us < before:
+                    chosen, unchanged = other, 0
+                    if self.request.any_schedule:
+                        return
+        self._give_bodies()
+
+    def _exchanged(self, chosen: list[int], body: int) -> list[int]:
+        """Bodies with another one, and with those that make what it reads."""
+        wanted, stack = list(chosen), [body]
+        while stack:
+            v = stack.pop()
+            wanted[self.problem.bodies[v].op] = v
+            for t in sorted(self.choices.reads[v]):
+                maker = self.problem.producer[t]
+                if t not in self.problem.bodies[wanted[maker]].outputs:
+                    makers = self.choices.of[maker]
+                    stack += [m for m in makers if t in self.problem.bodies[m].outputs][:1]
+        return self._consistent(wanted)
+
     # The search.
 
     def _until(self, seconds: float) -> float:
-        assert self.request.deadline is not None
-        return min(time.monotonic() + seconds, self.request.deadline)
+        deadline = self.request.deadline
+        if deadline is None:
+            return time.monotonic() + FOREVER
+        return min(time.monotonic() + seconds, deadline)
+
+    @property
+    def _nodes(self) -> int:
+        return 0 if self._timed else self.params.nodes
 
     def run(self, *, prove: bool = False) -> None:
         """
-        Search until the deadline, or for the default time; with `prove` for a bound first.
+        Search until the deadline, or as much as is counted; with `prove` for a bound first.
 
         Raises:
             DoesNotFitError: no schedule was found.
         """
         if least_working_set(self.problem).bytes > self.capacity:
             raise DoesNotFitError(least_working_set(self.problem).op)
-        if self.request.deadline is None:
-            self._patient = False
-            deadline = time.monotonic() + self.params.seconds
-            self.request = replace(self.request, deadline=deadline)
-        if self.request.any_schedule:  # a solver's process takes longer to start than these
-            self._from(self._rules())
-        solver = importlib.util.find_spec("ortools") is not None
-        if not solver or not self._plain:
-            self._from(self._rules())
-        elif not (self.proved or (self.request.any_schedule and self.placed is not None)):
-            params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)
-            with SolverProcess(params) as process:
-                self._run(process, prove)
+        haste = self.request.any_schedule
+        solver = importlib.util.find_spec("ortools") is not None and self._plain
+        if not self._timed and (haste or self.choices.n <= self.params.small_ops):
+            solver = False
+        best = list(range(self.choices.n))
+        if haste or not solver:  # a solver's process takes longer to start than these
+            best = self._from(self._rules())
+        if not (self.proved or (haste and self.placed is not None)):
+            if solver:
+                params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)
+                with SolverProcess(params) as process:
+                    self._run(process, prove)
+            else:
+                self._climb(best)
         if self.placed is None:
             raise DoesNotFitError(least_working_set(self.problem).op)
 
-    def _from(self, starts: Iterator[list[int]]) -> None:
-        """The starts, the runs of the best of which get bodies of their own."""
+    def _from(self, starts: Iterator[list[int]]) -> list[int]:
+        """The starts, the runs of the best of which get bodies of their own; which one that is."""
         seen: list[list[int]] = []
+        best = list(range(self.choices.n))
         for chosen in starts:
+            before = self.cost_us
             if chosen not in seen:
                 seen.append(chosen)
                 self._start(chosen)
+            if self.placed is None or self.cost_us < before:
+                best = chosen
             if self.request.any_schedule and self.placed is not None:
-                return
+                return best
+        self._give_bodies()
+        return best
+
+    def _give_bodies(self) -> None:
+        """Give each run of the best schedule the body that suits it."""
         if self.placed is not None and self._plain:
             better = self._improve_runs(self.placed.schedule.what.tolist(), self.capacity)
             if better is not None:
@@ -219,12 +273,11 @@ class BodySearch:
 
     def _solve(self, process: SolverProcess, model: BodyModel) -> None:
         """The whole program: its bound, and the schedule of its solution."""
-        assert self.request.deadline is not None
         now = time.monotonic()
-        until = now + (self.request.deadline - now) * self.params.bound_share
+        until = now + (self._until(INFINITY) - now) * self.params.bound_share
         exact = self.choices.n <= self.params.small_ops
         gap = 0.0 if exact else self.params.relative_gap
-        answer = process.solve(model.milp, until, relative_gap=gap)
+        answer = process.solve(model.milp, until, relative_gap=gap, nodes=self._nodes)
         self.prove(model, answer.bound)
         self._solved |= exact and answer.outcome is Outcome.OPTIMAL
         if answer.values is not None and not self._use(model, answer.values, self.capacity):
@@ -271,8 +324,10 @@ class BodySearch:
         params = self.params
         model, looked_at = None, (list[int](), 0)
         failures = 0
-        while self.placed is not None and not self._done():
-            if failures >= params.patience and not self._patient:
+        for count in itertools.count():
+            if self.placed is None or self._done():
+                return
+            if not self._timed and (failures >= params.patience or count >= params.neighbourhoods):
                 return
             margin = min(params.most_margin, params.margin * self._failed)
             capacity = int(self.capacity * (1 - margin))
@@ -286,7 +341,9 @@ class BodySearch:
             low = draw.randrange(-width // 2, self.choices.n)
             stretch = neighbourhood(model, values, range(low, low + width))
             until = self._until(params.step_seconds)
-            answer = process.solve(stretch, until, relative_gap=params.relative_gap)
+            answer = process.solve(
+                stretch, until, relative_gap=params.relative_gap, nodes=self._nodes
+            )
             better = answer.values is not None and self._use(model, answer.values, capacity)
             failures = 0 if better else failures + 1
 
@@ -296,8 +353,7 @@ class BodySearch:
         return self.cost_us <= self.bound_us * (1 + PROOF)
 
     def _done(self) -> bool:
-        assert self.request.deadline is not None
-        return self.proved or self._solved or time.monotonic() >= self.request.deadline
+        return self.proved or self._solved or self.request.out_of_time()
 
 
 def neighbourhood(model: BodyModel, values: list[float], free: range) -> Milp:

@@ -46,7 +46,7 @@ def check_what_is_named(graph, budget, **options):
 
 @pytest.mark.parametrize("method", HEURISTICS)
 @settings(max_examples=60, deadline=None, phases=NOSHRINK, suppress_health_check=SLOW)
-@given(graph=graphs(max_ops=12, variants=False), options=OPTIONS)
+@given(graph=graphs(max_ops=12), options=OPTIONS)
 def test_the_peak_of_min_is_a_budget(method, graph, options):
     check_the_minimum(graph, method=method, **options)
 
@@ -59,7 +59,7 @@ def test_the_peak_of_min_is_a_budget_of_the_exact_method(graph, options):
 
 @pytest.mark.parametrize("method", HEURISTICS)
 @settings(max_examples=60, deadline=None, phases=NOSHRINK, suppress_health_check=SLOW)
-@given(graph=graphs(max_ops=12, variants=False), options=OPTIONS, share=st.floats(0.2, 1.0))
+@given(graph=graphs(max_ops=12), options=OPTIONS, share=st.floats(0.2, 1.0))
 def test_what_a_refusal_names_is_a_budget(method, graph, options, share):
     peak = plan(graph, "min", method="keep-all", **options).peak_bytes
     check_what_is_named(graph, max(1, int(share * peak)), method=method, **options)

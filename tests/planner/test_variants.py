@@ -229,3 +229,13 @@ def test_plans_are_valid_and_no_dearer_than_coops(graph, outputs):
     made = plan(graph, budget, method="coop-offline", time_limit=2, **options)
     assert find_faults(graph, made) == []
     assert made.cost_us <= reference.cost_us * (1 + 1e-9)
+
+
+def test_without_a_time_limit_work_is_counted():
+    """A seed is a plan: nothing asks the clock, and a small step starts no solver's process."""
+    graph = masks()
+    made = plan(graph, 19, alignment=1)
+    assert names(made) == [None, "bits", None, None, "bits", None]
+    again = plan(graph, 19, alignment=1)
+    assert again.steps == made.steps
+    assert plan(workspaces(), 18, alignment=1).cost_us == pytest.approx(132.0)

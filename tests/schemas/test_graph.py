@@ -145,6 +145,8 @@ BAD_STRUCTURE = [
     (("ops", 0, "variants", [variant(outputs=[3])]), "/ops/0/variants/0/outputs/0", "resident"),
     (("ops", 0, "variants", [variant(outputs=[9, 1])]), "/ops/0/variants/0/outputs/1", "another"),
     (("ops", 0, "variants", [variant(outputs=[9, 9])]), "/ops/0/variants/0/outputs/1", "twice"),
+    (("ops", 1, "variants", [variant(inputs=[4])]), "/ops/1/variants/0/inputs/0", "no earlier op"),
+    (("ops", 0, "variants", [variant(workspace_bytes=2**60)]), "/tensors", "1 EiB"),
 ]
 
 

@@ -25,13 +25,15 @@ class SolveMilp:
     """
     Solve a program with `solver`, "highs", "scip" or "cp-sat".
 
-    It stops at `gap`, in units of the objective, or at `relative_gap`, a share of it.
+    It stops at `gap`, in units of the objective, at `relative_gap`, a share of it, or after so many
+    `nodes` of branch and bound (0: any number).
     """
 
     milp: Milp
     solver: str = "highs"
     gap: float = 0.0
     relative_gap: float = 0.0
+    nodes: int = 0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> 
     parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=min(seconds, LONGEST_SECONDS)))
     parameters.absolute_gap_tolerance = job.gap
     parameters.relative_gap_tolerance = job.relative_gap
+    if job.nodes:
+        parameters.node_limit = job.nodes
     if highs:
         parameters.highs.string_options["parallel"] = "off"
     else:

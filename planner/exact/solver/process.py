@@ -148,11 +148,12 @@ class SolverProcess(Child):
         solver: str = "highs",
         gap: float = 0.0,
         relative_gap: float = 0.0,
+        nodes: int = 0,
         progress: Callable[[News], None] | None = None,
     ) -> Answer:
         """See `SolveMilp`. Without an answer what it proved last is left."""
         last = News(-INFINITY, INFINITY)
-        for message in self._messages(SolveMilp(milp, solver, gap, relative_gap), deadline):
+        for message in self._messages(SolveMilp(milp, solver, gap, relative_gap, nodes), deadline):
             match message:
                 case Answer():
                     return message
