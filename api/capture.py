@@ -29,6 +29,7 @@ MASTERS = click.option(
 @click.option("--batch", type=click.IntRange(1), metavar="N", help="Call FUNCTION(batch=N).")
 @OPTIMIZER
 @MASTERS
+@click.option("--variants", is_flag=True, help="Try other ways to run ops, equal to the bit.")
 def capture(
     target: str,
     output: str,
@@ -36,6 +37,7 @@ def capture(
     batch: int | None,
     optimizer: str | None,
     masters: bool,
+    variants: bool,
 ) -> None:
     """Profile a training step: the function returns (callable, example arguments).
 
@@ -46,7 +48,9 @@ def capture(
     from coop_plan.api.output import check_writable, write_whole
 
     check_writable(output)
-    graph = captured(target, device, batch, optimizer, masters)
+    if variants and device is not None:
+        raise click.UsageError("--variants are tried here, not on a --device that is not")
+    graph = captured(target, device, batch, optimizer, masters, variants=variants)
     if output == "-":
         click.echo(graph.to_json())
         return
@@ -55,7 +59,13 @@ def capture(
 
 
 def captured(
-    target: str, device: str | None, batch: int | None, optimizer: str | None, masters: bool
+    target: str,
+    device: str | None,
+    batch: int | None,
+    optimizer: str | None,
+    masters: bool,
+    *,
+    variants: bool = False,
 ) -> "Graph":
     """The graph of what a user names; ends the command where it cannot be captured."""
     if masters and optimizer is None:
@@ -74,7 +84,7 @@ def captured(
 
     try:
         if device is None:
-            return capture_target(target, batch, optimizer, masters)
+            return capture_target(target, batch, optimizer, masters, variants=variants)
         spec = device_named(device)
         return capture_for(
             Question(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)

@@ -138,7 +138,12 @@ class _Compilation:
         static_lifetime_input_indices: list[int] | None = None,
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        captured = capture_joint(joint, num_fwd_outputs, static_lifetime_input_indices or ())
+        captured = capture_joint(
+            joint,
+            num_fwd_outputs,
+            static_lifetime_input_indices or (),
+            variants=self.options.variants,
+        )
         self.step = plan_captured(captured, self.options, self.pools, self.lines, self.call)
         return stubs(captured)
 

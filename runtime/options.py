@@ -16,7 +16,7 @@ MIN_ALIGNMENT = 64
 CUDA_ALIGNMENT = 512
 """Of what PyTorch's CUDA allocator returns, in bytes; kernels are chosen by it."""
 
-OURS = ("shapes", "strict", "server", "server_fallback")
+OURS = ("shapes", "strict", "server", "server_fallback", "variants")
 """Options that are no `PlanOptions`."""
 
 OUTPUTS = "gradients"
@@ -33,6 +33,9 @@ class Options:
 
     Plans are those of a `server`, if there is one; where it is away, `server_fallback` is "error",
     or "local": they are made here.
+
+    With `variants` the ways in which ops can be run with the same result to the bit are tried when
+    a step is captured, and the plan chooses among them.
     """
 
     plan: PlanOptions
@@ -40,6 +43,7 @@ class Options:
     strict: bool = False
     server: str | None = None
     server_fallback: Literal["error", "local"] = "error"
+    variants: bool = False
 
     def within(self, budget_bytes: int | None) -> "Options":
         """These options with a budget in bytes, or the smallest that can be met."""
@@ -91,6 +95,9 @@ class Options:
         strict = values.pop("strict", cls.strict)
         if not isinstance(strict, bool):
             raise OptionsError("strict must be true or false")
+        variants = values.pop("variants", cls.variants)
+        if not isinstance(variants, bool):
+            raise OptionsError("variants must be true or false")
         server = values.pop("server", None)
         if server is not None and not isinstance(server, str):
             raise OptionsError("server must be a text: http://HOST:PORT")
@@ -104,7 +111,7 @@ class Options:
         if not isinstance(alignment, int) or alignment % MIN_ALIGNMENT:
             raise OptionsError(f"alignment must be a multiple of {MIN_ALIGNMENT} bytes")
         try:
-            return cls(PlanOptions.of(values), shapes, strict, server, fallback)
+            return cls(PlanOptions.of(values), shapes, strict, server, fallback, variants)
         except InvalidInputError as error:
             name = error.pointer.strip("/").replace("/", ".")
             raise OptionsError(

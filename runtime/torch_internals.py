@@ -61,6 +61,7 @@ __all__ = [
     "SavedForBackwardsAOTOutput",
     "TorchDynamoException",
     "aot_autograd",
+    "out_overload",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -452,6 +453,22 @@ def runs_in_this_backward(node: Any) -> bool:
 def is_mutable(op: OpOverload) -> bool:
     """Whether an op overwrites an argument, by its schema."""
     return bool(op._schema.is_mutable)
+
+
+def out_overload(op: OpOverload) -> tuple[OpOverload, str] | None:
+    """The overload of a functional op that writes its one result into a tensor it is given.
+
+    With the name of that argument; None if there is none that takes the same otherwise.
+    """
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    packet = op.overloadpacket
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        written = [a.name for a in found._schema.arguments if a.is_out]
+        others = [(a.name, str(a.type)) for a in found._schema.arguments if not a.is_out]
+        if len(written) == 1 and others == wanted:
+            return found, written[0]
+    return None
 
 
 def argument_names(op: OpOverload) -> list[str]:

@@ -19,7 +19,10 @@ import torch
 
 from coop_plan.runtime.cache.files import cache_dir, going_on_without
 
-MEASURING = ("capture/profile.py", "device/cuda.py", "device/arena.cpp", "device/arena.h")
+MEASURING = (
+    *("capture/profile.py", "capture/overwriting.py"),
+    *("device/cuda.py", "device/arena.cpp", "device/arena.h"),
+)
 """The sources, in the runtime's folder, by which ops are measured."""
 
 LOCK_SECONDS = 5.0

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.collectives import collective_of, modelled, scratch_bytes
+from coop_plan.runtime.capture.overwriting import overwritable
 from coop_plan.runtime.capture.own_ops import INSTEAD
 from coop_plan.runtime.capture.profile import OpProfile, profile
 from coop_plan.runtime.capture.roofline import Roofline
@@ -42,7 +43,8 @@ class GraphBuilder:
     """Collects what the profiled graph of `module` is made of; nodes are visited in its order.
 
     The fields are as in `joint.Captured`; `op_fields[i]` is what the document says of op i. Ops are
-    measured, or with a `model` modelled for the device it stands for.
+    measured, or with a `model` modelled for the device it stands for; with `variants` it is tried
+    what results may overwrite.
     """
 
     def __init__(
@@ -52,12 +54,15 @@ class GraphBuilder:
         static_inputs: set[int],
         trained: set[int],
         model: Roofline | None = None,
+        *,
+        variants: bool = False,
     ) -> None:
         self.module = module
         self.device = device
         self.static_inputs = static_inputs
         self.trained = trained
         self.model = model
+        self.variants = variants and model is None
         self.tensors: list[dict[str, Any]] = []
         self.storages: dict[fx.Node, tuple[int | None, ...]] = {}
         self.views: set[fx.Node] = set()
@@ -169,7 +174,7 @@ class GraphBuilder:
         if device_of(node).type != self.device.type:
             facts = _elsewhere(node, facts, self.device)
         reads = [
-            self.storages[arg][0] for arg in _tensor_args(node)
+            self.storages[arg][0] for arg in tensor_args(node)
         ]  # a tensor argument is never a tuple node: those are taken apart by getitem
         produced: list[int | None] = []
         fresh: list[int] = []
@@ -196,6 +201,10 @@ class GraphBuilder:
         self.ops.append(node)
         self.profiles.append(facts)
         inputs = [t for t in dict.fromkeys(reads) if t is not None]
+        inplace: list[list[int]] = []
+        if self.variants and collective is None and not is_random(node):
+            over = [reads[i] for i in overwritable(target, *arguments, facts)]
+            inplace = [[fresh[0], t] for t in over if t is not None and reads.count(t) == 1]
         self.op_fields.append(
             {
                 "name": str(target),
@@ -205,6 +214,7 @@ class GraphBuilder:
                 "workspace_bytes": facts.workspace_bytes,
                 "recomputable": collective is None and not is_check(node),
                 "rng": is_random(node),
+                "inplace": inplace,
                 "source": source_of(node),
             }
         )
@@ -270,7 +280,7 @@ def _as_run(node: fx.Node, facts: OpProfile) -> Any:
             continue
         size = output.bytes
         if output.alias >= 0:
-            size = _tensor_args(node)[output.alias].meta["val"].untyped_storage().nbytes()
+            size = tensor_args(node)[output.alias].meta["val"].untyped_storage().nbytes()
         if not all(isinstance(length, int) for length in value.shape):
             raise CaptureError(f"{node.target} makes a shape out of data, which cannot be planned")
         fake = str(value.dtype), tuple(value.shape), value.stride(), value.storage_offset()
@@ -285,7 +295,7 @@ def _as_run(node: fx.Node, facts: OpProfile) -> Any:
     return tree_unflatten(values, spec)
 
 
-def _tensor_args(node: fx.Node) -> list[fx.Node]:
+def tensor_args(node: fx.Node) -> list[fx.Node]:
     """The nodes among a call's arguments that stand for one tensor, in flattened order."""
     flat, _ = tree_flatten((node.args, node.kwargs))
     return [

@@ -76,6 +76,8 @@ def capture_joint(
     static_inputs: Sequence[int] = (),
     name: str = "step",
     model: Roofline | None = None,
+    *,
+    variants: bool = False,
 ) -> Captured:
     """Profile the ops of a joint graph and describe it.
 
@@ -85,6 +87,7 @@ def capture_joint(
         static_inputs: positions of the primals that are parameters or buffers.
         name: of the graph.
         model: costs of a device that is not there; without one, ops are measured.
+        variants: also try in what other ways ops can be run; only what is measured counts.
 
     Raises:
         CaptureError: something that cannot be planned, named.
@@ -101,7 +104,7 @@ def capture_joint(
     _snapshot_overwritten(module, output.meta.get("desc", [])[:num_fwd_outputs])
     gradients = outputs[num_fwd_outputs:]
     trained = {i for i, gradient in enumerate(gradients) if gradient is not None}
-    builder = GraphBuilder(module, device, set(static_inputs), trained, model)
+    builder = GraphBuilder(module, device, set(static_inputs), trained, model, variants=variants)
     for node in module.graph.nodes:
         builder.visit(node)
     _own_layout(module, builder, outputs, num_fwd_outputs)
@@ -121,6 +124,11 @@ def capture_joint(
     for t in leaving:
         if t is not None and builder.tensors[t]["kind"] == "activation":
             builder.tensors[t]["kind"] = "output"
+    for op in builder.op_fields:  # what is not the step's own is neither overwritten nor in a place
+        pairs = op["inplace"]
+        op["inplace"] = [
+            p for p in pairs if {builder.tensors[t]["kind"] for t in p} == {"activation"}
+        ]
     forward = _forward_nodes(module, outputs[:num_fwd_outputs])
     order = [i for i, node in enumerate(builder.ops) if node in forward]
     forward_ops = len(order)

@@ -116,10 +116,10 @@ def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     Raises:
         CaptureError: dynamic shapes, or an op that does not run on stand-in data.
     """
-    key = _signature(target, args, kwargs)
+    key = signature(target, args, kwargs)
     found = _profiles.get(key)
     if found is None:
-        cache, name = session(), _lasting(key)
+        cache, name = session(), lasting(key)
         if cache is None or name is None:
             found = _measure_anew(target, args, kwargs)
         else:
@@ -134,7 +134,7 @@ def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
 def _measure_anew(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     global _measured
     with real_world():
-        made = _measure(target, *_inputs(target, args, kwargs))
+        made = _measure(target, *stand_in_arguments(target, args, kwargs))
     _measured += 1
     return made
 
@@ -148,9 +148,9 @@ def _parse(record: str | None) -> OpProfile | None:
         return None  # damaged: what is measured now replaces it
 
 
-def _lasting(signature: tuple[object, ...]) -> str | None:
+def lasting(known_by: tuple[object, ...]) -> str | None:
     """The signature as text, or None if the text might stand for something else elsewhere."""
-    target, *rest = signature
+    target, *rest = known_by
     if not isinstance(target, OpOverload) or target.namespace not in LASTING_OPS:
         return None
     types = [p[0] for p in rest if isinstance(p, tuple) and isinstance(p[0], type)]
@@ -160,7 +160,8 @@ def _lasting(signature: tuple[object, ...]) -> str | None:
     return None if " at 0x" in text else text
 
 
-def _signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
+def signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
+    """What an op and its arguments are known by; tensors in the arguments are fake ones."""
     flat, spec = tree_flatten((args, kwargs))
     parts: list[object] = [target, str(spec), torch.get_num_threads()]
     for value in flat:
@@ -179,7 +180,7 @@ def _signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
     return tuple(parts)
 
 
-def _inputs(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def stand_in_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Stand-in arguments that the op runs on.
 
     Raises:

@@ -29,7 +29,12 @@ from coop_plan.schemas import Graph, InvalidInputError
 
 
 def capture_target(
-    spec: str, batch: int | None = None, optimizer: str | None = None, masters: bool = False
+    spec: str,
+    batch: int | None = None,
+    optimizer: str | None = None,
+    masters: bool = False,
+    *,
+    variants: bool = False,
 ) -> Graph:
     """The profiled graph of the step that `package.module:function` describes.
 
@@ -39,7 +44,7 @@ def capture_target(
     """
     step, args = called(spec, batch)
     name = spec.rpartition(":")[2]
-    return capture(step, args, name=name, optimizer=optimizer, masters=masters)
+    return capture(step, args, name=name, optimizer=optimizer, masters=masters, variants=variants)
 
 
 def called(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -107,11 +112,13 @@ def capture(
     model: Roofline | None = None,
     optimizer: str | None = None,
     masters: bool = False,
+    *,
+    variants: bool = False,
 ) -> Graph:
     """The profiled joint graph of `step(*args, **kwargs)`; the step itself is not run.
 
     With a `model` the tensors are fake ones, and ops cost what it says. The state of an
-    `optimizer` is resident (`capture.state`).
+    `optimizer` is resident (`capture.state`). For `variants` see `joint.capture_joint`.
 
     Raises:
         CaptureError: a graph break, nothing that needs a gradient, or an op that cannot be planned.
@@ -127,7 +134,7 @@ def capture(
         **__: Any,
     ) -> Any:
         static = static_lifetime_input_indices or ()
-        captured = capture_joint(joint, num_fwd_outputs, static, name, model)
+        captured = capture_joint(joint, num_fwd_outputs, static, name, model, variants=variants)
         graph = captured.graph
         found.append(with_state(captured, optimizer, masters) if optimizer else graph)
         raise _CapturedError

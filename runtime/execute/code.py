@@ -10,10 +10,11 @@ from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.lasting import accumulate
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
+from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.copies import Copies, Route, Transfers
 from coop_plan.runtime.execute.flight import Flight
 from coop_plan.runtime.execute.generators import Generator, default_generator
-from coop_plan.runtime.execute.partition import FLIGHT, OCCURRENCE, split
+from coop_plan.runtime.execute.partition import FLIGHT, OCCURRENCE, shared_places, split
 from coop_plan.schemas import Compute, Plan
 
 
@@ -30,6 +31,13 @@ class Code:
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
         steps = [step for step in plan.steps if isinstance(step, Compute)]
+        for step in steps:
+            if step.variant is not None:
+                op = captured.graph.ops[step.op]
+                raise CaptureError(
+                    f"the plan runs op {op.id} ({op.name}) as '{step.variant}', which is not known"
+                    " here: plan the graph that this version captures"
+                )
         seen: set[int] = set()
         self._again = []
         for step in steps:
@@ -44,7 +52,10 @@ class Code:
         self.uncapturable = [
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
-        program = [_slots(captured, step) for step in steps]
+        over = shared_places(captured, plan)
+        program = [
+            () if number in over else _slots(captured, step) for number, step in enumerate(steps)
+        ]
         self.slots = _gradient_slots(captured, steps, program)
         self.left = _left(captured, steps)
         self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
@@ -137,7 +148,7 @@ def _gradient_slots(
             if buffer in made:
                 found[position] = made[buffer]
         buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
-        for i, allocation in enumerate(captured.profiles[step.op].allocations):
+        for i, allocation in enumerate(captured.profiles[step.op].allocations[: len(slots)]):
             if allocation.output in buffers:
                 made[buffers[allocation.output]] = first + i
         first += len(slots)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.builder import GETITEM, SNAPSHOT
+from coop_plan.runtime.capture.builder import GETITEM, SNAPSHOT, tensor_args
 from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.capture.overwriting import write_over
 from coop_plan.runtime.execute.copies import Transfers, offload, prefetch, wait
 from coop_plan.runtime.torch_internals import (
     FakeTensor,
@@ -72,7 +73,7 @@ def copied(captured: Captured) -> list[int]:
 def split(captured: Captured, plan: Plan) -> Halves:
     """The forward and the backward of `plan`."""
     border = _border(captured, plan)
-    emitter = _Emitter(plan)
+    emitter = _Emitter(captured, plan)
     final = _final(plan)
     forward = _Half(captured, None)
     inputs = inputs_of(captured)
@@ -118,12 +119,38 @@ def _border(captured: Captured, plan: Plan) -> int:
     return border
 
 
+def shared_places(captured: Captured, plan: Plan) -> dict[int, fx.Node]:
+    """By op occurrence the argument in whose place, which it gives up, the plan puts the result."""
+    offset: dict[int, int] = {}
+    found: dict[int, fx.Node] = {}
+    number = 0
+    for step in plan.steps:
+        if isinstance(step, Prefetch):
+            offset[step.buffer] = step.offset
+        if not isinstance(step, Compute):
+            continue
+        op, node = captured.graph.ops[step.op], captured.ops[step.op]
+        reads = dict(zip(op.inputs, step.reads, strict=True))
+        placed = {write.tensor: write.offset for write in step.writes}
+        for made, source in op.inplace:
+            read = reads[source]
+            if isinstance(read, TensorRead) or placed.get(made) is None:
+                continue
+            if placed[made] == offset.get(read):
+                arguments = tensor_args(node)
+                found[number] = next(a for a in arguments if captured.storages[a][0] == source)
+        offset |= {w.buffer: w.offset for w in step.writes if w.offset is not None}
+        number += 1
+    return found
+
+
 class _Emitter:
     """Puts the steps of a plan into the halves, in order."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, captured: Captured, plan: Plan) -> None:
         self._steps = plan.steps
         self._transfers = Transfers(plan)
+        self._over = shared_places(captured, plan)
         self._occurrence = 0
 
     def emit(self, half: "_Half", numbers: range) -> None:
@@ -131,7 +158,7 @@ class _Emitter:
         for number in numbers:
             step = self._steps[number]
             if isinstance(step, Compute):
-                half.emit(step, self._occurrence)
+                half.emit(step, self._occurrence, self._over.get(self._occurrence))
                 self._occurrence += 1
             elif not isinstance(step, Free):
                 half.transfer(step, self._transfers.of_step[number])
@@ -215,8 +242,8 @@ class _Half:
         self.placed[node] = self.graph.placeholder(node.name)
         self.placed[node].meta = dict(node.meta)
 
-    def emit(self, step: Compute, number: int) -> None:
-        """Copy the op of a compute step."""
+    def emit(self, step: Compute, number: int, over: fx.Node | None) -> None:
+        """Copy the op of a compute step; `over` is the argument in whose place its result lies."""
         captured = self.captured
         op = captured.graph.ops[step.op]
         bind: dict[int, Source] = {}
@@ -227,6 +254,10 @@ class _Half:
                 bind[t] = ("buffer", read)
         node = captured.ops[step.op]
         copy = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
+        if over is not None:
+            target: Any = copy.target
+            copy.args = (target, self._resolve(over, bind), *copy.args)
+            copy.target = write_over
         copy.meta[OCCURRENCE] = number
         if not step.writes:  # what it returns lies in none of the plan's tensors
             self.placed[node] = copy

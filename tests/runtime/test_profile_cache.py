@@ -205,12 +205,12 @@ def double(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_another_process_may_mean_by_other_things_is_not_kept(target, arguments):
-    assert profile._lasting(profile._signature(target, arguments, {})) is None
+    assert profile.lasting(profile.signature(target, arguments, {})) is None
 
 
 def test_signatures_name_all_that_matters():
     def name(target, *arguments, **keywords):
-        return profile._lasting(profile._signature(target, arguments, keywords))
+        return profile.lasting(profile.signature(target, arguments, keywords))
 
     add, x = torch.ops.aten.add.Tensor, torch.ones(4, 4)
     names = {

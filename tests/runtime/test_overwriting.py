@@ -1,0 +1,88 @@
+"""Results of pointwise ops lie in the place of inputs that die, and are eager's to the bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import coop_plan
+from coop_plan.runtime import OptionsError
+from coop_plan.runtime.capture.target import capture
+from coop_plan.runtime.torch_internals import out_overload
+
+aten = torch.ops.aten
+
+
+class Gated(nn.Module):
+    """The MLP of a Llama."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 64), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def trained(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Gated() for _ in range(3)))
+    x = torch.randn(64, 16)
+    step = lambda x: model(x).square().mean()  # noqa: E731
+    if options is not None:
+        torch._dynamo.reset()
+        step = torch.compile(step, backend="coop", options=options)
+    seen = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = step(x)
+        loss.backward()
+        seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+    return seen
+
+
+def test_a_step_with_variants_is_eagers_to_the_bit_and_smaller():
+    eager = trained(None)
+    for budget in ("60%", "min"):
+        assert all(map(torch.equal, trained({"budget": budget, "variants": True}), eager))
+    lean = coop_plan.reports()[-1]
+    assert lean.measured_arena_bytes == lean.planned_arena_bytes
+    assert lean.outside_bytes == 0
+    assert any(op.inplace for op in lean.graph.ops)
+    trained({"budget": "min"})
+    assert lean.peak_bytes < coop_plan.reports()[-1].peak_bytes
+
+
+def test_what_leaves_the_step_or_is_read_twice_is_not_overwritten():
+    def step(x, w):
+        kept = torch.sin(x @ w)
+        twice = kept * kept
+        return kept, (twice + 1).sum()
+
+    graph = capture(step, (torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)), variants=True)
+    kinds = {t.id: t.kind for t in graph.tensors}
+    pairs = [pair for op in graph.ops for pair in op.inplace]
+    assert pairs
+    assert {kinds[t] for pair in pairs for t in pair} == {"activation"}
+    plain = capture(step, (torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)))
+    assert not any(op.inplace for op in plain.ops)
+
+
+@pytest.mark.parametrize(
+    ("op", "out"),
+    [
+        (aten.mul.Tensor, "aten.mul.out"),
+        (aten.silu_backward.default, "aten.silu_backward.grad_input"),
+        (aten.pow.Tensor_Scalar, "aten.pow.Tensor_Scalar_out"),
+    ],
+)
+def test_the_overload_that_is_given_its_result(op, out):
+    overload, name = out_overload(op)
+    assert str(overload) == out
+    assert name in ("out", "grad_input")
+
+
+def test_variants_is_a_truth():
+    with pytest.raises(Exception, match="variants must be true or false") as told:
+        trained({"budget": "min", "variants": "yes"})
+    assert isinstance(getattr(told.value, "inner_exception", told.value), OptionsError)
