@@ -6,6 +6,7 @@ has a pair [result, input] only if that overload takes no memory of its own, and
 its result in the input's place is the same to the bit as the op's own.
 """
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -47,8 +48,9 @@ def overwritable(target: OpOverload, args: Any, kwargs: Any, facts: OpProfile) -
     cache = None if name is None else session()
     record = None if cache is None else cache.get(f"overwrites {name}")
     if record is not None:
-        found = msgspec.json.decode(record, type=list[int])
-    else:
+        with contextlib.suppress(msgspec.MsgspecError):  # damaged: what is tried now replaces it
+            found = msgspec.json.decode(record, type=list[int])
+    if found is None:
         with real_world():
             given = stand_in_arguments(target, args, kwargs)
             found = [i for i in positions if _same_in_place(target, given, i)]
