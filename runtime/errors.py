@@ -8,6 +8,15 @@ class RuntimeRefusalError(RuntimeError):
 class CaptureError(RuntimeRefusalError):
     """The graph holds something that cannot be planned."""
 
+    @classmethod
+    def out_of_data(cls, op: object, what: str) -> "CaptureError":
+        """The op makes `what`, a size or a number, that only its data tell."""
+        return cls(
+            f"{op} makes {what} out of data, which cannot be planned: keep sizes fixed"
+            " (torch.where, or a product with a mask, instead of indexing by it), or leave it to"
+            " code outside"
+        )
+
 
 class BuildError(RuntimeRefusalError):
     """The arena extension could not be compiled."""

@@ -75,6 +75,15 @@ class GraphBuilder:
         self._primals = 0
 
     def visit(self, node: fx.Node) -> None:
+        """Take the next node; what is wrong with it is told with its place in the program."""
+        try:
+            self._visit(node)
+        except CaptureError as error:
+            if not (source := source_of(node)):
+                raise
+            raise CaptureError(f"{source}: {error}") from error.__cause__
+
+    def _visit(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             self._placeholder(node)
         elif SNAPSHOT in node.meta:
@@ -157,7 +166,7 @@ class GraphBuilder:
         if is_mutable(target):
             raise CaptureError(f"{target} overwrites its input inside the graph")
         if node.users and isinstance(node.meta["val"], NUMBERS):
-            raise CaptureError(f"{target} makes a number out of data, which cannot be planned")
+            raise CaptureError.out_of_data(target, "a number")
         if is_check(node):
             node.meta["val"] = None
         if target is torch.ops.aten.view.default:
@@ -282,7 +291,7 @@ def _as_run(node: fx.Node, facts: OpProfile) -> Any:
         if output.alias >= 0:
             size = tensor_args(node)[output.alias].meta["val"].untyped_storage().nbytes()
         if not all(isinstance(length, int) for length in value.shape):
-            raise CaptureError(f"{node.target} makes a shape out of data, which cannot be planned")
+            raise CaptureError.out_of_data(node.target, "a shape")
         fake = str(value.dtype), tuple(value.shape), value.stride(), value.storage_offset()
         layout = output.dtype, output.shape, output.stride, output.offset
         if fake != layout or value.untyped_storage().nbytes() != size:

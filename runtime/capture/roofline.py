@@ -193,7 +193,7 @@ def _outputs(
         if value.layout is not torch.strided:
             raise CaptureError(f"{target} returns a sparse tensor, which has no place in an arena")
         if not isinstance(value, FakeTensor) or not all(isinstance(n, int) for n in value.shape):
-            raise CaptureError(f"{target} makes a shape out of data, which cannot be planned")
+            raise CaptureError.out_of_data(target, "a shape")
         key = storage_key(value)
         layout = str(value.dtype), tuple(value.shape), value.stride(), int(value.storage_offset())
         size = value.untyped_storage().nbytes()

@@ -172,9 +172,7 @@ class ByShape:
         try:
             return self._compile(static, fakes)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise CaptureError(
-                f"{error.func} makes numbers or sizes out of data, which cannot be planned"
-            ) from error
+            raise CaptureError.out_of_data(error.func, "numbers or sizes") from error
 
     def _count(self, shape: Shape) -> None:
         count = self._per_shape[shape] = self._per_shape.get(shape, 0) + 1
