@@ -33,6 +33,11 @@ LARGE_BYTES = 1 << 20
 """After a larger body a worker gives back the memory that it took."""
 
 
+LIBRARY_BYTES = 256 << 20
+"""With less memory left, what fails does so for want of it, whatever it says: a library that could
+not be loaded, or only in part, a thread that could not be started."""
+
+
 class Settings(msgspec.Struct, frozen=True):
     """What a worker is started with; `memory_bytes` of address space beyond what it starts with."""
 
@@ -150,12 +155,16 @@ def _do(
     except InvalidInputError as error:
         members = {"pointer": error.pointer}
         return Reply(problem="invalid-input", detail=error.message, members=members), b""
-    except MemoryError:
-        detail = "the request needs more memory than this server gives it"
-        return Reply(problem="too-much-work", detail=detail), b""
     except Exception as error:
+        if isinstance(error, MemoryError) or _left_bytes() < LIBRARY_BYTES:
+            detail = "the request needs more memory than this server gives it"
+            return Reply(problem="too-much-work", detail=detail), b""
         sys.excepthook(type(error), error, error.__traceback__)
         return Reply(problem="internal-error", detail=f"{type(error).__name__} in a worker"), b""
+
+
+def _left_bytes() -> int:
+    return resource.getrlimit(resource.RLIMIT_AS)[0] - _address_space()
 
 
 def _address_space() -> int:
