@@ -21,6 +21,7 @@ def imported(*arguments):
     return 0
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # of PyTorch 2.11
 def test_a_recorded_step_is_planned(tmp_path, capsys):
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
