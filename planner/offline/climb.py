@@ -83,11 +83,11 @@ class HillClimb:
         for side in (-slope_steps, slope_steps):
             at = portfolio.runner(portfolio.budget(step + side), settings)
             if at is not None:
-                ends.append((np.log(max(1, at.blocks(portfolio.arrays).live)), at.cost_us))
+                ends.append((_level(at.blocks(portfolio.arrays).live), at.cost_us))
         slope = 0.0
         if len(ends) == 2 and ends[1][0] > ends[0][0]:
             slope = max(0.0, (ends[0][1] - ends[1][1]) / (ends[1][0] - ends[0][0]))
-        value = cost + slope * np.log(max(1, run.blocks(portfolio.arrays).live))
+        value = cost + slope * _level(run.blocks(portfolio.arrays).live)
         seed = max(step, 0)
         random = np.random.default_rng([portfolio.request.seed, seed])
         lesson = run.corrections(portfolio.params.perturbation.most_learned)
@@ -127,7 +127,12 @@ class HillClimb:
         if found is None:
             return
         portfolio.offer(found)
-        value = found.cost_us + self.slope * np.log(max(1, found.peak))
+        value = found.cost_us + self.slope * _level(found.peak)
         if value < self.value:
             self.settings, self.budget, self.value = settings, budget, value
             self.lesson = found.run.corrections(params.most_learned)
+
+
+def _level(peak: int) -> float:
+    """Of bytes, what the slope counts by: their logarithm."""
+    return float(np.log(max(1, peak)))

@@ -73,7 +73,7 @@ class Code:
             device = captured.graph.device.with_link(plan.link_bytes_per_s)
             host = plan.host_arena_bytes
             self._route = Route(transfers, host, self.arena, len(steps), device, captured.device)
-        halves = split(captured, plan)
+        halves = split(captured, plan, over)
         self.saved_inputs = halves.saved_inputs
         self.read = halves.read
         self.forward = self._code(halves.forward)

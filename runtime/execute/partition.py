@@ -70,10 +70,10 @@ def copied(captured: Captured) -> list[int]:
     return [inputs.index(node.all_input_nodes[0]) for node in inputs if SNAPSHOT in node.meta]
 
 
-def split(captured: Captured, plan: Plan) -> Halves:
-    """The forward and the backward of `plan`."""
+def split(captured: Captured, plan: Plan, over: Mapping[int, fx.Node]) -> Halves:
+    """The forward and the backward of `plan`; `over` are its `shared_places`."""
     border = _border(captured, plan)
-    emitter = _Emitter(captured, plan)
+    emitter = _Emitter(plan, over)
     final = _final(plan)
     forward = _Half(captured, None)
     inputs = inputs_of(captured)
@@ -147,10 +147,10 @@ def shared_places(captured: Captured, plan: Plan) -> dict[int, fx.Node]:
 class _Emitter:
     """Puts the steps of a plan into the halves, in order."""
 
-    def __init__(self, captured: Captured, plan: Plan) -> None:
+    def __init__(self, plan: Plan, over: Mapping[int, fx.Node]) -> None:
         self._steps = plan.steps
         self._transfers = Transfers(plan)
-        self._over = shared_places(captured, plan)
+        self._over = over
         self._occurrence = 0
 
     def emit(self, half: "_Half", numbers: range) -> None:
