@@ -70,6 +70,7 @@ class PlannedStep:
         self._warned = False
         self._noted = False
         self._gave_up = False
+        self._learned = False
         self._room = plan.budget_bytes - plan.resident_bytes
         self._outputs = captured.num_fwd_outputs
         self._copied = copied(captured)
@@ -93,8 +94,10 @@ class PlannedStep:
             pool = self._pools.here()
             flight = Flight(self.report.name, self._code, pool, self._room, self._generators)
             whole = pool.joins(flight, self, Call(self._captured, self._clock))
-            if not whole and pool.course.first:
-                self._look_around(inputs)
+            if not whole:
+                self._plan_as_learned()
+                if pool.course.first:
+                    self._look_around(inputs)
             flight.beside = self._residents.held(inputs)
             if not whole and flight.code is not self._code:
                 flight.run_alone(self._code, self._room)
@@ -219,6 +222,20 @@ class PlannedStep:
             return []
         return [code.left[offset] for offset in memory.there if offset in code.left]
 
+    def _plan_as_learned(self) -> None:
+        """Plan anew if a step before took what was not planned for; not before another comes."""
+        if not self._learned:  # others may plan for long
+            return
+        with _planning:
+            if not self._learned:
+                return
+            self._learned = False
+            try:
+                self._plan_anew()
+            except BudgetExceededError as error:
+                self._gave_up = True
+                log.warning("%s: %s", self.lines.begin, error)
+
     def _plan_anew(self) -> None:
         captured, plan, cached = self._residents.plan()
         self._code = Code(captured, plan, self._clock)
@@ -264,13 +281,8 @@ class PlannedStep:
         else:
             over = 0
         with _planning:
-            if self._gave_up or not self._residents.learn(over=over, beside=kept_twice):
-                return
-            try:
-                self._plan_anew()
-            except BudgetExceededError as error:
-                self._gave_up = True
-                log.warning("%s: %s", self.lines.begin, error)
+            if not self._gave_up and self._residents.learn(over=over, beside=kept_twice):
+                self._learned = True
 
     def _taken(self) -> str:
         report = self.report
