@@ -12,6 +12,7 @@ from torch import fx
 from coop_plan.planner.cache.store import planner_version
 from coop_plan.runtime import watch
 from coop_plan.runtime.capture.composites import as_eager
+from coop_plan.runtime.capture.costs import known_from
 from coop_plan.runtime.capture.joint import Captured, capture_joint
 from coop_plan.runtime.capture.ranks import one_plan
 from coop_plan.runtime.capture.shapes import (
@@ -89,7 +90,7 @@ def coop(
             inference_compiler=_as_it_is,
             partition_fn=compilation.partition,
         )
-        with as_eager():
+        with as_eager(), known_from(first.costs[function]):
             compiled: Callable[..., Any] = backend(graph, inputs)
         if compilation.step is not None:
             first.shapes.setdefault(function, shape)

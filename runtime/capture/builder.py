@@ -175,7 +175,7 @@ class GraphBuilder:
         if collective is None and self.model is not None:
             facts = self.model.profile(target, *arguments, node.meta["val"])
         elif collective is None:
-            facts = profile(target, *arguments)
+            facts = profile(target, *arguments, op=node.name)
         else:
             facts = modelled(collective, *arguments, node.meta["val"])
             self.communication.append(scratch_bytes(collective, *arguments, node.meta["val"]))

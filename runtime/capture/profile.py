@@ -18,6 +18,7 @@ import torch
 
 from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
+from coop_plan.runtime.capture.costs import of_function
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
@@ -110,31 +111,58 @@ def measured_ops() -> int:
     return _measured
 
 
-def profile(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
+def profile(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "") -> OpProfile:
     """The profile of `target(*args, **kwargs)`; tensors in the arguments are fake ones.
+
+    `op` is its name in the graph of a function, which may have been captured at other sizes, too.
 
     Raises:
         CaptureError: dynamic shapes, or an op that does not run on stand-in data.
     """
     key = signature(target, args, kwargs)
-    found = _profiles.get(key)
+    costs, size = of_function(), _bytes_read(args, kwargs)
+    found = _kept(key)
+    if found is None and key in costs.estimates:
+        return costs.estimates[key]
     if found is None:
-        cache, name = session(), lasting(key)
-        if cache is None or name is None:
-            found = _measure_anew(target, args, kwargs)
-        else:
-            found = _parse(cache.get(name))
-            if found is None:
-                found = _measure_anew(target, args, kwargs)
-                cache.put(name, msgspec.json.encode(found).decode())
-        _profiles[key] = found
+        expected = costs.expected(op, size)
+        found = _measure_anew(target, args, kwargs, expected)
+        if expected is not None:
+            costs.estimates[key] = found
+            return found
+        _keep(key, found)
+    costs.learn(op, size, found.cost_us)
     return found
 
 
-def _measure_anew(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
+def _kept(key: tuple[object, ...]) -> OpProfile | None:
+    if key not in _profiles:
+        cache, name = session(), lasting(key)
+        found = None if cache is None or name is None else _parse(cache.get(name))
+        if found is None:
+            return None
+        _profiles[key] = found
+    return _profiles[key]
+
+
+def _keep(key: tuple[object, ...], made: OpProfile) -> None:
+    _profiles[key] = made
+    cache, name = session(), lasting(key)
+    if cache is not None and name is not None:
+        cache.put(name, msgspec.json.encode(made).decode())
+
+
+def _bytes_read(args: Any, kwargs: Any) -> int:
+    flat = tree_flatten((args, kwargs))[0]
+    return sum(v.numel() * v.element_size() for v in flat if isinstance(v, torch.Tensor))
+
+
+def _measure_anew(
+    target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None
+) -> OpProfile:
     global _measured
     with real_world():
-        made = _measure(target, *stand_in_arguments(target, args, kwargs))
+        made = _measure(target, *stand_in_arguments(target, args, kwargs), cost_us)
     _measured += 1
     return made
 
@@ -254,7 +282,10 @@ def _stand_in(tree: Any, truth: bool | int | None, number: int) -> Any:
     return tree_map(make, tree)
 
 
-def _measure(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
+def _measure(
+    target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None
+) -> OpProfile:
+    """With a `cost_us` that is known, allocations alone."""
     ext = extension()
     flat = tree_flatten((args, kwargs))[0]
     inputs = [v for v in flat if isinstance(v, torch.Tensor)]
@@ -272,6 +303,18 @@ def _measure(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
     results = tree_flatten(result)[0]
     outputs, allocations, workspace = _digest(events, inputs, results, target, alignment)
     del result, results
+    if cost_us is None:
+        cost_us = _time(partial(target, *args, **kwargs), allocations, alignment, device)
+    return OpProfile(cost_us, outputs, allocations, workspace, min(beside))
+
+
+def _time(
+    run_op: Callable[[], object],
+    allocations: tuple[Allocation, ...],
+    alignment: int,
+    device: int | None,
+) -> float:
+    """The median time of an op in µs, which takes these allocations."""
     slots = _scratch_slots(allocations, alignment)
     size = max((offset + need for need, offset in slots), default=0)
     arena, memory = Arena(size, [slots], [False], device), Memory()
@@ -282,11 +325,10 @@ def _measure(target: Callable[..., Any], args: Any, kwargs: Any) -> OpProfile:
         run.begin(memory, fresh=False)
         try:
             arena.enter(0)
-            times.append(timed(lambda: target(*args, **kwargs)))
+            times.append(timed(run_op))
         finally:
             arena.leave()
-    cost_us = statistics.median(times[1:])
-    return OpProfile(cost_us, outputs, allocations, workspace, min(beside))
+    return statistics.median(times[1:])
 
 
 def _cuda_device(values: list[Any]) -> int | None:

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from coop_plan.runtime.capture.costs import Costs
 from coop_plan.runtime.capture.numbers import copy_with_tensor, is_item, may_be_tensor
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.reports import REPORT, drop
@@ -218,11 +220,15 @@ def _static(
 
 
 class FirstShapes:
-    """Of each function of one `torch.compile` call, the `owner`, the shape planned first."""
+    """Of each function of one `torch.compile` call, the `owner`, the shape planned first.
+
+    And what its ops cost, at whatever shapes it was captured.
+    """
 
     def __init__(self, owner: object) -> None:
         self.owner = owner  # its id stays its own
         self.shapes: dict[str, Shape] = {}
+        self.costs: defaultdict[str, Costs] = defaultdict(Costs)
 
 
 _firsts: "weakref.WeakValueDictionary[int, FirstShapes]" = weakref.WeakValueDictionary()

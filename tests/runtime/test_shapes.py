@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.runtime.capture import profile
+from coop_plan.runtime.capture.costs import Costs
 
 SIZES = [24, 24, 16, 24, 16, 7]
 """Batches of a run, with a short last one."""
@@ -253,3 +255,35 @@ def test_a_wrong_option_is_named():
 def test_ddp_is_not_split_into_graphs():
     torch._dynamo.lookup_backend("coop")
     assert torch._dynamo.config.optimize_ddp is False
+
+
+def test_an_op_that_was_timed_at_three_sizes_is_not_timed_at_a_fourth(monkeypatch):
+    monkeypatch.setattr(profile, "_profiles", {})
+    monkeypatch.setattr(profile, "session", lambda: None)
+    timed = []
+    monkeypatch.setattr(profile, "_time", lambda *_: timed.append(1) or 5.0)
+    net = Convolutional()
+    step = torch.compile(net, backend="coop", dynamic=True, options={"budget": "70%"})
+    counts = []
+    for size in (16, 24, 32, 20, 200):
+        before = len(timed)
+        step(torch.rand(2, 3, size, size)).backward()
+        counts.append(len(timed) - before)
+    assert min(counts[:3]) > 10
+    # What reads the gradients of parameters alone has no size of its own; 200 is far from all.
+    assert counts[3] < 3 < counts[4]
+    assert runtime.reports()[3].planned_overhead >= 0
+
+
+def test_times_between_and_beyond_sizes():
+    costs = Costs()
+    for size in (100, 400):
+        costs.learn("mm", size, size / 10)
+    assert costs.expected("mm", 200) is None
+    costs.learn("mm", 200, 40.0)
+    assert costs.expected("mm", 200) == pytest.approx(40)
+    assert costs.expected("mm", 50) == pytest.approx(2.5)  # as steep as from 100 to 200: squared
+    assert costs.expected("mm", 800) == pytest.approx(40)  # it did not get dearer from 200 to 400
+    assert costs.expected("mm", 49) is None
+    assert costs.expected("mm", 801) is None
+    assert costs.expected("bmm", 200) is None
