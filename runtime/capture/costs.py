@@ -52,7 +52,7 @@ class Costs:
         if not start <= size <= end:
             slope = min(max(slope, 0.0), STEEPEST)
         near = start if size < start else end
-        return known[near] * (size / near) ** slope
+        return float(known[near] * (size / near) ** slope)
 
 
 _of_function: ContextVar[Costs | None] = ContextVar("costs", default=None)
