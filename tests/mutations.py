@@ -110,8 +110,8 @@ MUTATIONS = (
     Mutation(  # a copy does not wait for the one before it
         "engine-order",
         "planner/core",
-        "begin = max(now_us, self.free_us)",
-        "begin = now_us",
+        "self.free_us = max(now_us, self.free_us) + self.lasts_us(size)",
+        "self.free_us = now_us + self.lasts_us(size)",
         (f"{SCHEDULE}::test_an_engine_takes_its_copies_in_order",),
     ),
     Mutation(  # nobody waits for copies
@@ -140,9 +140,9 @@ MUTATIONS = (
     Mutation(  # every request is solved, whoever else asks the same
         "single-flight",
         "api",
-        "task = self._running.get(key)",
-        "task = None",
-        ("tests/api/test_service.py::test_identical_requests_at_once_cost_one_solve",),
+        "job = self._running.get(job_id)",
+        "job = None",
+        ("tests/api/test_jobs.py::test_identical_questions_are_one_solve",),
     ),
     Mutation(  # GiB are GB
         "budget-parsing",
