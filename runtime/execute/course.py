@@ -40,6 +40,10 @@ FIRST_ORDERS = 4
 MOST_TRIES = 4
 """How often an order is planned anew since it took more than was planned."""
 
+TOLERANCE = 4096
+"""Bytes above the budget for which nothing is planned anew: scalars, and what autograd makes of
+them."""
+
 
 @dataclass
 class _Orders:
@@ -219,7 +223,7 @@ class Course:
         orders = self._orders[self._steps[0]]
         report, tries = plans.report, orders.tries.get(order, 0)
         beyond = report.measured_peak_bytes - report.budget_bytes
-        if beyond <= 0 or tries > MOST_TRIES:
+        if beyond <= TOLERANCE or tries > MOST_TRIES:
             return
         orders.tries[order] = tries + 1
         if tries == MOST_TRIES:

@@ -16,6 +16,7 @@ from coop_plan.runtime.device.arena import Counters, Memory
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.copies import Copies
+from coop_plan.runtime.execute.course import TOLERANCE
 from coop_plan.runtime.execute.flight import Flight, Runnable, flight_of
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
@@ -36,11 +37,6 @@ _planning = fork_safe_lock()
 
 PATIENCE = 50
 """Looks, 1 ms apart, at gradients that nobody may hold any more, before a step is planned anew."""
-
-TOLERANCE = 4096
-"""Bytes above the budget for which no step is planned anew: scalars, and what autograd makes of
-them."""
-
 
 class PlannedStep:
     """One compiled step; `lines` are the user's lines of its graph, `call` what it is compiled for.
