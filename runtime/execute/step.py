@@ -38,6 +38,7 @@ _planning = fork_safe_lock()
 PATIENCE = 50
 """Looks, 1 ms apart, at gradients that nobody may hold any more, before a step is planned anew."""
 
+
 class PlannedStep:
     """One compiled step; `lines` are the user's lines of its graph, `call` what it is compiled for.
 
