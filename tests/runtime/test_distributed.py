@@ -100,6 +100,38 @@ def ddp(**options):
     return lambda model: DistributedDataParallel(model, **options)
 
 
+def each_block(model, backend="coop", **options):
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True, **options)
+    return model
+
+
+def blocks_sharded(model):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def train_by_blocks(rank, count):
+    """(name, parallelism, compiled within it, compiled around it): three graphs an iteration."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.config.optimize_ddp = False
+    for name, wrap, inner, outer in [
+        ("DDP", ddp(), lambda model: each_block(model, options=OPTIONS["options"]), as_it_is),
+        ("FSDP2", blocks_sharded, as_it_is, compiled),
+    ]:
+        eager = wrap(each_block(Net(False), "aot_eager") if name == "DDP" else Net(False))
+        expected = train(eager, eager, rank)
+        runtime.clear_reports()
+        model = wrap(inner(Net(False)))
+        found = train(model, outer(model), rank)
+        assert all(map(torch.equal, found, expected)), name
+        whole = runtime.reports()[-1]
+        assert "iteration of 3 graphs" in whole.name, name
+        assert whole.plan.recomputed_ops > 0, name
+        torch._dynamo.reset()
+
+
 def train_all(rank, count):
     """(name, parallelism, compiled within it, compiled around it)."""
     warnings.simplefilter("ignore")
@@ -133,6 +165,7 @@ def train_all(rank, count):
         assert max(over) <= 0, f"{name}: {over}"
         runtime.clear_reports()
         torch._dynamo.reset()
+    train_by_blocks(rank, count)
 
 
 @pytest.mark.parametrize("count", [2])
