@@ -95,7 +95,7 @@ gpu-bundle: $(READY) ## Collect the wheels for the checks on a GPU machine into 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "coop-plan needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[client,server,cluster,exact,plot,torch,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[client,server,cluster,otel,exact,plot,torch,demo,dev]'
 	$(BIN)/python -m compileall -q $(FOLDERS)  # as pip does for a wheel: else every start compiles
 	@touch $(READY)
 

@@ -1,8 +1,10 @@
 """Every request under a trace (W3C Trace Context), in one line of the log and in the metrics."""
 
+import contextlib
 import re
 import secrets
 import time
+from typing import Any
 
 import structlog
 from starlette.datastructures import Headers, MutableHeaders
@@ -14,6 +16,10 @@ TRACEPARENT = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 """What may be a label: a client that makes names up makes no time series."""
+
+tracing: Any = None
+with contextlib.suppress(ModuleNotFoundError):  # the extra `otel`
+    from opentelemetry import trace as tracing
 
 log = structlog.stdlib.get_logger("coop_plan.requests")
 
@@ -29,6 +35,16 @@ def trace_of(traceparent: str) -> tuple[str, str]:
     return secrets.token_hex(16), "00"
 
 
+def span_of(traceparent: str) -> tuple[str, str, str]:
+    """The trace's id, the span's and flags: OpenTelemetry's where it has begun one, else ours."""
+    if tracing is not None:
+        span = tracing.get_current_span().get_span_context()
+        if span.is_valid:
+            return f"{span.trace_id:032x}", f"{span.span_id:016x}", f"{span.trace_flags:02x}"
+    trace, flags = trace_of(traceparent)
+    return trace, secrets.token_hex(8), flags
+
+
 class Observed:
     """Times the requests of an application; the answer's `traceparent` names this one."""
 
@@ -40,8 +56,7 @@ class Observed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        trace, flags = trace_of(Headers(scope=scope).get("traceparent", ""))
-        span = secrets.token_hex(8)
+        trace, span, flags = span_of(Headers(scope=scope).get("traceparent", ""))
         began = time.perf_counter()
         status, sent, cache = 500, 0, ""
 
