@@ -83,15 +83,17 @@ def _buffers(data: bytes, source: str) -> tuple[str, str]:
 
 
 def _read(path: str) -> bytes:
+    from coop_plan.schemas._parse import read_bytes
+
+    data = read_bytes(path)
     try:
-        data = Path(path).read_bytes()
         return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-    except (OSError, ValueError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidInputError(f"cannot be read: {reason}", source=path) from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInputError(f"cannot be read: {error}", source=path) from None
 
 
 def _json(data: bytes, source: str) -> Any:
+    """A trace's document; as PyTorch writes it, which may say NaN."""
     try:
         return json.loads(data)
     except RecursionError:

@@ -1,13 +1,12 @@
 """`coop-plan place`: offsets for the buffers of a CSV file (`api.buffers`)."""
 
-import sys
-from pathlib import Path
-
 import click
 
 from coop_plan.api.buffers import read_buffers, write_buffers
 from coop_plan.api.exits import EXIT_INFEASIBLE, EXIT_TIME, fail
+from coop_plan.api.reading import stdin
 from coop_plan.api.seconds import Seconds
+from coop_plan.schemas._parse import read_bytes
 from coop_plan.schemas.errors import InvalidInputError
 
 ALIGNMENT_LIMIT = 1 << 40
@@ -105,11 +104,8 @@ def place(
 
 
 def _read(path: str, source: str) -> str:
+    data = stdin() if path == "-" else read_bytes(path)
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InvalidInputError("not UTF-8 text", source=source) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidInputError(f"cannot be read: {reason}", source=source) from None

@@ -81,12 +81,21 @@ def read(model: type[M], path: Path | str) -> M:
     Raises:
         InvalidInputError: the file cannot be read, or what `parse` raises.
     """
+    return parse(model, read_bytes(path), source=str(path))
+
+
+def read_bytes(path: Path | str) -> bytes:
+    """
+    What the file at `path` holds.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+    """
     try:
-        document = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidInputError(f"cannot be read: {reason}", source=str(path)) from None
-    return parse(model, document, source=str(path))
 
 
 _PLACE = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?")

@@ -220,9 +220,10 @@ def test_a_stdout_that_takes_nothing_ends_in_one_line(redirection, code, says, f
     assert says in done.stderr
 
 
-def test_a_closed_stdin_is_said(run, monkeypatch):
+@pytest.mark.parametrize("arguments", [["-", "--budget", "50%"], ["place", "-"]])
+def test_a_closed_stdin_is_said(arguments, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    code, out, err = run("-", "--budget", "50%")
+    code, out, err = run(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "stdin" in err
 
