@@ -32,7 +32,6 @@ SOLVER_NICENESS = 10
 LARGE_BYTES = 1 << 20
 """After a larger body a worker gives back the memory that it took."""
 
-
 LIBRARY_BYTES = 256 << 20
 """With less memory left, what fails does so for want of it, whatever it says: a library that could
 not be loaded, or only in part, a thread that could not be started."""

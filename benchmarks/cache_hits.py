@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.local_cluster import children
 from coop_plan.api.answers import Answers, Limits
 from coop_plan.api.graphs import SqliteGraphs, digest_of
 from coop_plan.planner.cache.store import SqliteStore
@@ -182,6 +183,7 @@ def serving() -> Iterator[tuple[int, int]]:
         script = "from coop_plan.api.cli import main; main()"
         store = str(Path(folder) / "plans")
         command = [sys.executable, "-c", script, "serve", "--port", "0", "--store", store]
+        command += ["--no-improve"]
         with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
             try:
                 while (found := re.search(r"http://[^:]+:(\d+),", log.read_text())) is None:
@@ -212,8 +214,7 @@ def _cpu_seconds(process: int) -> float:
 
 def _processes(process: int) -> list[int]:
     """A process and its children."""
-    paths = Path(f"/proc/{process}/task").glob("*/children")
-    return [process, *(int(number) for path in paths for number in path.read_text().split())]
+    return [process, *children(process)]
 
 
 def _resident_bytes(process: int) -> int:

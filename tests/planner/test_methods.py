@@ -43,6 +43,18 @@ def test_plan_is_valid_or_the_minimum_is_feasible(method, graph, outputs, budget
     assert made.cost_us >= sum(bodies) * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("method", HEURISTICS)
+def test_a_long_row_of_writes_in_place(method):
+    """What lies in one place for 1 500 ops is followed by no recursion."""
+    n = 1500
+    tensors = {0: ("input", 8), n + 1: ("output", 8)}
+    tensors |= dict.fromkeys(range(1, n + 1), ("activation", 8))
+    ops = [{"inputs": [i], "outputs": [i + 1], "inplace": [[i + 1, i]]} for i in range(n)]
+    graph = make_graph(tensors, [*ops, {"inputs": [n, 1, 700], "outputs": [n + 1]}])
+    made = plan(graph, "100%" if method == "keep-all" else "min", method=method, alignment=1)
+    assert find_faults(graph, made) == []
+
+
 @settings(max_examples=60, deadline=None, phases=NOSHRINK)
 @given(graph=graphs(max_ops=14), outputs=OUTPUTS, budget=SHARES)
 def test_offline_is_never_worse_than_the_methods_it_stands_beside(graph, outputs, budget):
