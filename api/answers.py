@@ -242,7 +242,8 @@ class Answers:
             if suits and (best is None or answer.cost_us < best.cost_us):
                 best = answer
         if best is not None:
-            found = msgspec.structs.replace(reply, found=True, seals=seals)
+            first = next(record for record in records if isinstance(record, StoredPlan))
+            found = msgspec.structs.replace(reply, found=True, seals=seals, settled=first.settled)
             return found, best.to_json().encode()
         # Whoever finds plans for other costs waits for a plan of costs like theirs, to the digit.
         costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))

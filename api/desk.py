@@ -16,6 +16,7 @@ from coop_plan.api.access import Caller
 from coop_plan.api.answers import Limits, Reply
 from coop_plan.api.at_hand import AtHand, name_of
 from coop_plan.api.doorkeeper import LOOPBACK
+from coop_plan.api.improver import SEARCH_SECONDS, Improver
 from coop_plan.api.jobs import Bench, Job, Jobs
 from coop_plan.api.metrics import Metrics
 from coop_plan.api.problems import ProblemError
@@ -28,9 +29,6 @@ from coop_plan.planner.cache.opening import open_store
 LOOK_SECONDS = 60.0
 """How long reading a request and looking for its answer may take."""
 
-SEARCH_SECONDS = 60.0
-"""How long a better plan than a kept one is looked for."""
-
 log = logging.getLogger("coop_plan.service")
 
 
@@ -42,6 +40,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     wait; `readers` processes of `reader_memory` bytes read requests and look for answers. Records
     at the address `store` are sealed with `secret`. With a `broker`, the address of a Redis, plans
     are made by the workers of a cluster, where `queue` may wait. Without `tokens` anybody may ask.
+    `improve` says whether better plans are looked for while nothing else is to be done.
     """
 
     store: str
@@ -56,6 +55,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     store_bytes: int = 1 << 30
     hosts: Collection[str] = LOOPBACK
     tokens: Tokens | None = None
+    improve: bool = True
 
     def worker(self, memory: int, *, solves: bool) -> Settings:
         """The settings of a worker process of so many bytes."""
@@ -90,6 +90,7 @@ class Desk:
             solved=metrics.solved,
         )
         metrics.follow(self.jobs.states)
+        self._improver = Improver(self.jobs, self.bench) if service.improve else None
 
     async def look(self, task: Task, body: bytes = b"", record: bytes = b"") -> tuple[Reply, bytes]:
         """What a reader answers; raises `ProblemError` where that is a problem."""
@@ -114,10 +115,16 @@ class Desk:
         if kept is not None:
             with contextlib.suppress(OSError, sqlite3.Error):
                 if await asyncio.to_thread(self._store.seals, kept[0].key) == kept[0].seals:
+                    self._asked(kept[0])
                     return kept
         reply, data = await self.look(task, body)
         self._at_hand.keep(name, reply, data)
+        self._asked(reply)
         return reply, data
+
+    def _asked(self, reply: Reply) -> None:
+        if self._improver is not None:
+            self._improver.asked(reply)
 
     async def stored(self, key: str) -> tuple[Reply, bytes]:
         """The kept plan of a key."""
@@ -176,6 +183,7 @@ class Desk:
         reply, data = await self.look(Task("ask", encoding, with_record=True), body, job.record)
         if not reply.found:
             raise ProblemError("busy", "the plan was made and is not there", retry_after=1)
+        self._asked(reply)
         return reply, data, job
 
     async def better(self, caller: Caller, key: str, overhead: float) -> tuple[bytes, Job | None]:
@@ -210,6 +218,8 @@ class Desk:
 
     async def close(self) -> None:
         """End all processes."""
+        if self._improver is not None:
+            await self._improver.close()
         await self.jobs.close()
         self._readers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

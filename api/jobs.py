@@ -103,6 +103,9 @@ class Bench(Protocol):
     async def find(self, job_id: str) -> Job | None:
         """A job that this server does not know of, kept up to date from now on."""
 
+    async def queued(self) -> int:
+        """How many jobs wait for somebody who does them; raises `ProblemError`."""
+
     async def check(self) -> None:
         """Raise `ProblemError` where no job can be done."""
 

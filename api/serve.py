@@ -22,6 +22,12 @@ SHUTDOWN_SECONDS = 5
     "--queue", type=click.IntRange(0), default=64, show_default=True, help="Plans that may wait."
 )
 @click.option("--broker", metavar="URL", help="redis://: plans are made by its workers.")
+@click.option(
+    "--improve/--no-improve",
+    default=True,
+    show_default=True,
+    help="Look for better plans while nothing else is to be done.",
+)
 def serve(
     host: str,
     port: int,
@@ -37,6 +43,7 @@ def serve(
     solver_memory: str,
     queue: int,
     broker: str | None,
+    improve: bool,
 ) -> None:
     """Serve POST /plan with a plan cache.
 
@@ -78,6 +85,7 @@ def serve(
         store_bytes=size,
         hosts=hosts,
         tokens=holders,
+        improve=improve,
     )
     config = uvicorn.Config(
         create_app(service),

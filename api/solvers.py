@@ -23,6 +23,7 @@ class LocalBench:
         self._threads = ThreadPoolExecutor(solvers, thread_name_prefix="solver")
         self._slots = asyncio.Semaphore(solvers)
         self._workers: dict[Job, Worker] = {}
+        self._queued = 0
 
     def admit(self, running: int) -> None:
         """Raise `ProblemError` where one job more than those would be too many."""
@@ -45,7 +46,12 @@ class LocalBench:
             if job.over:
                 worker.kill()
 
-        async with self._slots:
+        self._queued += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self._queued -= 1
+        try:
             if job.over:
                 return
             job.state = "running"
@@ -64,6 +70,8 @@ class LocalBench:
                 reply = LATE if lost.late else LOST
             finally:
                 self._workers.pop(job, None)
+        finally:
+            self._slots.release()
         job.end("failed" if reply.problem else "done", reply if reply.problem else None)
 
     async def want(self, job: Job) -> None:
@@ -85,6 +93,10 @@ class LocalBench:
     async def find(self, job_id: str) -> Job | None:
         """There are no others."""
         return None
+
+    async def queued(self) -> int:
+        """How many jobs wait for a process."""
+        return self._queued
 
     async def check(self) -> None:
         """Processes are started when they are needed."""

@@ -132,7 +132,7 @@ class LocalCluster:
 
     def start_server(self) -> Process:
         """One server more."""
-        return self._start("serve", "--port", "0")
+        return self._start("serve", "--port", "0", "--no-improve")
 
     @property
     def urls(self) -> list[str]:

@@ -198,6 +198,10 @@ class ClusterBench:
         await self._watch(job, "")
         job.end("failed", Reply(problem="not-found", detail="the job is not known any more"))
 
+    async def queued(self) -> int:
+        """How many jobs no worker of the cluster has taken up."""
+        return (await self._ask(self._board.sizes))[0]
+
     async def check(self) -> None:
         """Raise `ProblemError` where the broker does not answer."""
         await self._ask(self._board.ping)

@@ -11,9 +11,13 @@ import httpx
 
 @contextlib.contextmanager
 def serving(folder, *options):
-    """A client of `coop-plan serve` on a free port of the loopback; its process is `.process`."""
+    """
+    A client of `coop-plan serve` on a free port of the loopback; its process is `.process`.
+
+    Only what is asked for is done, unless the options say `--improve`.
+    """
     script = "from coop_plan.api.cli import main; main()"
-    command = [sys.executable, "-c", script, "serve", "--port", "0", *options]
+    command = [sys.executable, "-c", script, "serve", "--port", "0", "--no-improve", *options]
     with (
         (folder / "log").open("wb") as log,
         subprocess.Popen(command, stderr=log, cwd=Path(__file__).parents[2]) as process,

@@ -106,6 +106,7 @@ def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
     key = solve(answers, question)
     best, bad = made_worse(store, key)
     assert not answers.stored(key)[0].settled
+    assert not answers.ask(body(question), "", b"")[0].settled
     said = []
     reply, _ = others.improve(key, 20.0, said.append)
     assert said
@@ -115,7 +116,7 @@ def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
     assert find_faults(chain, better) == []
     assert better.cost_us <= best.cost_us < bad.cost_us
     found, data = answers.ask(body(question), "", b"")
-    assert found.found
+    assert (found.found, found.settled) == (True, True)
     assert parse_plan(data) == better
     monkeypatch.setattr("coop_plan.planner.plan", None)
     others.improve(key, 20.0, said.append)

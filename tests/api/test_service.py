@@ -136,12 +136,13 @@ def test_identical_requests_at_once_get_one_plan(ask, body):
     assert len({r.content for r in responses}) == 1
 
 
-def test_a_damaged_record_is_planned_again(ask, folder, body):
+def test_a_damaged_record_is_planned_again(ask, server, folder, body):
     good = ask(body)
     with sqlite3.connect(folder / "plans") as connection:
         key = good.headers["location"].rpartition("/")[2]
         connection.execute("update answer set record = x'00' where key = ?", (key,))
     connection.close()
+    assert server.get(good.headers["location"]).status_code == 404
     again = ask(body)
     assert again.headers["coop-plan-cache"] == "miss"
     assert parse_plan(again.content).steps == parse_plan(good.content).steps
