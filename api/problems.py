@@ -6,6 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 PREFIX = "urn:coop-plan:problem:"
 MEDIA_TYPE = "application/problem+json"
@@ -89,11 +90,16 @@ def install(app: FastAPI) -> None:
         return response(error.name, error.detail, **error.members)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> JSONResponse:
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
         name = {404: "not-found", 405: "method-not-allowed"}.get(error.status_code)
         if name is None:
             return response("invalid-input", str(error.detail), pointer="")
-        return response(name, str(error.detail), error.headers)
+        headers = error.headers
+        if error.status_code == 405:  # Starlette's names the methods of one route of the address
+            routes = [r for r in app.routes if r.matches(request.scope)[0] is not Match.NONE]
+            methods = {method for route in routes for method in getattr(route, "methods", ())}
+            headers = {"Allow": ", ".join(sorted(methods))}
+        return response(name, str(error.detail), headers)
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:

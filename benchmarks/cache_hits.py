@@ -1,6 +1,7 @@
 """What a kept plan costs: CPU time in a reader, then time and rate of whole requests over HTTP.
 
-Then the same by digest while every solver is busy, and how fast `/livez` answers beside a body as
+Then the same by digest of one server and of as many as there are cores, on one store, and of one
+while every solver is busy; and how fast `/livez` answers beside a body as
 large as one may be, with the most memory that a process of the service had.
 
 `python -m benchmarks.cache_hits ../shared/data/graphs`
@@ -32,6 +33,9 @@ from coop_plan.planner.cache.store import SqliteStore
 LARGEST = 64 << 20
 """Bytes of a request, at most."""
 
+SOLVE_SECONDS = 10
+"""How long the solve of the largest graph is watched."""
+
 REQUESTS = 1000
 CONNECTIONS = 8
 
@@ -62,6 +66,7 @@ def main() -> None:
     graphs["chain of 10 000"] = chain(5_000)
     in_a_reader(graphs)
     over_http(graphs)
+    of_servers(graphs["unet"])
 
 
 def in_a_reader(graphs: dict[str, Any]) -> None:
@@ -102,7 +107,7 @@ def over_http(graphs: dict[str, Any]) -> None:
                 ("digest", _body(digest), REQUESTS),
                 ("body", _body(graph), REQUESTS // 10),
             ):
-                measure(f"{name:16} by {how:6}", port, process, body, count)
+                measure(f"{name:16} by {how:6}", [(port, process)], body, count)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         name = next(iter(graphs))
         body = _body(digest_of(json.dumps(graphs[name]).encode()))
@@ -113,20 +118,38 @@ def over_http(graphs: dict[str, Any]) -> None:
                 connection, "POST", "/plan", json.dumps(question).encode(), 0
             )
             assert status == 202, answer
-        measure(f"{name:16} by digest, solvers busy,", port, process, body, REQUESTS)
-        beside_a_large_body(port, process)
+        measure(f"{name:16} by digest, solvers busy,", [(port, process)], body, REQUESTS)
+        for layers in (LARGEST // len(json.dumps(chain(100_000))) * 100_000, 50_000):
+            beside_a_large_body(port, process, layers)
 
 
-def beside_a_large_body(port: int, process: int) -> None:
-    """Ask for signs of life while a valid body of about 64 MiB is read."""
-    layers = LARGEST // len(json.dumps(chain(100_000))) * 100_000
-    body = _body(chain(layers))
+def of_servers(graph: dict[str, Any]) -> None:
+    """Ask one server, then as many as there are cores; clients take cores, too."""
+    document = json.dumps(graph).encode()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        servers: list[tuple[int, int]] = []
+        while len(servers) < (os.cpu_count() or 1):
+            servers.append(stack.enter_context(serving(f"{folder}/plans")))
+            connection = http.client.HTTPConnection("127.0.0.1", servers[-1][0], timeout=600)
+            _exchange(connection, "PUT", f"/graphs/{digest_of(document)}", document)
+            body = _body(digest_of(document))
+            assert _exchange(connection, "POST", "/plan", body)[0] == 200
+            measure(f"{len(servers)} servers, by digest,", servers, body, REQUESTS)
+
+
+def beside_a_large_body(port: int, process: int, layers: int) -> None:
+    """Ask for signs of life while a valid body of 64 MiB is read, and planned where it may be."""
+    body = _body(chain(layers)).ljust(LARGEST)
     found: list[tuple[int, str]] = []
 
     def send() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         status, answer = _exchange(connection, "POST", "/plan", body, 0)
-        found.append((status, json.loads(answer).get("type", "")))
+        said = json.loads(answer)
+        found.append((status, said.get("type", "")))
+        if status == 202:
+            time.sleep(SOLVE_SECONDS)
+            assert _exchange(connection, "DELETE", f"/jobs/{said['id']}", b"")[0] == 200
 
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     sender = threading.Thread(target=send)
@@ -146,12 +169,12 @@ def beside_a_large_body(port: int, process: int) -> None:
     )
 
 
-def measure(label: str, port: int, process: int, body: bytes, count: int) -> None:
-    """Ask so often, one after the other and then from several connections at once."""
+def measure(label: str, servers: list[tuple[int, int]], body: bytes, count: int) -> None:
+    """Ask so often, one after the other, then from several connections to all servers at once."""
     for connections in (1, CONNECTIONS):
         seconds: list[float] = []
 
-        def ask(seconds: list[float] = seconds, each: int = count // connections) -> None:
+        def ask(port: int, seconds: list[float], each: int) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
             for _ in range(each):
                 began = time.perf_counter()
@@ -159,14 +182,17 @@ def measure(label: str, port: int, process: int, body: bytes, count: int) -> Non
                 seconds.append(time.perf_counter() - began)
                 assert status == 200
 
-        spent, began = _cpu_seconds(process), time.perf_counter()
-        threads = [threading.Thread(target=ask) for _ in range(connections)]
+        processes = [process for _, process in servers]
+        spent, began = sum(map(_cpu_seconds, processes)), time.perf_counter()
+        ports = [servers[number % len(servers)][0] for number in range(connections)]
+        each = count // connections
+        threads = [threading.Thread(target=ask, args=[port, seconds, each]) for port in ports]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         rate = len(seconds) / (time.perf_counter() - began)
-        cpu = (_cpu_seconds(process) - spent) / len(seconds)
+        cpu = (sum(map(_cpu_seconds, processes)) - spent) / len(seconds)
         seconds.sort()
         half, most = (seconds[int(len(seconds) * share)] * 1e3 for share in (0.5, 0.99))
         print(
@@ -176,12 +202,12 @@ def measure(label: str, port: int, process: int, body: bytes, count: int) -> Non
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[tuple[int, int]]:
-    """The port and the process id of a server of this checkout."""
+def serving(store: str | None = None) -> Iterator[tuple[int, int]]:
+    """The port and the process id of a server of this checkout, with a store of its own or this."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         script = "from coop_plan.api.cli import main; main()"
-        store = str(Path(folder) / "plans")
+        store = store or str(Path(folder) / "plans")
         command = [sys.executable, "-c", script, "serve", "--port", "0", "--store", store]
         command += ["--no-improve"]
         with log.open("wb") as file, subprocess.Popen(command, stderr=file) as process:

@@ -175,6 +175,7 @@ def test_too_many_that_wait(run):
     async def scenario(board, one, two):
         first = one.join(asked("a"), b"body", "")
         await until(lambda: board.sizes() == (1, 0))
+        assert await two._bench.queued() == 1
         job = two.join(asked("b"), b"body", "")
         await until(lambda: job.over)
         assert (job.problem.problem, job.problem.members["retry_after"] > 0) == ("busy", True)

@@ -244,6 +244,7 @@ def test_addresses(server):
     wrong = server.get("/plan")
     problem(wrong, 405, "method-not-allowed")
     assert wrong.headers["allow"] == "POST"
+    assert server.patch("/jobs/1").headers["allow"] == "DELETE, GET"
     for address in ("/livez", "/readyz", "/healthz"):
         assert server.get(address).json() == {"status": "ok"}
 
