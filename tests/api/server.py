@@ -25,7 +25,8 @@ def serving(folder, *options):
         try:
             while (found := re.search(r"http://\S+(?=,)", (folder / "log").read_text())) is None:
                 assert process.poll() is None, (folder / "log").read_text()
-            with httpx.Client(base_url=found[0], timeout=300) as client:
+            patience = {"Prefer": "wait=100"}  # the machine may be busy
+            with httpx.Client(base_url=found[0], timeout=300, headers=patience) as client:
                 client.process = process
                 yield client
         finally:
