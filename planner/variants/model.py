@@ -15,8 +15,10 @@ out (`planner.variants.choices`), and of bodies that read and make the same, a s
 cheapest one that fits into the arena alone: the memory of recomputes is not looked at.
 """
 
+import time
 from dataclasses import dataclass, field
 
+from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.core.needs import needs
 from coop_plan.planner.exact.model.milp import INFINITY, Milp
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
@@ -31,12 +33,17 @@ class BodyModel:
     """
     The program for one set of time points, in rising order, the last one the end of the step.
 
-    `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs.
+    `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs. Of a large graph the
+    program alone takes long: it is given up at `deadline`, a `time.monotonic` value (s).
+
+    Raises:
+        TimeLimitError: the deadline passed.
     """
 
     choices: Choices
     capacity: int
     points: list[int]
+    deadline: float | None = None
     params: ModelParams = DEFAULTS.model
     milp: Milp = field(default_factory=Milp)
     f: dict[int, int] = field(default_factory=dict)
@@ -58,6 +65,8 @@ class BodyModel:
         for op in range(self.choices.n):
             self._first(op)
         for k in range(len(self.points)):
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                raise TimeLimitError("time limit reached before any plan was found")
             self._variables(k)
             self._dependencies(k)
             self._memory(k)

@@ -258,7 +258,7 @@ class BodySearch:
                 self._keep(better)
 
     def _run(self, process: SolverProcess, prove: bool) -> None:
-        model = BodyModel(self.choices, self.capacity, self.points)
+        model = self._model(self.capacity)
         self._from(self._relaxed(process, model))
         if self.request.any_schedule and self.placed is not None:
             return
@@ -267,9 +267,12 @@ class BodySearch:
             self._solve(process, model)
         while self.placed is None and self.points != model.points and not self._done():
             # The solution was too full somewhere.
-            model = BodyModel(self.choices, self.capacity, self.points)
+            model = self._model(self.capacity)
             self._solve(process, model)
         self._search(process)
+
+    def _model(self, capacity: int) -> BodyModel:
+        return BodyModel(self.choices, capacity, self.points, self.request.deadline)
 
     def _solve(self, process: SolverProcess, model: BodyModel) -> None:
         """The whole program: its bound, and the schedule of its solution."""
@@ -332,10 +335,7 @@ class BodySearch:
             margin = min(params.most_margin, params.margin * self._failed)
             capacity = int(self.capacity * (1 - margin))
             if model is None or looked_at != (self.points, capacity):
-                model, looked_at = (
-                    BodyModel(self.choices, capacity, self.points),
-                    (list(self.points), capacity),
-                )
+                model, looked_at = self._model(capacity), (list(self.points), capacity)
             values = lifted(model, self.placed.schedule)
             width = int(self.choices.n * draw.choice(params.widths)) + 1
             low = draw.randrange(-width // 2, self.choices.n)

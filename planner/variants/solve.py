@@ -47,8 +47,8 @@ def solve_with_bodies(
     if not (request.any_schedule and other is not None):
         try:
             search.run(prove=prove and not request.any_schedule)
-        except DoesNotFitError:
-            if other is None:
+        except (DoesNotFitError, TimeLimitError):
+            if other is None and search.placed is None:
                 raise
     if search.placed is None or (other is not None and other.placed.cost_us <= search.cost_us):
         assert other is not None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, find_faults, plan
-from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.keep_all import keep_all_schedule
@@ -239,3 +239,11 @@ def test_without_a_time_limit_work_is_counted():
     again = plan(graph, 19, alignment=1)
     assert again.steps == made.steps
     assert plan(workspaces(), 18, alignment=1).cost_us == pytest.approx(132.0)
+
+
+def test_a_program_that_takes_too_long_is_given_up():
+    """Of a large graph it takes longer to write it down than there is time."""
+    problem = Problem.from_graph(masks(), 1, "arena")
+    points = list(range(problem.op_count + 1))
+    with pytest.raises(TimeLimitError, match="time limit reached"):
+        BodyModel(Choices.of_problem(problem), 100, points, deadline=0.0)
