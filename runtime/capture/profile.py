@@ -283,7 +283,7 @@ def _stand_in(tree: Any, truth: bool | int | None, number: int) -> Any:
 
 
 def _measure(
-    target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None
+    target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None = None
 ) -> OpProfile:
     """With a `cost_us` that is known, allocations alone."""
     ext = extension()

@@ -45,9 +45,9 @@ def train(rank, count):
     asked = []
     measure = profile._measure
 
-    def watched(target, args, kwargs):
+    def watched(target, *rest):
         asked.append(str(target))
-        return measure(target, args, kwargs)
+        return measure(target, *rest)
 
     profile._measure = watched
     torch.manual_seed(10 + rank)
