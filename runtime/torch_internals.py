@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import ConvertFrameAssert
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.utils import preserve_rng_state
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -60,6 +60,7 @@ __all__ = [
     "OpOverload",
     "SavedForBackwardsAOTOutput",
     "TorchDynamoException",
+    "TorchRuntimeError",
     "aot_autograd",
     "out_overload",
     "tree_flatten",
@@ -212,6 +213,17 @@ def pass_over_words_said_once() -> None:
         if method is not None:
             torch._dynamo.config.ignore_logging_functions.add(method)
     _let_write_the_configuration()
+
+
+@contextmanager
+def told_by_the_error_alone() -> Iterator[None]:
+    """Keep an op that fails on fake tensors from being logged with its traceback as well."""
+    logger = logging.getLogger(FakeTensor.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _let_write_the_configuration() -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.collectives import collective_of, modelled, scratch_bytes
+from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.overwriting import overwritable
 from coop_plan.runtime.capture.own_ops import INSTEAD
-from coop_plan.runtime.capture.profile import OpProfile, profile
+from coop_plan.runtime.capture.profile import profile
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.sources import source_of
 from coop_plan.runtime.errors import CaptureError

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.profile import Allocation, OpProfile, Output
+from coop_plan.runtime.capture.facts import Allocation, OpProfile, Output
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
     OpOverload,

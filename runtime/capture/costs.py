@@ -9,10 +9,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from coop_plan.runtime.capture.profile import OpProfile
+from coop_plan.runtime.capture.facts import OpProfile
 
 ENOUGH = 3
 """Sizes at which an op must have been timed before its time at another is not measured."""

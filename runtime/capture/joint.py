@@ -19,7 +19,8 @@ from coop_plan.runtime.capture.collectives import (
     collective_of,
     complete_collectives,
 )
-from coop_plan.runtime.capture.profile import OpProfile, measured_ops
+from coop_plan.runtime.capture.facts import OpProfile
+from coop_plan.runtime.capture.profile import measured_ops
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.links import measured_link

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.joint import Captured
-from coop_plan.runtime.capture.profile import OpProfile
 from coop_plan.schemas import parse_graph
 
 BYTES_PER_US = 1e4

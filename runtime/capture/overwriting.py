@@ -13,7 +13,8 @@ import msgspec
 import torch
 
 from coop_plan.runtime.cache.profiles import session
-from coop_plan.runtime.capture.profile import OpProfile, lasting, signature, stand_in_arguments
+from coop_plan.runtime.capture.facts import OpProfile
+from coop_plan.runtime.capture.profile import lasting, signature, stand_in_arguments
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.torch_internals import (
     OpOverload,

@@ -8,7 +8,7 @@ then has no page faults in it. Ops of equal signature are measured once on a mac
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
 from coop_plan.runtime.capture.costs import of_function
+from coop_plan.runtime.capture.facts import Allocation, OpProfile, Output
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
@@ -48,58 +49,6 @@ LASTING_VALUES = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 """Types whose `repr` says the same in every process."""
-
-
-@dataclass(frozen=True)
-class Output:
-    """One tensor an op returns: the storage it made, or the input it is a view of.
-
-    `bytes` is the size of the allocation made for it, 0 for a view; `alias` is the position, among
-    the op's tensor arguments in flattened order, of the input whose storage it shares, or -1;
-    `twin` is the position of an earlier output that it is once more, or -1.
-    The rest is how the tensor lies in its storage.
-    """
-
-    bytes: int
-    alias: int
-    twin: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """One allocation of an op: for output `output`, or scratch (-1) at `offset` in the workspace.
-
-    An allocation that neither belongs to an output nor is freed within the op has `output` -2: it
-    is served by PyTorch's allocator.
-    """
-
-    bytes: int
-    output: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class OpProfile:
-    """Facts about one op. `outputs` follows the flattened result; None stands for no tensor.
-
-    `cost_us` is the time of the device; what is started on CUDA is not waited for. `beside_bytes`
-    is scratch that the kernel's worker threads take for themselves, which has no place in an arena.
-    """
-
-    cost_us: float
-    outputs: tuple[Output | None, ...]
-    allocations: tuple[Allocation, ...]
-    workspace_bytes: int
-    beside_bytes: int
-
-    @property
-    def allocated(self) -> set[int]:
-        """Positions of the outputs whose memory the op took on its device."""
-        return {allocation.output for allocation in self.allocations}
 
 
 _profiles: dict[object, OpProfile] = {}

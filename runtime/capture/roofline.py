@@ -24,7 +24,7 @@ from torch.utils.flop_counter import (
 )
 
 from coop_plan.runtime.capture.devices import DeviceSpec
-from coop_plan.runtime.capture.profile import Allocation, OpProfile, Output
+from coop_plan.runtime.capture.facts import Allocation, OpProfile, Output
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import (
     EFFICIENT_BACKWARD,

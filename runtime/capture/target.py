@@ -20,10 +20,12 @@ from coop_plan.runtime.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     TorchDynamoException,
+    TorchRuntimeError,
     aot_autograd,
     pass_over_words_said_once,
     prepare_dynamo,
     reset_dynamo,
+    told_by_the_error_alone,
 )
 from coop_plan.schemas import Graph, InvalidInputError
 
@@ -155,7 +157,8 @@ def capture(
 
     try:
         compiled: Any = torch.compile(step, backend=traced, fullgraph=True, dynamic=False)
-        compiled(*args, **(kwargs or {}))
+        with told_by_the_error_alone():
+            compiled(*args, **(kwargs or {}))
     except (TorchDynamoException, TypeError) as error:  # or a wrong call
         if not found:
             raise CaptureError(f"'{name}' cannot be captured: {_reason(error)}") from None
@@ -171,10 +174,14 @@ class _CapturedError(Exception):
 def _reason(error: Exception) -> str:
     """In one line: what Dynamo came upon, where in the user's code, and its advice."""
     cause = getattr(error, "inner_exception", error)
+    if isinstance(cause, TorchRuntimeError):  # an op that fails on fake tensors: in its own words
+        while (earlier := cause.__cause__ or cause.__context__) is not None:
+            cause = earlier
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [repr(cause)]
     said = lines[0]
     places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
-    if places:
+    users = [place for place in places if not place[0].startswith(str(Path(torch.__file__).parent))]
+    if places := users or places:
         said += f" ({places[-1][0]}, line {places[-1][1]})"
     hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
     return said + (f"; {hints[0]}" if hints else "")

@@ -41,8 +41,8 @@ MOST_TRIES = 4
 """How often an order is planned anew since it took more than was planned."""
 
 TOLERANCE = 4096
-"""Bytes above the budget for which nothing is planned anew: scalars, and what autograd makes of
-them."""
+"""Bytes above the budget for which no step is planned anew, and no iteration a second time:
+scalars, and what autograd makes of them."""
 
 
 @dataclass
@@ -223,7 +223,7 @@ class Course:
         orders = self._orders[self._steps[0]]
         report, tries = plans.report, orders.tries.get(order, 0)
         beyond = report.measured_peak_bytes - report.budget_bytes
-        if beyond <= TOLERANCE or tries > MOST_TRIES:
+        if beyond <= (TOLERANCE if tries else 0) or tries > MOST_TRIES:
             return
         orders.tries[order] = tries + 1
         if tries == MOST_TRIES:

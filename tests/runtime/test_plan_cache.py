@@ -8,7 +8,7 @@ import pytest
 from coop_plan.planner import find_faults
 from coop_plan.planner.cache.record import StoredRefusal, seal, unseal
 from coop_plan.runtime.capture import profile
-from coop_plan.runtime.capture.profile import OpProfile
+from coop_plan.runtime.capture.facts import OpProfile
 from tests.runtime.starts import start
 
 

@@ -1,5 +1,7 @@
 """`package.module:function` becomes a graph, or one clear sentence."""
 
+import logging
+
 import pytest
 
 from coop_plan.planner import plan
@@ -19,6 +21,17 @@ def breaks():
     def step(x):
         torch._dynamo.graph_break()
         return model(x).sum()
+    return step, (torch.randn(64, 32),)
+@torch.library.custom_op("user::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor: return 2 * x
+twice.register_autograd(lambda ctx, gradient: 2 * gradient)
+def no_fake():
+    def step(x):
+        return twice(model(x)).sum()
+    return step, (torch.randn(64, 32),)
+def wrong_shapes():
+    def step(x):
+        return model(x).mm(x).sum()
     return step, (torch.randn(64, 32),)
 """
 
@@ -62,11 +75,14 @@ def test_a_wrong_target_is_named(user_module, spec, said):
         ("no_gradient", "needs no gradient"),
         ("breaks", "cannot be captured"),
         ("wrong_arguments", "missing 1 required positional argument"),
+        ("no_fake", r"(?s)user::twice.*register_fake.*user_steps\.py, line 19"),
+        ("wrong_shapes", r"\[64, 32\] X \[64, 32\].*user_steps\.py, line 23"),
     ],
 )
-def test_what_cannot_be_captured_is_named(user_module, function, said):
+def test_what_cannot_be_captured_is_named(user_module, function, said, caplog):
     with pytest.raises(CaptureError, match=said):
         capture_target(f"{user_module}:{function}")
+    assert all(record.levelno < logging.WARNING for record in caplog.records)
 
 
 def test_ops_know_the_module_and_the_line_that_made_them(user_module):
