@@ -1,5 +1,6 @@
 """`coop-plan serve`: the service on a socket."""
 
+import gc
 import socket
 
 import click
@@ -97,6 +98,8 @@ def serve(
         h11_max_incomplete_event_size=64 << 10,
     )
     server = uvicorn.Server(config)
+    gc.collect()  # what is loaded stays: an answer does not wait until all of it is looked through
+    gc.freeze()
     with _listen(host, port) as listening:
         at = listening.getsockname()
         click.echo(f"coop-plan: http://{at[0]}:{at[1]}, plans in {address}", err=True)

@@ -39,6 +39,9 @@ SOLVE_SECONDS = 10
 REQUESTS = 1000
 CONNECTIONS = 8
 
+OFFERED = 200
+"""Requests a second that come whether the earlier ones are answered or not."""
+
 
 def chain(layers: int) -> dict[str, Any]:
     """A chain of layers and their gradients."""
@@ -170,14 +173,23 @@ def beside_a_large_body(port: int, process: int, layers: int) -> None:
 
 
 def measure(label: str, servers: list[tuple[int, int]], body: bytes, count: int) -> None:
-    """Ask so often, one after the other, then from several connections to all servers at once."""
-    for connections in (1, CONNECTIONS):
+    """
+    Ask so often, one after the other, then from several connections to all servers at once.
+
+    At an offered rate, the wait for an earlier answer of the connection counts, too.
+    """
+    ways = [(1, 0), (CONNECTIONS, 0)] + [(CONNECTIONS, OFFERED)] * (b"sha256:" in body)
+    for connections, rate in ways:
         seconds: list[float] = []
 
-        def ask(port: int, seconds: list[float], each: int) -> None:
+        def ask(port: int, seconds: list[float], each: int, pause: float, first: float) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+            due = time.perf_counter() + first
             for _ in range(each):
                 began = time.perf_counter()
+                if pause:
+                    time.sleep(max(due - began, 0))
+                    began, due = due, due + pause
                 status, _ = _exchange(connection, "POST", "/plan", body)
                 seconds.append(time.perf_counter() - began)
                 assert status == 200
@@ -186,18 +198,23 @@ def measure(label: str, servers: list[tuple[int, int]], body: bytes, count: int)
         spent, began = sum(map(_cpu_seconds, processes)), time.perf_counter()
         ports = [servers[number % len(servers)][0] for number in range(connections)]
         each = count // connections
-        threads = [threading.Thread(target=ask, args=[port, seconds, each]) for port in ports]
+        pause = connections / rate if rate else 0.0
+        threads = [
+            threading.Thread(target=ask, args=[port, seconds, each, pause, pause * i / connections])
+            for i, port in enumerate(ports)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        rate = len(seconds) / (time.perf_counter() - began)
+        done = len(seconds) / (time.perf_counter() - began)
         cpu = (sum(map(_cpu_seconds, processes)) - spent) / len(seconds)
         seconds.sort()
         half, most = (seconds[int(len(seconds) * share)] * 1e3 for share in (0.5, 0.99))
         print(
-            f"{label} {connections} connections: median {half:6.1f} ms, p99 {most:6.1f} ms,"
-            f" {rate:6.1f} a second, {cpu * 1e3:6.1f} ms of CPU each"
+            f"{label} {connections} connections{f', {rate}/s offered' if rate else ''}:"
+            f" median {half:6.1f} ms, p99 {most:6.1f} ms,"
+            f" {done:6.1f} a second, {cpu * 1e3:6.1f} ms of CPU each"
         )
 
 

@@ -25,6 +25,9 @@ SMALL_PROBLEM_OPS = 100
 COARSE_PROBES = 10
 """Planning runs that the search may take on larger graphs."""
 
+FINISH_SECONDS = 4e-5
+"""What of a time limit is kept for each op: a plan is still written down and verified."""
+
 
 @dataclass(frozen=True)
 class _Task:
@@ -116,7 +119,10 @@ def plan(
     info = options.info
     graph = options.on(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
-    deadline = None if options.time_limit is None else started + options.time_limit
+    deadline = None
+    if options.time_limit is not None:
+        kept_back = min(FINISH_SECONDS * problem.op_count, options.time_limit / 2)
+        deadline = started + options.time_limit - kept_back
     request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
     task = _Task(problem, info, request)
 

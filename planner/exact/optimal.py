@@ -213,7 +213,7 @@ class _OptimalSolve:
         """The rounds' state within a smaller arena (bytes), where it proves nothing."""
         smaller = replace(
             rounds,
-            capacity=self.program.problem.rounded(arena),
+            capacity=max(1, self.program.problem.rounded(arena)),  # a divisor
             proves=False,
             points=list(rounds.points),
             cuts=set(rounds.cuts),

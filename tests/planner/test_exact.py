@@ -117,7 +117,7 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
         assert solution.placed.cost_us == pytest.approx(best, rel=1e-6)
 
 
-@settings(SETTINGS, max_examples=40)
+@settings(SETTINGS, max_examples=25)
 @given(graph=graphs(max_ops=9), **BUDGETS)
 def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment):
     """As if every model were hard: no cut cuts off a schedule."""
@@ -245,7 +245,7 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
 
 @settings(SETTINGS, max_examples=12)
 @given(
-    graph=graphs(max_ops=12, variants=False),
+    graph=graphs(max_ops=12),
     outputs=OUTPUTS,
     budget=st.sampled_from(["90%", "60%", "30%"]),
 )
@@ -259,9 +259,13 @@ def test_plans_are_valid_and_no_worse_than_the_heuristic(method, graph, outputs,
     except InfeasibleBudgetError:
         return
     # Where there is a link not all is proved, and the time is spent.
-    made = plan(graph, budget, method=method, time_limit=3.0, **options)
+    made = plan(graph, budget, method=method, time_limit=1.0, **options)
     assert find_faults(graph, made) == []
     assert made.cost_us <= heuristic.cost_us * (1 + 1e-9)
+    if made.lower_bound_us is None:
+        assert Problem.from_graph(graph, 1).beyond_recomputation
+        assert (made.status, made.lower_bound_model) == ("feasible", None)
+        return
     assert made.lower_bound_us <= made.cost_us * (1 + 1e-9)
     assert made.lower_bound_model in ("program-order", "any")
 

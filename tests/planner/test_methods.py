@@ -71,9 +71,9 @@ def test_offline_is_never_worse_than_the_methods_it_stands_beside(graph, outputs
         assert ours.cost_us <= reference.cost_us * (1 + 1e-9)
 
 
-@given(graph=graphs(max_ops=14, variants=False), alignment=st.sampled_from([1, 8]))
+@given(graph=graphs(max_ops=14), alignment=st.sampled_from([1, 8]))
 def test_a_budget_that_needs_nothing_costs_nothing(graph, alignment):
-    """At keep-everything's peak every method returns it, proved optimal."""
+    """At keep-everything's peak every method returns it, proved optimal, or cheaper bodies."""
     problem = Problem.from_graph(graph, alignment)
     schedule = keep_all_schedule(problem)
     placed, placement = lay_out(schedule)
@@ -81,7 +81,11 @@ def test_a_budget_that_needs_nothing_costs_nothing(graph, alignment):
     peak = problem.fixed_bytes + placed.arena_bytes
     for method in HEURISTICS:
         made = plan(graph, max(1, peak), method=method, alignment=alignment)
-        assert (made.overhead, made.status, made.recomputed_ops) == (0, "optimal", 0)
+        cheaper = problem.floor_us < problem.base_cost_us
+        assert made.status == "optimal" or cheaper
+        if not (cheaper and METHODS[method].variants):
+            assert (made.overhead, made.recomputed_ops) == (0, 0)
+        assert made.overhead <= 0
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_overhead_never_rises_with_the_budget(outputs):
     graph = training_graph(12)
     least = plan(graph, "min", outputs=outputs, alignment=1).budget_bytes
     most = plan(graph, "100%", outputs=outputs, alignment=1).budget_bytes
-    budgets = [least + (most - least) * k // 24 for k in range(25)]
+    budgets = [least + (most - least) * k // 12 for k in range(13)]
     found = [overhead(graph, b, outputs=outputs, alignment=1) for b in budgets]
     assert found == sorted(found, reverse=True)
     assert found[0] < INFINITE
