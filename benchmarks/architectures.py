@@ -1,15 +1,18 @@
 """Real architectures trained under budgets beside eager.
 
-    python -m benchmarks.architectures [--only NAME ...] [--budgets 60% 40% min] [--csv FILE]
+    python -m benchmarks.architectures [--only NAME ...] [--budgets 60% 40% min] [--variants]
+        [--csv FILE]
 
 Three steps of AdamW each. Losses, parameters, buffers, gradients and the stream of random numbers
 must equal eager's to the last bit. A budget below the smallest feasible one is replaced by that,
-marked `*`. Exits 1 when anything differs, or memory was not used as planned.
+marked `*`. With `--variants`, each budget is there a second time with operator variants, marked
+`+`. Exits 1 when anything differs, or memory was not used as planned.
 """
 
 import argparse
 import copy
 import csv
+import itertools
 import sys
 import time
 import warnings
@@ -108,18 +111,18 @@ class Comparison:
         eager = copy.deepcopy(self.origin)
         self.expected = train(eager, self.step_of(eager), self.batch)
 
-    def under(self, budget: str) -> Row:
+    def under(self, budget: str, *, variants: bool = False) -> Row:
         """Train under `budget`, or the smallest feasible one where that is larger."""
         began = time.perf_counter()
-        row = Row(self.name, budget)
+        row = Row(self.name, budget + "+" * variants)
         try:
             try:
-                found = self._compiled("coop", options={"budget": budget})
+                found = self._compiled("coop", options={"budget": budget, "variants": variants})
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 if not isinstance(error.inner_exception, InfeasibleBudgetError):
                     raise
-                row.budget = f"{budget}*"
-                found = self._compiled("coop", options={"budget": "min"})
+                row.budget += "*"
+                found = self._compiled("coop", options={"budget": "min", "variants": variants})
         except Exception as error:  # of any kind: the others shall run
             row.result = f"{type(error).__name__}: {error}"
             return row
@@ -175,6 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(ARCHITECTURES))
     parser.add_argument("--budgets", nargs="+", default=["60%", "40%", "min"])
+    parser.add_argument("--variants", action="store_true", help="with operator variants, too")
     parser.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
@@ -183,9 +187,10 @@ def main() -> int:
     rows: list[Row] = []
     for name in arguments.only or ARCHITECTURES:
         comparison = Comparison(name)
-        for budget in arguments.budgets:
+        ways = (False, True) if arguments.variants else (False,)
+        for budget, variants in itertools.product(arguments.budgets, ways):
             clear_reports()
-            rows.append(comparison.under(budget))
+            rows.append(comparison.under(budget, variants=variants))
             mark = "" if rows[-1].held else "  NOT HELD"
             print(f"{name} {rows[-1].budget}: {rows[-1].result}{mark}", file=sys.stderr, flush=True)
     show(rows)

@@ -53,3 +53,8 @@ class OpProfile:
     def allocated(self) -> set[int]:
         """Positions of the outputs whose memory the op took on its device."""
         return {allocation.output for allocation in self.allocations}
+
+    @property
+    def scratch(self) -> tuple[Allocation, ...]:
+        """What the op takes and gives back, in order: all if its result is written into a place."""
+        return tuple(allocation for allocation in self.allocations if allocation.output == -1)

@@ -20,6 +20,7 @@ from coop_plan.runtime.capture.collectives import (
     complete_collectives,
 )
 from coop_plan.runtime.capture.facts import OpProfile
+from coop_plan.runtime.capture.fusing import fuse_cross_entropies
 from coop_plan.runtime.capture.profile import measured_ops
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.device import cuda
@@ -95,6 +96,8 @@ def capture_joint(
     """
     began, measured = time.perf_counter(), measured_ops()
     complete_collectives(module)
+    if variants and model is None:
+        fuse_cross_entropies(module)
     _bind_objects(module)
     _tangents_last(module)
     output = next(iter(reversed(module.graph.nodes)))

@@ -1,9 +1,10 @@
-"""Results of pointwise ops in the place of an input that dies: which may, as tried.
+"""Results of ops in the place of an input that dies: which may, as tried.
 
 Where nothing reads an input any more, the result of a pointwise op can lie where it lay, and both
-together take the bytes of one. Such an op is run by the overload that is given what to write to. It
-has a pair [result, input] only if that overload takes no memory of its own, and on stand-in data
-its result in the input's place is the same to the bit as the op's own.
+together take the bytes of one; so can a softmax, whose rows are read before they are written. Such
+an op is run by the overload that is given what to write to. It has a pair [result, input] only if
+that overload takes the op's scratch and nothing else, and on stand-in data its result in the
+input's place is the same to the bit as the op's own.
 """
 
 import contextlib
@@ -14,8 +15,16 @@ import torch
 
 from coop_plan.runtime.cache.profiles import session
 from coop_plan.runtime.capture.facts import OpProfile
-from coop_plan.runtime.capture.profile import lasting, signature, stand_in_arguments
+from coop_plan.runtime.capture.own_ops import CROSS_ENTROPY_BACKWARD
+from coop_plan.runtime.capture.profile import (
+    SCRATCH_ALIGNMENT,
+    digest,
+    lasting,
+    signature,
+    stand_in_arguments,
+)
 from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals import (
     OpOverload,
     out_overload,
@@ -23,6 +32,17 @@ from coop_plan.runtime.torch_internals import (
     tree_flatten,
     tree_unflatten,
 )
+
+ROW_BY_ROW = frozenset(
+    {
+        torch.ops.aten._softmax.default,
+        torch.ops.aten._log_softmax.default,
+        torch.ops.aten._softmax_backward_data.default,
+        torch.ops.aten._log_softmax_backward_data.default,
+        CROSS_ENTROPY_BACKWARD,
+    }
+)
+"""Ops that are not pointwise and may be tried, too: each row depends on itself alone."""
 
 _found: dict[object, list[int]] = {}
 
@@ -34,8 +54,10 @@ def overwritable(target: OpOverload, args: Any, kwargs: Any, facts: OpProfile) -
     Tensors in the arguments are fake ones; `facts` is the op's profile. What was found is kept with
     the profiles.
     """
-    alone = len(facts.outputs) == len(facts.allocations) == 1 and facts.allocated == {0}
-    if torch.Tag.pointwise not in target.tags or not alone or out_overload(target) is None:
+    alone = len(facts.outputs) == 1 and len(facts.allocations) == len(facts.scratch) + 1
+    alone = alone and facts.allocated <= {0, -1}
+    may = torch.Tag.pointwise in target.tags or target in ROW_BY_ROW
+    if not may or not alone or out_overload(target) is None:
         return []
     fakes = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
     positions = [i for i, value in enumerate(fakes) if _lies_alike(value, facts)]
@@ -54,7 +76,7 @@ def overwritable(target: OpOverload, args: Any, kwargs: Any, facts: OpProfile) -
     if found is None:
         with real_world():
             given = stand_in_arguments(target, args, kwargs)
-            found = [i for i in positions if _same_in_place(target, given, i)]
+            found = [i for i in positions if _same_in_place(target, given, i, facts)]
         if cache is not None:
             cache.put(f"overwrites {name}", msgspec.json.encode(found).decode())
     _found[key] = found
@@ -71,7 +93,9 @@ def _lies_alike(value: torch.Tensor, facts: OpProfile) -> bool:
     return same and plain and value.untyped_storage().nbytes() == output.bytes > 0
 
 
-def _same_in_place(target: OpOverload, given: tuple[Any, Any], position: int) -> bool:
+def _same_in_place(
+    target: OpOverload, given: tuple[Any, Any], position: int, facts: OpProfile
+) -> bool:
     expected = target(*given[0], **given[1])
     flat, spec = tree_flatten(given)
     at = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)][position]
@@ -85,7 +109,10 @@ def _same_in_place(target: OpOverload, given: tuple[Any, Any], position: int) ->
         return False
     finally:
         events = ext.record_end()
-    return not events and _bits(made).equal(_bits(expected))
+    tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+    alignment = SCRATCH_ALIGNMENT if device.type == "cpu" else CUDA_ALIGNMENT
+    _, taken, _ = digest(events, tensors, [made], target, alignment)
+    return taken == facts.scratch and _bits(made).equal(_bits(expected))
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,61 @@ def _masked_scatter_backward(
     return result.scatter_(0, places, gradient.reshape(-1))[:count].view(sizes)
 
 
+PART_BYTES = 4 << 20
+"""Of log-probabilities whose gradients are computed at once, or those of one row."""
+
+
+def _cross_entropy_backward(
+    gradient: torch.Tensor,
+    output: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of the logits (rows, classes) of a cross entropy, of which `output` is the log.
+
+    `nll_loss_backward` and `_log_softmax_backward_data`, a few rows at a time; `out` may be
+    `output`.
+    """
+    out = torch.empty_like(output) if out is None else out
+    rows, classes = output.shape
+    step = max(1, PART_BYTES // max(1, classes * output.element_size()))
+    for begin in range(0, rows, step):
+        part = slice(begin, begin + step)
+        between = torch.ops.aten.nll_loss_backward.default(
+            gradient[part] if gradient.dim() else gradient,
+            output[part],
+            target[part],
+            *(weight, reduction, ignore_index, total_weight),
+        )
+        torch.ops.aten._log_softmax_backward_data.out(
+            between, output[part], 1, output.dtype, out=out[part]
+        )
+        del between  # before the next
+    return out
+
+
+def _define_cross_entropy_backward() -> Any:
+    name = "cross_entropy_backward"
+    arguments = (
+        "Tensor gradient, Tensor output, Tensor target, Tensor? weight, int reduction,"
+        " SymInt ignore_index, Tensor total_weight"
+    )
+    _library.define(f"{name}({arguments}) -> Tensor")
+    _library.define(f"{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
+    for overload in (name, f"{name}.out"):
+        _library.impl(overload, _cross_entropy_backward, "CompositeExplicitAutograd")
+    return torch.ops.coop_plan.cross_entropy_backward.default
+
+
+CROSS_ENTROPY_BACKWARD = _define_cross_entropy_backward()
+"""What stands for two ops of a joint graph (`capture.fusing`)."""
+
+
 def _in_place_of(original: Any, run: Any, key: str) -> Any:
     """An op that `run` is named after, with the arguments of `original`."""
     name = run.__name__.removeprefix("_")

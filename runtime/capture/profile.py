@@ -250,7 +250,7 @@ def _measure(
             events = ext.record_end()
         beside.append(ext.workers_peak())
     results = tree_flatten(result)[0]
-    outputs, allocations, workspace = _digest(events, inputs, results, target, alignment)
+    outputs, allocations, workspace = digest(events, inputs, results, target, alignment)
     del result, results
     if cost_us is None:
         cost_us = _time(partial(target, *args, **kwargs), allocations, alignment, device)
@@ -309,7 +309,7 @@ def _scratch_slots(allocations: tuple[Allocation, ...], alignment: int) -> list[
     return slots
 
 
-def _digest(
+def digest(
     events: list[tuple[int, int, int]],
     inputs: list[torch.Tensor],
     results: list[Any],

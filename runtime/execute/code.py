@@ -1,6 +1,6 @@
 """A plan of a step as code that runs in a memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -53,10 +53,8 @@ class Code:
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
         over = shared_places(captured, plan)
-        program = [
-            () if number in over else _slots(captured, step) for number, step in enumerate(steps)
-        ]
-        self.slots = _gradient_slots(captured, steps, program)
+        program = [_slots(captured, step, over=number in over) for number, step in enumerate(steps)]
+        self.slots = _gradient_slots(captured, steps, program, over)
         self.left = _left(captured, steps)
         self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
         transfers = Transfers(plan)
@@ -133,13 +131,20 @@ def _take(box: list[Any], position: int) -> Any:
 
 
 def _gradient_slots(
-    captured: Captured, steps: Sequence[Compute], program: Sequence[Slots]
+    captured: Captured,
+    steps: Sequence[Compute],
+    program: Sequence[Slots],
+    over: Collection[int],
 ) -> dict[int, int]:
-    """The slot, counted over all occurrences, in which each lasting gradient is made."""
+    """
+    The slot, counted over all occurrences, in which each lasting gradient is made.
+
+    The occurrences `over` an input make none.
+    """
     first = 0
     made: dict[int, int] = {}
     found: dict[int, int] = {}
-    for step, slots in zip(steps, program, strict=True):
+    for number, (step, slots) in enumerate(zip(steps, program, strict=True)):
         node = captured.ops[step.op]
         if node.target is accumulate:
             position = node.args[1]
@@ -148,7 +153,8 @@ def _gradient_slots(
             if buffer in made:
                 found[position] = made[buffer]
         buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
-        for i, allocation in enumerate(captured.profiles[step.op].allocations[: len(slots)]):
+        taken = captured.profiles[step.op].allocations[: 0 if number in over else len(slots)]
+        for i, allocation in enumerate(taken):
             if allocation.output in buffers:
                 made[buffers[allocation.output]] = first + i
         first += len(slots)
@@ -172,11 +178,16 @@ def _left(captured: Captured, steps: Sequence[Compute]) -> dict[int, int]:
     return found
 
 
-def _slots(captured: Captured, step: Compute) -> list[tuple[int, int]]:
-    """Where the allocations of one op occurrence go, in the order the op makes them."""
+def _slots(captured: Captured, step: Compute, *, over: bool) -> list[tuple[int, int]]:
+    """
+    Where the allocations of one op occurrence go, in the order the op makes them.
+
+    One that writes `over` an input takes its scratch alone.
+    """
+    profile = captured.profiles[step.op]
     written = {captured.base[w.tensor][1]: w.offset for w in step.writes}
     slots = []
-    for allocation in captured.profiles[step.op].allocations:
+    for allocation in profile.scratch if over else profile.allocations:
         if allocation.output >= 0:
             offset = written[allocation.output]
             slots.append((allocation.bytes, SERVED_OUTSIDE if offset is None else offset))

@@ -1,4 +1,6 @@
-"""Results of pointwise ops lie in the place of inputs that die, and are eager's to the bit."""
+"""Results of ops lie in the place of inputs that die, and are eager's to the bit."""
+
+import copy
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch.nn import functional as F
 
 import coop_plan
 from coop_plan.runtime import OptionsError
+from coop_plan.runtime.capture import own_ops
 from coop_plan.runtime.capture.target import capture
 from coop_plan.runtime.torch_internals import out_overload
 
@@ -66,6 +69,45 @@ def test_what_leaves_the_step_or_is_read_twice_is_not_overwritten():
     assert {kinds[t] for pair in pairs for t in pair} == {"activation"}
     plain = capture(step, (torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)))
     assert not any(op.inplace for op in plain.ops)
+
+
+class Vocabulary(nn.Module):
+    """The ends of a language model."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4096, 16), nn.Linear(16, 4096, bias=False)
+        self.reduction = reduction
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.embed(x)), y, reduction=self.reduction).sum()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_large_vocabulary_is_there_once(monkeypatch, reduction):
+    """Its smallest budget falls by more than its logits; rows of their gradient come in parts."""
+    monkeypatch.setattr(own_ops, "PART_BYTES", 1 << 18)
+    eager = Vocabulary(reduction)
+    x, y = torch.randint(4096, (2, 512))
+    loss = eager(x, y)
+    loss.backward()
+    peaks = []
+    for variants in (False, True):
+        planned = copy.deepcopy(eager)
+        planned.zero_grad()
+        torch._dynamo.reset()
+        options = {"budget": "min", "variants": variants}
+        step = torch.compile(planned, backend="coop", options=options)
+        made = step(x, y)
+        made.backward()
+        assert torch.equal(made, loss)
+        for ours, theirs in zip(planned.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        report = coop_plan.reports()[-1]
+        assert report.measured_arena_bytes == report.planned_arena_bytes
+        assert report.outside_bytes == 0
+        peaks.append(report.peak_bytes)
+    assert peaks[0] - peaks[1] > 1.5 * 512 * 4096 * 4
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from coop_plan.runtime.capture import profile
-from coop_plan.runtime.capture.own_ops import INSTEAD
+from coop_plan.runtime.capture import own_ops, profile
+from coop_plan.runtime.capture.own_ops import CROSS_ENTROPY_BACKWARD, INSTEAD
 
 aten = torch.ops.aten.masked_scatter_backward.default
 
@@ -42,3 +42,26 @@ def test_a_mask_that_selects_too_much_harms_nothing():
     """As stand-in data may."""
     full = torch.ones(64, dtype=torch.bool)
     assert INSTEAD[aten](torch.randn(64), full, [3]).shape == (3,)
+
+
+@pytest.mark.parametrize("part_bytes", [1, 600, 1 << 20])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_gradient_of_a_cross_entropy_is_atens(monkeypatch, dtype, reduction, part_bytes):
+    """However many rows at a time, and also in the place of the log-probabilities."""
+    monkeypatch.setattr(own_ops, "PART_BYTES", part_bytes)
+    ops = torch.ops.aten
+    output = ops._log_softmax.default(torch.randn(13, 50, dtype=dtype), 1, False)
+    target = torch.randint(50, (13,))
+    target[3:5] = -100
+    gradient = torch.randn(13 if reduction == 0 else (), dtype=dtype)
+    for weight in (None, torch.rand(50, dtype=dtype)):
+        asked = target, weight, reduction, -100
+        _, total = ops.nll_loss_forward.default(output, *asked)
+        between = ops.nll_loss_backward.default(gradient, output, *asked, total)
+        expected = ops._log_softmax_backward_data.default(between, output, 1, dtype)
+        assert torch.equal(CROSS_ENTROPY_BACKWARD(gradient, output, *asked, total), expected)
+        place = output.clone()
+        out = torch.ops.coop_plan.cross_entropy_backward.out
+        assert out(gradient, place, *asked, total, out=place) is place
+        assert torch.equal(place, expected)
