@@ -75,6 +75,12 @@ def _checkmate(problem: Problem, request: Request) -> Solution:
     return solve_checkmate(problem, request)
 
 
+def _monet(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.variants.monet import solve_monet
+
+    return solve_monet(problem, request)
+
+
 def _optimal(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.exact.optimal import solve_optimal
 
@@ -155,6 +161,14 @@ METHODS: Mapping[str, MethodInfo] = {
             anytime=True,
             takes_solver=True,
             switches=CHECKMATE_SWITCHES,
+        ),
+        MethodInfo(
+            "monet",
+            "the paper's integer program over operator variants; small graphs only",
+            "Shah et al., Memory Optimization for Deep Networks, ICLR 2021, sections 3 and 4",
+            _monet,
+            anytime=True,
+            variants=True,
         ),
         MethodInfo(
             "optimal",

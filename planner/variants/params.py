@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Params, Seconds, Share
+from coop_plan.planner.core.params import Count, Params, Seconds, Share, Size
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,16 @@ class VariantParams(Params):
     """Rounds of changes of single runs."""
 
 
+@dataclass(frozen=True)
+class MonetParams(Params):
+    """The integer program of the paper (see `planner.variants.monet`)."""
+
+    max_variables: Size = 100_000
+    """More are refused."""
+
+    default_seconds: Seconds = 3600.0
+    """Time limit of a request without one."""
+
+
 DEFAULTS = VariantParams()
+MONET = MonetParams()
