@@ -644,6 +644,32 @@ LINALG_CHECK: Any = torch.ops.aten._linalg_check_errors.default
 """Raises what `torch.linalg` raises, for a matrix that is singular, say."""
 
 
+LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
+"""What the gradient of `log_softmax` is computed by, and of `cross_entropy`."""
+
+SOFTMAXES: frozenset[Any] = frozenset(
+    {
+        torch.ops.aten._softmax.default,
+        torch.ops.aten._log_softmax.default,
+        torch.ops.aten._softmax_backward_data.default,
+        LOG_SOFTMAX_BACKWARD,
+    }
+)
+"""Ops of which each row of the result depends on that row alone."""
+
+
+def log_softmax_backward(
+    gradient: torch.Tensor,
+    output: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """`LOG_SOFTMAX_BACKWARD`, written into `out`, which may be `output`."""
+    torch.ops.aten._log_softmax_backward_data.out(gradient, output, dim, dtype, out=out)
+
+
 @contextmanager
 def kept_though_unused(op: OpOverload) -> Iterator[None]:
     """Trace an op without outputs where it stands, with no token from one effect to the next.

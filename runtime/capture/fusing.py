@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.own_ops import CROSS_ENTROPY_BACKWARD
+from coop_plan.runtime.torch_internals import LOG_SOFTMAX_BACKWARD
 
 _NLL: Any = torch.ops.aten.nll_loss_backward.default
-_LOG_SOFTMAX: Any = torch.ops.aten._log_softmax_backward_data.default
 
 
 def fuse_cross_entropies(module: fx.GraphModule) -> None:
     """Let the backward of each `log_softmax` and `nll_loss` be one op that takes rows in parts."""
-    for node in module.graph.find_nodes(op="call_function", target=_LOG_SOFTMAX):
+    for node in module.graph.find_nodes(op="call_function", target=LOG_SOFTMAX_BACKWARD):
         between, output, dim, dtype = node.args
         if not isinstance(between, fx.Node) or between.target is not _NLL:
             continue

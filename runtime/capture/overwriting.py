@@ -26,6 +26,7 @@ from coop_plan.runtime.capture.profile import (
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals import (
+    SOFTMAXES,
     OpOverload,
     out_overload,
     real_world,
@@ -33,15 +34,7 @@ from coop_plan.runtime.torch_internals import (
     tree_unflatten,
 )
 
-ROW_BY_ROW = frozenset(
-    {
-        torch.ops.aten._softmax.default,
-        torch.ops.aten._log_softmax.default,
-        torch.ops.aten._softmax_backward_data.default,
-        torch.ops.aten._log_softmax_backward_data.default,
-        CROSS_ENTROPY_BACKWARD,
-    }
-)
+ROW_BY_ROW = SOFTMAXES | {CROSS_ENTROPY_BACKWARD}
 """Ops that are not pointwise and may be tried, too: each row depends on itself alone."""
 
 _found: dict[object, list[int]] = {}

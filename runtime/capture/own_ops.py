@@ -4,7 +4,11 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.torch_internals import below_autograd_in_grad_mode, schema_text
+from coop_plan.runtime.torch_internals import (
+    below_autograd_in_grad_mode,
+    log_softmax_backward,
+    schema_text,
+)
 
 _library: Any = torch.library.Library("coop_plan", "DEF")  # type: ignore[no-untyped-call]
 
@@ -52,7 +56,7 @@ def _cross_entropy_backward(
 ) -> torch.Tensor:
     """The gradient of the logits (rows, classes) of a cross entropy, of which `output` is the log.
 
-    `nll_loss_backward` and `_log_softmax_backward_data`, a few rows at a time; `out` may be
+    `nll_loss_backward` and that of `log_softmax`, a few rows at a time; `out` may be
     `output`.
     """
     out = torch.empty_like(output) if out is None else out
@@ -66,9 +70,7 @@ def _cross_entropy_backward(
             target[part],
             *(weight, reduction, ignore_index, total_weight),
         )
-        torch.ops.aten._log_softmax_backward_data.out(
-            between, output[part], 1, output.dtype, out=out[part]
-        )
+        log_softmax_backward(between, output[part], 1, output.dtype, out=out[part])
         del between  # before the next
     return out
 
