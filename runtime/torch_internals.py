@@ -14,7 +14,7 @@ import ctypes
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -46,6 +46,7 @@ from torch._subclasses.functional_tensor import (
     FunctionalTensorMode,
     PythonFunctionalizeAPI,
 )
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.node import _side_effectful_functions
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -372,11 +373,19 @@ def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     Assumed: by the module's `meta` and `_param_name_to_source` it knows Dynamo's graphs, and the
     parameters among their inputs.
     """
-    module = fx.GraphModule(gm, graph)
+    module = _make_graph_module(gm, graph)
     module.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         module._param_name_to_source = gm._param_name_to_source
     return module
+
+
+def code_on_demand() -> AbstractContextManager[None]:
+    """Let graphs that are interpreted or taken apart, as AOTAutograd's are, have no code made.
+
+    As Dynamo does around its backends; this is for graphs that are compiled after it.
+    """
+    return cast("AbstractContextManager[None]", _use_lazy_graph_module(True))
 
 
 def graph_break(gm: fx.GraphModule) -> tuple[str, int, str] | None:

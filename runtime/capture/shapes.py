@@ -19,6 +19,7 @@ from coop_plan.runtime.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    code_on_demand,
     compilation,
     copy_dynamo_node,
     dynamo_module,
@@ -169,10 +170,11 @@ class ByShape:
             for i in self._kept
         ]
         boxed = {given.node for given in self._inputs if given.boxed and not given.number}
-        static = _static(self._gm, numbers, kept, boxed)
-        self._count(shape_of(static, fakes))
         try:
-            return self._compile(static, fakes)
+            with code_on_demand():
+                static = _static(self._gm, numbers, kept, boxed)
+                self._count(shape_of(static, fakes))
+                return self._compile(static, fakes)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError.out_of_data(error.func, "numbers or sizes") from error
 

@@ -74,16 +74,18 @@ class Code:
         halves = split(captured, plan, over)
         self.saved_inputs = halves.saved_inputs
         self.read = halves.read
-        self.forward = self._code(halves.forward)
-        self.backward = self._code(halves.backward)
+        self.forward = self._code(captured.module, halves.forward)
+        self.backward = self._code(captured.module, halves.backward)
 
     def copies(self) -> Copies | None:
         """What carries out the plan's transfers for one flight, if it has any."""
         return None if self._route is None else Copies(self._route, self._clock)
 
-    def _code(self, module: fx.GraphModule) -> Callable[..., Any]:
-        """Straight-line code of a half: each op announced, random ops saved or replayed."""
-        graph = module.graph
+    def _code(self, module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
+        """Straight-line code of a half: each op announced, random ops saved or replayed.
+
+        `module` has the constants.
+        """
         flight = _boxed(graph)
         kind: bool | None = None
         for node in list(graph.nodes):
@@ -104,8 +106,7 @@ class Code:
             if op in self.replayed and again:
                 with graph.inserting_after(node):
                     graph.call_function(Flight.go_on, (flight,))
-        module.recompile()
-        code: Callable[..., Any] = module.forward
+        code: Callable[..., Any] = fx.GraphModule(module, graph).forward
         return code
 
 

@@ -47,8 +47,8 @@ class Halves:
     forward; `read` are positions of the inputs that the forward reads.
     """
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
+    forward: fx.Graph
+    backward: fx.Graph
     saved_inputs: Sequence[int | None]
     read: Sequence[int]
 
@@ -95,8 +95,8 @@ def split(captured: Captured, plan: Plan, over: Mapping[int, fx.Node]) -> Halves
         half.graph.output(tuple(values))
         half.graph.lint()
     return Halves(
-        fx.GraphModule(captured.module, forward.graph),
-        fx.GraphModule(captured.module, backward.graph),
+        forward.graph,
+        backward.graph,
         [positions.get(node) for node in saved],
         read,
     )

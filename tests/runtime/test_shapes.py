@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from coop_plan import runtime
@@ -273,6 +273,48 @@ def test_an_op_that_was_timed_at_three_sizes_is_not_timed_at_a_fourth(monkeypatc
     # What reads the gradients of parameters alone has no size of its own; 200 is far from all.
     assert counts[3] < 3 < counts[4]
     assert runtime.reports()[3].planned_overhead >= 0
+
+
+def test_no_code_is_made_of_what_is_only_traced(monkeypatch):
+    """Of a new shape: Dynamo's graph, and the joint one of AOTAutograd."""
+    made, recompile = [], fx.GraphModule.recompile
+    net = Net()
+    step = torch.compile(net, backend="coop", dynamic=True, options={"budget": "min"})
+    first, second = batches((3, 5), 32)
+    step(first).backward()
+    monkeypatch.setattr(
+        fx.GraphModule, "recompile", lambda module: made.append(module) or recompile(module)
+    )
+    step(second).backward()
+    inputs = [[node.name for node in m.graph.find_nodes(op="placeholder")] for m in made]
+    kinds = [{name.split("_")[0] for name in names} for names in inputs]
+    assert any("flight" in of_one for of_one in kinds)
+    assert not any("l" in of_one or {"primals", "tangents"} <= of_one for of_one in kinds)
+
+
+def test_stand_ins_are_positive_and_have_no_equal_rows():
+    for count in (0, 1, profile.DRAWN, 40 * profile.DRAWN + 7):
+        flat = torch.full((count,), -1.0)
+        profile._draw(flat)
+        assert ((flat >= 0.05) & (flat <= 1.0)).all()
+    rows = flat[: 128 * 1024].view(128, 1024)
+    assert rows.unique(dim=0).shape[0] == 128
+
+
+def test_an_op_is_recorded_twice_only_where_threads_beside_it_allocate(monkeypatch):
+    runs, beside = [], iter((0, 5, 3))
+    extension = profile.extension()
+
+    class Recorder:
+        record_begin, record_end = extension.record_begin, extension.record_end
+        workers_peak = staticmethod(lambda: next(beside))
+
+    monkeypatch.setattr(profile, "extension", Recorder)
+    args = (torch.ones(8),), {}
+    found = [profile._measure(lambda x: runs.append(1) or x + 1, *args, 1.0) for _ in range(2)]
+    assert [facts.beside_bytes for facts in found] == [0, 3]
+    assert len(runs) == 3
+    assert found[0].allocations == found[1].allocations
 
 
 def test_times_between_and_beyond_sizes():

@@ -306,6 +306,18 @@ def test_a_graph_of_ours_passes_for_dynamos():
         assert names == same
 
 
+def test_code_of_a_graph_is_made_on_demand():
+    module = torch.fx.symbolic_trace(nn.Linear(3, 3))
+    recompiled = []
+    with assumed("_use_lazy_graph_module and _make_graph_module"):
+        with internals.code_on_demand():
+            lazy = internals.dynamo_module(module, module.graph)
+        lazy._real_recompile = lambda: recompiled.append(lazy) or type(lazy)._real_recompile(lazy)
+        assert not recompiled
+        assert torch.equal(lazy(torch.ones(2, 3)), module(torch.ones(2, 3)))
+        assert recompiled == [lazy]
+
+
 def test_a_graph_break_is_told():
     def broken(x):
         x = x.sin()
