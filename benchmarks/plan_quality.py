@@ -2,12 +2,16 @@
 
     python -m benchmarks.plan_quality [FOLDER] [--methods coop,coop-offline] [--shares 0.5,0.3] ...
     python -m benchmarks.plan_quality --leave-one-out [--graphs a,b,c]
+    python -m benchmarks.plan_quality --graphs hard:recurrent:3,hard:experts:0:2000
+
+A graph `hard:FAMILY:SEED[:OPS]` is made by `benchmarks.hard_graphs`.
 
 Overheads are in percent of the step's compute time; `free` is Coop's own measure of fragmentation
 (mean share of the budget that is free at forced evictions, online methods only); CPU seconds are of
-this process, after one plan that loads the compiled kernels. The bound of a method that proves one
-stands beside the overhead in parentheses. `--leave-one-out` gives coop-offline one scoring rule
-only, the best on the other graphs, next to its whole portfolio.
+this process, after one plan that loads the compiled kernels. A method's own proved bound stands
+beside its overhead in parentheses; beside that of the others, what it is to the best bound that was
+proved for the point. `--leave-one-out` gives coop-offline one scoring rule only, the best on the
+other graphs, next to its whole portfolio.
 """
 
 import argparse
@@ -20,6 +24,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.hard_graphs import parse_name
 from coop_plan.planner import METHODS, InfeasibleBudgetError, plan
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
@@ -125,6 +130,10 @@ def show(rows: list[Row]) -> None:
     shares = list(dict.fromkeys(row.share for row in rows))
     for graph in dict.fromkeys(row.graph for row in rows):
         mine = [row for row in rows if row.graph == graph]
+        bounds: dict[str, float] = {}
+        for row in mine:
+            if row.share != "min" and row.overhead_bound is not None:
+                bounds[row.share] = max(bounds.get(row.share, 0.0), row.overhead_bound)
         table = Table(title=f"{graph}, {mine[0].ops} ops", title_justify="left", box=None)
         table.add_column("overhead %")
         for share in shares:
@@ -133,7 +142,7 @@ def show(rows: list[Row]) -> None:
             table.add_column(name, justify="right")
         for method in dict.fromkeys(row.method for row in mine):
             line = [row for row in mine if row.method == method]
-            cells = [_cell(row) for share in shares for row in line if row.share == share]
+            cells = [_cell(row, bounds) for share in shares for row in line if row.share == share]
             fragments = [r.fragmentation for r in line if r.fragmentation is not None]
             free = [r.free_at_evictions for r in line if r.free_at_evictions is not None]
             evicted = [r.evictions for r in line if r.evictions is not None]
@@ -150,11 +159,14 @@ def show(rows: list[Row]) -> None:
         Console(width=120, highlight=False).print(table)
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Row, bounds: dict[str, float]) -> str:
+    """The overhead, and its own bound or what it is to the best of the point's (shares → bound)."""
     if row.overhead is None:
         return "-"
     at = "" if row.min_feasible_share is None else f" @{row.min_feasible_share:.3f}"
     bound = "" if row.overhead_bound is None else f" ({100 * row.overhead_bound:.2f})"
+    if not bound and bounds.get(row.share, 0.0) > 0:
+        bound = f" x{row.overhead / bounds[row.share]:.2f}"
     return f"{100 * row.overhead:.2f}{bound}{at}"
 
 
@@ -195,7 +207,7 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
 def main() -> None:
     parser = argparse.ArgumentParser(prog="plan_quality", description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
-    parser.add_argument("--graphs", help="names, by commas; all of the folder otherwise")
+    parser.add_argument("--graphs", help="names, by commas, of files or hard:FAMILY:SEED[:OPS]")
     parser.add_argument("--methods", default="coop-offline,coop,dtr,dte")
     parser.add_argument("--shares", default="0.8,0.6,0.5,0.4,0.3,min", help="of the peak")
     parser.add_argument("--outputs", choices=["outside", "arena"], default="arena")
@@ -210,13 +222,18 @@ def main() -> None:
         parser.error(f"no such method: {', '.join(sorted(unknown))}")
     wanted = args.graphs.split(",") if args.graphs else None
     paths = [p for p in sorted(args.folder.glob("*.json")) if not wanted or p.stem in wanted]
-    if not paths:
+    steps = {p.stem: load_graph(str(p)) for p in paths}
+    try:
+        steps |= {name: parse_name(name) for name in wanted or () if name.startswith("hard:")}
+    except ValueError as error:
+        parser.error(str(error))
+    if not steps:
         parser.error(f"no graphs in {args.folder}")
     graphs = {}
-    for path in paths:
-        graph = load_graph(str(path)).model_copy(update={"name": path.stem})
+    for name, step in steps.items():
+        graph = step.model_copy(update={"name": name})
         keep = plan(graph, "100%", outputs=args.outputs, alignment=args.alignment)
-        graphs[path.stem] = graph, TRACED_PEAKS.get(path.stem, keep.peak_bytes)
+        graphs[name] = graph, TRACED_PEAKS.get(name, keep.peak_bytes)
     if args.leave_one_out:
         leave_one_out(graphs, args)
         return
