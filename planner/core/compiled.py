@@ -35,7 +35,7 @@ def _without(*names: str) -> Iterator[None]:
 # numba loads coverage.py in case it measures, and yaml for a file of settings: 0.1 s for neither.
 with _without("coverage", *(() if Path(".numba_config.yaml").exists() else ("yaml",))):
     import numba
-    from numba.core.caching import FunctionCache, NullCache
+    from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
     from numba.core.runtime import nrt
 
 log = logging.getLogger("coop-plan")
@@ -74,16 +74,35 @@ class _Cache(FunctionCache):
         return found
 
 
-class _LateCache:
-    """A `_Cache` from its first use on: most kernels are called by others only, which hold them."""
+class _Entry(CompileResultCacheImpl):
+    """
+    What is kept of a kernel that only Python calls: its machine code.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+    numba keeps its bitcode, too, for kernels that call it, and parses that at every load: half the
+    time of a load. Of the names that are defined there, it looks up the one it calls.
+    """
+
+    def reduce(self, cres: Any) -> Any:
+        (name, kind, (code, _)), *rest = super().reduce(cres)  # type: ignore[no-untyped-call]
+        defined = f'define void @"{cres.fndesc.llvm_cpython_wrapper_name}"() {{ ret void }}'
+        bitcode = llvmlite.binding.parse_assembly(defined).as_bitcode()
+        return ((name, kind, (code, bitcode)), *rest)
+
+
+class _EntryCache(_Cache):
+    _impl_class = _Entry  # type: ignore[assignment]
+
+
+class _LateCache:
+    """A cache from its first use on: most kernels are called by others only, which hold them."""
+
+    def __init__(self, function: Callable[..., Any], kind: type[_Cache]) -> None:
+        self._function, self._kind = function, kind
 
     @functools.cached_property
     def _cache(self) -> Any:
         try:
-            return _Cache(self._function)  # type: ignore[no-untyped-call]
+            return self._kind(self._function)
         except RuntimeError:
             # Neither the source's folder nor the user's cache can be written; the kernels then
             # live as long as the process.
@@ -122,22 +141,29 @@ def _say_that_it_compiles() -> None:
     log.warning("compiling the planner's kernels, once on this machine: up to a minute")
 
 
-def _compile(function: Callable[P, R], **options: bool) -> Callable[P, R]:
+def _compile(
+    function: Callable[P, R], cache: type[_Cache] = _Cache, **options: bool
+) -> Callable[P, R]:
     library: Any = numba
     dispatcher = library.njit(nogil=True, **options)(function)
     if not library.config.DISABLE_JIT:
-        dispatcher._cache = _LateCache(function)
+        dispatcher._cache = _LateCache(function, cache)
     return cast("Callable[P, R]", dispatcher)
 
 
 def njit(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function` to machine code at its first call and keep the result on disk."""
+    """Compile `function`, which no kernel calls, at its first call; keep the result on disk."""
+    return _compile(function, _EntryCache)
+
+
+def linked(function: Callable[P, R]) -> Callable[P, R]:
+    """As `njit`, for functions that other kernels call, too."""
     return _compile(function)
 
 
 def inner(function: Callable[P, R]) -> Callable[P, R]:
     """
-    As `njit`, for functions that only compiled code calls and that allocate no array.
+    As `linked`, for functions that only compiled code calls and that allocate no array.
 
     Arrays taken from a state are not reference-counted, which in short functions costs several
     times the work itself.

@@ -9,10 +9,10 @@ a transversal matroid (Edmonds and Fulkerson, 1965), so that greedy saves the mo
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Flags, Ints
-from coop_plan.planner.core.compiled import njit
+from coop_plan.planner.core.compiled import linked, njit
 
 
-@njit
+@linked
 def choose_pairs(a: Arrays, body: int, allowed: Flags) -> Flags:
     """
     Flags per row entry of the body's `shares`: the pairs to use, of those that are `allowed` now.

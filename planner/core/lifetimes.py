@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Flags, Ints
-from coop_plan.planner.core.compiled import inner, njit
+from coop_plan.planner.core.compiled import inner, linked, njit
 from coop_plan.planner.core.inplace import choose_pairs
 
 RUN, OFFLOAD, PREFETCH, WAIT = range(4)
@@ -79,7 +79,7 @@ def trace_as_told(a: Arrays, do: Ints, what: Ints, taken: Ints, dropped: Ints) -
     return _trace(a, do, what, False, taken, dropped)
 
 
-@njit
+@linked
 def _trace(a: Arrays, do: Ints, what: Ints, free: bool, taken: Ints, dropped: Ints) -> Trace:
     events, count = do.size, a.size.size
     reads_ptr = np.zeros(events + 1, dtype=np.int64)
@@ -178,7 +178,7 @@ def _at(row: Ints, tensors: Ints, begin: int, size: int, at: int, tensor: int) -
     return -1
 
 
-@njit
+@linked
 def _share(a: Arrays, do: Ints, what: Ints, t: Trace) -> None:
     """Let outputs take over the addresses of inputs that end with the run."""
     for e in range(do.size):
@@ -202,7 +202,7 @@ def _share(a: Arrays, do: Ints, what: Ints, t: Trace) -> None:
                 t.shares[outs[k]] = sources[k]
 
 
-@njit
+@linked
 def live_bytes(do: Ints, what: Ints, t: Trace, size: Ints, scratch: Ints) -> Ints:
     """
     Arena bytes live at each event, workspace included, addresses shared in place counted once.

@@ -122,7 +122,7 @@ class JointParams(Params):
     cooling: Ratio = 2.0
     """The temperature falls with this power of what is left of the search."""
 
-    events: Size = 45_000_000
+    events: Size = 12_000_000
     """The search's length without a time limit, in events gone through, about."""
 
     steps_per_event: Size = 1500
@@ -131,7 +131,7 @@ class JointParams(Params):
     hurried: Count = 10
     """The search is shorter by this factor where any schedule will do."""
 
-    start_share: Share = 0.6
+    start_share: Share = 0.4
     """Share of the search for all of its starts, before the best one is annealed once more."""
 
     chunk_events: Count = 400_000
@@ -164,8 +164,8 @@ class JointParams(Params):
     looser: Factor = 1.0005
     """Factor on them where one was, up to the arena."""
 
-    worth_placing: Share = 1e-4
-    """Share of the incumbent's cost that a sequence must save to have its layout tried."""
+    worth_placing: Share = 1e-3
+    """Share of the incumbent's cost a sequence must save to have its layout tried on the way."""
 
 
 DEFAULTS = JointParams()

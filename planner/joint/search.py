@@ -16,7 +16,7 @@ from coop_plan.planner.core.arrays import Ints, to_arrays
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.joint.params import DEFAULTS, JointParams
-from coop_plan.planner.joint.sequence import LENGTH, go_to, here, start, to_events
+from coop_plan.planner.joint.sequence import go_to, here, start, to_events, to_program
 from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import Progress, Request
@@ -40,6 +40,7 @@ class JointSearch:
     ) -> None:
         self.problem, self.request, self.params = problem, request, params
         self.arrays = to_arrays(problem)
+        self.program = to_program(self.arrays)
         self.starts = starts
         self.cost_us = limit_us
         self.placed: PlacedSchedule | None = None
@@ -82,7 +83,7 @@ class JointSearch:
         done = astray = 0
         go_to(state, sequence)
         fits: tuple[float, Ints] | None = None
-        cost, over = measured(self.arrays, state, int(self.capacity), host)
+        cost, over = measured(self.program, state, int(self.capacity), host)
         while not self._at_the_floor() and not enough():
             if deadline is None:
                 left = 1.0 - done / max(1, steps)
@@ -90,11 +91,9 @@ class JointSearch:
                 left = (deadline - time.monotonic()) / max(1e-9, deadline - begin)
             if left <= 0 or (self.placed is not None and self.request.any_schedule):
                 break
-            walk(
-                self.arrays,
+            cost, over = walk(
+                self.program,
                 state,
-                0,
-                int(state.counts[LENGTH]),
                 self.chunk,
                 int(self.capacity),
                 host,
@@ -103,7 +102,6 @@ class JointSearch:
                 int(self.random.integers(1 << 31)),
             )
             done += self.chunk
-            cost, over = measured(self.arrays, state, int(self.capacity), host)
             if over > 0:
                 steep *= params.steeper
                 astray += 1
@@ -119,6 +117,8 @@ class JointSearch:
                     self._place(fits[1])
                     self.capacity = min(self.capacity, float(arena))
             self._report()
+        if fits is not None and fits[0] < self.cost_us:
+            self._place(fits[1])
         return fits if fits is not None else (cost + steep * base * over, here(state))
 
     def _at_the_floor(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from coop_plan.planner.core.arrays import Arrays, Flags, Floats, Ints, to_arrays
 from coop_plan.planner.core.lifetimes import OFFLOAD as DO_OFFLOAD
@@ -23,76 +24,56 @@ from coop_plan.planner.joint.params import TRANSFERS, MoveParams
 OFFLOAD, LEAVE, FETCH = range(3)
 """What may happen to a tensor beside being computed: added to n + 3t."""
 
-NEVER = 1 << 40
-"""An event that is not in the window."""
-
-# Rows of `WalkState.tensor`. Of the trial: the copy that is read now; needed later; written outside
-# the arena; the copy that is taken to the host; whether one that was fetched has not been waited
-# for; whether it is fetched later; where its copy on the host stands, and its life; its reads next
-# to an event; its offload. Of the window: where its tensor leaves the device, -1 before the window.
-# Of what is around the window: there when it begins, and read; written outside the arena by then;
-# needed after it; the state of its copies when it begins; the first transfer after it. And lists:
-# there when it begins; needed after it; copied to the host; written outside.
-(
-    CURRENT,
-    ALIVE,
-    WRITTEN,
-    TAKEN,
-    FLYING,
-    WANTED,
-    HOST,
-    HOST_BEGIN,
-    HOST_END,
-    LAST_READ,
-    NEXT_READ,
-    AT_OFFLOAD,
-    AT_LEAVE,
-    READY,
-    GONE,
-    NEEDED,
-    HOST_READY,
-    FLYING_READY,
-    TAKEN_READY,
-    AFTER,
-    READY_LIST,
-    NEEDED_LIST,
-    COPIED_LIST,
-    WRITTEN_LIST,
-    TENSOR_ROWS,
-) = range(25)
-# Entries of HOST: no copy on the host, one under way, one there; and of AFTER, beside transfers.
-NOWHERE, UNDER_WAY, THERE = range(3)
-NOTHING = -1
-# Rows of `WalkState.when`, µs from the begin of the window: the copy to the host is over, the copy
-# back is; the same when the window begins; and how much nearer the end of all they are than compute
-# when the window ends, or -inf where nobody waits for them any more.
-AWAY, BACK, AWAY_READY, BACK_READY, AWAY_AFTER, BACK_AFTER = range(6)
-# Entries of `WalkState.engine`: the same of the engines to the host and back.
-OUT_READY, IN_READY, OUT_AFTER, IN_AFTER = range(4)
-# Rows of `WalkState.op`: event of the first run, -1 before the window; whether it ran; marks.
-FIRST, RAN, SEEN = range(3)
-# Rows of `WalkState.copy`; events are the window's, -1 for what is there when it begins.
-TENSOR, BEGIN, END = range(3)
-# Entries of `WalkState.counts`.
+# Columns of `WalkState.event`: what happens in it (a code as above); its place in the trial; the
+# first of its touches; whether it is in the trial; how many of its reads wait for a copy back;
+# whether it is an op's first run; whether the current sequence does not have it.
+CODE, AT, TOUCHES, PRESENT, WAITS, FIRST_RUN, NEW = range(7)
+# Columns of `WalkState.bytes`, per event: of copies that begin with it, of those that end with it,
+# of what is live for it only, of what it needs less because an output takes the place of an input;
+# and of copies on the host that begin and end with it.
+UP, DOWN, ONCE, SAVED, HOST_UP, HOST_DOWN = range(6)
+# Columns of `WalkState.touch`: tensor and event; what the event does to it, OFFLOAD, LEAVE, FETCH
+# or one of those below; the next and the last touch of the tensor, in the order of the trial; the
+# next of the event; the touch that began the copy it is of, and the event with which one that it
+# began ends; whether its read waits for a copy back.
+TENSOR, DOES, EVENT, NEXT, LAST, ALONG, COPY, END, WAITING = range(9)
+READ, MAKE = 3, 4
+# Columns of `WalkState.tensor`: the first and the last touch; whether its copies must be found
+# anew, and whether its events may serve nothing; where its copy on the host begins and ends.
+HEAD, TAIL, STALE, QUEUED, HOST_BEGIN, HOST_END = range(6)
+# Rows of `WalkState.when`, µs: the copy to the host is over, the copy back is.
+AWAY, BACK = range(2)
+# Rows of `WalkState.lists`: events that are free; that the trial has and the current sequence has
+# not, the other way round, and at another place; tensors that are stale, and queued; heads and
+# nexts of lists of events to be put in.
+FREE, BORN, GONE, MOVED, STALES, QUEUE, HEADS, NEXTS = range(8)
+# Entries of `WalkState.counts`: events of the sequence at hand, the current one and the trial;
+# of the lists; holes in the trial; from which event on it differs from the current one; the free
+# touch to be taken next; the fullest event and by how many bytes it is too full.
 (
     LENGTH,
-    WINDOW,
+    CURRENT,
     TRIAL,
-    ROOM,
-    READY_COUNT,
-    NEEDED_COUNT,
-    COPIED_READY,
-    COPIED_COUNT,
-    WRITTEN_COUNT,
-    COPIES_READY,
-    COPIES,
+    FREE_COUNT,
+    BORN_COUNT,
+    GONE_COUNT,
+    MOVED_COUNT,
+    STALE_COUNT,
+    QUEUE_COUNT,
+    HOLES,
+    CHANGED,
+    FREE_TOUCH,
+    FREE_TOUCHES,
     WORST,
     OVER,
-    POSITION,
     MARGINS,
     LINKED,
     COUNTS,
-) = range(17)
+) = range(18)
+# Entries of `WalkState.sums`, µs: what computes in the trial, and in the current sequence.
+COMPUTE, ACCEPTED = range(2)
+NONE = -1
+"""No event, no touch."""
 
 
 class MoveNumbers(NamedTuple):
@@ -127,52 +108,80 @@ class MoveNumbers(NamedTuple):
     margins: int
 
 
+Numbers = npt.NDArray[np.int32]
+
+
+class Program(NamedTuple):
+    """What the walk needs of `Arrays`; see there. Every call in compiled code passes all of it."""
+
+    ops: int
+    reads_ptr: Ints
+    reads: Ints
+    makes_ptr: Ints
+    makes: Ints
+    pairs_ptr: Ints
+    pairs_out: Ints
+    pairs_in: Ints
+    size: Ints
+    cost: Floats
+    workspace: Ints
+    producer: Ints
+    evictable: Flags
+    overwritten: Flags
+    outside: Flags
+
+
+def to_program(arrays: Arrays) -> Program:
+    """The program that arrays are of."""
+    return Program(*(getattr(arrays, name) for name in Program._fields))
+
+
 class WalkState(NamedTuple):
     """
     Where the walk is, and what it needs besides.
 
-    `sequence` is the one at hand, of which `counts[LENGTH]` events are in use; `window` a part of
-    it, and `trial` what that may become; `begins` and `trial_begins` are when their events begin,
-    µs from the window's begin. `inserted` lists what one change puts in. `again` says of an op
-    whether it may run anywhere after its first run, `movable` of a tensor whether it may be copied
-    to the host; `out_us` and `in_us` are what its copies take. `margin` lists (position, op, bytes
-    to leave free while it runs between the first runs before and of that position), and `tight`
-    flags the positions in it. `live` and `host_live` are scratch per event, `heads` and `nexts`
-    lists of events to be put in.
+    `sequence` is the one at hand as codes, of which `counts[LENGTH]` are in use. In a walk its
+    events have numbers: `current` lists them as they are, `trial` as they may become, with the
+    number `sequence.size` at the end of each; `begins` and `trial_begins` are when they begin, µs.
+    `event`, `bytes`, `touch` and `tensor` know them and what they do to tensors; see above. `op`
+    tells the event of its first run. `inserted` lists what one change puts in. `again` says of an
+    op whether it may run anywhere after its first run, `movable` of a tensor whether it may be
+    copied to the host, `needed` whether it is there in the end; `out_us` and `in_us` are what its
+    copies take. `margin` lists (position, op, bytes to leave free while it runs between the first
+    runs before and of that position), and `tight` flags the positions in it.
     """
 
     numbers: MoveNumbers
     again: Flags
     movable: Flags
+    needed: Flags
     out_us: Floats
     in_us: Floats
     sequence: Ints
-    window: Ints
+    current: Ints
     trial: Ints
     begins: Floats
     trial_begins: Floats
-    is_first: Flags
-    stay: Flags
-    live: Ints
-    host_live: Ints
-    tensor: Ints
+    event: Numbers
+    bytes: Ints
+    touch: Numbers
+    tensor: Numbers
     when: Floats
-    engine: Floats
     op: Ints
-    copy: Ints
+    lists: Ints
     inserted: Ints
-    heads: Ints
-    nexts: Ints
     margin: Ints
     tight: Flags
     counts: Ints
+    sums: Floats
 
 
 def start(problem: Problem, room: int, params: MoveParams = TRANSFERS) -> WalkState:
     """A walk at no sequence yet, with room for so many events."""
     a, device = to_arrays(problem), problem.device
     n, count = a.ops, a.size.size
-    makes = 1 + int(np.diff(a.makes_ptr).max(initial=1))
+    touches = int(a.reads_ptr[n] + a.makes_ptr[n])
+    most = int((np.diff(a.reads_ptr[: n + 1]) + np.diff(a.makes_ptr[: n + 1])).max(initial=1))
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
         out_us = device.copy_latency_us + a.bytes * 1e6 / np.float64(device.d2h_bytes_per_s)
         in_us = device.copy_latency_us + a.bytes * 1e6 / np.float64(device.h2d_bytes_per_s)
@@ -181,28 +190,26 @@ def start(problem: Problem, room: int, params: MoveParams = TRANSFERS) -> WalkSt
         numbers=MoveNumbers(**asdict(params)),
         again=np.array(problem.repeatable, dtype=np.uint8),
         movable=np.array(problem.movable, dtype=np.uint8) * np.uint8(movable),
+        needed=a.is_output & (1 - a.outside),
         out_us=out_us,
         in_us=in_us,
         sequence=np.zeros(room, dtype=np.int64),
-        window=np.zeros(room, dtype=np.int64),
-        trial=np.zeros(room, dtype=np.int64),
+        current=np.zeros(room + 1, dtype=np.int64),
+        trial=np.zeros(room + 1, dtype=np.int64),
         begins=np.zeros(room + 1),
         trial_begins=np.zeros(room + 1),
-        is_first=np.zeros(room, dtype=np.uint8),
-        stay=np.zeros(room, dtype=np.uint8),
-        live=np.zeros(room + 2, dtype=np.int64),
-        host_live=np.zeros(room + 2, dtype=np.int64),
-        tensor=np.zeros((TENSOR_ROWS, count), dtype=np.int64),
-        when=np.zeros((6, count)),
-        engine=np.zeros(4),
-        op=np.zeros((3, n), dtype=np.int64),
-        copy=np.zeros((3, room * makes + 2 * count), dtype=np.int64),
+        event=np.zeros((room + 1, 7), dtype=np.int32),
+        bytes=np.zeros((room + 1, 6), dtype=np.int64),
+        touch=np.zeros((min(room * most, 4 * touches + 64 * most + room), 9), dtype=np.int32),
+        tensor=np.zeros((count, 6), dtype=np.int32),
+        when=np.zeros((2, count)),
+        op=np.zeros(n, dtype=np.int64),
+        lists=np.zeros((8, max(room + 2, count + 1)), dtype=np.int64),
         inserted=np.zeros(params.insertion, dtype=np.int64),
-        heads=np.zeros(room + 2, dtype=np.int64),
-        nexts=np.zeros(room, dtype=np.int64),
         margin=np.zeros((3, params.margins), dtype=np.int64),
         tight=np.zeros(n + 1, dtype=np.uint8),
         counts=np.zeros(COUNTS, dtype=np.int64),
+        sums=np.zeros(2),
     )
     state.counts[LINKED] = state.movable.any()
     return state

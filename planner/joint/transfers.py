@@ -2,71 +2,23 @@
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.joint.edit import move, put_in_one, rearrange
+from coop_plan.planner.joint.lives import last_read, next_read, transfer_of
 from coop_plan.planner.joint.sequence import (
-    AFTER,
-    AT_OFFLOAD,
+    AT,
     AWAY,
-    AWAY_READY,
+    CODE,
     FETCH,
-    HOST_READY,
+    HEADS,
     LEAVE,
-    NOTHING,
+    NEXTS,
+    NONE,
     OFFLOAD,
-    OUT_READY,
-    READY,
-    ROOM,
-    THERE,
     TRIAL,
+    Program,
     WalkState,
 )
-
-
-@inner
-def put_in(s: WalkState, code: int, at: int) -> bool:
-    """Put an event into the trial before event `at`; false where there is no room."""
-    size = s.counts[TRIAL]
-    if size >= s.counts[ROOM]:
-        return False
-    for e in range(size, at, -1):
-        s.trial[e] = s.trial[e - 1]
-    s.trial[at] = code
-    s.counts[TRIAL] = size + 1
-    return True
-
-
-@inner
-def move_to(s: WalkState, event: int, to: int) -> None:
-    """Move an event of the trial to before what is event `to` now."""
-    code = s.trial[event]
-    if to > event:
-        for e in range(event, to - 1):
-            s.trial[e] = s.trial[e + 1]
-        s.trial[to - 1] = code
-    else:
-        for e in range(event, to, -1):
-            s.trial[e] = s.trial[e - 1]
-        s.trial[to] = code
-
-
-@inlined
-def reads(a: Arrays, code: int, t: int) -> bool:
-    """Whether an event is a run that reads a tensor."""
-    if code >= a.ops:
-        return False
-    found = False
-    for k in range(a.reads_ptr[code], a.reads_ptr[code + 1]):
-        found = found or a.reads[k] == t
-    return found
-
-
-@inner
-def next_read(a: Arrays, s: WalkState, t: int, event: int) -> int:
-    """The first event of the trial from `event` on that reads a tensor; its end if none does."""
-    while event < s.counts[TRIAL] and not reads(a, s.trial[event], t):
-        event += 1
-    return event
 
 
 @inlined
@@ -76,118 +28,79 @@ def _wait(s: WalkState, us: float) -> float:
 
 
 @inner
-def fetch(a: Arrays, s: WalkState, t: int, event: int, after: int, before: int) -> bool:
+def fetch(a: Program, s: WalkState, t: int, event: int, after: int, before: int) -> bool:
     """
     Fetch `t` for the trial's event `event`, and copy it to the host first where it is not.
 
     It is fetched after event `after` and has left the device before event `before`, if they are
-    not -1, and else in time for no one to wait.
+    not -1, and else in time for no one to wait. False where it cannot be.
     """
-    begins, size = s.trial_begins, s.counts[TRIAL]
-    if s.tensor[AFTER, t] != NOTHING and s.tensor[AFTER, t] != FETCH:
-        return False  # it goes to the host after the window
+    begins = s.trial_begins
     latest = begins[event] - _wait(s, s.in_us[t])
     at = event
     while at > after + 1 and at > 0 and begins[at] > latest:
         at -= 1
-    if s.tensor[HOST_READY, t] == THERE:
-        return put_in(s, a.ops + 3 * t + FETCH, at)
-    offload = leave = made = -1
-    for e in range(size):
-        code = s.trial[e]
-        if code == a.ops + 3 * t + OFFLOAD:
-            offload = e
-        elif code == a.ops + 3 * t + LEAVE:
-            leave = e
-        elif made < 0 and code == a.producer[t]:
-            made = e
     most = at if before < 0 else min(at, before)
-    if leave >= 0:
+    leave = transfer_of(s, t, LEAVE)
+    if leave != NONE:
         if leave >= most:
-            if most <= offload:
+            if most <= transfer_of(s, t, OFFLOAD):
                 return False
-            move_to(s, leave, most)
+            move(a, s, leave, leave + 1, most)
             at += leave >= at
-        return put_in(s, a.ops + 3 * t + FETCH, at)
-    if at <= made or (made < 0 and s.tensor[READY, t] == 0):
+        return put_in_one(a, s, a.ops + 3 * t + FETCH, at)
+    made = s.event[s.op[a.producer[t]], AT]
+    if at <= made:
         return False
-    last = made  # the last read before it is fetched
-    for e in range(max(0, made), at):
-        if reads(a, s.trial[e], t):
-            last = e
-    earliest = _wait(s, s.out_us[t])
-    if made >= 0:
-        earliest += begins[made] + a.cost[a.producer[t]]
-    leave = last + 1
+    last = last_read(s, t, at - 1)  # before it is fetched
+    earliest = _wait(s, s.out_us[t]) + begins[made] + a.cost[a.producer[t]]
+    leave = (made if last == NONE else last) + 1
     if leave > most:
         return False
     while leave < most and begins[leave] < earliest:
         leave += 1
     return (
-        put_in(s, a.ops + 3 * t + FETCH, at)
-        and put_in(s, a.ops + 3 * t + LEAVE, leave)
-        and put_in(s, a.ops + 3 * t + OFFLOAD, made + 1)
+        put_in_one(a, s, a.ops + 3 * t + FETCH, at)
+        and put_in_one(a, s, a.ops + 3 * t + LEAVE, leave)
+        and put_in_one(a, s, a.ops + 3 * t + OFFLOAD, made + 1)
     )
 
 
 @inner
-def retime(a: Arrays, s: WalkState) -> bool:
+def retime(a: Program, s: WalkState) -> bool:
     """Tensors leave as early, and are fetched as late, as nobody waits; false with no copies."""
-    n, size = a.ops, s.counts[TRIAL]
-    begins = s.begins
-    for e in range(size + 1):
-        s.heads[e] = -1
+    n, size, begins = a.ops, s.counts[TRIAL], s.begins
+    heads, nexts = s.lists[HEADS], s.lists[NEXTS]
+    for at in range(size + 1):
+        heads[at] = NONE
     free = np.inf  # from when on the engine is taken, going back
     moved = 0
     for e in range(size - 1, -1, -1):
-        code = s.trial[e]
-        if code < n:
+        code = s.event[s.trial[e], CODE]
+        if code < n or (code - n) % 3 != FETCH:
             continue
         t = (code - n) // 3
-        s.tensor[AT_OFFLOAD, t] = -1
-        s.when[AWAY, t] = s.when[AWAY_READY, t]
-        moved += 1
-        if (code - n) % 3 != FETCH:
-            continue
-        at = next_read(a, s, t, e + 1)
+        at = next_read(s, t, e + 1)
         free = min(free, begins[at]) - s.in_us[t]
         while at > 0 and begins[at] > free:
             at -= 1
-        s.nexts[e] = s.heads[at]
-        s.heads[at] = e
+        nexts[e], heads[at] = heads[at], e
+        moved += 1
     if moved == 0:
         return False
-    now = s.engine[OUT_READY]
+    now = 0.0
     for e in range(size):
-        code = s.trial[e]
+        code = s.event[s.trial[e], CODE]
         if code < n:
             continue
         t, kind = (code - n) // 3, (code - n) % 3
         if kind == OFFLOAD:
             now = max(now, begins[e]) + s.out_us[t]
             s.when[AWAY, t] = now
-            s.tensor[AT_OFFLOAD, t] = e
         elif kind == LEAVE:
-            at = s.tensor[AT_OFFLOAD, t] + 1
-            for other in range(at, e):
-                if reads(a, s.trial[other], t):
-                    at = other + 1
+            at = 1 + max(transfer_of(s, t, OFFLOAD), last_read(s, t, e))
             while at < e and begins[at] < s.when[AWAY, t]:
                 at += 1
-            s.nexts[e] = s.heads[at]
-            s.heads[at] = e
-    filled = 0
-    for e in range(size + 1):
-        put = s.heads[e]
-        while put >= 0:
-            s.live[filled] = s.trial[put]  # scratch: a trial of the same length
-            filled += 1
-            put = s.nexts[put]
-        if e < size:
-            code = s.trial[e]
-            if code < n or (code - n) % 3 == OFFLOAD:
-                s.live[filled] = code
-                filled += 1
-    for e in range(size):
-        s.trial[e] = s.live[e]
+            nexts[e], heads[at] = heads[at], e
+    rearrange(a, s)
     return True

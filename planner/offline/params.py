@@ -243,14 +243,8 @@ class ResequencingParams(Params):
     room: Count = 2000
     """And so many more."""
 
-    whole: Size = 1200
-    """Up to so many events all of them may be changed at a time."""
-
-    window: Count = 300
-    """And else so many: steps are faster."""
-
     chunk_seconds: Positive = 0.01
-    """Seconds until another window is taken, about."""
+    """Seconds from one look at the result to the next, about."""
 
     first_pace: Positive = 1000.0
     """Steps a second, before any are measured."""

@@ -3,8 +3,7 @@ Annealing of the sequence itself, from the incumbent on: the end of what coop-of
 
 The walk (`planner.joint.walk`) looks for cheaper sequences that need no more than the arena; too
 much memory is allowed on the way, at a price that rises as long as it is used. Simulated annealing
-after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983; in windows, so that
-long programs take no longer per step.
+after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983.
 """
 
 import time
@@ -12,8 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from coop_plan.planner.joint.sequence import LENGTH, go_to, here, leave_room, start
-from coop_plan.planner.joint.walk import measured, walk
+from coop_plan.planner.joint.sequence import go_to, here, leave_room, start, to_program
+from coop_plan.planner.joint.walk import walk
 from coop_plan.planner.layout import WORK, WORK_PER_SECOND, fit
 from coop_plan.planner.offline.portfolio import Candidate, Portfolio
 from coop_plan.planner.offline.run import Record
@@ -30,6 +29,7 @@ class Resequencing:
         self.random = np.random.default_rng(portfolio.request.seed)
         events = portfolio.best.found.run.ops.size
         room = self.params.room_factor * events + self.params.room
+        self.program = to_program(portfolio.arrays)
         self.state = start(portfolio.problem, room, params.moves)
         self.settings = portfolio.best.found.settings
         self.pace = self.params.first_pace  # steps a second
@@ -50,19 +50,10 @@ class Resequencing:
             chunks % params.check_chunks == 0 and enough()
         ):
             cold = ((self.deadline - now) / (self.deadline - self.begin)) ** params.cooling
-            length = int(state.counts[LENGTH])
-            window = length if length <= params.whole else params.window
-            low = (
-                int(self.random.integers(-window // 2, length - window // 2))
-                if window < length
-                else 0
-            )
             steps = max(1, int(params.chunk_seconds * self.pace))
-            walk(
-                portfolio.arrays,
+            cost, too_much = walk(
+                self.program,
                 state,
-                max(0, low),
-                min(length, low + window),
                 steps,
                 arena,
                 -1,
@@ -71,7 +62,6 @@ class Resequencing:
                 int(self.random.integers(1 << 31)),
             )
             self.pace += params.pace_share * (steps / max(time.monotonic() - now, 1e-6) - self.pace)
-            cost, too_much = measured(portfolio.arrays, state, arena, -1)
             if too_much > 0:
                 steep *= params.steeper
                 astray += 1

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.compiled import inlined, njit
+from coop_plan.planner.core.compiled import inlined, linked, njit
 from coop_plan.planner.placement.instance import Floats, Ints
 
 FOUND, IMPOSSIBLE, UNKNOWN = 1, 0, -1
@@ -304,7 +304,7 @@ def _sections_fit(task: Task, s: PartialPlacement) -> bool:
     return True
 
 
-@njit
+@linked
 def _root(task: Task, failures: Ints) -> PartialPlacement:
     """The root: only the fixed buffers are placed."""
     count, sections = len(task.first), len(task.member_start) - 1

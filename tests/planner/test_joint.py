@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.joint.sequence import FETCH, LENGTH, go_to, here, start, to_events
+from coop_plan.planner.joint.sequence import FETCH, go_to, here, start, to_events, to_program
 from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.joint.worth import unworthy_link
 from coop_plan.schemas import Device
@@ -83,15 +83,14 @@ def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share,
     problem = Problem.from_graph(graph, 1, outputs)
     assume(problem.op_count)
     arrays, state = to_arrays(problem), start(problem, 400)
+    program = to_program(arrays)
     go_to(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
     for number in range(20):
         walk(
-            arrays,
+            program,
             state,
-            0,
-            int(state.counts[LENGTH]),
             20,
             arena,
             -1,
@@ -99,7 +98,7 @@ def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share,
             20.0,
             100 * seed + number,
         )
-        cost, over = measured(arrays, state, arena, -1)
+        cost, over = measured(program, state, arena, -1)
         schedule = Schedule.of_events(problem, *to_events(arrays, here(state)))
         assert cost == pytest.approx(schedule.cost_us)
         runs = [body for body in schedule.bodies if body >= 0]
@@ -115,30 +114,27 @@ def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share,
     share=st.floats(0.5, 1.0),
     speeds=st.tuples(st.sampled_from([0.5, 2.0, 8.0]), st.sampled_from([0.5, 2.0, 8.0])),
 )
-def test_a_window_knows_what_comes_of_it_for_the_whole(graph, seed, share, speeds):
-    """Steep enough, no step within a window makes the whole dearer, or too large anywhere."""
+def test_cold_steps_make_nothing_dearer_or_too_large(graph, seed, share, speeds):
+    """Steep enough, no step makes the whole dearer, or too large anywhere."""
     problem = Problem.from_graph(linked(graph, *speeds, latency=0.5), 1, "arena")
     assume(problem.op_count)
     arrays, state = to_arrays(problem), start(problem, 400)
+    program = to_program(arrays)
     go_to(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
     random = np.random.default_rng(seed)
     for number in range(6):
-        length = int(state.counts[LENGTH])
-        walk(arrays, state, 0, length, 60, arena, 40, 3.0, 300.0, 10 * seed + number)
-        before, over = measured(arrays, state, arena, 40)
+        walk(program, state, 60, arena, 40, 3.0, 300.0, 10 * seed + number)
+        before, over = measured(program, state, arena, 40)
         for _ in range(8 if over == 0 else 0):
-            rest, length = here(state).tolist(), int(state.counts[LENGTH])
-            low, high = sorted(random.choice(length + 1, 2, replace=False).tolist())
             drawn = int(random.integers(1 << 31))
-            walk(arrays, state, low, high, 30, arena, 40, 0.0, 1e12, drawn)
-            after, over = measured(arrays, state, arena, 40)
+            kept = walk(program, state, 30, arena, 40, 0.0, 1e12, drawn)
+            after, over = measured(program, state, arena, 40)
+            assert kept == pytest.approx((after, over))  # step by step, and anew
             assert over == 0
             assert after <= before * (1 + 1e-9)
-            now, before = here(state).tolist(), after
-            assert now[:low] == rest[:low]
-            assert now[len(now) - (length - high) :] == rest[high:]
+            before = after
         do, what = to_events(arrays, here(state))
         assert Schedule.of_events(problem, do, what).cost_us == pytest.approx(before)
 

@@ -1,9 +1,13 @@
 """Compiled kernels are kept, but never older than what they are made of."""
 
+import ast
 import pickle
+from collections import defaultdict
+from pathlib import Path
 
 import numba
 
+import coop_plan.planner
 import coop_plan.planner.core.compiled as kernels
 
 
@@ -41,10 +45,50 @@ def test_without_a_folder_to_write_kernels_still_compile(monkeypatch):
     def refuse(_):
         raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr(kernels, "_Cache", refuse)
+    monkeypatch.setattr(kernels, "_EntryCache", refuse)
 
     @kernels.njit
     def triple(x):
         return 3 * x
 
     assert triple(2) == 6
+
+
+def test_a_kept_kernel_is_loaded_and_gives_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    for hits in (0, 1):
+
+        @kernels.njit
+        def fourfold(x):
+            return 4 * x
+
+        assert fourfold(2) == 8
+        assert sum(fourfold.stats.cache_hits.values()) == hits
+
+
+def test_no_kernel_calls_one_that_is_kept_for_python_alone():
+    """Its bitcode is not kept, so what calls it could not be compiled with it."""
+    calls, entries = defaultdict(set), set()
+    for path in Path(coop_plan.planner.__file__).parent.rglob("*.py"):
+        module = ast.parse(path.read_text())
+        home = {
+            alias.asname or alias.name: node.module
+            for node in ast.walk(module)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        here = "coop_plan.planner." + ".".join(
+            path.relative_to(Path(coop_plan.planner.__file__).parent).with_suffix("").parts
+        )
+        for function in ast.walk(module):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            kinds = {d.id for d in function.decorator_list if isinstance(d, ast.Name)}
+            if "njit" in kinds:
+                entries.add((here, function.name))
+            if kinds & {"njit", "linked", "inner", "inlined"}:
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Name) and node.id != function.name:
+                        calls[here, function.name].add((home.get(node.id, here), node.id))
+    assert len(entries) > 10
+    assert {caller: found & entries for caller, found in calls.items() if found & entries} == {}

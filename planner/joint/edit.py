@@ -1,0 +1,429 @@
+"""
+Editing the trial: events put in, taken out and moved; then accepted as current, or undone.
+
+What a change costs follows what it touches. Only places of events are moved along, as an array.
+"""
+
+from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.joint.lives import link, settle, unlink, wanted, withdraw
+from coop_plan.planner.joint.sequence import (
+    ACCEPTED,
+    ALONG,
+    AT,
+    BORN,
+    BORN_COUNT,
+    CHANGED,
+    CODE,
+    COMPUTE,
+    COPY,
+    CURRENT,
+    DOES,
+    DOWN,
+    EVENT,
+    FETCH,
+    FIRST_RUN,
+    FREE,
+    FREE_COUNT,
+    FREE_TOUCH,
+    FREE_TOUCHES,
+    GONE,
+    GONE_COUNT,
+    HEAD,
+    HEADS,
+    HOLES,
+    HOST_BEGIN,
+    HOST_DOWN,
+    HOST_UP,
+    LAST,
+    LENGTH,
+    LINKED,
+    MAKE,
+    MOVED,
+    MOVED_COUNT,
+    NEW,
+    NEXTS,
+    NONE,
+    OFFLOAD,
+    ONCE,
+    PRESENT,
+    QUEUE,
+    QUEUE_COUNT,
+    QUEUED,
+    READ,
+    SAVED,
+    STALE,
+    STALE_COUNT,
+    TAIL,
+    TENSOR,
+    TOUCHES,
+    TRIAL,
+    UP,
+    WAITING,
+    WAITS,
+    Program,
+    WalkState,
+)
+
+
+@inner
+def enter(a: Program, s: WalkState) -> bool:
+    """Make the sequence the current one and the trial; false where it is no schedule."""
+    room, size = s.sequence.size, s.counts[LENGTH]
+    for t in range(a.size.size):
+        s.tensor[t, HEAD] = s.tensor[t, TAIL] = s.tensor[t, HOST_BEGIN] = NONE
+        s.tensor[t, STALE] = s.tensor[t, QUEUED] = 0
+    for op in range(a.ops):
+        s.op[op] = NONE
+    for e in range(room):
+        s.lists[FREE, e] = room - 1 - e
+    touches = s.touch.shape[0]
+    for x in range(touches):
+        s.touch[x, ALONG] = x + 1
+    s.touch[touches - 1, ALONG] = NONE
+    s.counts[FREE_COUNT], s.counts[FREE_TOUCH], s.counts[FREE_TOUCHES] = room, 0, touches
+    s.counts[BORN_COUNT] = s.counts[GONE_COUNT] = s.counts[MOVED_COUNT] = 0
+    s.counts[STALE_COUNT] = s.counts[QUEUE_COUNT] = s.counts[HOLES] = 0
+    s.counts[TRIAL] = size
+    s.bytes[room, UP] = s.bytes[room, DOWN] = s.bytes[room, ONCE] = s.bytes[room, SAVED] = 0
+    s.bytes[room, HOST_UP] = s.bytes[room, HOST_DOWN] = 0
+    s.event[room, AT] = size
+    s.trial[size] = room
+    s.sums[COMPUTE] = 0.0
+    for at in range(size):
+        e = _new(a, s, s.sequence[at])
+        if e == NONE:
+            return False
+        s.trial[at] = e
+        s.event[e, AT] = at
+        _attach(a, s, e)
+    if not settle(a, s):
+        return False
+    s.counts[CHANGED] = 0
+    s.counts[CURRENT] = size
+    accept(s)
+    return True
+
+
+@inner
+def leave(s: WalkState) -> None:
+    """The current sequence is the one at hand."""
+    s.counts[LENGTH] = s.counts[CURRENT]
+    for at in range(s.counts[CURRENT]):
+        s.sequence[at] = s.event[s.current[at], CODE]
+
+
+@inner
+def accept(s: WalkState) -> None:
+    """The trial becomes the current sequence."""
+    size = s.counts[TRIAL]
+    for at in range(s.counts[CHANGED], size + 1):
+        s.current[at] = s.trial[at]
+    if s.counts[LINKED] == 1:
+        for at in range(size + 1):
+            s.begins[at] = s.trial_begins[at]
+    for i in range(s.counts[BORN_COUNT]):
+        s.event[s.lists[BORN, i], NEW] = 0
+        if s.event[s.lists[BORN, i], PRESENT] == 0:
+            _free(s, s.lists[BORN, i])
+    for i in range(s.counts[GONE_COUNT]):
+        _free(s, s.lists[GONE, i])
+    s.counts[CURRENT] = size
+    s.sums[ACCEPTED] = s.sums[COMPUTE]
+    _forget(s)
+
+
+@inner
+def undo(a: Program, s: WalkState) -> None:
+    """The trial is the current sequence again."""
+    for i in range(s.counts[BORN_COUNT]):
+        e = s.lists[BORN, i]
+        if s.event[e, PRESENT] == 1:
+            _detach(a, s, e)
+        _free(s, e)
+    for i in range(s.counts[MOVED_COUNT]):
+        if s.event[s.lists[MOVED, i], PRESENT] == 1:
+            _detach(a, s, s.lists[MOVED, i])
+    size = s.counts[TRIAL] = s.counts[CURRENT]
+    s.counts[HOLES] = 0
+    for at in range(s.counts[CHANGED], size + 1):
+        s.trial[at] = s.current[at]
+        s.event[s.current[at], AT] = at
+    for i in range(s.counts[MOVED_COUNT]):
+        e = s.lists[MOVED, i]
+        if s.event[e, PRESENT] == 0 and s.event[e, NEW] == 0:
+            _attach(a, s, e)
+    for i in range(s.counts[GONE_COUNT]):
+        if s.event[s.lists[GONE, i], PRESENT] == 0:
+            _attach(a, s, s.lists[GONE, i])
+    settle(a, s)
+    s.sums[COMPUTE] = s.sums[ACCEPTED]
+    _forget(s)
+
+
+@inlined
+def _forget(s: WalkState) -> None:
+    s.counts[BORN_COUNT] = s.counts[GONE_COUNT] = s.counts[MOVED_COUNT] = 0
+    for i in range(s.counts[QUEUE_COUNT]):
+        s.tensor[s.lists[QUEUE, i], QUEUED] = 0
+    s.counts[QUEUE_COUNT] = 0
+    s.counts[CHANGED] = s.counts[CURRENT] + 1
+
+
+@inlined
+def changed(s: WalkState) -> bool:
+    """Whether the trial may differ from the current sequence."""
+    return bool(s.counts[CHANGED] <= s.counts[CURRENT] or s.counts[BORN_COUNT] > 0)
+
+
+@inlined
+def _new(a: Program, s: WalkState, code: int) -> int:
+    """An event that is not in the trial yet; NONE where there is no room for another one."""
+    count = 1
+    if code < a.ops:
+        count = a.reads_ptr[code + 1] - a.reads_ptr[code]
+        count += a.makes_ptr[code + 1] - a.makes_ptr[code]
+    if s.counts[FREE_COUNT] == 0 or s.counts[FREE_TOUCHES] < count:
+        return NONE
+    s.counts[FREE_COUNT] -= 1
+    e = int(s.lists[FREE, s.counts[FREE_COUNT]])
+    s.event[e, CODE], s.event[e, TOUCHES], s.event[e, PRESENT] = code, NONE, 0
+    s.event[e, WAITS] = s.event[e, FIRST_RUN] = s.event[e, NEW] = 0
+    s.bytes[e, UP] = s.bytes[e, DOWN] = s.bytes[e, ONCE] = s.bytes[e, SAVED] = 0
+    s.bytes[e, HOST_UP] = s.bytes[e, HOST_DOWN] = 0
+    if code >= a.ops:
+        _new_touch(s, e, (code - a.ops) // 3, (code - a.ops) % 3)
+        return e
+    first = s.op[code] == NONE
+    if first:
+        s.op[code], s.event[e, FIRST_RUN] = e, 1
+    once = a.workspace[code]
+    # The last touch is the first one in the event's list: what it makes comes first.
+    for k in range(a.reads_ptr[code], a.reads_ptr[code + 1]):
+        _new_touch(s, e, a.reads[k], READ)
+    for k in range(a.makes_ptr[code + 1] - 1, a.makes_ptr[code] - 1, -1):
+        t = a.makes[k]
+        if a.outside[t] == 0:
+            _new_touch(s, e, t, MAKE)
+        if not first and (a.outside[t] == 1 or a.overwritten[t] == 1):
+            once += a.size[t]
+    s.bytes[e, ONCE] = once
+    return e
+
+
+@inlined
+def _new_touch(s: WalkState, e: int, t: int, does: int) -> None:
+    x = s.counts[FREE_TOUCH]
+    s.counts[FREE_TOUCH] = s.touch[x, ALONG]
+    s.counts[FREE_TOUCHES] -= 1
+    s.touch[x, TENSOR], s.touch[x, DOES], s.touch[x, EVENT] = t, does, e
+    s.touch[x, COPY], s.touch[x, WAITING] = NONE, 0
+    s.touch[x, ALONG] = s.event[e, TOUCHES]
+    s.event[e, TOUCHES] = x
+
+
+@inlined
+def _free(s: WalkState, e: int) -> None:
+    """An event that is not in the trial is no more."""
+    x = s.event[e, TOUCHES]
+    while x != NONE:
+        following = s.touch[x, ALONG]
+        s.touch[x, ALONG] = s.counts[FREE_TOUCH]
+        s.counts[FREE_TOUCH] = x
+        s.counts[FREE_TOUCHES] += 1
+        x = following
+    s.lists[FREE, s.counts[FREE_COUNT]] = e
+    s.counts[FREE_COUNT] += 1
+
+
+@inlined
+def _attach(a: Program, s: WalkState, e: int) -> None:
+    """An event is in the trial, at its place."""
+    x = s.event[e, TOUCHES]
+    while x != NONE:
+        withdraw(a, s, s.touch[x, TENSOR])
+        link(s, x)
+        x = s.touch[x, ALONG]
+    s.event[e, PRESENT] = 1
+    if s.event[e, CODE] < a.ops:
+        s.sums[COMPUTE] += a.cost[s.event[e, CODE]]
+
+
+@inlined
+def _detach(a: Program, s: WalkState, e: int) -> None:
+    """An event is not in the trial any more."""
+    x = s.event[e, TOUCHES]
+    while x != NONE:
+        withdraw(a, s, s.touch[x, TENSOR])
+        unlink(s, x)
+        x = s.touch[x, ALONG]
+    s.event[e, PRESENT] = 0
+    if s.event[e, CODE] < a.ops:
+        s.sums[COMPUTE] -= a.cost[s.event[e, CODE]]
+
+
+@inner
+def put_in(a: Program, s: WalkState, codes: int, at: int) -> bool:
+    """Put the first `codes` of `inserted` before event `at`; false where there is no room."""
+    size, count = s.counts[TRIAL], 0
+    if size + codes > s.sequence.size:
+        return False
+    for i in range(codes):
+        e = _new(a, s, s.inserted[i])
+        if e == NONE:
+            break
+        s.lists[BORN, s.counts[BORN_COUNT]], s.event[e, NEW] = e, 1
+        s.counts[BORN_COUNT] += 1
+        count += 1
+    if count < codes:
+        return False
+    for place in range(size, at - 1, -1):
+        e = s.trial[place]
+        s.trial[place + codes] = e
+        s.event[e, AT] = place + codes
+    born = s.counts[BORN_COUNT] - codes
+    for i in range(codes):
+        e = s.lists[BORN, born + i]
+        s.trial[at + i] = e
+        s.event[e, AT] = at + i
+    for i in range(codes):
+        _attach(a, s, s.lists[BORN, born + i])
+    s.counts[TRIAL] = size + codes
+    s.counts[CHANGED] = min(s.counts[CHANGED], at)
+    return True
+
+
+@inlined
+def put_in_one(a: Program, s: WalkState, code: int, at: int) -> bool:
+    """Put an event before event `at`; false where there is no room."""
+    s.inserted[0] = code
+    return put_in(a, s, 1, at)
+
+
+@inner
+def move(a: Program, s: WalkState, begin: int, end: int, to: int) -> None:
+    """Move the events `begin` to `end` - 1 so that the first of them is event `to` then."""
+    count = end - begin
+    if to == begin:
+        return
+    low, high = min(begin, to), max(end, to + count)
+    for at in range(begin, end):
+        e = s.trial[at]
+        _detach(a, s, e)
+        s.lists[MOVED, s.counts[MOVED_COUNT]] = e
+        s.counts[MOVED_COUNT] += 1
+    moved = s.counts[MOVED_COUNT] - count
+    if to < begin:
+        for at in range(begin - 1, to - 1, -1):
+            s.trial[at + count] = s.trial[at]
+    else:
+        for at in range(end, to + count):
+            s.trial[at - count] = s.trial[at]
+    for i in range(count):
+        s.trial[to + i] = s.lists[MOVED, moved + i]
+    for at in range(low, high):
+        s.event[s.trial[at], AT] = at
+    for i in range(count):
+        _attach(a, s, s.lists[MOVED, moved + i])
+    s.counts[CHANGED] = min(s.counts[CHANGED], low)
+
+
+@inner
+def rearrange(a: Program, s: WalkState) -> None:
+    """Copies back and ends of copies to the host come before the events that `lists` says."""
+    n, size, filled = a.ops, s.counts[CURRENT], 0
+    heads, nexts = s.lists[HEADS], s.lists[NEXTS]
+    for at in range(size):
+        e = s.current[at]
+        if s.event[e, CODE] >= n and (s.event[e, CODE] - n) % 3 != OFFLOAD:
+            _detach(a, s, e)
+            s.lists[MOVED, s.counts[MOVED_COUNT]] = e
+            s.counts[MOVED_COUNT] += 1
+    for at in range(size + 1):
+        put = heads[at]
+        while put != NONE:
+            s.trial[filled] = s.current[put]
+            filled += 1
+            put = nexts[put]
+        if at < size and s.event[s.current[at], PRESENT] == 1:
+            s.trial[filled] = s.current[at]
+            filled += 1
+    for at in range(size):
+        s.event[s.trial[at], AT] = at
+    for i in range(s.counts[MOVED_COUNT]):
+        _attach(a, s, s.lists[MOVED, i])
+    s.counts[CHANGED] = 0
+
+
+@inner
+def take_out(a: Program, s: WalkState, e: int) -> None:
+    """Take an event out; its place stays free until `close`."""
+    _detach(a, s, e)
+    place = s.event[e, AT]
+    s.trial[place] = NONE
+    s.counts[HOLES] += 1
+    s.counts[CHANGED] = min(s.counts[CHANGED], place)
+    if s.event[e, NEW] == 0:
+        s.lists[GONE, s.counts[GONE_COUNT]] = e
+        s.counts[GONE_COUNT] += 1
+
+
+@inner
+def close(s: WalkState) -> None:
+    """There are no free places any more."""
+    if s.counts[HOLES] == 0:
+        return
+    filled = s.counts[CHANGED]
+    for at in range(s.counts[CHANGED], s.counts[TRIAL] + 1):
+        e = s.trial[at]
+        if e != NONE:
+            s.trial[filled] = e
+            s.event[e, AT] = filled
+            filled += 1
+    s.counts[TRIAL] = filled - 1
+    s.counts[HOLES] = 0
+
+
+@inner
+def collect(a: Program, s: WalkState) -> None:
+    """Take events out of the trial that serve nothing."""
+    while s.counts[QUEUE_COUNT] > 0:
+        s.counts[QUEUE_COUNT] -= 1
+        t = s.lists[QUEUE, s.counts[QUEUE_COUNT]]
+        s.tensor[t, QUEUED] = 0
+        needed, fetched = bool(s.needed[t] == 1), False
+        x = s.tensor[t, TAIL]
+        while x != NONE:
+            e, does, last = s.touch[x, EVENT], s.touch[x, DOES], s.touch[x, LAST]
+            if s.event[e, PRESENT] == 0:
+                pass  # an event that reads and makes the tensor, taken out just now
+            elif does == READ:
+                needed = True
+            elif does == MAKE:
+                if s.event[e, FIRST_RUN] == 0 and not (
+                    (needed and a.evictable[t] == 1) or _serves(a, s, e)
+                ):
+                    take_out(a, s, e)
+                elif a.evictable[t] == 1:
+                    needed = False
+            elif does == FETCH:
+                if needed:
+                    needed, fetched = False, True
+                else:
+                    take_out(a, s, e)
+            elif not fetched:
+                take_out(a, s, e)
+            elif does == OFFLOAD:
+                needed = True
+            x = last
+    close(s)
+
+
+@inlined
+def _serves(a: Program, s: WalkState, e: int) -> bool:
+    """Whether a run makes something that is needed after it, and was not kept anyway."""
+    x, found = s.event[e, TOUCHES], False
+    while x != NONE and not found:
+        if s.touch[x, DOES] == MAKE and a.evictable[s.touch[x, TENSOR]] == 1:
+            found = wanted(a, s, x)
+        x = s.touch[x, ALONG]
+    return found

@@ -1,0 +1,262 @@
+"""
+The lives of the copies of a tensor, from its touches: what reads, makes and moves it, in order.
+
+An event touches the tensors that it reads and makes. The touches of each tensor are linked in the
+order of the trial, so what a change does to memory is found from the tensors it touches alone: what
+their copies added to events is taken back before the links change, and added anew after.
+"""
+
+from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.joint.sequence import (
+    ALONG,
+    AT,
+    CODE,
+    COPY,
+    DOES,
+    DOWN,
+    END,
+    EVENT,
+    FETCH,
+    HEAD,
+    HOST_BEGIN,
+    HOST_DOWN,
+    HOST_END,
+    HOST_UP,
+    LAST,
+    MAKE,
+    NEXT,
+    NONE,
+    OFFLOAD,
+    QUEUE,
+    QUEUE_COUNT,
+    QUEUED,
+    READ,
+    SAVED,
+    STALE,
+    STALE_COUNT,
+    STALES,
+    TAIL,
+    TENSOR,
+    TOUCHES,
+    UP,
+    WAITING,
+    WAITS,
+    Program,
+    WalkState,
+)
+
+NOWHERE, UNDER_WAY, THERE = range(3)
+"""Where a tensor's copy on the host is."""
+
+
+@inlined
+def withdraw(a: Program, s: WalkState, t: int) -> None:
+    """A tensor's touches will change: what its copies need is taken from events, once."""
+    if s.tensor[t, QUEUED] == 0:
+        s.tensor[t, QUEUED] = 1
+        s.lists[QUEUE, s.counts[QUEUE_COUNT]] = t
+        s.counts[QUEUE_COUNT] += 1
+    if s.tensor[t, STALE] == 0:
+        s.tensor[t, STALE] = 1
+        s.lists[STALES, s.counts[STALE_COUNT]] = t
+        s.counts[STALE_COUNT] += 1
+        _add(a, s, t, -1)
+
+
+@inlined
+def _add(a: Program, s: WalkState, t: int, sign: int) -> None:
+    """Count the copies of a tensor at the events with which they begin and end, or no longer."""
+    size = sign * a.size[t]
+    x = s.tensor[t, HEAD]
+    while x != NONE:
+        e = s.touch[x, EVENT]
+        if s.touch[x, COPY] == x:
+            s.bytes[e, UP] += size
+            s.bytes[s.touch[x, END], DOWN] += size
+        if s.touch[x, WAITING] == 1:
+            s.event[e, WAITS] += sign
+        x = s.touch[x, NEXT]
+    if s.tensor[t, HOST_BEGIN] != NONE:
+        s.bytes[s.tensor[t, HOST_BEGIN], HOST_UP] += size
+        s.bytes[s.tensor[t, HOST_END], HOST_DOWN] += size
+
+
+@inner
+def settle(a: Program, s: WalkState) -> bool:
+    """Find the copies of what is stale; false where one is read that is not there."""
+    while s.counts[STALE_COUNT] > 0:
+        t = s.lists[STALES, s.counts[STALE_COUNT] - 1]
+        if not _live(a, s, t):
+            return False
+        s.tensor[t, STALE] = 0
+        s.counts[STALE_COUNT] -= 1
+        _add(a, s, t, 1)
+        x = s.tensor[t, HEAD]
+        while x != NONE:
+            e = s.touch[x, EVENT]
+            code = s.event[e, CODE]
+            if code < a.ops and a.pairs_ptr[code] < a.pairs_ptr[code + 1]:
+                s.bytes[e, SAVED] = _saved(a, s, e, code)
+            x = s.touch[x, NEXT]
+    return True
+
+
+@inlined
+def _live(a: Program, s: WalkState, t: int) -> bool:
+    """Find out where the copies of a tensor begin and end; false where that is no schedule."""
+    copy = taken = begin = end = NONE
+    host, flying = NOWHERE, False
+    x = s.tensor[t, HEAD]
+    while x != NONE:
+        e, does = s.touch[x, EVENT], s.touch[x, DOES]
+        s.touch[x, WAITING] = 0
+        if does == READ:
+            if copy == NONE:
+                return False
+            s.touch[copy, END] = e
+            if flying:
+                flying = False
+                s.touch[x, WAITING] = 1
+                end = e
+        elif does == MAKE:
+            if copy != NONE and a.overwritten[t] == 1:
+                s.touch[x, COPY] = NONE  # it writes elsewhere, for this event only
+            else:
+                if flying:
+                    return False  # fetched, and never waited for
+                copy = x
+                s.touch[x, END] = e
+        elif does == OFFLOAD:
+            if copy == NONE or host != NOWHERE:
+                return False
+            s.touch[copy, END] = e
+            taken, host, begin, end = copy, UNDER_WAY, e, e
+        elif does == FETCH:
+            if host != THERE or flying:
+                return False
+            copy, flying = x, True
+            s.touch[x, END] = e
+        else:
+            if host != UNDER_WAY or flying:
+                return False
+            host, end = THERE, e
+            s.touch[taken, END] = e
+        if does != MAKE or copy == x:
+            s.touch[x, COPY] = copy
+        x = s.touch[x, NEXT]
+    if flying or host == UNDER_WAY:
+        return False
+    if s.needed[t] == 1:
+        if copy == NONE:
+            return False
+        s.touch[copy, END] = s.sequence.size
+    s.tensor[t, HOST_BEGIN], s.tensor[t, HOST_END] = begin, end
+    return True
+
+
+@inlined
+def _saved(a: Program, s: WalkState, e: int, code: int) -> int:
+    """Bytes that a run needs less because an output takes the place of an input that ends."""
+    saved = 0
+    for k in range(a.pairs_ptr[code], a.pairs_ptr[code + 1]):
+        x = s.event[e, TOUCHES]
+        while x != NONE and (s.touch[x, TENSOR] != a.pairs_in[k] or s.touch[x, DOES] != READ):
+            x = s.touch[x, ALONG]
+        if x != NONE and s.touch[x, COPY] != NONE and s.touch[s.touch[x, COPY], END] == e:
+            saved = a.size[a.pairs_out[k]]
+            break
+    return saved
+
+
+@inlined
+def link(s: WalkState, x: int) -> None:
+    """Put a touch among those of its tensor, at its event's place: it reads before it makes."""
+    t, at = s.touch[x, TENSOR], s.event[s.touch[x, EVENT], AT]
+    at -= s.touch[x, DOES] == READ
+    last = s.tensor[t, TAIL]
+    while last != NONE and s.event[s.touch[last, EVENT], AT] > at:
+        last = s.touch[last, LAST]
+    following = s.tensor[t, HEAD] if last == NONE else s.touch[last, NEXT]
+    s.touch[x, LAST], s.touch[x, NEXT] = last, following
+    if last == NONE:
+        s.tensor[t, HEAD] = x
+    else:
+        s.touch[last, NEXT] = x
+    if following == NONE:
+        s.tensor[t, TAIL] = x
+    else:
+        s.touch[following, LAST] = x
+
+
+@inlined
+def unlink(s: WalkState, x: int) -> None:
+    """Take a touch out of those of its tensor."""
+    t, last, following = s.touch[x, TENSOR], s.touch[x, LAST], s.touch[x, NEXT]
+    if last == NONE:
+        s.tensor[t, HEAD] = following
+    else:
+        s.touch[last, NEXT] = following
+    if following == NONE:
+        s.tensor[t, TAIL] = last
+    else:
+        s.touch[following, LAST] = last
+
+
+@inlined
+def wanted(a: Program, s: WalkState, x: int) -> bool:
+    """Whether its tensor is needed right after a touch."""
+    t, y = s.touch[x, TENSOR], s.touch[x, NEXT]
+    while y != NONE:
+        does = s.touch[y, DOES]
+        if does in (READ, OFFLOAD):
+            return True
+        if does == FETCH or (does == MAKE and a.evictable[t] == 1):
+            return False
+        y = s.touch[y, NEXT]
+    return bool(s.needed[t] == 1)
+
+
+@inlined
+def wanted_at(a: Program, s: WalkState, t: int, at: int) -> bool:
+    """Whether a tensor is needed when the trial's event `at` begins."""
+    y = s.tensor[t, TAIL]
+    needed = bool(s.needed[t] == 1)
+    while y != NONE and s.event[s.touch[y, EVENT], AT] >= at:
+        does = s.touch[y, DOES]
+        if does in (READ, OFFLOAD):
+            needed = True
+        elif does == FETCH or (does == MAKE and a.evictable[t] == 1):
+            needed = False
+        y = s.touch[y, LAST]
+    return needed
+
+
+@inlined
+def transfer_of(s: WalkState, t: int, kind: int) -> int:
+    """The first event of the trial that is this transfer of a tensor, NONE if there is none."""
+    x = s.tensor[t, HEAD]
+    while x != NONE and s.touch[x, DOES] != kind:
+        x = s.touch[x, NEXT]
+    return NONE if x == NONE else int(s.event[s.touch[x, EVENT], AT])
+
+
+@inlined
+def next_read(s: WalkState, t: int, at: int) -> int:
+    """The first event of the trial from `at` on that reads a tensor; its end if none does."""
+    x, found = s.tensor[t, TAIL], s.event[s.sequence.size, AT]
+    while x != NONE and s.event[s.touch[x, EVENT], AT] >= at:
+        if s.touch[x, DOES] == READ:
+            found = s.event[s.touch[x, EVENT], AT]
+        x = s.touch[x, LAST]
+    return int(found)
+
+
+@inlined
+def last_read(s: WalkState, t: int, at: int) -> int:
+    """The last event of the trial up to `at` that reads a tensor; NONE if none does."""
+    x, found = s.tensor[t, HEAD], NONE
+    while x != NONE and s.event[s.touch[x, EVENT], AT] <= at:
+        if s.touch[x, DOES] == READ:
+            found = s.event[s.touch[x, EVENT], AT]
+        x = s.touch[x, NEXT]
+    return int(found)
