@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from coop_plan.planner.core.errors import TimeLimitError
@@ -48,6 +48,13 @@ class Request:
         """Raise `TimeLimitError` once the deadline has passed."""
         if self.out_of_time():
             raise TimeLimitError("time limit reached before any plan was found")
+
+    def first_half(self) -> "Request":
+        """The request for the first half of the time that is left."""
+        if self.deadline is None:
+            return self
+        now = time.monotonic()
+        return replace(self, deadline=now + (self.deadline - now) / 2)
 
     def out_of_time(self) -> bool:
         """Whether the deadline has passed."""

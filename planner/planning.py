@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Unpack
 
 from coop_plan.planner.core.assemble import assemble
-from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError
-from coop_plan.planner.core.held import most_held, reason
+from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError, TimeLimitError
+from coop_plan.planner.core.held import least_with_outputs, most_held, reason
 from coop_plan.planner.core.needs import WorkingSet, largest_working_set, least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
@@ -16,6 +16,7 @@ from coop_plan.planner.keep_all import keep_all_schedule, kept
 from coop_plan.planner.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import OptionFields, PlanOptions
+from coop_plan.planner.variants.restrict import carried_back, plainest
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph, Plan
 
@@ -24,6 +25,9 @@ SMALL_PROBLEM_OPS = 100
 
 COARSE_PROBES = 10
 """Planning runs that the search may take on larger graphs."""
+
+RESOLUTION = 256
+"""Below what the step needs without its choices, part of keep-everything's arena to stop at."""
 
 FINISH_SECONDS = 4e-5
 """What of a time limit is kept for each op: a plan is still written down and verified."""
@@ -60,34 +64,74 @@ class _Task:
 
     def minimum(self, everything: PlacedSchedule) -> Solution:
         """
-        The solution in the smallest arena that bisection found, at most keep-everything's.
+        The solution in the smallest arena that was found, at most keep-everything's.
 
-        A method need not be monotone: it may succeed in a smaller arena as well. The search does
-        not depend on the budget that was asked for, so that everybody is told the same.
+        A method need not be monotone: it may succeed in a smaller arena as well, or with fewer
+        choices. So what the step needs without variants and in-place pairs is found first, and is
+        never exceeded. The search does not depend on the budget that was asked for, so that
+        everybody is told the same.
+        """
+        plain = plainest(self.problem) if self.method.variants else None
+        if plain is None:
+            return self._narrowed(kept(everything))
+        alone = replace(self, problem=plain, request=self.request.first_half())
+        best, found = kept(everything), None
+        with contextlib.suppress(TimeLimitError):
+            found = alone.minimum(lay_out(keep_all_schedule(plain), work=0)[0])
+            best = min(best, self._carried(found), key=lambda found: found.placed.arena_bytes)
+        try:
+            return self._narrowed(best, everything.arena_bytes // RESOLUTION)
+        except TimeLimitError:
+            if found is None:
+                raise
+            return best
+
+    def within(self, arena: int) -> Solution:
+        """As `solve`, and where that finds nothing without variants and in-place pairs."""
+        try:
+            return self.solve(arena)
+        except DoesNotFitError:
+            plain = plainest(self.problem) if self.method.variants else None
+            if plain is None:
+                raise
+        return self._carried(replace(self, problem=plain).solve(arena))
+
+    def _carried(self, found: Solution) -> Solution:
+        """A solution of the plainest problem, whose proofs know of no other choices, as ours."""
+        defaults = range(self.problem.op_count)
+        return Solution(carried_back(self.problem, defaults, found.placed))
+
+    def _narrowed(self, best: Solution, enough: int = 0) -> Solution:
+        """
+        The solution in the smallest arena that bisection found, at most that of `best`.
+
+        On larger graphs it ends once it knows the smallest one to `enough` bytes.
         """
         step = self.problem.alignment
-        low = self.least.bytes - step
-        best = kept(everything)
-        least = everything.arena_bytes
-        probes = 64 if self.problem.op_count <= SMALL_PROBLEM_OPS else COARSE_PROBES
+        small = self.problem.op_count <= SMALL_PROBLEM_OPS
+        below, low = best, self.least.bytes - step
         guess = max(0, low + step)
+        if not small:  # no method is expected below
+            guess = max(guess, least_with_outputs(self.problem))
+        probes = 64 if small else COARSE_PROBES
         for probe in range(probes):
-            if guess >= least:
+            least = below.placed.arena_bytes
+            if guess >= least or (probe and not small and least - low <= enough):
                 break
             self.request.check_time()
             if self.request.progress is not None:
                 message = "searching the smallest feasible budget"
                 self.request.progress(Progress(message, probe / probes))
             try:
-                best = self.solve(guess, any_schedule=True)
-                least = best.placed.arena_bytes
+                below = self.solve(guess, any_schedule=True)
             except DoesNotFitError:
                 low = guess
-            guess = max((low + least) // 2 // step * step, low + step)
-        if least < everything.arena_bytes:  # found in haste: there may be a cheaper one in it
-            with contextlib.suppress(DoesNotFitError):
-                best = self.solve(least)
-        return best
+            guess = max((low + below.placed.arena_bytes) // 2 // step * step, low + step)
+        with contextlib.suppress(DoesNotFitError):  # found in haste: there may be a cheaper one
+            if below.status != "optimal":
+                found = self.solve(below.placed.arena_bytes)
+                below = min(found, below, key=lambda found: found.placed.cost_us)
+        return below
 
 
 def plan(

@@ -44,6 +44,27 @@ def most_held(problem: Problem, arena_bytes: int) -> Held | None:
     return Held(op, beside[op], max(there, key=problem.size.__getitem__))
 
 
+def least_with_outputs(problem: Problem) -> int:
+    """
+    Arena bytes that the step needs if outputs in the arena stay there once they are made.
+
+    A schedule may make one again instead, which is hardly ever of use.
+    """
+    first = needs(problem).first
+    least = first[: problem.op_count]
+    for number, body in enumerate(problem.bodies):
+        least[body.op] = min(least[body.op], first[number])
+    made, most = set[int](), 0
+    held = 0
+    for op, body in enumerate(problem.bodies[: problem.op_count]):
+        own = sum(problem.size[t] for t in {*body.reads, *body.makes} & made)
+        most = max(most, least[op] + held - own)
+        ends = {t for t in body.makes if problem.is_output[t]} - made
+        held += sum(problem.size[t] for t in ends)
+        made |= ends
+    return most
+
+
 def reason(problem: Problem, held: Held) -> str:
     """Why the largest tensor is kept: what its maker reads is overwritten, or it runs once."""
     graph = problem.graph

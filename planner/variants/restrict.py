@@ -32,6 +32,20 @@ def restricted(problem: Problem, chosen: Sequence[int]) -> Problem:
     return Problem.from_graph(graph, problem.alignment, problem.outputs, host_budget=0)
 
 
+def plainest(problem: Problem) -> Problem | None:
+    """
+    The problem without variants and in-place pairs, with the same tensors; None if there are none.
+
+    What is a schedule of it is one of `problem` (`carried_back`, by each op's default body).
+    """
+    if not any(op.variants or op.inplace for op in problem.graph.ops):
+        return None
+    bare: dict[str, object] = {"variants": [], "inplace": []}
+    ops = [op.model_copy(update=bare) for op in problem.graph.ops]
+    graph = problem.graph.model_copy(update={"ops": ops})
+    return Problem.from_graph(graph, problem.alignment, problem.outputs, problem.host_budget)
+
+
 def carried_back(problem: Problem, chosen: Sequence[int], placed: PlacedSchedule) -> PlacedSchedule:
     """
     A placed schedule of the restricted problem as one of `problem`: same events, same places.

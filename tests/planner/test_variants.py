@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coop_plan.planner import InfeasibleBudgetError, find_faults, plan
+from coop_plan.planner import InfeasibleBudgetError, find_faults, plan, planning
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
@@ -274,6 +274,33 @@ def test_plans_are_valid_and_no_dearer_than_coops(graph, outputs):
     made = plan(graph, budget, method="coop-offline", time_limit=2, **options)
     assert find_faults(graph, made) == []
     assert made.cost_us <= reference.cost_us * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(graph=graphs(max_ops=8, bandwidth=False), pairs=st.booleans())
+def test_choices_never_need_or_cost_more(graph, pairs):
+    """Than the same graph without variants, and without in-place pairs."""
+    bare = {"variants": []} | ({} if pairs else {"inplace": []})
+    ops = [op.model_copy(update=bare) for op in graph.ops]
+    without = graph.model_copy(update={"ops": ops})
+    options = {"method": "coop-offline", "alignment": 1}
+    least = plan(without, "min", **options)
+    assert plan(graph, "min", **options).peak_bytes <= least.peak_bytes
+    if least.peak_bytes:
+        within = [plan(g, least.peak_bytes, **options) for g in (graph, without)]
+        assert within[0].cost_us <= within[1].cost_us * (1 + 1e-9)
+
+
+def test_what_needs_less_without_pairs_is_found_by_every_search():
+    """On a larger graph, where the search for the smallest budget is a coarse one."""
+    count = planning.SMALL_PROBLEM_OPS + 20
+    tensors = {0: ("input", 1)} | dict.fromkeys(range(1, count), ("activation", 8))
+    tensors[count] = ("output", 8)
+    ops = [{"inputs": [t], "outputs": [t + 1], "inplace": [[t + 1, t]]} for t in range(count)]
+    graph = make_graph(tensors, ops)
+    assert plan(graph, "min", method="coop-offline", alignment=1).arena_bytes == 8
+    made = plan(graph, "min", method="coop-offline", alignment=1, time_limit=5)
+    assert made.arena_bytes == 8
 
 
 def test_without_a_time_limit_work_is_counted():
