@@ -132,6 +132,9 @@ def print_plan(
         rows.insert(6, ("overhead at least", f"{bound:.2%}"))
     elif unmodelled:
         rows.insert(6, ("overhead at least", f"not known: {', '.join(unmodelled)} not modelled"))
+    if plan.budget_lower_bound_bytes is not None:
+        least = plan.budget_lower_bound_bytes
+        rows.insert(2, ("budget at least", f"{format_bytes(least)}  ({least} bytes), proved"))
     if plan.eviction_free_ratio is not None:
         rows.insert(-1, ("evictions", f"{plan.evictions}"))
         rows.insert(-1, ("free at evictions", f"{plan.eviction_free_ratio:.2%}"))

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.hard_graphs import parse_name
 from coop_plan.planner import METHODS, InfeasibleBudgetError, plan
-from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.offline.params import DEFAULTS, Rule
 from coop_plan.planner.offline.solve import solve_coop_offline
@@ -93,6 +93,8 @@ def measure(
             minimum = made.budget_bytes / peak
     except InfeasibleBudgetError as error:
         minimum = error.min_feasible_bytes / peak
+    except TimeLimitError:
+        pass  # no plan in that time
     spent = time.process_time() - began
     return Row(
         graph.name,

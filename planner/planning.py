@@ -9,6 +9,7 @@ from typing import Unpack
 from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError, TimeLimitError
 from coop_plan.planner.core.held import least_with_outputs, most_held, reason
+from coop_plan.planner.core.least import least_budget
 from coop_plan.planner.core.needs import WorkingSet, largest_working_set, least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
@@ -175,7 +176,7 @@ def plan(
     everything, placement = lay_out(schedule, work=WORK if options.budget.kind == "share" else 0)
     budget_bytes = options.budget.resolve(problem.fixed_bytes + everything.arena_bytes)
 
-    def finish(solution: Solution, within: int | None = None) -> Plan:
+    def finish(solution: Solution, within: int | None = None, least: int | None = None) -> Plan:
         solution = _published(solution, info)
         host = lay_out_host(solution.placed.schedule, problem.host_budget)
         made = assemble(
@@ -192,13 +193,14 @@ def plan(
             lower_bound_model=solution.bound_model,
             eviction_free_ratio=solution.eviction_free_ratio,
             evictions=solution.evictions,
+            budget_lower_bound_bytes=least,
             solve_seconds=time.monotonic() - started,
         )
         verify(graph, made)
         return made
 
     if budget_bytes is None:
-        return finish(task.minimum(everything))
+        return finish(task.minimum(everything), least=least_budget(problem))
     limit = budget_bytes - problem.fixed_bytes
     if everything.arena_bytes > limit >= placement.lower_bound:
         # Try harder, from the layout that is there: this much is not ruled out.

@@ -110,6 +110,8 @@ class Plan(Model, frozen=True, kw_only=True):
     are what compute waits for tensors to come back, and for bytes still being copied away.
     `link_bytes_per_s` is a bandwidth, either way, that the cost was asked for instead of the
     device's.
+    `budget_lower_bound_bytes` is there where the smallest budget was asked for: no schedule of any
+    method has a peak below it.
     `lower_bound_model` says for which schedules `lower_bound_us` holds: "any", or those in
     "program-order", in which every op runs for the first time in that order, in whichever body is
     not approximate; they may move to the host what the device and `host_budget_bytes` let them.
@@ -131,6 +133,7 @@ class Plan(Model, frozen=True, kw_only=True):
     overhead: Ratio
     lower_bound_us: Cost | None = None
     lower_bound_model: Literal["any", "program-order"] | None = None
+    budget_lower_bound_bytes: Bytes | None = None
     fragmentation: Ratio
     eviction_free_ratio: Ratio | None = None
     evictions: Count | None = None

@@ -28,6 +28,7 @@ def assemble(
     eviction_free_ratio: float | None,
     evictions: int | None,
     solve_seconds: float,
+    budget_lower_bound_bytes: int | None = None,
 ) -> Plan:
     """
     The plan of a placed schedule.
@@ -59,6 +60,7 @@ def assemble(
         overhead=cost / base - 1 if base else 0.0,
         lower_bound_us=lower_bound_us,
         lower_bound_model=lower_bound_model,
+        budget_lower_bound_bytes=budget_lower_bound_bytes,
         fragmentation=1 - live / arena if arena else 0.0,
         eviction_free_ratio=eviction_free_ratio,
         evictions=evictions,

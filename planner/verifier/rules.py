@@ -186,6 +186,10 @@ def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     if bound_us is not None and bound_us > cost_us * (1 + 1e-9):
         message = f"the lower bound {bound_us:.9g} is above the cost {cost_us:.9g}"
         replay.fault("wrong-bound", "/lower_bound_us", message)
+    least = plan.budget_lower_bound_bytes
+    if least is not None and least > peak:
+        message = f"no budget is below {least} bytes, it says, but the peak is {peak} bytes"
+        replay.fault("wrong-bound", "/budget_lower_bound_bytes", message)
     if plan.status == "optimal" and (
         bound_us is None or not math.isclose(bound_us, cost_us, rel_tol=TOLERANCE)
     ):

@@ -28,6 +28,8 @@ def malformed(plan: Plan) -> list[Fault]:
         check.number(getattr(plan, name), f"/{name}")
     if plan.host_budget_bytes is not None:
         check.count(plan.host_budget_bytes, "/host_budget_bytes")
+    if plan.budget_lower_bound_bytes is not None:
+        check.count(plan.budget_lower_bound_bytes, "/budget_lower_bound_bytes")
     if plan.link_bytes_per_s is not None:
         check.number(plan.link_bytes_per_s, "/link_bytes_per_s")
     if plan.lower_bound_us is not None:
