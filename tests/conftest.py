@@ -25,6 +25,7 @@ def compiled_kernels(tmp_path_factory):
         fcntl.flock(lock, fcntl.LOCK_EX)
         for method in ("coop", "coop-offline"):
             plan(graph, "min", method=method)
+        plan(graph, "min", method="coop-offline", time_limit=1)  # what a deadline alone runs
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ class VariantParams(Params):
     """Starts, and the large neighbourhood search from them (`planner.variants.search`)."""
 
     climbs: Count = 24
-    """Sets of bodies tried, one change at a time, where no program is solved."""
+    """
+    Sets of bodies tried, one change at a time, where no program is solved; in haste on small steps.
+    """
 
     neighbourhoods: Count = 8
     """Neighbourhoods solved at most, where no time limit was given."""
@@ -38,6 +40,9 @@ class VariantParams(Params):
 
     widths: tuple[Share, ...] = (0.06, 0.12, 0.2, 0.4)
     """Shares of the program that are set free at a time, one drawn each time."""
+
+    counted_widths: Count = 2
+    """So many of these, the first, where no time limit was given."""
 
     step_seconds: Seconds = 3.0
     """Time limit of one neighbourhood."""

@@ -110,6 +110,12 @@ class BodySearch:
                     for bodies in self.choices.of
                 ]
             )
+        yield self._consistent([min(bodies, key=self._touched) for bodies in self.choices.of])
+
+    def _touched(self, body: int) -> int:
+        """Bytes of the tensors that a body reads and makes: what is kept for others, or by them."""
+        tensors = self.choices.reads[body].union(self.problem.bodies[body].makes)
+        return sum(self.problem.size[t] for t in tensors)
 
     def _relaxed(self, process: SolverProcess, model: BodyModel) -> Iterator[list[int]]:
         """What the program says whose columns need not be integers."""
@@ -229,7 +235,7 @@ class BodySearch:
                 params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)
                 with SolverProcess(params) as process:
                     self._run(process, prove)
-            else:
+            elif not haste or self.choices.n <= self.params.small_ops:
                 self._climb(best)
         if self.placed is None:
             raise DoesNotFitError(least_working_set(self.problem).op)
@@ -263,9 +269,12 @@ class BodySearch:
         if self.request.any_schedule and self.placed is not None:
             return
         self._from(self._rules())
-        if prove or self.placed is None or self.choices.n <= self.params.small_ops:
+        small = self.choices.n <= self.params.small_ops
+        # Without a time limit a large program may take minutes to say that nothing fits.
+        whole = prove or small or self._timed
+        if whole and (prove or small or self.placed is None):
             self._solve(process, model)
-        while self.placed is None and self.points != model.points and not self._done():
+        while whole and self.placed is None and self.points != model.points and not self._done():
             # The solution was too full somewhere.
             model = self._model(self.capacity)
             self._solve(process, model)
@@ -337,7 +346,9 @@ class BodySearch:
             if model is None or looked_at != (self.points, capacity):
                 model, looked_at = self._model(capacity), (list(self.points), capacity)
             values = lifted(model, self.placed.schedule)
-            width = int(self.choices.n * draw.choice(params.widths)) + 1
+            # A wide one may take a minute for its first node.
+            widths = params.widths if self._timed else params.widths[: params.counted_widths]
+            width = int(self.choices.n * draw.choice(widths)) + 1
             low = draw.randrange(-width // 2, self.choices.n)
             stretch = neighbourhood(model, values, range(low, low + width))
             until = self._until(params.step_seconds)

@@ -5,9 +5,9 @@ Program order is the forward ops, then the backward ops, each in traced order.
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,6 +21,7 @@ from coop_plan.runtime.capture.collectives import (
 )
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.fusing import fuse_cross_entropies
+from coop_plan.runtime.capture.masks import Other, offer_bits
 from coop_plan.runtime.capture.profile import measured_ops
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.device import cuda
@@ -34,13 +35,21 @@ from coop_plan.runtime.torch_internals import (
     real_object,
     tree_flatten,
 )
-from coop_plan.schemas import Graph, parse_graph
+from coop_plan.schemas import Compute, Graph, Op, Variant, parse_graph
 
 GENERATOR_BYTES = 5056
 """Of one state of the CPU's generator, of which each random op may need one to run again."""
 
 TICKET_BYTES = 8
 """Of what the forward saves to know its step by (runtime.execute.step)."""
+
+
+class Running(NamedTuple):
+    """A body of an op: what the graph says of it, the node that runs, and its facts."""
+
+    form: Op | Variant
+    node: fx.Node
+    facts: OpProfile
 
 
 @dataclass
@@ -69,6 +78,26 @@ class Captured:
     resident_within: int = 0
     """Bytes that count as resident and are allocated when the step runs: tangents, copies of inputs
     that the step overwrites, the runtime's own."""
+    others: Mapping[fx.Node, Mapping[str, Other]] = field(default_factory=dict)
+    """The variants of ops, by node and name."""
+
+    def body(self, step: Compute) -> Running:
+        """What a step of a plan runs.
+
+        Raises:
+            CaptureError: a variant of which nothing is known here.
+        """
+        op, node = self.graph.ops[step.op], self.ops[step.op]
+        if step.variant is None:
+            return Running(op, node, self.profiles[step.op])
+        other = self.others.get(node, {}).get(step.variant)
+        if other is None:
+            raise CaptureError(
+                f"the plan runs op {op.id} ({op.name}) as '{step.variant}', which is not known"
+                " here: plan the graph that this version captures"
+            )
+        form = next(form for form in op.variants if form.name == step.variant)
+        return Running(form, other.node, other.facts)
 
 
 @kept_profiles()
@@ -112,6 +141,7 @@ def capture_joint(
     for node in module.graph.nodes:
         builder.visit(node)
     _own_layout(module, builder, outputs, num_fwd_outputs)
+    others = offer_bits(builder) if variants and model is None else {}
     described = _described(device) if model is None else model.described()
     if device.type == "cuda" and model is None:
         torch.cuda.empty_cache()  # of what profiling took
@@ -164,6 +194,7 @@ def capture_joint(
         output_args=outputs,
         # On CUDA only what the arena's hook sees is counted, and this is not.
         resident_within=_resident_within(builder) if device.type == "cpu" else 0,
+        others=others,
     )
 
 

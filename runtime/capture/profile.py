@@ -44,8 +44,8 @@ SCRATCH_ALIGNMENT = 64
 DRAWN = 4093
 """Numbers of a stand-in after which they come again: a prime, or rows of matrices were equal."""
 
-LASTING_OPS = ("aten", "prims")
-"""Namespaces whose ops change with PyTorch's version only; others are measured by every process."""
+LASTING_OPS = ("aten", "prims", "coop_plan")
+"""Namespaces whose ops change with the version only; others are measured by every process."""
 
 LASTING_VALUES = (
     *(bool, int, float, complex, str, type(None)),

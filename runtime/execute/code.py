@@ -10,7 +10,6 @@ from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.lasting import accumulate
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
-from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.copies import Copies, Route, Transfers
 from coop_plan.runtime.execute.flight import Flight
 from coop_plan.runtime.execute.generators import Generator, default_generator
@@ -31,13 +30,6 @@ class Code:
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
         steps = [step for step in plan.steps if isinstance(step, Compute)]
-        for step in steps:
-            if step.variant is not None:
-                op = captured.graph.ops[step.op]
-                raise CaptureError(
-                    f"the plan runs op {op.id} ({op.name}) as '{step.variant}', which is not known"
-                    " here: plan the graph that this version captures"
-                )
         seen: set[int] = set()
         self._again = []
         for step in steps:
@@ -154,7 +146,7 @@ def _gradient_slots(
             if buffer in made:
                 found[position] = made[buffer]
         buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
-        taken = captured.profiles[step.op].allocations[: 0 if number in over else len(slots)]
+        taken = captured.body(step).facts.allocations[: 0 if number in over else len(slots)]
         for i, allocation in enumerate(taken):
             if allocation.output in buffers:
                 made[buffers[allocation.output]] = first + i
@@ -185,7 +177,7 @@ def _slots(captured: Captured, step: Compute, *, over: bool) -> list[tuple[int, 
 
     One that writes `over` an input takes its scratch alone.
     """
-    profile = captured.profiles[step.op]
+    profile = captured.body(step).facts
     written = {captured.base[w.tensor][1]: w.offset for w in step.writes}
     slots = []
     for allocation in profile.scratch if over else profile.allocations:

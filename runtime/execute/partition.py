@@ -129,10 +129,10 @@ def shared_places(captured: Captured, plan: Plan) -> dict[int, fx.Node]:
             offset[step.buffer] = step.offset
         if not isinstance(step, Compute):
             continue
-        op, node = captured.graph.ops[step.op], captured.ops[step.op]
-        reads = dict(zip(op.inputs, step.reads, strict=True))
+        form, node, _ = captured.body(step)
+        reads = dict(zip(form.inputs, step.reads, strict=True))
         placed = {write.tensor: write.offset for write in step.writes}
-        for made, source in op.inplace:
+        for made, source in form.inplace:
             read = reads[source]
             if isinstance(read, TensorRead) or placed.get(made) is None:
                 continue
@@ -245,14 +245,13 @@ class _Half:
     def emit(self, step: Compute, number: int, over: fx.Node | None) -> None:
         """Copy the op of a compute step; `over` is the argument in whose place its result lies."""
         captured = self.captured
-        op = captured.graph.ops[step.op]
+        form, node, _ = captured.body(step)
         bind: dict[int, Source] = {}
-        for t, read in zip(op.inputs, step.reads, strict=True):
+        for t, read in zip(form.inputs, step.reads, strict=True):
             if isinstance(read, TensorRead):
                 bind[t] = ("outside", t)
             else:
                 bind[t] = ("buffer", read)
-        node = captured.ops[step.op]
         copy = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
         if over is not None:
             target: Any = copy.target
