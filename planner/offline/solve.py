@@ -25,7 +25,7 @@ from coop_plan.planner.offline.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.resequence import Resequencing
 from coop_plan.planner.online.methods import run_coop
-from coop_plan.planner.online.run import OnlineRun
+from coop_plan.planner.online.run import OnlineRun, TooDearError
 
 
 class CoopOffline:
@@ -55,8 +55,9 @@ class CoopOffline:
                 self._search_jointly(request.deadline)
             if portfolio.best.found is not None or self._swapped is not None:
                 return
-        with contextlib.suppress(DoesNotFitError, TimeLimitError):
-            self._online = run_coop(self.problem, replace(request, progress=None, off=frozenset()))
+        with contextlib.suppress(DoesNotFitError, TimeLimitError, TooDearError):
+            quiet = replace(request, progress=None, off=frozenset())
+            self._online = run_coop(self.problem, quiet, cost_limit=portfolio.best.cost_us)
         if portfolio.best.found is not None:
             climb(portfolio)
             portfolio.place_the_unplaced()

@@ -22,6 +22,8 @@ appendix C; and, where the papers leave a choice open, what their authors' publi
   fit; cost / staleness without the size in windows.
 """
 
+import math
+
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
@@ -44,14 +46,20 @@ def solve_coop(problem: Problem, request: Request, params: OnlineParams = DEFAUL
     return _solution(run_coop(problem, request, params))
 
 
-def run_coop(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> OnlineRun:
-    """Coop's run, before it is made a schedule."""
+def run_coop(
+    problem: Problem,
+    request: Request,
+    params: OnlineParams = DEFAULTS,
+    cost_limit: float = math.inf,
+) -> OnlineRun:
+    """Coop's run, before it is made a schedule; `TooDearError` above the limit (µs)."""
     return simulate_arena(
         problem,
         request,
         WINDOW if "sliding-window" not in request.off else SINGLE,
         partition="partitioning" not in request.off,
         inplace="recomputable-inplace" not in request.off,
+        cost_limit=cost_limit,
         params=params,
     )
 

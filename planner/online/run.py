@@ -12,6 +12,7 @@ from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.online.outlook import least_cost
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import (
@@ -35,6 +36,13 @@ from coop_plan.planner.online.state import (
     ArenaState,
     empty_arena,
 )
+
+ROUNDING = 1e-9
+"""Share of a cost by which sums in another order may differ."""
+
+
+class TooDearError(Exception):
+    """A run would cost more than was asked for."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +98,18 @@ def simulate_arena(
     whole_closure: bool = True,
     transfers: int = 0,
     gaps: bool = True,
+    cost_limit: float = np.inf,
     params: OnlineParams = DEFAULTS,
 ) -> OnlineRun:
     """
     Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
 
     Without `gaps` only bytes count, as in DTR's own simulator: addresses are of no arena.
+    `cost_limit` (µs) ends a run once it is sure to cost more.
 
     Raises:
         DoesNotFitError: at the op that cannot be run.
+        TooDearError: it costs more than the limit.
         TimeLimitError: the request's deadline has passed.
     """
     unit = problem.alignment
@@ -112,7 +123,7 @@ def simulate_arena(
         transfers=transfers,
         gaps=gaps,
     )
-    how = rule, inplace, transfers, params
+    how = rule, inplace, transfers, cost_limit, params
     try:
         return _simulate(problem, request, partial(begin, floor), *how)
     except DoesNotFitError:
@@ -132,6 +143,7 @@ def _simulate(
     rule: int,
     inplace: bool,
     transfers: int,
+    cost_limit: float,
     params: OnlineParams,
 ) -> OnlineRun:
     """Execute the step in an arena that `begin` makes with a record of so many events."""
@@ -141,6 +153,7 @@ def _simulate(
     record = min(most, params.first_record * n + 64)
     if transfers:
         record += 4 * problem.tensor_count
+    limit = cost_limit * (1 + ROUNDING)
     while True:
         state = begin(record)
         status = DONE
@@ -152,6 +165,8 @@ def _simulate(
             status = advance(arrays, state, start, stop, most, rule, inplace)
             if status != DONE:
                 break
+            if limit < np.inf and not transfers and least_cost(arrays, state, stop) > limit:
+                raise TooDearError
         if status == DONE:
             return OnlineRun(problem, state)
         if status != RECORD_FULL:
