@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Factor, Params, Positive, Ratio, Share, Size
+from coop_plan.planner.core.params import (
+    Count,
+    Factor,
+    Params,
+    Positive,
+    PositiveShare,
+    Ratio,
+    Share,
+    Size,
+)
 
 
 @dataclass(frozen=True)
@@ -116,17 +125,20 @@ class JointParams(Params):
 
     moves: MoveParams = TRANSFERS
 
-    heat: Ratio = 0.4
+    heat: Ratio = 0.15
     """Temperature at the beginning, in mean costs of an op."""
 
     cooling: Ratio = 2.0
     """The temperature falls with this power of what is left of the search."""
 
-    events: Size = 12_000_000
-    """The search's length without a time limit, in events gone through, about."""
+    steps: Size = 50_000
+    """The search's length without a time limit."""
 
-    steps_per_event: Size = 1500
-    """The same as steps, at most, as a factor on the events of a sequence."""
+    events: Size = 80_000_000
+    """The same in events gone through, at most, about."""
+
+    steps_per_event: Size = 75
+    """The same, at most, as a factor on the events of a sequence."""
 
     hurried: Count = 10
     """The search is shorter by this factor where any schedule will do."""
@@ -146,8 +158,18 @@ class JointParams(Params):
     room: Count = 2000
     """And so many more."""
 
+    soft: Positive = 1e-3
+    """
+    What an arena that is too small by a factor e costs to begin with, in base costs.
+
+    So little that at first only room is made that costs next to nothing.
+    """
+
+    softly: PositiveShare = 0.5
+    """Share of an annealing until it costs `steep`."""
+
     steep: Positive = 5.0
-    """What an arena that is too small by a factor e costs at least, in base costs."""
+    """What it costs at least from then on."""
 
     steeper: Factor = 1.01
     """Factor on that where a sequence does not fit."""

@@ -1,10 +1,10 @@
 """
 The joint search: simulated annealing of sequences of runs and copies.
 
-It starts from a schedule that only recomputes and from the program as it is; what it returns costs
-less than it was told. Too much memory is allowed on the way, at a price that rises as long as it is
-used. Simulated annealing after Kirkpatrick et al., Optimization by Simulated Annealing, Science
-1983.
+It starts from schedules that only recompute, for the arena and for more, and from the program as it
+is; what it returns costs less than it was told. Too much memory is allowed on the way, at a price
+that is low at first, so that room is made where it costs least, and rises as long as it is used.
+Simulated annealing after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983.
 """
 
 import time
@@ -49,7 +49,7 @@ class JointSearch:
         self.random = np.random.default_rng(request.seed)
         events = max(1, *(sequence.size for sequence in starts))
         self.state = start(problem, params.room_factor * events + params.room, params.moves)
-        self.steps = min(params.events // events, params.steps_per_event * events)
+        self.steps = min(params.steps, params.events // events, params.steps_per_event * events)
         if request.any_schedule:
             self.steps //= params.hurried
         self.chunk = max(1, min(params.chunk_events // events, self.steps // params.chunks))
@@ -78,7 +78,7 @@ class JointSearch:
         arena, base = self.request.arena_bytes, self.problem.base_cost_us
         host = -1 if self.problem.host_budget is None else self.problem.host_budget
         heat = params.heat * base / self.problem.op_count
-        steep = params.steep
+        steeper = 1.0
         steps = int(share * self.steps)
         done = astray = 0
         go_to(state, sequence)
@@ -89,6 +89,8 @@ class JointSearch:
                 left = 1.0 - done / max(1, steps)
             else:
                 left = (deadline - time.monotonic()) / max(1e-9, deadline - begin)
+            firmness = 1.0 if self.request.any_schedule else min(1.0, (1.0 - left) / params.softly)
+            steep = params.soft ** (1.0 - firmness) * params.steep**firmness * steeper
             if left <= 0 or (self.placed is not None and self.request.any_schedule):
                 break
             cost, over = walk(
@@ -103,14 +105,14 @@ class JointSearch:
             )
             done += self.chunk
             if over > 0:
-                steep *= params.steeper
-                astray += 1
+                steeper *= params.steeper if firmness == 1.0 else 1.0
+                astray += firmness == 1.0
                 if astray > params.patience and fits is not None:
                     go_to(state, fits[1])
                     astray = 0
                 continue
             astray = 0
-            steep = max(params.steep, steep / params.less_steep)
+            steeper = max(1.0, steeper / params.less_steep)
             if fits is None or cost < fits[0]:
                 fits = cost, here(state)
                 if cost < self.cost_us * (1 - params.worth_placing):
@@ -119,7 +121,7 @@ class JointSearch:
             self._report()
         if fits is not None and fits[0] < self.cost_us:
             self._place(fits[1])
-        return fits if fits is not None else (cost + steep * base * over, here(state))
+        return fits if fits is not None else (cost + params.steep * base * over, here(state))
 
     def _at_the_floor(self) -> bool:
         """Whether no schedule of default bodies costs less: every op once, and nobody waits."""

@@ -301,6 +301,11 @@ class CoopOfflineParams(Params):
 
     joint: JointParams = JOINT
 
+    between: tuple[Share, ...] = (0.5,)
+    """
+    Where between the arena and all that could be kept there are more sequences to start it from.
+    """
+
     weights_share: Share = 0.25
     """Share of the time for annealing the weights, before the sequence."""
 

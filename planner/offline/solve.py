@@ -16,7 +16,7 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import PlacedSchedule
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.joint.search import JointSearch
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.anneal import Annealing, alike
@@ -99,12 +99,7 @@ class CoopOffline:
         self, deadline: float | None, enough: Callable[[], bool] = lambda: False
     ) -> None:
         """Look for a schedule with transfers that costs less than the best so far."""
-        found = self.portfolio.best.found
-        starts = [np.arange(self.problem.op_count)]
-        if self._sequence is not None:
-            starts = [self._sequence]
-        elif found is not None:
-            starts.append(found.run.ops)
+        starts = self._starts() if self._sequence is None else [self._sequence]
         seed = self.request.seed + self._joint_searches
         self._joint_searches += 1
         search = JointSearch(
@@ -117,6 +112,24 @@ class CoopOffline:
         search.run(deadline, enough)
         if search.placed is not None:
             self._swapped, self._sequence = search.placed, search.sequence
+
+    def _starts(self) -> list[Ints]:
+        """
+        The program, the best sequence that fits, and sequences of recomputes alone in between.
+
+        Those need more than the arena, for the joint search to make room by transfers.
+        """
+        portfolio, arena = self.portfolio, self.request.arena_bytes
+        program = np.arange(self.problem.op_count)
+        starts = [program]
+        if portfolio.best.found is not None:
+            starts.append(portfolio.best.found.run.ops)
+        everything = Schedule.of(self.problem, program).blocks().live
+        for share in self.params.between if everything > arena else ():
+            budget = int(arena + share * (everything - arena))
+            rules = range(len(portfolio.settings))
+            starts += [run.ops for _, _, run in portfolio.runs(budget, rules, 1)]
+        return starts
 
     @property
     def _cost_us(self) -> float:
