@@ -131,14 +131,14 @@ class JointParams(Params):
     cooling: Ratio = 2.0
     """The temperature falls with this power of what is left of the search."""
 
-    steps: Size = 50_000
-    """The search's length without a time limit."""
+    steps: Size = 8_000
+    """The search's length without a time limit, in steps, and so many more:"""
+
+    steps_per_event: Size = 35
+    """for each event of a sequence."""
 
     events: Size = 80_000_000
     """The same in events gone through, at most, about."""
-
-    steps_per_event: Size = 75
-    """The same, at most, as a factor on the events of a sequence."""
 
     hurried: Count = 10
     """The search is shorter by this factor where any schedule will do."""

@@ -49,7 +49,7 @@ class JointSearch:
         self.random = np.random.default_rng(request.seed)
         events = max(1, *(sequence.size for sequence in starts))
         self.state = start(problem, params.room_factor * events + params.room, params.moves)
-        self.steps = min(params.steps, params.events // events, params.steps_per_event * events)
+        self.steps = min(params.events // events, params.steps + params.steps_per_event * events)
         if request.any_schedule:
             self.steps //= params.hurried
         self.chunk = max(1, min(params.chunk_events // events, self.steps // params.chunks))
