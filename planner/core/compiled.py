@@ -47,6 +47,19 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _Kept(CompileResultCacheImpl):
+    """
+    What is kept of a kernel, without environments that hold nothing.
+
+    numba keeps one for each function that was compiled in, and to load it imports that function's
+    module. Compiled code asks an environment for its constants alone.
+    """
+
+    def reduce(self, cres: Any) -> Any:
+        *rest, environments = super().reduce(cres)  # type: ignore[no-untyped-call]
+        return (*rest, tuple(each for each in environments if each.consts))
+
+
 class _Cache(FunctionCache):
     """
     A cache that knows what else a kernel is made of, and counts an index it cannot read as empty.
@@ -55,6 +68,8 @@ class _Cache(FunctionCache):
     are compiled in, and an old copy of them would write out of bounds. The index names the classes
     of the arguments; one that has moved would otherwise end every call with an import error.
     """
+
+    _impl_class = _Kept
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
@@ -74,7 +89,7 @@ class _Cache(FunctionCache):
         return found
 
 
-class _Entry(CompileResultCacheImpl):
+class _Entry(_Kept):
     """
     What is kept of a kernel that only Python calls: its machine code.
 
@@ -83,14 +98,14 @@ class _Entry(CompileResultCacheImpl):
     """
 
     def reduce(self, cres: Any) -> Any:
-        (name, kind, (code, _)), *rest = super().reduce(cres)  # type: ignore[no-untyped-call]
+        (name, kind, (code, _)), *rest = super().reduce(cres)
         defined = f'define void @"{cres.fndesc.llvm_cpython_wrapper_name}"() {{ ret void }}'
         bitcode = llvmlite.binding.parse_assembly(defined).as_bitcode()
         return ((name, kind, (code, bitcode)), *rest)
 
 
 class _EntryCache(_Cache):
-    _impl_class = _Entry  # type: ignore[assignment]
+    _impl_class = _Entry
 
 
 class _LateCache:

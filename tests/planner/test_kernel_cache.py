@@ -1,7 +1,10 @@
 """Compiled kernels are kept, but never older than what they are made of."""
 
 import ast
+import os
 import pickle
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -64,6 +67,44 @@ def test_a_kept_kernel_is_loaded_and_gives_the_same(tmp_path, monkeypatch):
 
         assert fourfold(2) == 8
         assert sum(fourfold.stats.cache_hits.values()) == hits
+
+
+KERNEL = """
+import sys
+import numpy as np
+from coop_plan.planner.core.compiled import njit
+
+@njit
+def between(low, high):
+    if low > high:
+        raise ValueError("low is above high")
+    return np.arange(low, high)
+
+print(*between(3, 6), sum(between.stats.cache_hits.values()), "numba.np.arrayobj" in sys.modules)
+try:
+    between(1, 0)
+except ValueError as error:
+    print(error)
+try:
+    between(0, 1 << 56)
+except MemoryError:
+    print("refused")
+"""
+
+
+def test_a_kept_kernel_is_loaded_without_the_compilers_modules_and_raises_as_before(tmp_path):
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    first, then = (
+        subprocess.run(
+            [sys.executable, "kernel.py"],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+        ).stdout.splitlines()
+        for _ in range(2)
+    )  # fmt: skip
+    raised = ["low is above high", "refused"]
+    assert first == ["3 4 5 0 True", *raised]
+    assert then == ["3 4 5 1 False", *raised]
 
 
 def test_no_kernel_calls_one_that_is_kept_for_python_alone():
