@@ -334,6 +334,7 @@ def infeasible(key: str, error: Any) -> Reply:
     members = {
         "budget_bytes": error.budget_bytes,
         "min_feasible_bytes": error.min_feasible_bytes,
+        "budget_lower_bound_bytes": error.budget_lower_bound_bytes,
         "blocking_op": error.blocking_op,
         "blocking_op_name": error.blocking_op_name,
         "working_set_bytes": error.working_set_bytes,

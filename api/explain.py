@@ -70,6 +70,7 @@ def _document(found: "Explanation", refused: Any) -> dict[str, Any]:
         made["infeasible"] = {
             "budget_bytes": refused.budget_bytes,
             "min_feasible_bytes": refused.min_feasible_bytes,
+            "budget_lower_bound_bytes": refused.budget_lower_bound_bytes,
             "blocking_op": refused.blocking_op,
             "blocking_op_name": refused.blocking_op_name,
             "working_set_bytes": refused.working_set_bytes,

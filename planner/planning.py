@@ -236,6 +236,7 @@ def plan(
         0 if blocking is None else needs(problem).first[blocking],
         unused,
         "" if held is None else reason(problem, held),
+        least_budget(problem),
     )
 
 

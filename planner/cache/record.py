@@ -131,6 +131,7 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
     op: int | None
     working_set_bytes: int
     unused: list[str]
+    budget_lower_bound_bytes: int | None = None
     held: bool = False
     """Whether something that cannot be made again is in the way: what, in the ids of a graph."""
 
@@ -146,6 +147,7 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             working_set_bytes=error.working_set_bytes,
             unused=list(error.unused),
             held=bool(error.held),
+            budget_lower_bound_bytes=error.budget_lower_bound_bytes,
         )
 
     def for_question(
@@ -168,6 +170,7 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             self.working_set_bytes,
             self.unused,
             self._what_is_held(graph, options),
+            self.budget_lower_bound_bytes,
         )
 
     def _what_is_held(self, graph: Graph, options: PlanOptions) -> str:

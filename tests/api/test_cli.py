@@ -83,6 +83,7 @@ def test_an_infeasible_budget_says_what_would_do_and_what_blocks(run, folder):
     assert code == 3
     answer = json.loads(out)
     assert answer["min_feasible_bytes"] == least
+    assert 200 < answer["budget_lower_bound_bytes"] <= least
     assert answer["blocking_op_name"]
     assert run("graph.json", "--budget", least, "--alignment", "1")[0] == 0
     assert run("graph.json", "--budget", least - 1, "--alignment", "1")[0] == 3

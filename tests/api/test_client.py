@@ -53,6 +53,7 @@ def test_a_refusal_is_the_librarys_own_error(url, chain):
     with coop_plan.Client(url) as client:
         with pytest.raises(InfeasibleBudgetError) as small:
             client.plan(chain, 200, alignment=1)
+        assert 200 < small.value.budget_lower_bound_bytes <= small.value.min_feasible_bytes
         assert client.plan(chain, small.value.min_feasible_bytes, alignment=1)
         with pytest.raises(InvalidInputError, match="no switch"):
             client.plan(chain, 330, switches={"magic": False})

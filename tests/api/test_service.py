@@ -153,6 +153,7 @@ def test_an_infeasible_budget_is_a_conflict_that_says_what_would_do(ask, body):
     for _ in range(2):
         answer = problem(ask({**body, "budget": 200}), 409, "budget-infeasible")
     assert answer["budget_bytes"] == 200
+    assert 200 < answer["budget_lower_bound_bytes"] <= answer["min_feasible_bytes"]
     assert answer["blocking_op_name"]
     assert ask({**body, "budget": answer["min_feasible_bytes"]}).status_code == 200
     assert ask({**body, "budget": answer["min_feasible_bytes"] - 1}).status_code == 409

@@ -35,6 +35,8 @@ def test_plan_is_valid_or_the_minimum_is_feasible(method, graph, outputs, budget
         made = plan(graph, budget, **options)
     except InfeasibleBudgetError as error:
         assert error.min_feasible_bytes > error.budget_bytes
+        assert error.budget_lower_bound_bytes is not None
+        assert error.budget_lower_bound_bytes <= error.min_feasible_bytes
         made = plan(graph, max(1, error.min_feasible_bytes), **options)
         assert made.peak_bytes <= max(1, error.min_feasible_bytes)
     assert find_faults(graph, made) == []

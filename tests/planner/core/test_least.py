@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.hard_graphs import FAMILIES, hard_graph
-from coop_plan.planner import Problem, plan
+from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.least import least_arena, least_budget
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.verifier import find_faults
@@ -69,3 +69,20 @@ def test_the_smallest_plan_says_how_far_it_may_be_from_the_smallest(family):
     assert plan(graph, "100%", method="dtr").budget_lower_bound_bytes is None
     wrong = made.model_copy(update={"budget_lower_bound_bytes": made.peak_bytes + 1})
     assert [fault.code for fault in find_faults(graph, wrong)] == ["wrong-bound"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(max_ops=7, variants=False, rng=False, bandwidth=False), OUTPUTS, st.data())
+def test_a_refusal_says_what_no_schedule_is_without(graph, outputs, data):
+    """However small the budget was; what is refused from the bound on may be met by another."""
+    options = {"outputs": outputs, "alignment": 8}
+    problem = Problem.from_graph(graph, **options)
+    least = least_budget(problem)
+    if least < 2:
+        return
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        plan(graph, data.draw(st.integers(1, least - 1)), **options)
+    assert refused.value.budget_lower_bound_bytes == least <= refused.value.min_feasible_bytes
+    assert f"no schedule at all one below {least} bytes" in str(refused.value)
+    if least_arena(problem) > 0:
+        assert cheapest(problem, least_arena(problem) - 8) is None
