@@ -12,13 +12,14 @@ measured from now to that use in a price that the caller sets per program positi
 a tensor includes those of evicted tensors that must be recomputed from it.
 
 Closures and next uses are kept per tensor and looked at again only when something they depend on
-came or went. Where many tensors are live, one look at all of them serves several evictions.
+came or went. Where many tensors are live, one look at the best of them serves several evictions;
+`planner.offline.heap` knows which those are.
 """
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
-from coop_plan.planner.core.compiled import inlined, njit
+from coop_plan.planner.core.compiled import inlined, inner, njit
 from coop_plan.planner.offline.closures import (
     announce,
     banish,
@@ -27,7 +28,9 @@ from coop_plan.planner.offline.closures import (
     mark_relatives,
     next_demand,
 )
+from coop_plan.planner.offline.heap import put_in, take_out
 from coop_plan.planner.offline.state import (
+    ASIDE,
     CHANGED,
     CHANGED_COUNT,
     CLOSURE,
@@ -36,8 +39,12 @@ from coop_plan.planner.offline.state import (
     DUE,
     EVENTS,
     EVICTABLE,
+    HEAP,
+    HEAP_COUNT,
+    HEAPED,
     INPLACE_OUT,
     INPLACE_SOURCE,
+    KEY,
     LARGE,
     LARGE_COUNT,
     LISTED,
@@ -198,7 +205,6 @@ def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
     """
     best_score = np.inf
     best, best_small = -1, True
-    worst = np.inf
     for attempt in range(3):
         row, length, extra = LARGE, s.counts[LARGE_COUNT], 0
         if attempt == 0:
@@ -206,15 +212,17 @@ def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
                 continue
             length, extra = s.counts[POOL_COUNT], s.counts[CHANGED_COUNT]
         elif attempt == 1:
-            for i in range(s.counts[CHANGED_COUNT]):
-                s.tensor[LISTED, s.tensor[CHANGED, i]] = 0
-            s.counts[CHANGED_COUNT] = 0
+            _renew(a, s, position)
             s.counts[POOL_COUNT] = s.counts[POOL_SMALL] = 0
             s.counts[POOL_UNTIL] = position + s.pool_ops
         else:
             row, length = SMALL, s.counts[SMALL_COUNT]
             s.counts[POOL_SMALL] = 1
-        pooling = attempt > 0 and length > s.pool_from
+        if attempt > 0 and length > s.pool_from:
+            _fill(a, s, short, position, attempt == 2)
+            if s.counts[POOL_COUNT] > 0:
+                return int(s.pool[0])
+            continue
         for i in range(length + extra):
             if attempt > 0:
                 t = s.tensor[row, i]
@@ -230,11 +238,70 @@ def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
             score = _score(a, s, t, short, position)
             if score < best_score or (best_small and not small):
                 best_score, best, best_small = score, t, small
-            if pooling and score < worst:
-                worst = _keep(s, t, score)
         if best >= 0:
             break
     return best
+
+
+@inner
+def _fill(a: Arrays, s: ClairvoyantState, short: int, position: int, small: bool) -> None:
+    """
+    Fill the pool with the least scores of the heap, of large tensors or, where none can go, of all.
+
+    Scores rise as uses come nearer, so the older ones in the heap are not above what they are now.
+    Where bytes are capped, they follow what is short, and all are looked at.
+    """
+    worst = np.inf
+    if s.cap:
+        for i in range(s.counts[SMALL_COUNT] if small else s.counts[LARGE_COUNT]):
+            t = s.tensor[SMALL if small else LARGE, i]
+            if s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
+                continue
+            score = _score(a, s, t, short, position)
+            if score < worst:
+                worst = _keep(s, t, score)
+        return
+    aside = 0
+    while s.counts[HEAP_COUNT] > 0:
+        t = s.tensor[HEAP, 0]
+        if s.value[KEY, t] >= worst or (a.size[t] < s.small and not small):
+            break
+        if s.tensor[EVICTABLE, t] == 0:
+            take_out(a, s, t)
+            continue
+        if s.tensor[PINS, t] == 0:
+            key = _score(a, s, t, short, position)
+            if key > s.value[KEY, t]:
+                put_in(a, s, t, key)
+                continue
+            worst = _keep(s, t, key)
+        take_out(a, s, t)
+        s.tensor[ASIDE, aside] = t
+        aside += 1
+    for i in range(aside):
+        put_in(a, s, s.tensor[ASIDE, i], s.value[KEY, s.tensor[ASIDE, i]])
+
+
+@inner
+def _renew(a: Arrays, s: ClairvoyantState, position: int) -> None:
+    """Forget what changed, or put it into the heap by its score now, the first time all of it."""
+    live = s.counts[LARGE_COUNT] + s.counts[SMALL_COUNT]
+    if s.counts[HEAPED] == 0 and not s.cap and live > s.pool_from:
+        s.counts[HEAPED] = 1
+        for row, count in ((LARGE, LARGE_COUNT), (SMALL, SMALL_COUNT)):
+            for i in range(s.counts[count]):
+                changed(s, s.tensor[row, i])
+    left = 0
+    for i in range(s.counts[CHANGED_COUNT]):
+        t = s.tensor[CHANGED, i]
+        if s.counts[HEAPED] == 1 and s.tensor[PLACE, t] >= 0 and s.tensor[PINS, t] > 0:
+            s.tensor[CHANGED, left] = t
+            left += 1
+            continue
+        s.tensor[LISTED, t] = 0
+        if s.counts[HEAPED] == 1 and s.tensor[PLACE, t] >= 0 and s.tensor[EVICTABLE, t] == 1:
+            put_in(a, s, t, _score(a, s, t, 1, position))
+    s.counts[CHANGED_COUNT] = left
 
 
 @inlined
@@ -302,6 +369,7 @@ def _take_off(a: Arrays, s: ClairvoyantState, t: int) -> None:
     s.tensor[row, place] = last
     s.tensor[PLACE, last] = place
     s.tensor[PLACE, t] = -1
+    take_out(a, s, t)
 
 
 @inlined

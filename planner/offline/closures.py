@@ -14,6 +14,7 @@ from coop_plan.planner.offline.state import (
     DIRTY,
     DUE,
     EVICTABLE,
+    HEAPED,
     LISTED,
     LIVE,
     MADE,
@@ -31,7 +32,7 @@ from coop_plan.planner.offline.state import (
 def changed(s: ClairvoyantState, t: int) -> None:
     """The closure or the next use of `t` may not be what they were."""
     s.tensor[DIRTY, t] = 1
-    if s.tensor[LISTED, t] == 0 and s.counts[POOL_COUNT] > 0:
+    if s.tensor[LISTED, t] == 0 and (s.counts[POOL_COUNT] > 0 or s.counts[HEAPED] == 1):
         s.tensor[LISTED, t] = 1
         s.tensor[CHANGED, s.counts[CHANGED_COUNT]] = t
         s.counts[CHANGED_COUNT] += 1

@@ -11,6 +11,7 @@ from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
 from coop_plan.planner.offline.clairvoyant import run_clairvoyant
 from coop_plan.planner.offline.params import ClairvoyantParams
 from coop_plan.planner.offline.state import (
+    AT,
     DIRTY,
     DUE,
     EVENTS,
@@ -120,9 +121,9 @@ class Runner:
             weight=settings.weight,
             expected=np.zeros(settings.weight.size),
             paid=np.zeros(settings.weight.size),
-            counts=np.zeros(11, dtype=np.int64),
-            tensor=np.zeros((15, count + 1), dtype=np.int64),
-            value=np.zeros((2, count)),
+            counts=np.zeros(13, dtype=np.int64),
+            tensor=np.zeros((18, count + 1), dtype=np.int64),
+            value=np.zeros((3, count)),
             op=np.zeros((3, n + 1), dtype=np.int64),
             stack=self._scratch,
             pool=np.empty(params.pool, dtype=np.int64),
@@ -133,7 +134,7 @@ class Runner:
         state.tensor[SLOT] = self.arrays.uses_ptr
         state.tensor[[STORED, DUE]] = NEVER
         state.tensor[DIRTY] = 1
-        state.tensor[PLACE] = -1
+        state.tensor[[PLACE, AT]] = -1
         state.tensor[EVICTABLE, :count] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:

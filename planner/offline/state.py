@@ -20,9 +20,12 @@ NEVER = 1 << 40
     POOL_UNTIL,
     RETAINED_COUNT,
     POOL_SMALL,
-) = range(11)
+    HEAPED,
+    HEAP_COUNT,
+) = range(13)
 
-# Rows of `ClairvoyantState.tensor`. LARGE, SMALL and CHANGED are lists, MARK and LISTED are marks.
+# Rows of `ClairvoyantState.tensor`. LARGE, SMALL, CHANGED and ASIDE are lists, MARK and LISTED are
+# marks, HEAP is what `planner.offline.heap` keeps in order and AT where in it a tensor is.
 (
     LIVE,
     MADE,
@@ -39,10 +42,14 @@ NEVER = 1 << 40
     LARGE,
     SMALL,
     CHANGED,
-) = range(15)
+    HEAP,
+    AT,
+    ASIDE,
+) = range(18)
 
-# Rows of `ClairvoyantState.value`: closure cost × weight / bytes, and closure cost × weight in µs.
-MERIT, CLOSURE = range(2)
+# Rows of `ClairvoyantState.value`: closure cost × weight / bytes, closure cost × weight in µs, and
+# the score by which a tensor is in the heap.
+MERIT, CLOSURE, KEY = range(3)
 
 # Rows of `ClairvoyantState.op`.
 SEEN, ORDER, CURSOR = range(3)
