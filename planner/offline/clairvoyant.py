@@ -249,10 +249,11 @@ def _fill(a: Arrays, s: ClairvoyantState, short: int, position: int, small: bool
     Fill the pool with the least scores of the heap, of large tensors or, where none can go, of all.
 
     Scores rise as uses come nearer, so the older ones in the heap are not above what they are now.
-    Where bytes are capped, they follow what is short, and all are looked at.
+    Where there is no heap all are looked at: few are live, or bytes are capped and scores follow
+    what is short.
     """
     worst = np.inf
-    if s.cap:
+    if s.counts[HEAPED] == 0:
         for i in range(s.counts[SMALL_COUNT] if small else s.counts[LARGE_COUNT]):
             t = s.tensor[SMALL if small else LARGE, i]
             if s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
@@ -286,7 +287,7 @@ def _fill(a: Arrays, s: ClairvoyantState, short: int, position: int, small: bool
 def _renew(a: Arrays, s: ClairvoyantState, position: int) -> None:
     """Forget what changed, or put it into the heap by its score now, the first time all of it."""
     live = s.counts[LARGE_COUNT] + s.counts[SMALL_COUNT]
-    if s.counts[HEAPED] == 0 and not s.cap and live > s.pool_from:
+    if s.counts[HEAPED] == 0 and not s.cap and live > s.heap_from:
         s.counts[HEAPED] = 1
         for row, count in ((LARGE, LARGE_COUNT), (SMALL, SMALL_COUNT)):
             for i in range(s.counts[count]):

@@ -41,6 +41,9 @@ class ClairvoyantParams(Params):
     pool_from: Size = 512
     """Live tensors above which such a look is kept for several evictions."""
 
+    heap_from: Size = 1 << 14
+    """Live tensors above which they are kept in order, so that such a look is at the best alone."""
+
     pool_ops: Size = 64
     """Program positions after which a pool is too old."""
 

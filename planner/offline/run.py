@@ -116,6 +116,7 @@ class Runner:
             least_distance=params.least_distance,
             closure_ops=params.closure_ops,
             pool_from=params.pool_from,
+            heap_from=params.heap_from,
             pool_ops=params.pool_ops,
             price=settings.price,
             weight=settings.weight,

@@ -65,7 +65,7 @@ class ClairvoyantState(NamedTuple):
     `budget` and `small` are bytes; `price` is a prefix sum per program position, `weight` a factor
     per entry of `Arrays.uses` and one more for tensors without a further use. `cap` counts no more
     bytes of a victim than are short, `foresee` what the program will not need as gone; tensors
-    below `small` bytes are looked at last. The four after `foresee` are those of
+    below `small` bytes are looked at last. The five after `foresee` are those of
     `ClairvoyantParams`, and `pool` is as long as it says. `expected` and `paid` are as of
     `planner.offline.run.Record`.
     """
@@ -78,6 +78,7 @@ class ClairvoyantState(NamedTuple):
     least_distance: float
     closure_ops: int
     pool_from: int
+    heap_from: int
     pool_ops: int
     price: Floats
     weight: Floats

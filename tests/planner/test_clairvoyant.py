@@ -20,7 +20,7 @@ from coop_plan.planner.offline.state import AT, HEAP_COUNT
 from coop_plan.planner.offline.state import HEAP as ORDERED
 
 SCAN = ClairvoyantParams(pool_from=1 << 40)
-ORDER = replace(SCAN, pool_from=0, pool=4096)
+ORDER = replace(SCAN, pool_from=0, heap_from=0, pool=4096)
 
 
 def run(problem: Problem, params: ClairvoyantParams, share: float, settings: Settings):
