@@ -57,6 +57,31 @@ class Arrays(NamedTuple):
     resident: Flags
 
 
+class Program(NamedTuple):
+    """What walks among sequences need of `Arrays`; every call in compiled code passes all of it."""
+
+    ops: int
+    reads_ptr: Ints
+    reads: Ints
+    makes_ptr: Ints
+    makes: Ints
+    pairs_ptr: Ints
+    pairs_out: Ints
+    pairs_in: Ints
+    size: Ints
+    cost: Floats
+    workspace: Ints
+    producer: Ints
+    evictable: Flags
+    overwritten: Flags
+    outside: Flags
+
+
+def to_program(arrays: Arrays) -> Program:
+    """The program that arrays are of."""
+    return Program(*(getattr(arrays, name) for name in Program._fields))
+
+
 def to_arrays(problem: Problem) -> Arrays:
     """The arrays of `problem`, made once."""
     found = problem.__dict__.get("_arrays")

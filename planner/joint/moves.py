@@ -1,194 +1,144 @@
 """
-The moves of the walk: events are put in, moved, or taken out where it helps.
+The moves of the walk: runs and marks are put in, moved, changed into each other, or taken out.
 
-A read may be served by what is kept, by a recompute, or by a fetch (`planner.joint.transfers`).
-Events that serve nothing are collected (`planner.joint.edit`).
+A read may be served by what is kept, by a recompute, or by a fetch.
 """
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
-from coop_plan.planner.joint.edit import close, move, put_in, take_out
-from coop_plan.planner.joint.lives import next_read, transfer_of, wanted_at
-from coop_plan.planner.joint.sequence import (
-    AT,
-    CODE,
-    CURRENT,
-    FETCH,
-    FIRST_RUN,
-    LEAVE,
-    LINKED,
-    NONE,
-    TRIAL,
-    Program,
-    WalkState,
-)
-from coop_plan.planner.joint.transfers import fetch, retime
+from coop_plan.planner.joint.marks import BEGIN, EVENTS, LAST, NEXT, NONE, MarkState
 
 
 @inner
-def change(a: Program, s: WalkState) -> bool:
+def change(a: Program, s: MarkState, current: int, trial: int) -> bool:
     """
-    Change the trial, which is the current sequence, at one of its events.
+    Make the trial the current sequence with a change at one of its events.
 
-    False where the change drawn is none; the trial may have been changed in part then.
+    False where the change drawn is none; the trial may be no sequence then.
     """
-    numbers, size = s.numbers, s.counts[TRIAL]
+    size, n = s.counts[current, EVENTS], s.numbers
     if size == 0:
         return False
-    kind = np.random.random()
-    begin = np.random.randint(size)
-    below = numbers.recompute_chance
-    if kind < below:
-        return _serve(a, s, begin, False)
-    below += numbers.fetch_chance
-    if kind < below:
-        return _serve(a, s, begin, True)
-    below += numbers.retime_chance
-    if kind < below:
-        return retime(a, s)
-    for _ in range(numbers.tries):
-        if not _is_first(s, begin):
+    for e in range(size):
+        s.code[trial, e] = s.code[current, e]
+    s.counts[trial, EVENTS] = size
+    kind, e = np.random.random(), np.random.randint(size)
+    if kind < n.recompute_chance + n.fetch_chance:
+        return _serve(a, s, current, trial, e, kind >= n.recompute_chance)
+    for _ in range(n.tries):
+        if s.first_run[current, e] == 0:
             break
-        begin = np.random.randint(size)
-    if _is_first(s, begin):
+        e = np.random.randint(size)
+    if s.first_run[current, e] == 1:
         return False
-    below += numbers.convert_chance
-    if kind < below:
-        return _convert(a, s, begin)
-    if kind < below + numbers.move_chance:
-        return _move(a, s, begin)
-    return _take_out(a, s, begin)
-
-
-@inlined
-def _is_first(s: WalkState, at: int) -> bool:
-    return bool(s.event[s.trial[at], FIRST_RUN] == 1)
-
-
-@inlined
-def _know_begins(s: WalkState) -> None:
-    """The trial's events begin when the current ones do."""
-    for at in range(s.counts[CURRENT] + 1 if s.counts[LINKED] == 1 else 0):
-        s.trial_begins[at] = s.begins[at]
+    kind -= n.recompute_chance + n.fetch_chance
+    if kind < n.convert_chance:
+        return _convert(a, s, current, trial, e)
+    if kind < n.convert_chance + n.move_chance:
+        return _move(s, current, trial, e)
+    end = _block_end(s, current, e, n.removed_block)
+    for at in range(end, size):
+        s.code[trial, at - (end - e)] = s.code[trial, at]
+    s.counts[trial, EVENTS] = size - (end - e)
+    return True
 
 
 @inner
-def _serve(a: Program, s: WalkState, event: int, by_link: bool) -> bool:
+def _serve(a: Program, s: MarkState, current: int, trial: int, e: int, by_link: bool) -> bool:
     """Something that an event reads is computed again, or fetched, for it."""
-    op = s.event[s.trial[event], CODE]
-    if op >= a.ops:
+    op = s.code[trial, e]
+    if op >= a.ops or a.reads_ptr[op] == a.reads_ptr[op + 1]:
         return False
-    count = a.reads_ptr[op + 1] - a.reads_ptr[op]
-    if count == 0:
-        return False
-    t = a.reads[a.reads_ptr[op] + np.random.randint(count)]
+    t = a.reads[np.random.randint(a.reads_ptr[op], a.reads_ptr[op + 1])]
+    maker, at = a.producer[t], e
     if by_link:
-        if s.movable[t] == 0:
+        if s.movable[t] == 0 or s.op[current, maker] >= e - 1:
             return False
-        _know_begins(s)
-        return fetch(a, s, t, event, -1, -1)
-    maker, at = a.producer[t], event
+        s.inserted[0] = a.ops + t
+        return put_in(s, trial, 1, e)
     if np.random.random() < s.numbers.early_chance:
         at -= int(s.numbers.earliest ** np.random.random())
-    if s.again[maker] == 0 or at < 0 or at <= s.event[s.op[maker], AT]:
+    if s.again[maker] == 0 or at < 0 or at <= s.op[current, maker]:
         return False
-    return recompute(a, s, maker, at)
+    return recompute(a, s, current, trial, maker, at)
 
 
 @inner
-def _convert(a: Program, s: WalkState, event: int) -> bool:
+def _convert(a: Program, s: MarkState, current: int, trial: int, e: int) -> bool:
     """What is computed again is fetched instead, or the other way round."""
-    code, size = s.event[s.trial[event], CODE], s.counts[TRIAL]
-    if code < a.ops:
-        count = a.makes_ptr[code + 1] - a.makes_ptr[code]
-        t = a.makes[a.makes_ptr[code] + np.random.randint(count)] if count > 0 else -1
-    elif (code - a.ops) % 3 == FETCH:
-        t = (code - a.ops) // 3
+    code, c, size = s.code[trial], s.code[trial, e], s.counts[trial, EVENTS]
+    if c >= a.ops:
+        t = c - a.ops
+    elif a.makes_ptr[c] < a.makes_ptr[c + 1]:
+        t = a.makes[np.random.randint(a.makes_ptr[c], a.makes_ptr[c + 1])]
     else:
         return False
-    if t < 0 or s.movable[t] == 0:
-        return False
-    read = next_read(s, t, event + 1)
-    if read == size:
-        return False
+    read = next_read(a, s, trial, t, e + 1)
     maker = a.producer[t]
-    if code >= a.ops and (s.again[maker] == 0 or a.evictable[t] == 0):
+    if read == size or s.movable[t] == 0:
         return False
-    take_out(a, s, s.trial[event])
-    close(s)
-    if code >= a.ops:
-        return recompute(a, s, maker, read - 1)
-    _know_begins(s)
-    for at in range(event, size):
-        s.trial_begins[at] = s.trial_begins[at + 1]
-    return fetch(a, s, t, read - 1, -1, -1)
+    for at in range(e, read - 1):
+        code[at] = code[at + 1]
+    if c < a.ops:
+        code[read - 1] = a.ops + t
+        return True
+    if s.again[maker] == 0 or a.evictable[t] == 0:
+        return False
+    for at in range(read - 1, size - 1):
+        code[at] = code[at + 1]
+    s.counts[trial, EVENTS] = size - 1
+    return recompute(a, s, current, trial, maker, read - 1)
 
 
 @inner
-def _move(a: Program, s: WalkState, begin: int) -> bool:
-    """Move a block of events that are no first runs."""
-    size = s.counts[TRIAL]
-    more = s.numbers.moved_block if np.random.random() < s.numbers.moved_block_chance else 0.0
-    end = _block_end(s, begin, more)
-    distance = int(s.numbers.furthest ** np.random.random())
-    to = begin + (distance if np.random.random() < s.numbers.later_chance else -distance)
-    if to < 0 or to > size - (end - begin):
+def _move(s: MarkState, current: int, trial: int, e: int) -> bool:
+    """Move a block of events that are no first runs, none before its op's first run."""
+    n, size = s.numbers, s.counts[current, EVENTS]
+    more = n.moved_block if np.random.random() < n.moved_block_chance else 0.0
+    count = _block_end(s, current, e, more) - e
+    distance = int(n.furthest ** np.random.random())
+    to = e + (distance if np.random.random() < n.later_chance else -distance)
+    if to < 0 or to > size - count:
         return False
-    for at in range(begin, end):
-        code = s.event[s.trial[at], CODE]
-        if code < a.ops:
-            first = s.event[s.op[code], AT]
-            if s.again[code] == 0 or first - (end - begin if first > begin else 0) >= to:
-                return False
-    move(a, s, begin, end, to)
-    return True
-
-
-@inner
-def _take_out(a: Program, s: WalkState, begin: int) -> bool:
-    """Take out a block of recomputes and fetches; of a tensor's copy to the host all that is."""
-    first, size = s.event[s.trial[begin], CODE], s.counts[TRIAL]
-    end = _block_end(s, begin, s.numbers.removed_block)
-    for at in range(begin, end):
-        code = s.event[s.trial[at], CODE]
-        if code < a.ops or (code - a.ops) % 3 == FETCH:
-            take_out(a, s, s.trial[at])
-    if first >= a.ops and (first - a.ops) % 3 != FETCH:
-        copied = (first - a.ops) // 3
-        for at in range(size):
-            e = s.trial[at]
-            if (
-                e != NONE
-                and s.event[e, CODE] >= a.ops
-                and (s.event[e, CODE] - a.ops) // 3 == copied
-            ):
-                take_out(a, s, e)
+    for at in range(e, e + count):
+        op = s.code[current, at]
+        if op < s.op.shape[1] and (s.again[op] == 0 or s.op[current, op] >= to):
+            return False
+    for at in range(to, e):
+        s.code[trial, at + count] = s.code[current, at]
+    for at in range(e + count, to + count):
+        s.code[trial, at - count] = s.code[current, at]
+    for i in range(count):
+        s.code[trial, to + i] = s.code[current, e + i]
     return True
 
 
 @inlined
-def _block_end(s: WalkState, begin: int, more: float) -> int:
+def _block_end(s: MarkState, side: int, begin: int, more: float) -> int:
     """Where a block of events that are no first runs ends; each goes on with chance `more`."""
     end = begin + 1
-    while np.random.random() < more and end < s.counts[TRIAL] and not _is_first(s, end):
+    while (
+        np.random.random() < more and end < s.counts[side, EVENTS] and s.first_run[side, end] == 0
+    ):
         end += 1
     return end
 
 
 @inner
-def recompute(a: Program, s: WalkState, op: int, at: int) -> bool:
+def recompute(a: Program, s: MarkState, known: int, side: int, op: int, at: int) -> bool:
     """
-    Put `op` into the trial before event `at`; false where there is no room for more events.
+    Put `op` in before event `at`; false where there is no room for more events.
 
-    What it reads and is not kept there is mostly computed again or fetched with it.
+    What it reads and is not kept there is mostly computed again or fetched with it. `known` is the
+    side whose copies tell what is kept: those of its events that come before the change.
     """
     n = s.numbers
     kept = n.kept_usually if np.random.random() < n.usually else n.kept_rarely
     gone = n.gone_usually if np.random.random() < n.usually else n.gone_rarely
     s.inserted[0] = op
-    count = 1
-    i = 0
+    count, i = 1, 0
     while i < count:
         o = s.inserted[i]
         i += 1
@@ -197,24 +147,67 @@ def recompute(a: Program, s: WalkState, op: int, at: int) -> bool:
         for k in range(a.reads_ptr[o], a.reads_ptr[o + 1]):
             t = a.reads[k]
             maker = a.producer[t]
-            again, there = s.again[maker] == 1, 0 <= transfer_of(s, t, LEAVE) < at
-            chance = kept if wanted_at(a, s, t, at) else gone
-            if not (again or there) or count == s.inserted.size or np.random.random() >= chance:
+            again, moves = s.again[maker] == 1 and a.evictable[t] == 1, s.movable[t] == 1
+            chance = kept if _is_there(s, known, t, at) else gone
+            if not (again or moves) or count == s.inserted.size or np.random.random() >= chance:
                 continue
             code = maker
-            if there and not (again and np.random.random() >= n.fetched_chance):
-                code = a.ops + 3 * t + FETCH
-            known = False
+            if moves and not (again and np.random.random() >= n.fetched_chance):
+                code = a.ops + t
+            new = True
             for other in range(count):
-                known = known or s.inserted[other] == code
-            if not known:
+                new = new and s.inserted[other] != code
+            if new:
                 s.inserted[count] = code
                 count += 1
-    for i in range(1, count):  # fetches, then in program order
-        o = s.inserted[i]
-        k = i
+    for i in range(1, count):  # marks, then ops in program order
+        o, k = s.inserted[i], i
         while k > 0 and s.inserted[k - 1] < a.ops and (o >= a.ops or s.inserted[k - 1] > o):
             s.inserted[k] = s.inserted[k - 1]
             k -= 1
         s.inserted[k] = o
-    return put_in(a, s, count, at)
+    return put_in(s, side, count, at)
+
+
+@inner
+def put_in(s: MarkState, side: int, count: int, at: int) -> bool:
+    """Put the first `count` of `inserted` in before event `at`; false where there is no room."""
+    size, code = s.counts[side, EVENTS], s.code[side]
+    if size + count > code.size:
+        return False
+    for e in range(size - 1, at - 1, -1):
+        code[e + count] = code[e]
+    for i in range(count):
+        code[at + i] = s.inserted[i]
+    s.counts[side, EVENTS] = size + count
+    return True
+
+
+@inlined
+def next_read(a: Program, s: MarkState, side: int, t: int, at: int) -> int:
+    """The first event from `at` on that reads a tensor; the number of events if none does."""
+    found = s.counts[side, EVENTS]
+    for e in range(at, s.counts[side, EVENTS]):
+        if reads(a, s.code[side, e], t):
+            found = e
+            break
+    return int(found)
+
+
+@inlined
+def reads(a: Program, code: int, t: int) -> bool:
+    """Whether an event reads a tensor."""
+    found = False
+    for k in range(a.reads_ptr[code], a.reads_ptr[code + 1]) if code < a.ops else range(0):
+        found = found or a.reads[k] == t
+    return found
+
+
+@inlined
+def _is_there(s: MarkState, side: int, t: int, at: int) -> bool:
+    """Whether a copy of a tensor is kept for event `at` or a later one."""
+    x, found = s.head[side, t], False
+    while x != NONE and not found:
+        found = s.copy[side, x, BEGIN] < at <= s.copy[side, x, LAST]
+        x = s.copy[side, x, NEXT]
+    return found

@@ -1,5 +1,5 @@
 """
-The joint search: simulated annealing of sequences of runs and copies.
+The joint search: simulated annealing of sequences of runs with marks of what is fetched.
 
 It starts from schedules that only recompute, for the arena and for more, and from the program as it
 is; what it returns costs less than it was told. Too much memory is allowed on the way, at a price
@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Ints, to_arrays
+from coop_plan.planner.core.arrays import Ints, to_arrays, to_program
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
+from coop_plan.planner.joint.marks import go_to, here, start, to_events
 from coop_plan.planner.joint.params import DEFAULTS, JointParams
-from coop_plan.planner.joint.sequence import go_to, here, start, to_events, to_program
 from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import Progress, Request
@@ -46,6 +46,8 @@ class JointSearch:
         self.placed: PlacedSchedule | None = None
         self.sequence: Ints | None = None
         self.capacity = float(request.arena_bytes)
+        self.host = -1 if problem.host_budget is None else problem.host_budget
+        self.failed = 0
         self.random = np.random.default_rng(request.seed)
         events = max(1, *(sequence.size for sequence in starts))
         self.state = start(problem, params.room_factor * events + params.room, params.moves)
@@ -68,22 +70,24 @@ class JointSearch:
             value, end = self._anneal(sequence, share, until, enough)
             ends.append((value, number, end))
         best = min(ends, key=lambda end: end[:2])[2]
-        self._anneal(best, 1.0 - self.params.start_share, deadline, enough)
+        cost, end = self._anneal(best, 1.0 - self.params.start_share, deadline, enough)
+        if cost < self.cost_us and not enough():
+            self._place(end, self.params.last_work * WORK)
 
     def _anneal(
         self, sequence: Ints, share: float, deadline: float | None, enough: Callable[[], bool]
     ) -> tuple[float, Ints]:
         """Cool down from a sequence; the value (µs) and the sequence at which that ends."""
         params, state, begin = self.params, self.state, time.monotonic()
-        arena, base = self.request.arena_bytes, self.problem.base_cost_us
-        host = -1 if self.problem.host_budget is None else self.problem.host_budget
+        base = self.problem.base_cost_us
         heat = params.heat * base / self.problem.op_count
         steeper = 1.0
         steps = int(share * self.steps)
         done = astray = 0
         go_to(state, sequence)
         fits: tuple[float, Ints] | None = None
-        cost, over = measured(self.program, state, int(self.capacity), host)
+        self.failed = 0
+        cost, over = measured(self.program, state, int(self.capacity), self.host)
         while not self._at_the_floor() and not enough():
             if deadline is None:
                 left = 1.0 - done / max(1, steps)
@@ -98,7 +102,7 @@ class JointSearch:
                 state,
                 self.chunk,
                 int(self.capacity),
-                host,
+                self.host,
                 heat * left**params.cooling,
                 steep * base,
                 int(self.random.integers(1 << 31)),
@@ -115,34 +119,38 @@ class JointSearch:
             steeper = max(1.0, steeper / params.less_steep)
             if fits is None or cost < fits[0]:
                 fits = cost, here(state)
-                if cost < self.cost_us * (1 - params.worth_placing):
-                    self._place(fits[1])
-                    self.capacity = min(self.capacity, float(arena))
+            if cost < self.cost_us * (1 - params.worth_placing) and self.failed < params.layouts:
+                self._place(here(state), WORK)
             self._report()
-        if fits is not None and fits[0] < self.cost_us:
-            self._place(fits[1])
-        return fits if fits is not None else (cost + params.steep * base * over, here(state))
+        if fits is None:
+            return cost + params.steep * base * over, here(state)
+        if fits[0] < self.cost_us:
+            self._place(fits[1], WORK)
+        return fits
 
     def _at_the_floor(self) -> bool:
         """Whether no schedule of default bodies costs less: every op once, and nobody waits."""
         return self.cost_us <= self.problem.base_cost_us * (1 + 1e-9)
 
-    def _place(self, sequence: Ints) -> None:
-        """Keep a sequence if it has a layout; else plan within a little less."""
+    def _place(self, sequence: Ints, work: int) -> None:
+        """Keep a sequence if it has a layout, found with so much work; else plan within less."""
         problem, arena, params = self.problem, self.request.arena_bytes, self.params
-        schedule = Schedule.of_events(problem, *to_events(self.arrays, sequence))
+        go_to(self.state, sequence)
+        measured(self.program, self.state, int(self.capacity), self.host)
+        schedule = Schedule.of_events(problem, *to_events(self.arrays, self.state))
         if schedule.cost_us >= self.cost_us:
             return
         layout = lay_out(schedule, arena, work=0)
         if layout.placed.arena_bytes > arena:
-            layout = lay_out(schedule, arena, work=WORK, order_hint=layout.placement.order)
+            layout = lay_out(schedule, arena, work=work, order_hint=layout.placement.order)
         fits = layout.placed.arena_bytes <= arena
         if fits and problem.host_budget is not None:
             fits = lay_out_host(schedule, problem.host_budget).arena_bytes <= problem.host_budget
         if fits:
             self.cost_us, self.placed, self.sequence = schedule.cost_us, layout.placed, sequence
-            self.capacity *= params.looser
+            self.capacity = min(self.capacity * params.looser, float(arena))
         else:
+            self.failed += 1
             self.capacity /= params.tighter
 
     def _report(self) -> None:

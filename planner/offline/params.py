@@ -20,7 +20,9 @@ from coop_plan.planner.core.params import (
     Within,
 )
 from coop_plan.planner.joint.params import DEFAULTS as JOINT
-from coop_plan.planner.joint.params import RECOMPUTES, JointParams, MoveParams
+from coop_plan.planner.joint.params import JointParams
+from coop_plan.planner.orders.params import DEFAULTS as ORDERS
+from coop_plan.planner.orders.params import OrderParams
 
 Rule = tuple[Positive, bool, bool]
 """A scoring rule: the exponent of the distance, whether bytes are capped, whether it foresees."""
@@ -299,7 +301,7 @@ class CoopOfflineParams(Params):
     perturbation: PerturbationParams = PerturbationParams()
     climb: ClimbParams = ClimbParams()
     annealing: AnnealingParams = AnnealingParams()
-    moves: MoveParams = RECOMPUTES
+    moves: OrderParams = ORDERS
     resequencing: ResequencingParams = ResequencingParams()
 
     joint: JointParams = JOINT

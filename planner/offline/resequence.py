@@ -1,7 +1,7 @@
 """
 Annealing of the sequence itself, from the incumbent on: the end of what coop-offline does.
 
-The walk (`planner.joint.walk`) looks for cheaper sequences that need no more than the arena; too
+The walk (`planner.orders.walk`) looks for cheaper sequences that need no more than the arena; too
 much memory is allowed on the way, at a price that rises as long as it is used. Simulated annealing
 after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983.
 """
@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from coop_plan.planner.joint.sequence import go_to, here, leave_room, start, to_program
-from coop_plan.planner.joint.walk import walk
+from coop_plan.planner.core.arrays import to_program
 from coop_plan.planner.layout import WORK, WORK_PER_SECOND, fit
 from coop_plan.planner.offline.portfolio import Candidate, Portfolio
 from coop_plan.planner.offline.run import Record
+from coop_plan.planner.orders.sequence import go_to, here, leave_room, start
+from coop_plan.planner.orders.walk import walk
 
 
 class Resequencing:
@@ -56,7 +57,6 @@ class Resequencing:
                 state,
                 steps,
                 arena,
-                -1,
                 heat * cold,
                 steep * base,
                 int(self.random.integers(1 << 31)),
@@ -104,7 +104,6 @@ class Resequencing:
             live = change.cumsum()
             event = int(lower[highest] + live[lower[highest] : upper[highest]].argmax())
             leave_room(
-                portfolio.arrays,
                 self.state,
                 event,
                 int(arena - live[event] + params.margin * arena),

@@ -6,8 +6,8 @@ import pytest
 
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.joint.params import MoveParams
-from coop_plan.planner.joint.sequence import MoveNumbers
+from coop_plan.planner.joint.marks import MarkNumbers
+from coop_plan.planner.joint.params import MarkParams
 from coop_plan.planner.method import Request
 from coop_plan.planner.offline.params import (
     DEFAULTS,
@@ -16,6 +16,8 @@ from coop_plan.planner.offline.params import (
 )
 from coop_plan.planner.online.methods import solve_coop
 from coop_plan.planner.online.params import OnlineParams
+from coop_plan.planner.orders.params import OrderParams
+from coop_plan.planner.orders.sequence import MoveNumbers
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.params import GreedyParams, PlacementParams, RestartParams
 from tests.support import make_graph
@@ -55,8 +57,9 @@ def test_a_number_outside_its_range_is_refused_by_name(group, name, bad):
         (PortfolioParams, {"grid_windows": ((8, -8),)}),
         (PortfolioParams, {"grid_ratio": 1.0}),
         (ClimbParams, {"fewest_steps": 9, "most_steps": 8}),
-        (MoveParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
-        (MoveParams, {"kept_rarely": 1.1}),
+        (OrderParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
+        (OrderParams, {"kept_rarely": 1.1}),
+        (MarkParams, {"recompute_chance": 0.5, "fetch_chance": 0.4}),
         (GreedyParams, {"orders": ("TX",)}),
         (GreedyParams, {"orders": ()}),
         (RestartParams, {"orders": ("",)}),
@@ -67,8 +70,11 @@ def test_what_does_not_go_together_is_refused(kind, bad):
         kind(**bad)
 
 
-def test_compiled_code_has_every_parameter_of_the_walk():
-    assert MoveNumbers._fields == tuple(field.name for field in fields(MoveParams))
+@pytest.mark.parametrize(
+    ("numbers", "kind"), [(MoveNumbers, OrderParams), (MarkNumbers, MarkParams)]
+)
+def test_compiled_code_has_every_parameter_of_a_walk(numbers, kind):
+    assert set(numbers._fields) == {field.name for field in fields(kind)}
 
 
 def test_an_online_run_that_may_not_recompute_does_not_fit():

@@ -7,15 +7,16 @@ from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
+from coop_plan.planner.core.arrays import to_program
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.joint.params import RECOMPUTES
-from coop_plan.planner.joint.sequence import go_to, here, start, to_program
-from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.method import Request
 from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.resequence import Resequencing
 from coop_plan.planner.offline.solve import CoopOffline
+from coop_plan.planner.orders.params import DEFAULTS
+from coop_plan.planner.orders.sequence import go_to, here, start
+from coop_plan.planner.orders.walk import measured, walk
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -44,15 +45,15 @@ def check(problem, program, state, arena):
     schedule = Schedule.of(problem, ops)
     most = int(schedule.live_bytes().max(initial=0))
     assert schedule.blocks().live == most
-    cost, over = measured(program, state, arena, -1)
+    cost, over = measured(program, state, arena)
     assert cost == pytest.approx(schedule.cost_us)
     # The walk counts one in-place pair of an op, the schedule uses all that can be.
     assert (over > 0) >= (most > arena)
     if over > 0:
         assert over * arena >= most - arena
-    assert measured(program, state, most - 1, -1)[1] > 0
+    assert measured(program, state, most - 1)[1] > 0
     if not any(problem.inplace):
-        assert measured(program, state, most, -1)[1] == 0
+        assert measured(program, state, most)[1] == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -69,27 +70,27 @@ def test_what_it_says_of_memory_is_so(graph, outputs, seed):
         run = portfolio.runner(budget, portfolio.settings[0])
         if run is None or not run.ops.size:
             continue
-        state = start(problem, 3 * run.ops.size + 20, RECOMPUTES)
+        state = start(problem, 3 * run.ops.size + 20, DEFAULTS)
         go_to(state, run.ops)
         check(problem, program, state, budget)
         for _ in range(8):
             arena = largest_working_set(problem).bytes
-            walk(program, state, 30, arena, -1, 5.0, STEEP, int(random.integers(1 << 31)))
+            walk(program, state, 30, arena, 5.0, STEEP, int(random.integers(1 << 31)))
             check(problem, program, state, arena)
 
 
 def test_what_fits_keeps_fitting(portfolio):
     """Steep enough, no step may need more than there is, anywhere."""
     program, arena = to_program(portfolio.arrays), portfolio.request.arena_bytes
-    state = start(portfolio.problem, 3000, RECOMPUTES)
+    state = start(portfolio.problem, 3000, DEFAULTS)
     go_to(state, portfolio.best.found.run.ops)
-    cost, over = measured(program, state, arena, -1)
+    cost, over = measured(program, state, arena)
     assert over == 0
     for seed in range(8):
-        walk(program, state, 300, arena, -1, 0.0, 1e12, seed)
-        assert measured(program, state, arena, -1)[1] == 0
-        assert measured(program, state, arena, -1)[0] <= cost * (1 + 1e-9)
-        cost = measured(program, state, arena, -1)[0]
+        walk(program, state, 300, arena, 0.0, 1e12, seed)
+        assert measured(program, state, arena)[1] == 0
+        assert measured(program, state, arena)[0] <= cost * (1 + 1e-9)
+        cost = measured(program, state, arena)[0]
     assert cost < portfolio.best.cost_us
 
 
@@ -126,7 +127,7 @@ def test_nothing_is_run_again_after_what_it_reads_was_overwritten():
         ],
     )
     problem = Problem.from_graph(graph)
-    again = start(problem, 10, RECOMPUTES).again
+    again = start(problem, 10, DEFAULTS).again
     assert again.tolist() == [0, 1, 0, 0]
 
 

@@ -4,9 +4,10 @@ Editing the trial: events put in, taken out and moved; then accepted as current,
 What a change costs follows what it touches. Only places of events are moved along, as an array.
 """
 
+from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
-from coop_plan.planner.joint.lives import link, settle, unlink, wanted, withdraw
-from coop_plan.planner.joint.sequence import (
+from coop_plan.planner.orders.lives import link, settle, unlink, wanted, withdraw
+from coop_plan.planner.orders.sequence import (
     ACCEPTED,
     ALONG,
     AT,
@@ -20,7 +21,6 @@ from coop_plan.planner.joint.sequence import (
     DOES,
     DOWN,
     EVENT,
-    FETCH,
     FIRST_RUN,
     FREE,
     FREE_COUNT,
@@ -29,21 +29,14 @@ from coop_plan.planner.joint.sequence import (
     GONE,
     GONE_COUNT,
     HEAD,
-    HEADS,
     HOLES,
-    HOST_BEGIN,
-    HOST_DOWN,
-    HOST_UP,
     LAST,
     LENGTH,
-    LINKED,
     MAKE,
     MOVED,
     MOVED_COUNT,
     NEW,
-    NEXTS,
     NONE,
-    OFFLOAD,
     ONCE,
     PRESENT,
     QUEUE,
@@ -58,9 +51,6 @@ from coop_plan.planner.joint.sequence import (
     TOUCHES,
     TRIAL,
     UP,
-    WAITING,
-    WAITS,
-    Program,
     WalkState,
 )
 
@@ -70,7 +60,7 @@ def enter(a: Program, s: WalkState) -> bool:
     """Make the sequence the current one and the trial; false where it is no schedule."""
     room, size = s.sequence.size, s.counts[LENGTH]
     for t in range(a.size.size):
-        s.tensor[t, HEAD] = s.tensor[t, TAIL] = s.tensor[t, HOST_BEGIN] = NONE
+        s.tensor[t, HEAD] = s.tensor[t, TAIL] = NONE
         s.tensor[t, STALE] = s.tensor[t, QUEUED] = 0
     for op in range(a.ops):
         s.op[op] = NONE
@@ -85,7 +75,6 @@ def enter(a: Program, s: WalkState) -> bool:
     s.counts[STALE_COUNT] = s.counts[QUEUE_COUNT] = s.counts[HOLES] = 0
     s.counts[TRIAL] = size
     s.bytes[room, UP] = s.bytes[room, DOWN] = s.bytes[room, ONCE] = s.bytes[room, SAVED] = 0
-    s.bytes[room, HOST_UP] = s.bytes[room, HOST_DOWN] = 0
     s.event[room, AT] = size
     s.trial[size] = room
     s.sums[COMPUTE] = 0.0
@@ -118,9 +107,6 @@ def accept(s: WalkState) -> None:
     size = s.counts[TRIAL]
     for at in range(s.counts[CHANGED], size + 1):
         s.current[at] = s.trial[at]
-    if s.counts[LINKED] == 1:
-        for at in range(size + 1):
-            s.begins[at] = s.trial_begins[at]
     for i in range(s.counts[BORN_COUNT]):
         s.event[s.lists[BORN, i], NEW] = 0
         if s.event[s.lists[BORN, i], PRESENT] == 0:
@@ -178,21 +164,15 @@ def changed(s: WalkState) -> bool:
 @inlined
 def _new(a: Program, s: WalkState, code: int) -> int:
     """An event that is not in the trial yet; NONE where there is no room for another one."""
-    count = 1
-    if code < a.ops:
-        count = a.reads_ptr[code + 1] - a.reads_ptr[code]
-        count += a.makes_ptr[code + 1] - a.makes_ptr[code]
+    count = a.reads_ptr[code + 1] - a.reads_ptr[code]
+    count += a.makes_ptr[code + 1] - a.makes_ptr[code]
     if s.counts[FREE_COUNT] == 0 or s.counts[FREE_TOUCHES] < count:
         return NONE
     s.counts[FREE_COUNT] -= 1
     e = int(s.lists[FREE, s.counts[FREE_COUNT]])
     s.event[e, CODE], s.event[e, TOUCHES], s.event[e, PRESENT] = code, NONE, 0
-    s.event[e, WAITS] = s.event[e, FIRST_RUN] = s.event[e, NEW] = 0
+    s.event[e, FIRST_RUN] = s.event[e, NEW] = 0
     s.bytes[e, UP] = s.bytes[e, DOWN] = s.bytes[e, ONCE] = s.bytes[e, SAVED] = 0
-    s.bytes[e, HOST_UP] = s.bytes[e, HOST_DOWN] = 0
-    if code >= a.ops:
-        _new_touch(s, e, (code - a.ops) // 3, (code - a.ops) % 3)
-        return e
     first = s.op[code] == NONE
     if first:
         s.op[code], s.event[e, FIRST_RUN] = e, 1
@@ -216,7 +196,7 @@ def _new_touch(s: WalkState, e: int, t: int, does: int) -> None:
     s.counts[FREE_TOUCH] = s.touch[x, ALONG]
     s.counts[FREE_TOUCHES] -= 1
     s.touch[x, TENSOR], s.touch[x, DOES], s.touch[x, EVENT] = t, does, e
-    s.touch[x, COPY], s.touch[x, WAITING] = NONE, 0
+    s.touch[x, COPY] = NONE
     s.touch[x, ALONG] = s.event[e, TOUCHES]
     s.event[e, TOUCHES] = x
 
@@ -244,8 +224,7 @@ def _attach(a: Program, s: WalkState, e: int) -> None:
         link(s, x)
         x = s.touch[x, ALONG]
     s.event[e, PRESENT] = 1
-    if s.event[e, CODE] < a.ops:
-        s.sums[COMPUTE] += a.cost[s.event[e, CODE]]
+    s.sums[COMPUTE] += a.cost[s.event[e, CODE]]
 
 
 @inlined
@@ -257,8 +236,7 @@ def _detach(a: Program, s: WalkState, e: int) -> None:
         unlink(s, x)
         x = s.touch[x, ALONG]
     s.event[e, PRESENT] = 0
-    if s.event[e, CODE] < a.ops:
-        s.sums[COMPUTE] -= a.cost[s.event[e, CODE]]
+    s.sums[COMPUTE] -= a.cost[s.event[e, CODE]]
 
 
 @inner
@@ -292,13 +270,6 @@ def put_in(a: Program, s: WalkState, codes: int, at: int) -> bool:
     return True
 
 
-@inlined
-def put_in_one(a: Program, s: WalkState, code: int, at: int) -> bool:
-    """Put an event before event `at`; false where there is no room."""
-    s.inserted[0] = code
-    return put_in(a, s, 1, at)
-
-
 @inner
 def move(a: Program, s: WalkState, begin: int, end: int, to: int) -> None:
     """Move the events `begin` to `end` - 1 so that the first of them is event `to` then."""
@@ -325,33 +296,6 @@ def move(a: Program, s: WalkState, begin: int, end: int, to: int) -> None:
     for i in range(count):
         _attach(a, s, s.lists[MOVED, moved + i])
     s.counts[CHANGED] = min(s.counts[CHANGED], low)
-
-
-@inner
-def rearrange(a: Program, s: WalkState) -> None:
-    """Copies back and ends of copies to the host come before the events that `lists` says."""
-    n, size, filled = a.ops, s.counts[CURRENT], 0
-    heads, nexts = s.lists[HEADS], s.lists[NEXTS]
-    for at in range(size):
-        e = s.current[at]
-        if s.event[e, CODE] >= n and (s.event[e, CODE] - n) % 3 != OFFLOAD:
-            _detach(a, s, e)
-            s.lists[MOVED, s.counts[MOVED_COUNT]] = e
-            s.counts[MOVED_COUNT] += 1
-    for at in range(size + 1):
-        put = heads[at]
-        while put != NONE:
-            s.trial[filled] = s.current[put]
-            filled += 1
-            put = nexts[put]
-        if at < size and s.event[s.current[at], PRESENT] == 1:
-            s.trial[filled] = s.current[at]
-            filled += 1
-    for at in range(size):
-        s.event[s.trial[at], AT] = at
-    for i in range(s.counts[MOVED_COUNT]):
-        _attach(a, s, s.lists[MOVED, i])
-    s.counts[CHANGED] = 0
 
 
 @inner
@@ -390,7 +334,7 @@ def collect(a: Program, s: WalkState) -> None:
         s.counts[QUEUE_COUNT] -= 1
         t = s.lists[QUEUE, s.counts[QUEUE_COUNT]]
         s.tensor[t, QUEUED] = 0
-        needed, fetched = bool(s.needed[t] == 1), False
+        needed = bool(s.needed[t] == 1)
         x = s.tensor[t, TAIL]
         while x != NONE:
             e, does, last = s.touch[x, EVENT], s.touch[x, DOES], s.touch[x, LAST]
@@ -398,22 +342,12 @@ def collect(a: Program, s: WalkState) -> None:
                 pass  # an event that reads and makes the tensor, taken out just now
             elif does == READ:
                 needed = True
-            elif does == MAKE:
-                if s.event[e, FIRST_RUN] == 0 and not (
-                    (needed and a.evictable[t] == 1) or _serves(a, s, e)
-                ):
-                    take_out(a, s, e)
-                elif a.evictable[t] == 1:
-                    needed = False
-            elif does == FETCH:
-                if needed:
-                    needed, fetched = False, True
-                else:
-                    take_out(a, s, e)
-            elif not fetched:
+            elif s.event[e, FIRST_RUN] == 0 and not (
+                (needed and a.evictable[t] == 1) or _serves(a, s, e)
+            ):
                 take_out(a, s, e)
-            elif does == OFFLOAD:
-                needed = True
+            elif a.evictable[t] == 1:
+                needed = False
             x = last
     close(s)
 

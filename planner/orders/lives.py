@@ -1,13 +1,14 @@
 """
-The lives of the copies of a tensor, from its touches: what reads, makes and moves it, in order.
+The lives of the copies of a tensor, from its touches: what reads and makes it, in order.
 
 An event touches the tensors that it reads and makes. The touches of each tensor are linked in the
 order of the trial, so what a change does to memory is found from the tensors it touches alone: what
 their copies added to events is taken back before the links change, and added anew after.
 """
 
+from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
-from coop_plan.planner.joint.sequence import (
+from coop_plan.planner.orders.sequence import (
     ALONG,
     AT,
     CODE,
@@ -16,17 +17,10 @@ from coop_plan.planner.joint.sequence import (
     DOWN,
     END,
     EVENT,
-    FETCH,
     HEAD,
-    HOST_BEGIN,
-    HOST_DOWN,
-    HOST_END,
-    HOST_UP,
     LAST,
-    MAKE,
     NEXT,
     NONE,
-    OFFLOAD,
     QUEUE,
     QUEUE_COUNT,
     QUEUED,
@@ -39,14 +33,8 @@ from coop_plan.planner.joint.sequence import (
     TENSOR,
     TOUCHES,
     UP,
-    WAITING,
-    WAITS,
-    Program,
     WalkState,
 )
-
-NOWHERE, UNDER_WAY, THERE = range(3)
-"""Where a tensor's copy on the host is."""
 
 
 @inlined
@@ -73,12 +61,7 @@ def _add(a: Program, s: WalkState, t: int, sign: int) -> None:
         if s.touch[x, COPY] == x:
             s.bytes[e, UP] += size
             s.bytes[s.touch[x, END], DOWN] += size
-        if s.touch[x, WAITING] == 1:
-            s.event[e, WAITS] += sign
         x = s.touch[x, NEXT]
-    if s.tensor[t, HOST_BEGIN] != NONE:
-        s.bytes[s.tensor[t, HOST_BEGIN], HOST_UP] += size
-        s.bytes[s.tensor[t, HOST_END], HOST_DOWN] += size
 
 
 @inner
@@ -95,7 +78,7 @@ def settle(a: Program, s: WalkState) -> bool:
         while x != NONE:
             e = s.touch[x, EVENT]
             code = s.event[e, CODE]
-            if code < a.ops and a.pairs_ptr[code] < a.pairs_ptr[code + 1]:
+            if a.pairs_ptr[code] < a.pairs_ptr[code + 1]:
                 s.bytes[e, SAVED] = _saved(a, s, e, code)
             x = s.touch[x, NEXT]
     return True
@@ -104,53 +87,25 @@ def settle(a: Program, s: WalkState) -> bool:
 @inlined
 def _live(a: Program, s: WalkState, t: int) -> bool:
     """Find out where the copies of a tensor begin and end; false where that is no schedule."""
-    copy = taken = begin = end = NONE
-    host, flying = NOWHERE, False
+    copy = NONE
     x = s.tensor[t, HEAD]
     while x != NONE:
-        e, does = s.touch[x, EVENT], s.touch[x, DOES]
-        s.touch[x, WAITING] = 0
-        if does == READ:
+        e = s.touch[x, EVENT]
+        if s.touch[x, DOES] == READ:
             if copy == NONE:
                 return False
             s.touch[copy, END] = e
-            if flying:
-                flying = False
-                s.touch[x, WAITING] = 1
-                end = e
-        elif does == MAKE:
-            if copy != NONE and a.overwritten[t] == 1:
-                s.touch[x, COPY] = NONE  # it writes elsewhere, for this event only
-            else:
-                if flying:
-                    return False  # fetched, and never waited for
-                copy = x
-                s.touch[x, END] = e
-        elif does == OFFLOAD:
-            if copy == NONE or host != NOWHERE:
-                return False
-            s.touch[copy, END] = e
-            taken, host, begin, end = copy, UNDER_WAY, e, e
-        elif does == FETCH:
-            if host != THERE or flying:
-                return False
-            copy, flying = x, True
-            s.touch[x, END] = e
-        else:
-            if host != UNDER_WAY or flying:
-                return False
-            host, end = THERE, e
-            s.touch[taken, END] = e
-        if does != MAKE or copy == x:
             s.touch[x, COPY] = copy
+        elif copy != NONE and a.overwritten[t] == 1:
+            s.touch[x, COPY] = NONE  # it writes elsewhere, for this event only
+        else:
+            s.touch[x, COPY] = copy = x
+            s.touch[x, END] = e
         x = s.touch[x, NEXT]
-    if flying or host == UNDER_WAY:
-        return False
     if s.needed[t] == 1:
         if copy == NONE:
             return False
         s.touch[copy, END] = s.sequence.size
-    s.tensor[t, HOST_BEGIN], s.tensor[t, HOST_END] = begin, end
     return True
 
 
@@ -207,10 +162,9 @@ def wanted(a: Program, s: WalkState, x: int) -> bool:
     """Whether its tensor is needed right after a touch."""
     t, y = s.touch[x, TENSOR], s.touch[x, NEXT]
     while y != NONE:
-        does = s.touch[y, DOES]
-        if does in (READ, OFFLOAD):
+        if s.touch[y, DOES] == READ:
             return True
-        if does == FETCH or (does == MAKE and a.evictable[t] == 1):
+        if a.evictable[t] == 1:
             return False
         y = s.touch[y, NEXT]
     return bool(s.needed[t] == 1)
@@ -222,22 +176,12 @@ def wanted_at(a: Program, s: WalkState, t: int, at: int) -> bool:
     y = s.tensor[t, TAIL]
     needed = bool(s.needed[t] == 1)
     while y != NONE and s.event[s.touch[y, EVENT], AT] >= at:
-        does = s.touch[y, DOES]
-        if does in (READ, OFFLOAD):
+        if s.touch[y, DOES] == READ:
             needed = True
-        elif does == FETCH or (does == MAKE and a.evictable[t] == 1):
+        elif a.evictable[t] == 1:
             needed = False
         y = s.touch[y, LAST]
     return needed
-
-
-@inlined
-def transfer_of(s: WalkState, t: int, kind: int) -> int:
-    """The first event of the trial that is this transfer of a tensor, NONE if there is none."""
-    x = s.tensor[t, HEAD]
-    while x != NONE and s.touch[x, DOES] != kind:
-        x = s.touch[x, NEXT]
-    return NONE if x == NONE else int(s.event[s.touch[x, EVENT], AT])
 
 
 @inlined
@@ -248,15 +192,4 @@ def next_read(s: WalkState, t: int, at: int) -> int:
         if s.touch[x, DOES] == READ:
             found = s.event[s.touch[x, EVENT], AT]
         x = s.touch[x, LAST]
-    return int(found)
-
-
-@inlined
-def last_read(s: WalkState, t: int, at: int) -> int:
-    """The last event of the trial up to `at` that reads a tensor; NONE if none does."""
-    x, found = s.tensor[t, HEAD], NONE
-    while x != NONE and s.event[s.touch[x, EVENT], AT] <= at:
-        if s.touch[x, DOES] == READ:
-            found = s.event[s.touch[x, EVENT], AT]
-        x = s.touch[x, NEXT]
     return int(found)

@@ -1,0 +1,236 @@
+"""
+A sequence with marks: what runs in which order, and what is read from a copy out of the host.
+
+Of a program of n ops, o < n is a run of op o, and n + t a mark: what is read of tensor t from there
+on is a copy that was fetched from the host. A mark says nothing of when: when tensors leave and
+are fetched follows from the sequence (`planner.joint.timing`). A tensor is copied to the host once,
+after its first run, if any of its reads is marked. An event reads the latest copy of each input,
+and a copy lives until its last read. Every sequence in which first runs come in program order and
+whose reads find what they need is a schedule.
+"""
+
+from dataclasses import asdict
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from coop_plan.planner.core.arrays import Arrays, Flags, Floats, Ints, Program, to_arrays
+from coop_plan.planner.core.compiled import inner
+from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, RUN, WAIT
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.joint.params import MarkParams
+
+Numbers = npt.NDArray[np.int32]
+
+NONE = -1
+"""No event, no copy."""
+
+# Columns of `MarkState.copy`: its tensor; the event that makes it, or is its mark; the first and
+# the last one that reads it, the number of events where it is there in the end; whether it is
+# fetched; the next copy of the tensor; the event before or with which its bytes are taken.
+TENSOR, BEGIN, FIRST, LAST, FETCHED, NEXT, FROM = range(7)
+# Columns of `MarkState.transfer`: the event that it is listed before, what it is, and its tensor.
+BEFORE, KIND, WHAT = range(3)
+# What a transfer is: the begin of a copy to the host, the moment the tensor leaves the device, when
+# that is over, the begin of a copy back, and the wait for it.
+GO, LEAVE, FETCH, ARRIVE = range(4)
+# Entries of `MarkState.counts`: events, copies, fetched copies, transfers; the fullest event, and
+# by how many bytes it is too full.
+EVENTS, COPIES, FETCHES, TRANSFERS, WORST, OVER = range(6)
+# Columns of `MarkState.tensor`: whether the host gets it, whether it has left the device, and the
+# last copy that is fetched.
+MOVES, LEFT, LAST_FETCH = range(3)
+
+
+class MarkNumbers(NamedTuple):
+    """`MarkParams` for compiled code; see there."""
+
+    repairs: int
+    least_excess: float
+    spread: float
+    mend_chance: float
+    recompute_chance: float
+    fetch_chance: float
+    convert_chance: float
+    move_chance: float
+    tries: int
+    removed_block: float
+    moved_block: float
+    moved_block_chance: float
+    furthest: float
+    later_chance: float
+    earliest: float
+    early_chance: float
+    usually: float
+    kept_usually: float
+    kept_rarely: float
+    gone_usually: float
+    gone_rarely: float
+    fetched_chance: float
+    link_price: float
+    insertion: int
+
+
+class MarkState(NamedTuple):
+    """
+    Two sequences, the current one and a trial, each with what is known of it, and scratch.
+
+    The first index of `code`, `first_run`, `begins`, `copy`, `head`, `tail`, `transfer`, `counts`
+    and `op` is the *side*, which of both. `code` lists the events, `first_run` flags those of ops'
+    first runs, `begins` is when they begin, µs, `op` the event of each op's first run. `head` and
+    `tail` are the first and the last copy of each tensor. The rest is of the side that was
+    evaluated last. `ending` and `beside` list the copies that end with each event; `fetched` lists
+    fetched copies in the order of their first reads, `latest` the events before which they begin to
+    be fetched for nobody to wait, `back` when they are there, µs. `queue` is a heap of tensors to
+    be copied to the host, by when that would be of use; `leaving` and `leaves` list those that are
+    being copied and when each is over, µs. `inserted` lists what one change puts in.
+
+    `again` says of an op whether it may run anywhere after its first run, `movable` of a tensor
+    whether it may be copied to the host, `needed` whether it is there in the end; `out_us` and
+    `in_us` are what its copies take.
+    """
+
+    numbers: MarkNumbers
+    again: Flags
+    movable: Flags
+    needed: Flags
+    out_us: Floats
+    in_us: Floats
+    code: Ints
+    first_run: Flags
+    begins: Floats
+    copy: Numbers
+    head: Numbers
+    tail: Numbers
+    transfer: Numbers
+    counts: Ints
+    op: Numbers
+    ending: Numbers
+    beside: Numbers
+    fetched: Numbers
+    latest: Numbers
+    back: Floats
+    tensor: Numbers
+    queue: Ints
+    leaving: Numbers
+    leaves: Floats
+    inserted: Ints
+    wanted: Flags
+
+
+def start(problem: Problem, room: int, params: MarkParams) -> MarkState:
+    """A state at no sequence yet, with room for so many events."""
+    a, device = to_arrays(problem), problem.device
+    n, count = a.ops, a.size.size
+    most = int(np.diff(a.makes_ptr[: n + 1]).max(initial=1))
+    copies = min(room * most, room + 4 * int(a.makes_ptr[n]) + 64 * most)
+    with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
+        out_us = device.copy_latency_us + a.bytes * 1e6 / np.float64(device.d2h_bytes_per_s)
+        in_us = device.copy_latency_us + a.bytes * 1e6 / np.float64(device.h2d_bytes_per_s)
+    linked = "transfers" in problem.beyond_recomputation
+    return MarkState(
+        numbers=MarkNumbers(**asdict(params)),
+        again=np.array(problem.repeatable, dtype=np.uint8),
+        movable=np.array(problem.movable, dtype=np.uint8) * np.uint8(linked),
+        needed=a.is_output & (1 - a.outside),
+        out_us=out_us,
+        in_us=in_us,
+        code=np.zeros((2, room), dtype=np.int64),
+        first_run=np.zeros((2, room), dtype=np.uint8),
+        begins=np.zeros((2, room + 1)),
+        copy=np.zeros((2, copies, 7), dtype=np.int32),
+        head=np.zeros((2, count), dtype=np.int32),
+        tail=np.zeros((2, count), dtype=np.int32),
+        transfer=np.zeros((2, 2 * room + 2 * count, 3), dtype=np.int32),
+        counts=np.zeros((2, 6), dtype=np.int64),
+        op=np.zeros((2, n), dtype=np.int32),
+        ending=np.zeros(room + 1, dtype=np.int32),
+        beside=np.zeros(copies, dtype=np.int32),
+        fetched=np.zeros(room, dtype=np.int32),
+        latest=np.zeros(room, dtype=np.int32),
+        back=np.zeros(copies),
+        tensor=np.zeros((count, 3), dtype=np.int32),
+        queue=np.zeros((count, 2), dtype=np.int64),
+        leaving=np.zeros(count, dtype=np.int32),
+        leaves=np.zeros(count),
+        inserted=np.zeros(params.insertion, dtype=np.int64),
+        wanted=np.zeros(count, dtype=np.uint8),
+    )
+
+
+def go_to(state: MarkState, sequence: Ints) -> None:
+    """Be at a sequence."""
+    state.code[0, : sequence.size] = sequence
+    state.counts[0, EVENTS] = sequence.size
+
+
+def here(state: MarkState) -> Ints:
+    """The sequence at hand."""
+    return state.code[0, : state.counts[0, EVENTS]].copy()
+
+
+def to_events(arrays: Arrays, state: MarkState) -> tuple[Ints, Ints]:
+    """
+    Kinds and subjects of the events of the schedule at hand (`planner.core.lifetimes`).
+
+    The sequence is one that was measured.
+    """
+    events, transfers = state.counts[0, EVENTS], state.counts[0, TRANSFERS]
+    kinds = (OFFLOAD, WAIT, PREFETCH, WAIT)
+    do: list[int] = []
+    what: list[int] = []
+    listed = iter(state.transfer[0, :transfers].tolist())
+    following = next(listed, None)
+    for event, code in enumerate(state.code[0, :events].tolist()):
+        while following is not None and following[BEFORE] <= event:
+            do.append(kinds[following[KIND]])
+            what.append(following[WHAT])
+            following = next(listed, None)
+        if code < arrays.ops:
+            do.append(RUN)
+            what.append(code)
+    return np.array(do, dtype=np.int64), np.array(what, dtype=np.int64)
+
+
+@inner
+def collect(a: Program, s: MarkState, side: int) -> None:
+    """Take out runs and marks that serve nothing, and find the first run of each op."""
+    size, code, first_run, wanted = (
+        s.counts[side, EVENTS],
+        s.code[side],
+        s.first_run[side],
+        s.wanted,
+    )
+    for op in range(a.ops):
+        s.op[side, op] = NONE
+    for e in range(size):
+        first_run[e] = 0
+        if code[e] < a.ops and s.op[side, code[e]] == NONE:
+            s.op[side, code[e]] = e
+            first_run[e] = 1
+    for t in range(a.size.size):
+        wanted[t] = s.needed[t]
+    kept = size
+    for e in range(size - 1, -1, -1):
+        of_use = bool(first_run[e] == 1)
+        if code[e] >= a.ops:
+            of_use = bool(wanted[code[e] - a.ops] == 1)
+            wanted[code[e] - a.ops] = 0
+        else:
+            made, end = a.makes_ptr[code[e]], a.makes_ptr[code[e] + 1]
+            for k in range(made, end):
+                of_use = of_use or bool(wanted[a.makes[k]] & a.evictable[a.makes[k]])
+            for k in range(made, end if of_use else made):
+                wanted[a.makes[k]] &= 1 - a.evictable[a.makes[k]]
+            read = a.reads_ptr[code[e]]
+            for k in range(read, a.reads_ptr[code[e] + 1] if of_use else read):
+                wanted[a.reads[k]] = 1
+        if of_use:
+            kept -= 1
+            code[kept], first_run[kept] = code[e], first_run[e]
+    s.counts[side, EVENTS] = size - kept
+    for e in range(size - kept):
+        code[e], first_run[e] = code[kept + e], first_run[kept + e]
+        if first_run[e] == 1:
+            s.op[side, code[e]] = e

@@ -1,0 +1,132 @@
+"""
+The moves of the walk: recomputes are put in, moved, or taken out where it helps.
+
+Events that serve nothing are collected (`planner.orders.edit`).
+"""
+
+import numpy as np
+
+from coop_plan.planner.core.arrays import Program
+from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.orders.edit import move, put_in, take_out
+from coop_plan.planner.orders.lives import wanted_at
+from coop_plan.planner.orders.sequence import AT, CODE, FIRST_RUN, TRIAL, WalkState
+
+
+@inner
+def change(a: Program, s: WalkState) -> bool:
+    """
+    Change the trial, which is the current sequence, at one of its events.
+
+    False where the change drawn is none; the trial may have been changed in part then.
+    """
+    numbers, size = s.numbers, s.counts[TRIAL]
+    if size == 0:
+        return False
+    kind = np.random.random()
+    begin = np.random.randint(size)
+    if kind < numbers.recompute_chance:
+        return _serve(a, s, begin)
+    for _ in range(numbers.tries):
+        if not _is_first(s, begin):
+            break
+        begin = np.random.randint(size)
+    if _is_first(s, begin):
+        return False
+    if kind < numbers.recompute_chance + numbers.move_chance:
+        return _move(a, s, begin)
+    return _take_out(a, s, begin)
+
+
+@inlined
+def _is_first(s: WalkState, at: int) -> bool:
+    return bool(s.event[s.trial[at], FIRST_RUN] == 1)
+
+
+@inner
+def _serve(a: Program, s: WalkState, event: int) -> bool:
+    """Something that an event reads is computed again for it."""
+    op = s.event[s.trial[event], CODE]
+    count = a.reads_ptr[op + 1] - a.reads_ptr[op]
+    if count == 0:
+        return False
+    t = a.reads[a.reads_ptr[op] + np.random.randint(count)]
+    maker, at = a.producer[t], event
+    if np.random.random() < s.numbers.early_chance:
+        at -= int(s.numbers.earliest ** np.random.random())
+    if s.again[maker] == 0 or at < 0 or at <= s.event[s.op[maker], AT]:
+        return False
+    return recompute(a, s, maker, at)
+
+
+@inner
+def _move(a: Program, s: WalkState, begin: int) -> bool:
+    """Move a block of events that are no first runs."""
+    size = s.counts[TRIAL]
+    more = s.numbers.moved_block if np.random.random() < s.numbers.moved_block_chance else 0.0
+    end = _block_end(s, begin, more)
+    distance = int(s.numbers.furthest ** np.random.random())
+    to = begin + (distance if np.random.random() < s.numbers.later_chance else -distance)
+    if to < 0 or to > size - (end - begin):
+        return False
+    for at in range(begin, end):
+        code = s.event[s.trial[at], CODE]
+        first = s.event[s.op[code], AT]
+        if s.again[code] == 0 or first - (end - begin if first > begin else 0) >= to:
+            return False
+    move(a, s, begin, end, to)
+    return True
+
+
+@inner
+def _take_out(a: Program, s: WalkState, begin: int) -> bool:
+    """Take out a block of recomputes."""
+    for at in range(begin, _block_end(s, begin, s.numbers.removed_block)):
+        take_out(a, s, s.trial[at])
+    return True
+
+
+@inlined
+def _block_end(s: WalkState, begin: int, more: float) -> int:
+    """Where a block of events that are no first runs ends; each goes on with chance `more`."""
+    end = begin + 1
+    while np.random.random() < more and end < s.counts[TRIAL] and not _is_first(s, end):
+        end += 1
+    return end
+
+
+@inner
+def recompute(a: Program, s: WalkState, op: int, at: int) -> bool:
+    """
+    Put `op` into the trial before event `at`; false where there is no room for more events.
+
+    What it reads and is not kept there is mostly computed again with it.
+    """
+    n = s.numbers
+    kept = n.kept_usually if np.random.random() < n.usually else n.kept_rarely
+    gone = n.gone_usually if np.random.random() < n.usually else n.gone_rarely
+    s.inserted[0] = op
+    count = 1
+    i = 0
+    while i < count:
+        o = s.inserted[i]
+        i += 1
+        for k in range(a.reads_ptr[o], a.reads_ptr[o + 1]):
+            maker = a.producer[a.reads[k]]
+            chance = kept if wanted_at(a, s, a.reads[k], at) else gone
+            if s.again[maker] == 0 or count == s.inserted.size or np.random.random() >= chance:
+                continue
+            known = False
+            for other in range(count):
+                known = known or s.inserted[other] == maker
+            if not known:
+                s.inserted[count] = maker
+                count += 1
+    for i in range(1, count):  # in program order
+        o = s.inserted[i]
+        k = i
+        while k > 0 and s.inserted[k - 1] > o:
+            s.inserted[k] = s.inserted[k - 1]
+            k -= 1
+        s.inserted[k] = o
+    return put_in(a, s, count, at)

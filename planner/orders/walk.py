@@ -1,0 +1,71 @@
+"""
+The walk: a random walk among orders of runs, by Metropolis' rule.
+
+A step draws one of the moves (`planner.orders.moves`); what that does to memory is seen from the
+tensors that it touches (`planner.orders.lives`, `measure`). After Metropolis et
+al., Equation of State Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
+"""
+
+import numpy as np
+
+from coop_plan.planner.core.arrays import Program
+from coop_plan.planner.core.compiled import njit
+from coop_plan.planner.orders.edit import accept, changed, collect, enter, leave, undo
+from coop_plan.planner.orders.measure import cost_of, excess
+from coop_plan.planner.orders.moves import change
+from coop_plan.planner.orders.repair import repair
+from coop_plan.planner.orders.sequence import WalkState
+
+
+@njit
+def measured(a: Program, s: WalkState, capacity: int) -> tuple[float, float]:
+    """Cost (µs) of the sequence at hand, and how much more than the capacity (bytes) it needs."""
+    if not enter(a, s):
+        return np.inf, np.inf
+    return cost_of(a, s, np.inf), excess(s, capacity)
+
+
+@njit
+def walk(
+    a: Program,
+    s: WalkState,
+    steps: int,
+    capacity: int,
+    heat: float,
+    steep: float,
+    seed: int,
+) -> tuple[float, float]:
+    """
+    So many steps from the sequence at hand on; what `measured` says of where they end.
+
+    `heat` is by how much a step may make it worse on average (µs), `steep` what it costs (µs) to
+    need e times the capacity (bytes), roughly.
+    """
+    np.random.seed(seed)
+    if not enter(a, s):
+        return np.inf, np.inf
+    kept, needs = cost_of(a, s, np.inf), excess(s, capacity)
+    accept(s)
+    for _ in range(steps):
+        limit = kept + steep * needs + heat * np.random.exponential()
+        taken = False
+        if change(a, s):
+            eager = np.random.random() < s.numbers.mend_chance
+            for mended in range(s.numbers.repairs + 1):
+                collect(a, s)
+                cost = cost_of(a, s, limit)
+                if cost == np.inf:
+                    break
+                over = excess(s, capacity)
+                good = cost + steep * over <= limit
+                if good and not (eager and over > 0.0 and mended < s.numbers.repairs):
+                    kept, needs, taken = cost, over, True
+                    break
+                if over == 0.0 or mended == s.numbers.repairs or not repair(a, s):
+                    break
+        if taken:
+            accept(s)
+        elif changed(s):
+            undo(a, s)
+    leave(s)
+    return kept, needs
