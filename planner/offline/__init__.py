@@ -11,8 +11,8 @@ coop-offline: plans the whole step first, places second, keeps what fits.
    eviction took beside what it was expected to, without knowing the arena: so neighbouring arenas
    see the same plans, and overhead does not rise with the budget.
 3. With a deadline, `anneal` perturbs the weights towards this one arena.
-4. `resequence` anneals the sequence of ops itself, window by window, by the walk of
-   `planner.joint`; with a link to the host that has its own search of recomputes and transfers.
+4. `resequence` anneals the sequence of ops itself, by the walk of `planner.orders`; with a link to
+   the host, `planner.joint` has a search of recomputes and transfers.
 
 The cheapest run's ops become a `planner.core.schedule.Schedule`, and its layout their addresses.
 Beside the portfolio, Coop's own plan (`planner.online`) is a candidate. `params` has a group of
