@@ -115,7 +115,10 @@ class JointParams(Params):
     """Share of the incumbent's cost a sequence must save to have its layout tried on the way."""
 
     layouts: Size = 10
-    """Layouts that may fail on the way of an annealing; then its end alone is placed."""
+    """Layouts that may fail on the way of an annealing without a time limit."""
+
+    layout_share: Share = 0.2
+    """Share of its time for layouts with one."""
 
     last_work: Count = 10
     """Factor on the effort of a layout for the end of the search."""

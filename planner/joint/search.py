@@ -47,7 +47,8 @@ class JointSearch:
         self.sequence: Ints | None = None
         self.capacity = float(request.arena_bytes)
         self.host = -1 if problem.host_budget is None else problem.host_budget
-        self.failed = 0
+        self.failed = 0  # layouts of the annealing at hand
+        self.seconds = 0.0  # for its layouts
         self.random = np.random.default_rng(request.seed)
         events = max(1, *(sequence.size for sequence in starts))
         self.state = start(problem, params.room_factor * events + params.room, params.moves)
@@ -86,7 +87,7 @@ class JointSearch:
         done = astray = 0
         go_to(state, sequence)
         fits: tuple[float, Ints] | None = None
-        self.failed = 0
+        self.failed, self.seconds = 0, 0.0
         cost, over = measured(self.program, state, int(self.capacity), self.host)
         while not self._at_the_floor() and not enough():
             if deadline is None:
@@ -119,7 +120,11 @@ class JointSearch:
             steeper = max(1.0, steeper / params.less_steep)
             if fits is None or cost < fits[0]:
                 fits = cost, here(state)
-            if cost < self.cost_us * (1 - params.worth_placing) and self.failed < params.layouts:
+            if cost < self.cost_us * (1 - params.worth_placing) and (
+                self.failed < params.layouts
+                if deadline is None
+                else self.seconds <= params.layout_share * (time.monotonic() - begin)
+            ):
                 self._place(here(state), WORK)
             self._report()
         if fits is None:
@@ -135,6 +140,7 @@ class JointSearch:
     def _place(self, sequence: Ints, work: int) -> None:
         """Keep a sequence if it has a layout, found with so much work; else plan within less."""
         problem, arena, params = self.problem, self.request.arena_bytes, self.params
+        begin = time.monotonic()
         go_to(self.state, sequence)
         measured(self.program, self.state, int(self.capacity), self.host)
         schedule = Schedule.of_events(problem, *to_events(self.arrays, self.state))
@@ -152,6 +158,7 @@ class JointSearch:
         else:
             self.failed += 1
             self.capacity /= params.tighter
+        self.seconds += time.monotonic() - begin
 
     def _report(self) -> None:
         if self.request.progress is not None and self.placed is not None:
