@@ -89,7 +89,8 @@ class Memory:
     An arena whose blocks lie as listed, tensors as `Block`s and free bytes as numbers.
 
     `gone` are tensors that are not in it, `edges` what is made from what: "ab bc" says that b is
-    made from a and c from b; `dependents` as in `state.empty_arena`. Every tensor has a reader to come, the op of index `reader`.
+    made from a and c from b; `dependents` as in `state.empty_arena`. Every tensor has a reader to
+    come, the op of index `reader`.
     """
 
     def __init__(self, *layout, gone=(), edges="", dependents=True):
