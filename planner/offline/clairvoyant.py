@@ -34,7 +34,6 @@ from coop_plan.planner.offline.state import (
     CHANGED,
     CHANGED_COUNT,
     CLOSURE,
-    CURSOR,
     DIRTY,
     DUE,
     EVENTS,
@@ -116,7 +115,12 @@ def _note_what_is_paid(a: Arrays, s: ClairvoyantState, position: int) -> None:
 
 @inlined
 def _order(a: Arrays, s: ClairvoyantState, goal: int) -> int:
-    """List the ops to run for `goal`, itself last, with their inputs pinned; returns how many."""
+    """
+    List the ops to run for `goal`, itself last, with their inputs pinned; returns how many.
+
+    Of what an op lacks the earliest in the program goes first. In the order of its inputs a long
+    chain would make all that its links take from elsewhere before it ran the first of them.
+    """
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
     ordered = 0
@@ -126,19 +130,18 @@ def _order(a: Arrays, s: ClairvoyantState, goal: int) -> int:
         if pushed >= 0:
             s.op[SEEN, pushed] = stamp
             s.stack[depth] = pushed
-            s.op[CURSOR, depth] = a.reads_ptr[pushed]
             for k in range(a.reads_ptr[pushed], a.reads_ptr[pushed + 1]):
                 s.tensor[PINS, a.reads[k]] += 1
             pushed = -1
         op = s.stack[depth]
-        while s.op[CURSOR, depth] < a.reads_ptr[op + 1]:
-            t = a.reads[s.op[CURSOR, depth]]
-            s.op[CURSOR, depth] += 1
-            if s.tensor[LIVE, t] == 0 and s.op[SEEN, a.producer[t]] != stamp:
-                pushed = a.producer[t]
-                depth += 1
-                break
-        if pushed < 0:
+        for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+            t = a.reads[k]
+            producer = a.producer[t]
+            if s.tensor[LIVE, t] == 0 and s.op[SEEN, producer] != stamp:
+                pushed = producer if pushed < 0 else min(pushed, producer)
+        if pushed >= 0:
+            depth += 1
+        else:
             s.op[ORDER, ordered] = op
             ordered += 1
             depth -= 1

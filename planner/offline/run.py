@@ -125,7 +125,7 @@ class Runner:
             counts=np.zeros(13, dtype=np.int64),
             tensor=np.zeros((18, count + 1), dtype=np.int64),
             value=np.zeros((3, count)),
-            op=np.zeros((3, n + 1), dtype=np.int64),
+            op=np.zeros((2, n + 1), dtype=np.int64),
             stack=self._scratch,
             pool=np.empty(params.pool, dtype=np.int64),
             pool_score=np.empty(params.pool),

@@ -52,7 +52,7 @@ NEVER = 1 << 40
 MERIT, CLOSURE, KEY = range(3)
 
 # Rows of `ClairvoyantState.op`.
-SEEN, ORDER, CURSOR = range(3)
+SEEN, ORDER = range(2)
 
 # Rows of `ClairvoyantState.pair`, of which `counts[WRITES]` are those of the op at hand.
 INPLACE_OUT, INPLACE_SOURCE = range(2)

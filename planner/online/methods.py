@@ -19,7 +19,10 @@ appendix C; and, where the papers leave a choice open, what their authors' publi
   `EagerlyEvictRemattedTensors`): the whole closure is pinned before it runs, and a tensor that was
   recomputed only for others goes when nothing pins it. OneFlow keeps those that it marked as needed
   by the backward; a graph does not have that mark, and here the program's own readers decide. Best
-  fit; cost / staleness without the size in windows.
+  fit; cost / staleness without the size in windows. A tensor's cost counts the evicted ones that it
+  and its twins are made from, not those made from it (core/eager/tensor_storage.cpp,
+  `approx_neighbor_cost`); it is accessed when an op begins that reads or makes it
+  (`UpdateRematInfo`, before the op's time is added).
 """
 
 import math
@@ -59,6 +62,7 @@ def run_coop(
         WINDOW if "sliding-window" not in request.off else SINGLE,
         partition="partitioning" not in request.off,
         inplace="recomputable-inplace" not in request.off,
+        dependents=False,
         cost_limit=cost_limit,
         params=params,
     )

@@ -96,6 +96,7 @@ def simulate_arena(
     partition: bool,
     inplace: bool,
     whole_closure: bool = True,
+    dependents: bool = True,
     transfers: int = 0,
     gaps: bool = True,
     cost_limit: float = np.inf,
@@ -120,6 +121,7 @@ def simulate_arena(
         params=params,
         partition=partition,
         whole_closure=whole_closure,
+        dependents=dependents,
         transfers=transfers,
         gaps=gaps,
     )

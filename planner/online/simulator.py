@@ -206,7 +206,9 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
     s.event[EVENT_OP, s.counts[EVENTS]] = op
     s.event[EVENT_WORKSPACE, s.counts[EVENTS]] = at
     s.counts[EVENTS] += 1
+    began = s.total[CLOCK]
     s.total[CLOCK] += a.cost[op]
+    accessed = began if s.whole_closure == 1 else s.total[CLOCK]
     for i in range(s.counts[TRANSIENT]):
         release(s, s.transient[i])
     for k in range(low, high):
@@ -214,13 +216,13 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
         s.tensor[PINS, t] -= 1
         new = s.tensor[KEPT, t] == 0 if s.whole_closure == 1 else s.tensor[WRITTEN, t] == 0
         if new:
-            s.times[LAST_ACCESS, t] = s.total[CLOCK]
+            s.times[LAST_ACCESS, t] = accessed
         s.tensor[WRITTEN, t] = 1
         s.tensor[KEPT, t] = 0
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         s.tensor[PINS, a.reads[k]] -= 1
         if s.whole_closure == 1:
-            s.times[LAST_ACCESS, a.reads[k]] = s.total[CLOCK]
+            s.times[LAST_ACCESS, a.reads[k]] = accessed
     if s.whole_closure == 1:
         _release_touched(a, s, op, position, position)
     return True

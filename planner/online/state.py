@@ -1,5 +1,6 @@
 """The state of one simulated step, as arrays that compiled code can share."""
 
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -70,7 +71,7 @@ class ArenaState(NamedTuple):
     `ahead` the bytes that are to be free or on their way to the host after every op, `prefetched`
     how many tensors may be on their way back. With `whole_closure` 1 all that an op needs, through
     everything that must run again before it, is pinned at once, and what only they read goes when
-    nothing pins it any more.
+    nothing pins it any more; then a tensor is accessed when an op that reads or makes it begins.
     """
 
     capacity: int
@@ -107,6 +108,7 @@ def empty_arena(
     *,
     partition: bool,
     whole_closure: bool = True,
+    dependents: bool = True,
     transfers: int = 0,
     gaps: bool = True,
 ) -> ArenaState:
@@ -114,6 +116,7 @@ def empty_arena(
     An empty arena of `capacity` bytes and a record of `events` events at most.
 
     Without `gaps` only the bytes count: addresses go on, so that no free block is too small.
+    `dependents` as in `_neighbours`.
     """
     n, count = problem.op_count, problem.tensor_count
     most = max((len(tensors) for tensors in problem.op_outputs), default=0)
@@ -121,7 +124,7 @@ def empty_arena(
     blocks = 2 * (count + most) + 8
     # Between two events at most every tensor is dropped once.
     drops = -(-events * total // max(n, 1)) + 2 * count + 64
-    near_ptr, near = _neighbours(problem)
+    near_ptr, near = _neighbours(problem, dependents=dependents)
     state = ArenaState(
         capacity=capacity,
         min_staleness_us=params.min_staleness_us,
@@ -166,16 +169,23 @@ def empty_arena(
     return state
 
 
-def _neighbours(problem: Problem) -> tuple[Ints, Ints]:
-    """Rows of the tensors that an op makes from a tensor, or makes it from."""
+def _neighbours(problem: Problem, *, dependents: bool) -> tuple[Ints, Ints]:
+    """
+    Rows of the tensors beside each in e*: what an op makes it from, and makes from it (DTR).
+
+    Without `dependents`: what an op makes it from, and makes beside it (OneFlow).
+    """
     pairs = [
         (made, read)
         for makes, reads in zip(problem.makes, problem.reads, strict=True)
         for made in makes
         for read in reads
     ]
-    table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    table = np.unique(np.concatenate([table, table[:, ::-1]]), axis=0)
+    if dependents:
+        pairs += [(read, made) for made, read in pairs]
+    else:
+        pairs += [pair for makes in problem.makes for pair in permutations(makes, 2)]
+    table = np.unique(np.array(pairs, dtype=np.int64).reshape(-1, 2), axis=0)
     pointer = np.zeros(problem.tensor_count + 1, dtype=np.int64)
     np.cumsum(np.bincount(table[:, 0], minlength=problem.tensor_count), out=pointer[1:])
     return pointer, np.ascontiguousarray(table[:, 1])

@@ -130,14 +130,28 @@ def _capture(asked: Question) -> Graph:
 
     if asked.spec.kind == "cuda":
         believe_in_cuda()
-    torch.set_default_device(asked.spec.kind)
-    with FakeTensorMode(), convertible_modules(), nothing_drawn_twice():
+    with (
+        torch.device(asked.spec.kind),
+        FakeTensorMode(),
+        convertible_modules(),
+        nothing_drawn_twice(),
+    ):
         step, args = called(asked.target, asked.batch)
-    return capture(
-        step,
-        args,
-        name=asked.target.rpartition(":")[2],
-        model=Roofline(asked.spec),
-        optimizer=asked.optimizer,
-        masters=asked.masters,
-    )
+
+    def captured() -> Graph:
+        return capture(
+            step,
+            args,
+            name=asked.target.rpartition(":")[2],
+            model=Roofline(asked.spec),
+            optimizer=asked.optimizer,
+            masters=asked.masters,
+        )
+
+    # Under a default device Dynamo follows PyTorch's Python function for it at every call that the
+    # step makes: half of a large model's time, needed only where a step leaves devices to it.
+    try:
+        return captured()
+    except CaptureError:
+        with torch.device(asked.spec.kind):
+            return captured()

@@ -89,10 +89,11 @@ class Memory:
     An arena whose blocks lie as listed, tensors as `Block`s and free bytes as numbers.
 
     `gone` are tensors that are not in it, `edges` what is made from what: "ab bc" says that b is
-    made from a and c from b. Every tensor has a reader to come, the op of index `reader`.
+    made from a and c from b; `dependents` as in `state.empty_arena`. Every tensor has a reader to
+    come, the op of index `reader`.
     """
 
-    def __init__(self, *layout, gone=(), edges=""):
+    def __init__(self, *layout, gone=(), edges="", dependents=True):
         self.blocks = [block for block in layout if isinstance(block, Block)] + list(gone)
         number = {block.name: t for t, block in enumerate(self.blocks)}
         self.names = list(number)
@@ -114,7 +115,8 @@ class Memory:
         tensors = {t: ("activation", block.size) for t, block in enumerate(self.blocks)}
         problem = Problem.from_graph(make_graph(tensors, ops), 1)
         sizes = [block.size if isinstance(block, Block) else block for block in layout]
-        s = state.empty_arena(problem, sum(sizes), MANY_EVENTS, DEFAULTS, partition=False)
+        how = {"partition": False, "dependents": dependents}
+        s = state.empty_arena(problem, sum(sizes), MANY_EVENTS, DEFAULTS, **how)
         self.arrays, self.s = to_arrays(problem), s
         owners = [number[b.name] if isinstance(b, Block) else state.FREE for b in layout]
         starts = np.cumsum([0, *sizes])[:-1]

@@ -213,3 +213,19 @@ def test_a_run_ends_at_the_deadline(clock):
     assert clock.now < deadline + 2 * clock.TICK * len(method.portfolio.settings)
     with pytest.raises(TimeLimitError):
         method.solution()
+
+
+def test_a_chain_is_made_again_link_by_link():
+    """Each link reads 4 bytes made for it alone; all of those at once would need 24."""
+    tensors, ops, before = {0: ("input", 0)}, [], 0
+    for link in range(6):
+        beside, made = 2 * link + 1, 2 * link + 2
+        tensors |= {beside: ("activation", 4), made: ("activation", 1)}
+        ops.append({"inputs": [0], "outputs": [beside]})
+        ops.append({"inputs": [beside, before], "outputs": [made]})
+        before = made
+    tensors |= {13: ("activation", 10), 14: ("output", 0), 15: ("output", 0)}
+    ops += [{"inputs": [0], "outputs": [13]}, {"inputs": [13], "outputs": [14]}]
+    ops.append({"inputs": [before], "outputs": [15]})
+    made = plan(make_graph(tensors, ops), "min", method="coop-offline", alignment=1)
+    assert made.peak_bytes == 10

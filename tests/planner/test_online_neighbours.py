@@ -7,6 +7,8 @@ union-find, their sums merged on eviction and reduced, without splitting, on rec
 
 import pytest
 
+from coop_plan.planner.online.params import DEFAULTS
+from coop_plan.planner.online.state import empty_arena
 from tests.planner.memories import Block, Memory, Step
 
 
@@ -89,6 +91,26 @@ def test_evicted_again_it_starts_a_component_of_its_own(order):
     assert memory.closure_cost("a") == 1 + 2
     assert memory.closure_cost("e") == 16 + 8
     assert memory.closure_cost("c") == 4 + 2 + 8
+
+
+def test_coop_counts_what_a_tensor_is_made_from():
+    """OneFlow, eager/tensor_storage.cpp, `approx_neighbor_cost`: not what would need it."""
+    blocks = {name: Block(name, cost=2.0**k) for k, name in enumerate("abcde")}
+    there = [blocks[name] for name in "ae"]
+    gone = [blocks[name] for name in "bcd"]
+    memory = Memory(*there, gone=gone, edges="ab bc cd de", dependents=False)
+    assert memory.closure_cost("a") == 1
+    assert memory.closure_cost("e") == 16 + 2 + 4 + 8
+
+
+def test_coop_counts_what_is_made_beside_a_tensor():
+    step = Step().make("a").make("bc", "a").make("d", "b").make("e", "c")
+    arena = empty_arena(step.problem(), 1, 8, DEFAULTS, partition=False, dependents=False)
+    beside = [
+        arena.near[arena.near_ptr[step.ids[name]] : arena.near_ptr[step.ids[name] + 1]]
+        for name in "bcd"
+    ]
+    assert ["".join(map(step.name, row)) for row in beside] == ["ac", "ab", "b"]
 
 
 def test_a_run_keeps_account_of_all_that_comes_and_goes():

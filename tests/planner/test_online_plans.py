@@ -114,6 +114,14 @@ def test_staleness_spares_what_was_just_read(method):
 
 
 @ONLINE
+def test_what_a_long_op_read_is_as_stale_as_the_op_is_long(method):
+    """When w comes a was asked for 1000 µs ago, b 1002: a goes, which costs half as much."""
+    step = Step().make("a", cost=1).make("b", cost=2).make("A", "a", size=0, cost=1000)
+    step.make("w").make("W", "w", size=0).make("R", "ab", size=0)
+    assert step.planned(method, 2).startswith("a b A -a w W -w a R")
+
+
+@ONLINE
 def test_inputs_at_hand_stay(method):
     """p, the cheapest by far, is read by G too, for which c is made again: q goes."""
     step = Step().make("a").make("c", "a", cost=0.5).make("p").make("q", cost=50)

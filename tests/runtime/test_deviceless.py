@@ -47,6 +47,17 @@ def chooses():
         y = model(x)
         return y.sum() if y.sum() > 0 else y.mean()
     return step, (torch.ones(2, 4),)
+
+def leaves_the_device_open():
+    model = nn.Linear(4, 4)
+    return (lambda x: (model(x) + torch.arange(4.0)).sum()), (torch.ones(2, 4),)
+
+def looks_where_it_is():
+    model = nn.Linear(4, 4)
+    def step(x):
+        y = model(x)
+        return (y.tanh() if torch.arange(4.0).device.type == "cuda" else y.exp()).sum()
+    return step, (torch.ones(2, 4),)
 """
 
 
@@ -83,6 +94,16 @@ def test_nothing_is_allocated(user_module):
     assert kinds["parameter"] == 3 * layer
     assert [t.bytes for t in graph.tensors if t.kind == "output"].count(layer) == 3
     assert [t.bytes for t in graph.tensors if t.name == "adamw"] == [6 * layer]
+
+
+@cpu_build
+def test_the_device_is_the_default_only_for_steps_that_leave_it_open(user_module):
+    """Dynamo is twice as slow under a default device, and a step on a device has none."""
+    asked = Question(target=f"{user_module}:leaves_the_device_open", spec=device("l4"))
+    made = next(op for op in capture_for(asked).ops if "arange" in op.name)
+    assert made.cost_us == device("l4").launch_us  # on the CPU it would take nothing
+    asked = Question(target=f"{user_module}:looks_where_it_is", spec=device("l4"))
+    assert "aten.exp.default" in [op.name for op in capture_for(asked).ops]
 
 
 @pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
