@@ -101,7 +101,8 @@ def coop(
                     " fullgraph=True makes this an error",
                     lines.end,
                 )
-            return watch.counted(compiled, compilation.step.report)
+            step = compilation.step
+            return watch.counted(compiled, step.report, step.undefined.watch)
         if takes_gradients(gm):
             log.warning(
                 "%s: torch.func takes gradients within the graph and leaves no backward to plan:"

@@ -28,6 +28,8 @@ from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.utils import preserve_rng_state
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    PlainAOTOutput,
     SavedForBackwardsAOTOutput,
 )
 from torch._guards import CompileContext
@@ -334,8 +336,12 @@ def example_value(node: fx.Node) -> Any:
 
 
 def is_boxed_number(node: fx.Node) -> bool:
-    """Whether an input is no tensor of the user's: Dynamo puts floats that may change into one."""
-    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+    """Whether an input is no tensor of the user's: Dynamo puts floats that may change into one.
+
+    NumPy's arrays are passed as tensors too, and are some, as `is_tensor` says.
+    """
+    given: Any = node.meta.get("grapharg")
+    return bool(getattr(given, "pass_arg_as_tensor", False)) and not given.is_tensor
 
 
 def is_static_input(node: fx.Node) -> bool:
@@ -408,6 +414,38 @@ def is_primal(node: fx.Node) -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """Whether an input of a joint graph is the gradient of an output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def plain_outputs(module: fx.GraphModule) -> list[Any]:
+    """What AOTAutograd says of the outputs of a joint graph, to the first that is not one tensor.
+
+    Assumed: the first are those of its autograd function, in order, which a subclass of tensors
+    would have fewer of.
+    """
+    output = next(iter(reversed(module.graph.nodes)))
+    plain = (InputMutationAOTOutput, IntermediateBaseAOTOutput, PlainAOTOutput)
+    descs = output.meta.get("desc", [])
+    end = next((i for i, desc in enumerate(descs) if not isinstance(desc, plain)), len(descs))
+    return list(descs[:end])
+
+
+def tangent_output(node: fx.Node) -> Any:
+    """What `plain_outputs` has of the output that a tangent is the gradient of."""
+    return getattr(node.meta.get("desc"), "output", None)
+
+
+def compiled_node(outputs: Sequence[Any]) -> Any:
+    """The node of autograd that runs the backward of a call with these outputs, if one shows.
+
+    An output may be a view of one of AOTAutograd's. Assumed: the node is a `CompiledFunction`'s.
+    """
+    made = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
+    nodes: list[Any] = [node for node in made if node is not None]
+    behind = [following for node in nodes for following, _ in node.next_functions]
+    for node in (*nodes, *behind):
+        if type(node).__name__ == "CompiledFunctionBackward":
+            return node
+    return None
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -23,6 +23,7 @@ from coop_plan.runtime.execute.partition import copied, inputs_of
 from coop_plan.runtime.execute.pool import Pools, claim
 from coop_plan.runtime.execute.regions import Call
 from coop_plan.runtime.execute.residents import Residents, held_in_place
+from coop_plan.runtime.execute.undefined import Undefined
 from coop_plan.runtime.lines import Lines
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
@@ -72,6 +73,7 @@ class PlannedStep:
         self._outputs = captured.num_fwd_outputs
         self._copied = copied(captured)
         self._parameters = _parameters(captured)
+        self.undefined = Undefined(captured)
         self._generators = _generators(captured)
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
@@ -138,6 +140,7 @@ class PlannedStep:
             del saved, tangents
             with self._running(flight, fresh=False):
                 result = flight.code.backward(flight, given)
+            result = self.undefined.left_out(result)
             course.returned(flight, result)
             self._land(flight, [p for p in flight.leaves if self._keeps_twice(flight, p)])
             return result
