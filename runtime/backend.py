@@ -25,7 +25,7 @@ from coop_plan.runtime.capture.shapes import (
     shape_of,
 )
 from coop_plan.runtime.execute.partition import stubs
-from coop_plan.runtime.execute.planning import plan_for
+from coop_plan.runtime.execute.planning import Others, plan_for
 from coop_plan.runtime.execute.pool import Pools, pools_of
 from coop_plan.runtime.execute.step import PlannedStep
 from coop_plan.runtime.lines import Lines, lines_of
@@ -83,7 +83,7 @@ def coop(
                 *(lines.begin, shape),
             )
             return watch.told(graph)
-        compilation = _Compilation(wanted, pools, lines, first)
+        compilation = _Compilation(wanted, pools, lines, first, first.plans[function])
         backend = aot_autograd(
             fw_compiler=compilation.forward,
             bw_compiler=compilation.backward,
@@ -123,7 +123,10 @@ watch.install(coop)
 class _Compilation:
     """One joint graph on its way from capture to running code."""
 
-    def __init__(self, options: Options, pools: Pools, lines: Lines, call: FirstShapes) -> None:
+    def __init__(
+        self, options: Options, pools: Pools, lines: Lines, call: FirstShapes, others: Others
+    ) -> None:
+        self.others = others
         self.options = options
         self.pools = pools
         self.lines = lines
@@ -146,7 +149,9 @@ class _Compilation:
             static_lifetime_input_indices or (),
             variants=self.options.variants,
         )
-        self.step = plan_captured(captured, self.options, self.pools, self.lines, self.call)
+        self.step = plan_captured(
+            captured, self.options, self.pools, self.lines, self.call, self.others
+        )
         return stubs(captured)
 
     def forward(self, _: fx.GraphModule, __: Sequence[Any]) -> Callable[..., Any]:
@@ -161,7 +166,12 @@ class _Compilation:
 
 
 def plan_captured(
-    captured: Captured, options: Options, pools: Pools, lines: Lines, call: FirstShapes
+    captured: Captured,
+    options: Options,
+    pools: Pools,
+    lines: Lines,
+    call: FirstShapes,
+    others: Others,
 ) -> PlannedStep:
     """Plan a captured step, verify the plan, and make it runnable."""
     began = time.perf_counter()
@@ -171,7 +181,7 @@ def plan_captured(
     def find_or_make() -> tuple[Plan, bool]:
         part = lines.breaks or called_from_compiled() or compiles_a_part()
         part = part or watch.is_one_of_several(call.owner)
-        return plan_for(captured.graph, options, part=part)
+        return plan_for(captured.graph, options, part=part, others=others)
 
     asked = options.plan.key("", planner_version(), "")
     shared = one_plan(captured, asked, find_or_make, everywhere=options.server is not None)
@@ -192,7 +202,7 @@ def plan_captured(
         plan_cached=shared.cached,
         plan_seconds=time.perf_counter() - began,
     )
-    step = PlannedStep(captured, made, report, pools, lines, call, options)
+    step = PlannedStep(captured, made, report, pools, lines, call, options, others)
     add(report)
     return step
 

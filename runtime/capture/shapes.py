@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from coop_plan.runtime.torch_internals import (
     source_name,
     storage_key,
 )
+from coop_plan.schemas import Graph, Plan
 
 log = logging.getLogger("coop-plan")
 
@@ -224,13 +225,14 @@ def _static(
 class FirstShapes:
     """Of each function of one `torch.compile` call, the `owner`, the shape planned first.
 
-    And what its ops cost, at whatever shapes it was captured.
+    And what its ops cost, at whatever shapes it was captured, and plans of it.
     """
 
     def __init__(self, owner: object) -> None:
         self.owner = owner  # its id stays its own
         self.shapes: dict[str, Shape] = {}
         self.costs: defaultdict[str, Costs] = defaultdict(Costs)
+        self.plans: defaultdict[str, deque[tuple[Graph, Plan]]] = defaultdict(deque)
 
 
 _firsts: "weakref.WeakValueDictionary[int, FirstShapes]" = weakref.WeakValueDictionary()

@@ -19,7 +19,7 @@ from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.lasting import Circumstances
 from coop_plan.runtime.device.arena import node_owners
 from coop_plan.runtime.errors import BudgetExceededError
-from coop_plan.runtime.execute.planning import plan_for
+from coop_plan.runtime.execute.planning import Others, plan_for
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals import (
     accumulate_node,
@@ -43,11 +43,19 @@ class Residents:
     feasible.
     """
 
-    def __init__(self, captured: Captured, options: Options, budget_bytes: int, name: str) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        options: Options,
+        budget_bytes: int,
+        name: str,
+        others: Others,
+    ) -> None:
         self.circumstances = Circumstances()
         self.budget_bytes = budget_bytes
         self._captured = captured
         self._options = options
+        self._others = others
         self._name = name
         self._movable = lasting.movable(captured)
         self._bytes = lasting.sizes(captured)
@@ -115,7 +123,8 @@ class Residents:
         """
         captured = lasting.under(self._captured, self.circumstances)
         try:
-            made, cached = plan_for(captured.graph, self._options.within(self.budget_bytes))
+            within = self._options.within(self.budget_bytes)
+            made, cached = plan_for(captured.graph, within, others=self._others)
         except InfeasibleBudgetError as error:
             if self._options.plan.budget.kind == "bytes":
                 told = self._told(error)

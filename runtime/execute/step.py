@@ -20,6 +20,7 @@ from coop_plan.runtime.execute.course import TOLERANCE
 from coop_plan.runtime.execute.flight import Flight, Runnable, flight_of
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
+from coop_plan.runtime.execute.planning import Others
 from coop_plan.runtime.execute.pool import Pools, claim
 from coop_plan.runtime.execute.regions import Call
 from coop_plan.runtime.execute.residents import Residents, held_in_place
@@ -56,6 +57,7 @@ class PlannedStep:
         lines: Lines,
         call: object,
         options: Options,
+        others: Others,
     ) -> None:
         self.report = report
         self.lines = lines
@@ -63,7 +65,7 @@ class PlannedStep:
         self._captured = captured
         self._call = call  # lives as long as one of its steps
         self._strict = options.strict
-        self._residents = Residents(captured, options, plan.budget_bytes, report.name)
+        self._residents = Residents(captured, options, plan.budget_bytes, report.name, others)
         self._landed: tuple[weakref.ref[Memory], Runnable] | None = None
         self._warned = False
         self._noted = False

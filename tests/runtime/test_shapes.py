@@ -10,9 +10,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from coop_plan import runtime
-from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.runtime.capture import profile
 from coop_plan.runtime.capture.costs import Costs
+from coop_plan.runtime.execute import planning
 
 SIZES = [24, 24, 16, 24, 16, 7]
 """Batches of a run, with a short last one."""
@@ -273,6 +274,32 @@ def test_an_op_that_was_timed_at_three_sizes_is_not_timed_at_a_fourth(monkeypatc
     # What reads the gradients of parameters alone has no size of its own; 200 is far from all.
     assert counts[3] < 3 < counts[4]
     assert runtime.reports()[3].planned_overhead >= 0
+
+
+def test_a_plan_of_one_length_serves_others(monkeypatch):
+    searched = []
+    monkeypatch.setattr(
+        planning, "plan", lambda graph, options: searched.append(1) or plan(graph, options)
+    )
+
+    def run(step, net):
+        torch.manual_seed(2)
+        for size in (40, 48, 44, 56, 52):
+            net.zero_grad()
+            step(torch.randn(size, 32)).backward()
+        return [p.grad for p in net.parameters()]
+
+    torch.manual_seed(1)
+    net = Net()
+    twin = copy.deepcopy(net)
+    step = torch.compile(net, backend="coop", dynamic=True, options={"budget": "85%"})
+    found = run(step, net)
+    assert all(map(torch.equal, found, run(twin, twin)))
+    assert len(runtime.reports()) == 5
+    assert len(searched) < 5
+    for report in runtime.reports():
+        assert report.plan.recomputed_ops > 0
+        assert report.measured_peak_bytes <= report.budget_bytes
 
 
 def test_no_code_is_made_of_what_is_only_traced(monkeypatch):
