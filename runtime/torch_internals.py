@@ -11,8 +11,10 @@ Itanium ABI, and asks for the memory of tensors by its entry `allocate`.
 """
 
 import ctypes
+import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -25,6 +27,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+from torch._dynamo.source import LocalSource
 from torch._dynamo.utils import preserve_rng_state
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
@@ -49,6 +52,11 @@ from torch._subclasses.functional_tensor import (
     PythonFunctionalizeAPI,
 )
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.fx.node import _side_effectful_functions
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -104,7 +112,44 @@ def prepare_dynamo() -> None:
     """
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.allow_rnn = True
+    _trace_each_thread_for_itself()
     log.debug("torch._dynamo.config: optimize_ddp = False, allow_rnn = True")
+
+
+class _Tracing(threading.local):
+    depth = 0
+
+
+_tracing = _Tracing()
+
+
+def _trace_each_thread_for_itself() -> None:
+    """Let compiled functions be called while another thread traces, as AOTAutograd does.
+
+    Whether something is traced is one flag of the process. A compiled function that is called
+    meanwhile refuses (_dynamo/eval_frame.py:1116), as it does for good where two threads traced at
+    once and left the flag set (fx/_symbolic_trace.py:797). Assumed: all traces go through
+    `Tracer.trace`, and `torch.compile` looks `is_fx_symbolic_tracing` up in its module.
+    """
+    module: Any = torch.fx._symbolic_trace
+    asks, trace = getattr(module, "is_fx_symbolic_tracing", None), module.Tracer.trace
+    if asks is None or hasattr(trace, "coop_counted"):
+        return
+
+    @functools.wraps(trace)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _tracing.depth += 1
+        try:
+            return trace(self, *args, **kwargs)
+        finally:
+            _tracing.depth -= 1
+
+    def is_fx_symbolic_tracing() -> bool:
+        return _tracing.depth > 0 and bool(asks())
+
+    counted.coop_counted = True  # type: ignore[attr-defined]
+    module.Tracer.trace = counted
+    module.is_fx_symbolic_tracing = is_fx_symbolic_tracing
 
 
 def raise_recompile_limits(beyond: int) -> dict[str, int]:
@@ -394,6 +439,73 @@ def code_on_demand() -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", _use_lazy_graph_module(True))
 
 
+class Symbols:
+    """The symbols of one trace: sizes that Dynamo found to differ from call to call.
+
+    `inputs` are stand-ins for those of Dynamo's graph, with symbols where `examples`, its own, have
+    some; `values` are the inputs of a call. Assumed: what a trace found out about its symbols is in
+    `guards`, `replacements` and their ranges; nothing is left open without deferred assertions.
+    """
+
+    def __init__(self, examples: Sequence[Any], values: Sequence[Any]) -> None:
+        self._environment = ShapeEnv()
+        mode = FakeTensorMode(shape_env=self._environment)
+        self.inputs = [
+            self._stand_in(mode, f"input_{i}", example, value)
+            for i, (example, value) in enumerate(zip(examples, values, strict=True))
+        ]
+
+    def _stand_in(self, mode: FakeTensorMode, name: str, example: Any, value: Any) -> Any:
+        source = LocalSource(name)
+        if isinstance(value, torch.Tensor):
+            sizes = [
+                DimDynamic.STATIC if isinstance(size, int) else DimDynamic.DUCK
+                for size in example.shape
+            ]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+            return mode.from_tensor(value, source=source, symbolic_context=context)
+        made = self._environment.create_symbol(value, source=source, dynamic_dim=DimDynamic.DUCK)
+        return self._environment.create_symintnode(made, hint=value, source=source)
+
+    def bind(self, values: Sequence[Any]) -> dict[Any, int] | None:
+        """What each symbol is at these inputs; None if the trace does not hold for them."""
+        bound: dict[Any, int] = {}
+        pairs = [
+            pair
+            for made, value in zip(self.inputs, values, strict=True)
+            for pair in zip(_sizes(made), _sizes(value), strict=True)
+        ]
+        for made, size in pairs:
+            if not isinstance(made, int) and made.node.expr.is_Symbol:
+                bound[made.node.expr] = size
+        if any(at_sizes(made, bound) != size for made, size in pairs):
+            return None
+        environment = self._environment
+        if environment.deferred_runtime_asserts or environment.replacements:
+            return None
+        for symbol, allowed in environment.var_to_range.items():
+            if symbol not in bound or not allowed.lower <= bound[symbol] <= allowed.upper:
+                return None
+        held = (guard.expr.xreplace(bound) for guard in environment.guards)
+        return bound if all(bool(one == True) for one in held) else None  # noqa: E712 - of sympy
+
+
+def _sizes(value: Any) -> list[Any]:
+    if not isinstance(value, torch.Tensor):
+        return [value]
+    return [*value.shape, *value.stride(), value.storage_offset()]
+
+
+def at_sizes(size: Any, bound: Mapping[Any, int]) -> int:
+    """A size that may have symbols in it, where these have values."""
+    return size if isinstance(size, int) else int(size.node.expr.xreplace(bound))
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node of a traced graph stands for a number that is made of sizes."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool, torch.SymFloat))
+
+
 def graph_break(gm: fx.GraphModule) -> tuple[str, int, str] | None:
     """File, line and reason of the graph break that ends Dynamo's graph `gm`, if one does."""
     ended = getattr(gm, "compile_subgraph_reason", None)
@@ -512,6 +624,14 @@ def runs_in_this_backward(node: Any) -> bool:
 def is_mutable(op: OpOverload) -> bool:
     """Whether an op overwrites an argument, by its schema."""
     return bool(op._schema.is_mutable)
+
+
+def is_view_op(target: object) -> bool:
+    """Whether an op returns one view of an argument, by its schema."""
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None
 
 
 def out_overload(op: OpOverload) -> tuple[OpOverload, str] | None:
