@@ -15,6 +15,7 @@ from coop_plan.runtime.capture.composites import as_eager
 from coop_plan.runtime.capture.costs import known_from
 from coop_plan.runtime.capture.joint import Captured, capture_joint
 from coop_plan.runtime.capture.lengths import Trace, signature
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.capture.ranks import one_plan
 from coop_plan.runtime.capture.shapes import (
     SIGNATURE,
@@ -29,7 +30,7 @@ from coop_plan.runtime.capture.shapes import (
 )
 from coop_plan.runtime.execute.lengths import EveryLength
 from coop_plan.runtime.execute.partition import stubs
-from coop_plan.runtime.execute.planning import Others, plan_for
+from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.execute.pool import Pools, pools_of
 from coop_plan.runtime.execute.step import PlannedStep
 from coop_plan.runtime.lines import Lines, lines_of
@@ -87,7 +88,7 @@ def coop(
                 *(lines.begin, shape),
             )
             return watch.told(graph)
-        others, varies = first.plans[function], is_symbolic(gm)
+        others, varies = first.others[function], is_symbolic(gm)
         compilation = _Compilation(wanted, pools, lines, first, others, sign=varies)
         backend = aot_autograd(
             fw_compiler=compilation.forward,
@@ -125,7 +126,7 @@ def coop(
         every = EveryLength(graph, examples, inputs)
 
         def at_sizes(joint: fx.GraphModule) -> Callable[..., Any]:
-            compilation = _Compilation(wanted, pools, lines, first, first.plans[function])
+            compilation = _Compilation(wanted, pools, lines, first, first.others[function])
             with known_from(first.costs[function]):
                 step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)
             return watch.counted(every.calling(step), step.report, step.undefined.watch)

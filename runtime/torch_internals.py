@@ -496,9 +496,20 @@ def _sizes(value: Any) -> list[Any]:
     return [*value.shape, *value.stride(), value.storage_offset()]
 
 
-def at_sizes(size: Any, bound: Mapping[Any, int]) -> int:
-    """A size that may have symbols in it, where these have values."""
-    return size if isinstance(size, int) else int(size.node.expr.xreplace(bound))
+def at_sizes(size: Any, bound: dict[Any, int]) -> int:
+    """A size that may have symbols in it, where these have values; what is found is added there."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    found = bound.get(expression)
+    if found is None:
+        found = bound[expression] = int(expression.xreplace(bound))
+    return found
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value of a traced graph is an integer, which may have symbols in it."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def is_size(node: fx.Node) -> bool:

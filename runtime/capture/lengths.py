@@ -19,7 +19,10 @@ from coop_plan.runtime.torch_internals import (
     is_size,
     is_tangent,
     is_view_op,
+    is_whole,
+    negative_view,
     tree_flatten,
+    tree_map,
 )
 
 
@@ -58,7 +61,7 @@ class _Making:
     for them in the static graph, where numbers are constants.
     """
 
-    def __init__(self, joint: fx.GraphModule, bound: Mapping[Any, int]) -> None:
+    def __init__(self, joint: fx.GraphModule, bound: dict[Any, int]) -> None:
         self.graph = fx.Graph()
         self._joint = joint
         self._bound = bound
@@ -76,16 +79,34 @@ class _Making:
         self._values[node] = value
         self._nodes[node] = value if is_size(node) else made
 
+    def _at(self, value: Any) -> Any:
+        """The trace knows how results lie in memory, so that no op has to run for that."""
+        if isinstance(value, torch.Tensor):
+            return self._stand_in(value)
+        return at_sizes(value, self._bound) if is_whole(value) else value
+
     def _stand_in(self, like: torch.Tensor) -> torch.Tensor:
         sizes = [at_sizes(size, self._bound) for size in like.shape]
         strides = [at_sizes(stride, self._bound) for stride in like.stride()]
-        return torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+        offset = at_sizes(like.storage_offset(), self._bound)
+        made = torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+        if offset:
+            made = made.new_empty(offset + _reach(sizes, strides)).as_strided(
+                sizes, strides, offset
+            )
+        made = made.conj() if like.is_conj() else made
+        return negative_view(made) if like.is_neg() else made
 
     def call(self, node: fx.Node) -> None:
         """An op; what computes sizes is computed."""
         target: Any = node.target
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
-        value = self._values[node] = target(*args, **kwargs)
+        value = node.meta.get("val")
+        if is_size(node) and not is_whole(value):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+            value = target(*args, **kwargs)
+        else:
+            value = tree_map(self._at, value)
+        self._values[node] = value
         if is_size(node):
             self._nodes[node] = value
         elif changes_nothing(node, value, self._values):
@@ -100,6 +121,13 @@ class _Making:
         """The outputs."""
         made = self.graph.output(fx.node.map_arg(node.args[0], self._nodes.__getitem__))
         made.meta = dict(node.meta)
+
+
+def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor, both included."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def changes_nothing(node: fx.Node, value: Any, values: Mapping[fx.Node, Any]) -> bool:

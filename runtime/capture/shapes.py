@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from torch import fx
 from coop_plan.runtime.capture.costs import Costs
 from coop_plan.runtime.capture.lengths import Trace, signature
 from coop_plan.runtime.capture.numbers import copy_with_tensor, is_item, may_be_tensor
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.reports import REPORT, drop
 from coop_plan.runtime.torch_internals import (
@@ -32,7 +33,6 @@ from coop_plan.runtime.torch_internals import (
     source_name,
     storage_key,
 )
-from coop_plan.schemas import Graph, Plan
 
 log = logging.getLogger("coop-plan")
 
@@ -301,14 +301,14 @@ def _static(
 class FirstShapes:
     """Of each function of one `torch.compile` call, the `owner`, the shape planned first.
 
-    And what its ops cost, at whatever shapes it was captured, and plans of it.
+    And what its ops cost, at whatever shapes it was captured, and what is known of its steps.
     """
 
     def __init__(self, owner: object) -> None:
         self.owner = owner  # its id stays its own
         self.shapes: dict[str, Shape] = {}
         self.costs: defaultdict[str, Costs] = defaultdict(Costs)
-        self.plans: defaultdict[str, deque[tuple[Graph, Plan]]] = defaultdict(deque)
+        self.others: defaultdict[str, Others] = defaultdict(Others)
 
 
 _firsts: "weakref.WeakValueDictionary[int, FirstShapes]" = weakref.WeakValueDictionary()

@@ -1,12 +1,12 @@
 """A verified plan for a captured step: from the cache, made here, or a planning service's."""
 
 import logging
-from collections import deque
 from collections.abc import Callable
 
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
 from coop_plan.planner.resized import resized
 from coop_plan.runtime.cache import plans
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, format_bytes
@@ -15,12 +15,6 @@ log = logging.getLogger("coop-plan")
 
 RESIZABLE = "coop-offline"
 """The default method: whoever names another wants what that makes of each size."""
-
-Others = deque[tuple[Graph, Plan]]
-"""Steps of one function at other sizes, and their plans; the first ones go."""
-
-MOST_OTHERS = 8
-"""Of one function."""
 
 
 def plan_for(
@@ -61,16 +55,14 @@ def plan_for(
 
 def _remember(graph: Graph, made: Plan, others: Others | None) -> None:
     if others is not None and made.method == RESIZABLE:
-        others.append((graph, made))
-        while len(others) > MOST_OTHERS:
-            others.popleft()
+        others.plans.append((graph, made))
 
 
 def _resized(graph: Graph, options: Options, others: Others) -> Plan | None:
     if options.plan.method != RESIZABLE:  # all others are asked for by name
         return None
     size = _bytes(graph)
-    for like, made in sorted(others, key=lambda other: abs(_bytes(other[0]) - size)):
+    for like, made in sorted(others.plans, key=lambda other: abs(_bytes(other[0]) - size)):
         found = resized(graph, like, made, options.plan)
         if found is not None:
             return found

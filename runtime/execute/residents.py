@@ -17,9 +17,10 @@ from coop_plan.runtime.capture import lasting
 from coop_plan.runtime.capture.collectives import group_of
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.lasting import Circumstances
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.device.arena import node_owners
 from coop_plan.runtime.errors import BudgetExceededError
-from coop_plan.runtime.execute.planning import Others, plan_for
+from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals import (
     accumulate_node,
@@ -61,6 +62,11 @@ class Residents:
         self._bytes = lasting.sizes(captured)
         self._plans = 0
         self._planned = self.circumstances
+
+    def expect(self) -> bool:
+        """Take the circumstances to be those of the function's other steps; whether it has some."""
+        self.circumstances = self._others.expected(self._captured)
+        return self.circumstances != self._planned
 
     def held(self, inputs: Sequence[Any]) -> dict[int, int]:
         """Bytes of the gradients that are there when a forward begins, by where they begin."""
@@ -139,6 +145,7 @@ class Residents:
             )
         self._plans += 1
         self._planned = self.circumstances
+        self._others.found(self._captured, self.circumstances)
         if made.budget_bytes > self.budget_bytes and self._options.plan.budget.kind == "share":
             log.warning(
                 "'%s' takes %s, and not %s as planned first: %s",

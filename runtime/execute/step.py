@@ -11,6 +11,7 @@ import torch
 
 from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
 from coop_plan.runtime.errors import BudgetExceededError
@@ -20,7 +21,6 @@ from coop_plan.runtime.execute.course import TOLERANCE
 from coop_plan.runtime.execute.flight import Flight, Runnable, flight_of
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
-from coop_plan.runtime.execute.planning import Others
 from coop_plan.runtime.execute.pool import Pools, claim
 from coop_plan.runtime.execute.regions import Call
 from coop_plan.runtime.execute.residents import Residents, held_in_place
@@ -80,7 +80,9 @@ class PlannedStep:
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
             self._clock = cuda.Clock(captured.device.index)
-        self._code = Code(captured, plan, self._clock)
+        self._code: Code
+        if not self._is_planned_like_others():
+            self._code = Code(captured, plan, self._clock)
 
     def forward(self) -> Callable[[list[Any]], Any]:
         """The forward as a boxed callable: primals to outputs and a ticket."""
@@ -237,6 +239,17 @@ class PlannedStep:
             except BudgetExceededError as error:
                 self._gave_up = True
                 log.warning("%s: %s", self.lines.begin, error)
+
+    def _is_planned_like_others(self) -> bool:
+        """Plan, before the first call, for what the function's steps found at other sizes."""
+        with _planning:
+            try:
+                if self._residents.expect():
+                    self._plan_anew()
+                    return True
+            except BudgetExceededError:
+                pass  # perhaps it is not so at these sizes: the first call will tell
+        return False
 
     def _plan_anew(self) -> None:
         captured, plan, cached = self._residents.plan()
