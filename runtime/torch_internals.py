@@ -152,6 +152,16 @@ def _trace_each_thread_for_itself() -> None:
     module.is_fx_symbolic_tracing = is_fx_symbolic_tracing
 
 
+def no_other_compiles() -> AbstractContextManager[Any]:
+    """While this lasts, other threads that want to compile wait, as they do for each other.
+
+    A trace puts functions of its own into `torch.nn.Module` (fx/_symbolic_trace.py, `_Patcher`),
+    which Dynamo in another thread would take for the user's. Assumed: it compiles under this lock.
+    """
+    lock: Any = torch._dynamo.convert_frame.compile_lock
+    return cast("AbstractContextManager[Any]", lock)
+
+
 def raise_recompile_limits(beyond: int) -> dict[str, int]:
     """Let Dynamo compile the present function more than `beyond` times: {limit: its new value}.
 

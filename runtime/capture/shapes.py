@@ -29,6 +29,7 @@ from coop_plan.runtime.torch_internals import (
     example_value,
     is_boxed_number,
     is_static_input,
+    no_other_compiles,
     raise_recompile_limits,
     source_name,
     storage_key,
@@ -142,7 +143,8 @@ class ByShape:
         key = self._key(args)
         step = self._steps.pop(key, None)
         if step is None:
-            step = self._specialise(args)
+            with no_other_compiles():
+                step = self._specialise(args)
             self._make_room()
         self._steps[key] = step
         return step(*args)

@@ -328,3 +328,33 @@ def test_a_compiled_function_may_be_called_while_another_thread_traces():
         called.set()
         thread.join()
     assert sum(report.steps_run for report in runtime.reports()) == 4
+
+
+def test_nothing_else_is_compiled_while_a_new_size_is_traced():
+    """Or Dynamo would find what a trace puts into `torch.nn.Module` meanwhile."""
+    seen = []
+    fresh = torch.compile(Tanh(), backend="coop", options={"budget": "100%"})
+
+    @torch.library.custom_op("coop_tests::looks", mutates_args=())
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @looks.register_fake
+    def _(x):
+        if x.shape[0] == 7 and not seen:
+            thread = threading.Thread(target=lambda: seen.append(fresh(torch.randn(3, 16))))
+            thread.start()
+            thread.join(2)
+            threads.append(thread)
+            assert seen == []
+        return torch.empty_like(x)
+
+    threads = []
+    looks.register_autograd(lambda _, gradient: gradient * 2)
+    traced = torch.compile(
+        lambda x: looks(x).sum(), backend="coop", dynamic=True, options={"budget": "100%"}
+    )
+    for size in (5, 7):
+        traced(torch.randn(size, 16, requires_grad=True)).backward()
+    threads[0].join()
+    assert len(seen) == 1
