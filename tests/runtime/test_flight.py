@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.runtime.execute.flight import in_flight
+from coop_plan.runtime.torch_internals import no_other_compiles
 from tests.runtime.test_loops import Broken, Net, Unshared, both, data, loss_step, state_of
 
 # Of Dynamo's own, where it looks at what is no leaf.
@@ -332,8 +333,10 @@ def test_a_compiled_function_may_be_called_while_another_thread_traces():
 
 def test_nothing_else_is_compiled_while_a_new_size_is_traced():
     """Or Dynamo would find what a trace puts into `torch.nn.Module` meanwhile."""
-    seen = []
-    fresh = torch.compile(Tanh(), backend="coop", options={"budget": "100%"})
+    free = []
+
+    def look():
+        free.append(no_other_compiles().acquire(blocking=False))
 
     @torch.library.custom_op("coop_tests::looks", mutates_args=())
     def looks(x: torch.Tensor) -> torch.Tensor:
@@ -341,20 +344,17 @@ def test_nothing_else_is_compiled_while_a_new_size_is_traced():
 
     @looks.register_fake
     def _(x):
-        if x.shape[0] == 7 and not seen:
-            thread = threading.Thread(target=lambda: seen.append(fresh(torch.randn(3, 16))))
+        if x.shape[0] == 7:
+            thread = threading.Thread(target=look)
             thread.start()
-            thread.join(2)
-            threads.append(thread)
-            assert seen == []
+            thread.join()
         return torch.empty_like(x)
 
-    threads = []
     looks.register_autograd(lambda _, gradient: gradient * 2)
     traced = torch.compile(
         lambda x: looks(x).sum(), backend="coop", dynamic=True, options={"budget": "100%"}
     )
     for size in (5, 7):
         traced(torch.randn(size, 16, requires_grad=True)).backward()
-    threads[0].join()
-    assert len(seen) == 1
+    assert free
+    assert not any(free)
