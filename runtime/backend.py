@@ -14,8 +14,12 @@ from coop_plan.runtime import watch
 from coop_plan.runtime.capture.composites import as_eager
 from coop_plan.runtime.capture.costs import known_from
 from coop_plan.runtime.capture.joint import Captured, capture_joint
+from coop_plan.runtime.capture.lengths import Trace, signature
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.capture.ranks import one_plan
 from coop_plan.runtime.capture.shapes import (
+    SIGNATURE,
+    AtSizes,
     ByShape,
     FirstShapes,
     first_shapes,
@@ -24,6 +28,7 @@ from coop_plan.runtime.capture.shapes import (
     keep_recompiling,
     shape_of,
 )
+from coop_plan.runtime.execute.lengths import EveryLength
 from coop_plan.runtime.execute.partition import stubs
 from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.execute.pool import Pools, pools_of
@@ -83,7 +88,8 @@ def coop(
                 *(lines.begin, shape),
             )
             return watch.told(graph)
-        compilation = _Compilation(wanted, pools, lines, first)
+        others, varies = first.others[function], is_symbolic(gm)
+        compilation = _Compilation(wanted, pools, lines, first, others, sign=varies)
         backend = aot_autograd(
             fw_compiler=compilation.forward,
             bw_compiler=compilation.backward,
@@ -101,7 +107,10 @@ def coop(
                     " fullgraph=True makes this an error",
                     lines.end,
                 )
-            return watch.counted(compiled, compilation.step.report)
+            step = compilation.step
+            counted = watch.counted(compiled, step.report, step.undefined.watch)
+            setattr(counted, SIGNATURE, compilation.signature)
+            return counted
         if takes_gradients(gm):
             log.warning(
                 "%s: torch.func takes gradients within the graph and leaves no backward to plan:"
@@ -111,8 +120,21 @@ def coop(
             return watch.told(compiled)
         return compiled
 
+    def compile_all(
+        graph: fx.GraphModule, examples: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[Trace, AtSizes]:
+        every = EveryLength(graph, examples, inputs)
+
+        def at_sizes(joint: fx.GraphModule) -> Callable[..., Any]:
+            compilation = _Compilation(wanted, pools, lines, first, first.others[function])
+            with known_from(first.costs[function]):
+                step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)
+            return watch.counted(every.calling(step), step.report, step.undefined.watch)
+
+        return every.trace, at_sizes
+
     if is_symbolic(gm):
-        return ByShape(gm, compile_static).run
+        return ByShape(gm, compile_static, compile_all if wanted.shapes == "plan" else None).run
     return compile_static(gm, example_inputs)
 
 
@@ -122,12 +144,24 @@ watch.install(coop)
 class _Compilation:
     """One joint graph on its way from capture to running code."""
 
-    def __init__(self, options: Options, pools: Pools, lines: Lines, call: FirstShapes) -> None:
+    def __init__(
+        self,
+        options: Options,
+        pools: Pools,
+        lines: Lines,
+        call: FirstShapes,
+        others: Others,
+        *,
+        sign: bool = False,
+    ) -> None:
+        self.others = others
         self.options = options
         self.pools = pools
         self.lines = lines
         self.call = call
         self.step: PlannedStep | None = None
+        self.sign = sign
+        self.signature: list[object] = []
         self.began = time.perf_counter()
 
     def partition(
@@ -139,14 +173,30 @@ class _Compilation:
         static_lifetime_input_indices: list[int] | None = None,
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.sign:
+            self.signature = signature(joint)
+        captured = self._capture(joint, num_fwd_outputs, static_lifetime_input_indices or ())
+        return stubs(captured.module, captured.output_args, num_fwd_outputs)
+
+    def plan(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
+    ) -> PlannedStep:
+        """The step of a joint graph that is static already."""
+        self._capture(joint, num_fwd_outputs, static_inputs)
+        assert self.step is not None
+        self.step.report.compile_seconds = time.perf_counter() - self.began
+        return self.step
+
+    def _capture(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
+    ) -> Captured:
         captured = capture_joint(
-            joint,
-            num_fwd_outputs,
-            static_lifetime_input_indices or (),
-            variants=self.options.variants,
+            joint, num_fwd_outputs, static_inputs, variants=self.options.variants
         )
-        self.step = plan_captured(captured, self.options, self.pools, self.lines, self.call)
-        return stubs(captured)
+        self.step = plan_captured(
+            captured, self.options, self.pools, self.lines, self.call, self.others
+        )
+        return captured
 
     def forward(self, _: fx.GraphModule, __: Sequence[Any]) -> Callable[..., Any]:
         assert self.step is not None
@@ -160,7 +210,12 @@ class _Compilation:
 
 
 def plan_captured(
-    captured: Captured, options: Options, pools: Pools, lines: Lines, call: FirstShapes
+    captured: Captured,
+    options: Options,
+    pools: Pools,
+    lines: Lines,
+    call: FirstShapes,
+    others: Others,
 ) -> PlannedStep:
     """Plan a captured step, verify the plan, and make it runnable."""
     began = time.perf_counter()
@@ -170,7 +225,7 @@ def plan_captured(
     def find_or_make() -> tuple[Plan, bool]:
         part = lines.breaks or called_from_compiled() or compiles_a_part()
         part = part or watch.is_one_of_several(call.owner)
-        return plan_for(captured.graph, options, part=part)
+        return plan_for(captured.graph, options, part=part, others=others)
 
     asked = options.plan.key("", planner_version(), "")
     shared = one_plan(captured, asked, find_or_make, everywhere=options.server is not None)
@@ -191,7 +246,7 @@ def plan_captured(
         plan_cached=shared.cached,
         plan_seconds=time.perf_counter() - began,
     )
-    step = PlannedStep(captured, made, report, pools, lines, call, options)
+    step = PlannedStep(captured, made, report, pools, lines, call, options, others)
     add(report)
     return step
 

@@ -11,8 +11,10 @@ Itanium ABI, and asks for the memory of tensors by its entry `allocate`.
 """
 
 import ctypes
+import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -25,9 +27,12 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+from torch._dynamo.source import LocalSource
 from torch._dynamo.utils import preserve_rng_state
 from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    PlainAOTOutput,
     SavedForBackwardsAOTOutput,
 )
 from torch._guards import CompileContext
@@ -47,6 +52,11 @@ from torch._subclasses.functional_tensor import (
     PythonFunctionalizeAPI,
 )
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.fx.node import _side_effectful_functions
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -102,7 +112,54 @@ def prepare_dynamo() -> None:
     """
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.allow_rnn = True
+    _trace_each_thread_for_itself()
     log.debug("torch._dynamo.config: optimize_ddp = False, allow_rnn = True")
+
+
+class _Tracing(threading.local):
+    depth = 0
+
+
+_tracing = _Tracing()
+
+
+def _trace_each_thread_for_itself() -> None:
+    """Let compiled functions be called while another thread traces, as AOTAutograd does.
+
+    Whether something is traced is one flag of the process. A compiled function that is called
+    meanwhile refuses (_dynamo/eval_frame.py:1116), as it does for good where two threads traced at
+    once and left the flag set (fx/_symbolic_trace.py:797). Assumed: all traces go through
+    `Tracer.trace`, and `torch.compile` looks `is_fx_symbolic_tracing` up in its module.
+    """
+    module: Any = torch.fx._symbolic_trace
+    asks, trace = getattr(module, "is_fx_symbolic_tracing", None), module.Tracer.trace
+    if asks is None or hasattr(trace, "coop_counted"):
+        return
+
+    @functools.wraps(trace)
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _tracing.depth += 1
+        try:
+            return trace(self, *args, **kwargs)
+        finally:
+            _tracing.depth -= 1
+
+    def is_fx_symbolic_tracing() -> bool:
+        return _tracing.depth > 0 and bool(asks())
+
+    counted.coop_counted = True  # type: ignore[attr-defined]
+    module.Tracer.trace = counted
+    module.is_fx_symbolic_tracing = is_fx_symbolic_tracing
+
+
+def no_other_compiles() -> AbstractContextManager[Any]:
+    """While this lasts, other threads that want to compile wait, as they do for each other.
+
+    A trace puts functions of its own into `torch.nn.Module` (fx/_symbolic_trace.py, `_Patcher`),
+    which Dynamo in another thread would take for the user's. Assumed: it compiles under this lock.
+    """
+    lock: Any = torch._dynamo.convert_frame.compile_lock
+    return cast("AbstractContextManager[Any]", lock)
 
 
 def raise_recompile_limits(beyond: int) -> dict[str, int]:
@@ -334,8 +391,12 @@ def example_value(node: fx.Node) -> Any:
 
 
 def is_boxed_number(node: fx.Node) -> bool:
-    """Whether an input is no tensor of the user's: Dynamo puts floats that may change into one."""
-    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
+    """Whether an input is no tensor of the user's: Dynamo puts floats that may change into one.
+
+    NumPy's arrays are passed as tensors too, and are some, as `is_tensor` says.
+    """
+    given: Any = node.meta.get("grapharg")
+    return bool(getattr(given, "pass_arg_as_tensor", False)) and not given.is_tensor
 
 
 def is_static_input(node: fx.Node) -> bool:
@@ -388,6 +449,84 @@ def code_on_demand() -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", _use_lazy_graph_module(True))
 
 
+class Symbols:
+    """The symbols of one trace: sizes that Dynamo found to differ from call to call.
+
+    `inputs` are stand-ins for those of Dynamo's graph, with symbols where `examples`, its own, have
+    some; `values` are the inputs of a call. Assumed: what a trace found out about its symbols is in
+    `guards`, `replacements` and their ranges; nothing is left open without deferred assertions.
+    """
+
+    def __init__(self, examples: Sequence[Any], values: Sequence[Any]) -> None:
+        self._environment = ShapeEnv()
+        mode = FakeTensorMode(shape_env=self._environment)
+        self.inputs = [
+            self._stand_in(mode, f"input_{i}", example, value)
+            for i, (example, value) in enumerate(zip(examples, values, strict=True))
+        ]
+
+    def _stand_in(self, mode: FakeTensorMode, name: str, example: Any, value: Any) -> Any:
+        source = LocalSource(name)
+        if isinstance(value, torch.Tensor):
+            sizes = [
+                DimDynamic.STATIC if isinstance(size, int) else DimDynamic.DUCK
+                for size in example.shape
+            ]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+            return mode.from_tensor(value, source=source, symbolic_context=context)
+        made = self._environment.create_symbol(value, source=source, dynamic_dim=DimDynamic.DUCK)
+        return self._environment.create_symintnode(made, hint=value, source=source)
+
+    def bind(self, values: Sequence[Any]) -> dict[Any, int] | None:
+        """What each symbol is at these inputs; None if the trace does not hold for them."""
+        bound: dict[Any, int] = {}
+        pairs = [
+            pair
+            for made, value in zip(self.inputs, values, strict=True)
+            for pair in zip(_sizes(made), _sizes(value), strict=True)
+        ]
+        for made, size in pairs:
+            if not isinstance(made, int) and made.node.expr.is_Symbol:
+                bound[made.node.expr] = size
+        if any(at_sizes(made, bound) != size for made, size in pairs):
+            return None
+        environment = self._environment
+        if environment.deferred_runtime_asserts or environment.replacements:
+            return None
+        for symbol, allowed in environment.var_to_range.items():
+            if symbol not in bound or not allowed.lower <= bound[symbol] <= allowed.upper:
+                return None
+        held = (guard.expr.xreplace(bound) for guard in environment.guards)
+        return bound if all(bool(one == True) for one in held) else None  # noqa: E712 - of sympy
+
+
+def _sizes(value: Any) -> list[Any]:
+    if not isinstance(value, torch.Tensor):
+        return [value]
+    return [*value.shape, *value.stride(), value.storage_offset()]
+
+
+def at_sizes(size: Any, bound: dict[Any, int]) -> int:
+    """A size that may have symbols in it, where these have values; what is found is added there."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    found = bound.get(expression)
+    if found is None:
+        found = bound[expression] = int(expression.xreplace(bound))
+    return found
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value of a traced graph is an integer, which may have symbols in it."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node of a traced graph stands for a number that is made of sizes."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool, torch.SymFloat))
+
+
 def graph_break(gm: fx.GraphModule) -> tuple[str, int, str] | None:
     """File, line and reason of the graph break that ends Dynamo's graph `gm`, if one does."""
     ended = getattr(gm, "compile_subgraph_reason", None)
@@ -408,6 +547,38 @@ def is_primal(node: fx.Node) -> bool:
 def is_tangent(node: fx.Node) -> bool:
     """Whether an input of a joint graph is the gradient of an output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
+
+
+def plain_outputs(module: fx.GraphModule) -> list[Any]:
+    """What AOTAutograd says of the outputs of a joint graph, to the first that is not one tensor.
+
+    Assumed: the first are those of its autograd function, in order, which a subclass of tensors
+    would have fewer of.
+    """
+    output = next(iter(reversed(module.graph.nodes)))
+    plain = (InputMutationAOTOutput, IntermediateBaseAOTOutput, PlainAOTOutput)
+    descs = output.meta.get("desc", [])
+    end = next((i for i, desc in enumerate(descs) if not isinstance(desc, plain)), len(descs))
+    return list(descs[:end])
+
+
+def tangent_output(node: fx.Node) -> Any:
+    """What `plain_outputs` has of the output that a tangent is the gradient of."""
+    return getattr(node.meta.get("desc"), "output", None)
+
+
+def compiled_node(outputs: Sequence[Any]) -> Any:
+    """The node of autograd that runs the backward of a call with these outputs, if one shows.
+
+    An output may be a view of one of AOTAutograd's. Assumed: the node is a `CompiledFunction`'s.
+    """
+    made = (value.grad_fn for value in outputs if isinstance(value, torch.Tensor))
+    nodes: list[Any] = [node for node in made if node is not None]
+    behind = [following for node in nodes for following, _ in node.next_functions]
+    for node in (*nodes, *behind):
+        if type(node).__name__ == "CompiledFunctionBackward":
+            return node
+    return None
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -474,6 +645,14 @@ def runs_in_this_backward(node: Any) -> bool:
 def is_mutable(op: OpOverload) -> bool:
     """Whether an op overwrites an argument, by its schema."""
     return bool(op._schema.is_mutable)
+
+
+def is_view_op(target: object) -> bool:
+    """Whether an op returns one view of an argument, by its schema."""
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None
 
 
 def out_overload(op: OpOverload) -> tuple[OpOverload, str] | None:

@@ -49,12 +49,16 @@ def planned_forwards() -> int:
     return _here.planned
 
 
-def counted(planned: Callable[..., Any], report: StepReport) -> Callable[..., Any]:
-    """A step that is planned, of which `report` is the record."""
+def counted(
+    planned: Callable[..., Any], report: StepReport, returned: Callable[[Any], None]
+) -> Callable[..., Any]:
+    """A step that is planned: its record, and what is called with the outputs of each call."""
 
     def run(*args: Any) -> Any:
         _here.planned += 1
-        return planned(*args)
+        outputs = planned(*args)
+        returned(outputs)
+        return outputs
 
     setattr(run, REPORT, report)
     return run

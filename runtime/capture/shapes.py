@@ -12,12 +12,15 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.costs import Costs
+from coop_plan.runtime.capture.lengths import Trace, signature
 from coop_plan.runtime.capture.numbers import copy_with_tensor, is_item, may_be_tensor
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.reports import REPORT, drop
 from coop_plan.runtime.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     code_on_demand,
     compilation,
@@ -26,6 +29,7 @@ from coop_plan.runtime.torch_internals import (
     example_value,
     is_boxed_number,
     is_static_input,
+    no_other_compiles,
     raise_recompile_limits,
     source_name,
     storage_key,
@@ -38,6 +42,18 @@ Shape = tuple[tuple[int, ...], ...]
 """Sizes of the tensors among a graph's inputs, in order, parameters and buffers left out."""
 
 CompileStatic = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+AtSizes = Callable[[fx.GraphModule], Callable[..., Any]]
+"""From a static joint graph to what runs it, given all inputs of Dynamo's graph."""
+
+CompileAll = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any]], tuple[Trace, AtSizes]]
+"""From a graph, its stand-ins with symbols in them, and the inputs of a call."""
+
+SIGNATURE = "coop_signature"
+"""Attribute of what `CompileStatic` makes: the `lengths.signature` of its joint graph."""
+
+ENOUGH = 2
+"""Shapes traced one by one with which a trace for all has to agree."""
 
 MANY_NUMBERS = 8
 """Graphs of one shape, different in their Python numbers alone, from which on we warn."""
@@ -97,12 +113,18 @@ class ByShape:
     """Runs a graph with symbols in it: for each shape, as the static graph of that shape.
 
     Dynamo's guards say for which shapes the graph holds. The static graph is traced when its
-    shape is first met, from fake copies: no input is kept alive.
+    shape is first met, from fake copies: no input is kept alive. After a few shapes it is traced
+    once for all, if sizes are all that differs.
     """
 
-    def __init__(self, gm: fx.GraphModule, compile_static: CompileStatic) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, compile_static: CompileStatic, compile_all: CompileAll | None
+    ) -> None:
         self._gm = gm
         self._compile = compile_static
+        self._compile_all = compile_all
+        self._known: list[tuple[Sequence[Any], list[object]]] = []
+        self._for_all: tuple[Trace, AtSizes] | None = None
         self._inputs = [_Input.of(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._kept = [i for i, given in enumerate(self._inputs) if not _vanishes(given)]
         self._watched = [
@@ -121,10 +143,11 @@ class ByShape:
         key = self._key(args)
         step = self._steps.pop(key, None)
         if step is None:
-            step = self._specialise(args)
+            with no_other_compiles():
+                step = self._specialise(args)
             self._make_room()
         self._steps[key] = step
-        return step(*(args[i] for i in self._kept))
+        return step(*args)
 
     def _make_room(self) -> None:
         while len(self._steps) >= MOST_SHAPES:
@@ -158,25 +181,74 @@ class ByShape:
         return tuple(key)
 
     def _specialise(self, args: Sequence[Any]) -> Callable[..., Any]:
+        mode = FakeTensorMode()
+        fakes = [
+            mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args
+        ]
+        found = self._of_all(fakes)
+        if found is not None:
+            return found
         numbers = {
             given.node: value.item() if given.boxed else value
             for given, value in zip(self._inputs, args, strict=True)
             if given.number
         }
-        kept = {self._inputs[i].node for i in self._kept}
-        mode = FakeTensorMode()
-        fakes = [
-            mode.from_tensor(args[i]) if isinstance(args[i], torch.Tensor) else args[i]
-            for i in self._kept
-        ]
+        nodes = {self._inputs[i].node for i in self._kept}
+        kept = [fakes[i] for i in self._kept]
         boxed = {given.node for given in self._inputs if given.boxed and not given.number}
         try:
             with code_on_demand():
-                static = _static(self._gm, numbers, kept, boxed)
-                self._count(shape_of(static, fakes))
-                return self._compile(static, fakes)
+                static = _static(self._gm, numbers, nodes, boxed)
+                self._count(shape_of(static, kept))
+                compiled = self._compile(static, kept)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise CaptureError.out_of_data(error.func, "numbers or sizes") from error
+        positions = self._kept
+
+        def run(*given: Any) -> Any:
+            return compiled(*(given[i] for i in positions))
+
+        setattr(run, REPORT, getattr(compiled, REPORT, None))
+        self._learn(args, fakes, getattr(compiled, SIGNATURE, []))
+        return run
+
+    def _of_all(self, fakes: Sequence[Any]) -> Callable[..., Any] | None:
+        """The step of the trace for all sizes, if there is one and it holds for these."""
+        if self._for_all is None:
+            return None
+        trace, at_sizes = self._for_all
+        if (joint := trace.at(fakes)) is None:
+            return None
+        shaped = zip(self._inputs, fakes, strict=True)
+        self._count(
+            tuple(
+                tuple(value.shape)
+                for given, value in shaped
+                if isinstance(value, torch.Tensor) and not given.static
+            )
+        )
+        with code_on_demand():
+            return at_sizes(joint)
+
+    def _learn(self, args: Sequence[Any], fakes: Sequence[Any], of: list[object]) -> None:
+        """Trace for all sizes once enough of them were traced, if it makes the same of these."""
+        examples = [example_value(given.node) for given in self._inputs]
+        if not of or self._compile_all is None or any(map(_is_more_than_sizes, examples, fakes)):
+            return
+        self._known.append((fakes, of))
+        if len(self._known) < ENOUGH:
+            return
+        compile_all, self._compile_all = self._compile_all, None
+        try:
+            with code_on_demand():
+                nodes = {given.node for given in self._inputs}
+                for_all = compile_all(_static(self._gm, {}, nodes, set()), examples, args)
+            made = ((for_all[0].at(known), wanted) for known, wanted in self._known)
+            if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
+                self._for_all = for_all
+        except Exception as error:  # whatever PyTorch finds: each size is traced then, as before
+            log.debug("a function cannot be traced for all sizes at once: %r", error)
+        self._known = []
 
     def _count(self, shape: Shape) -> None:
         count = self._per_shape[shape] = self._per_shape.get(shape, 0) + 1
@@ -186,6 +258,13 @@ class ByShape:
                 " number that changes with every call as a tensor",
                 count,
             )
+
+
+def _is_more_than_sizes(example: Any, value: Any) -> bool:
+    """Whether an input is no plain tensor, and no integer that Dynamo has a symbol for."""
+    if isinstance(example, torch.Tensor) and isinstance(value, FakeTensor):
+        return example.layout != torch.strided
+    return not (isinstance(example, torch.SymInt) and type(value) is int)
 
 
 def _vanishes(given: _Input) -> bool:
@@ -224,13 +303,14 @@ def _static(
 class FirstShapes:
     """Of each function of one `torch.compile` call, the `owner`, the shape planned first.
 
-    And what its ops cost, at whatever shapes it was captured.
+    And what its ops cost, at whatever shapes it was captured, and what is known of its steps.
     """
 
     def __init__(self, owner: object) -> None:
         self.owner = owner  # its id stays its own
         self.shapes: dict[str, Shape] = {}
         self.costs: defaultdict[str, Costs] = defaultdict(Costs)
+        self.others: defaultdict[str, Others] = defaultdict(Others)
 
 
 _firsts: "weakref.WeakValueDictionary[int, FirstShapes]" = weakref.WeakValueDictionary()

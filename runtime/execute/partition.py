@@ -164,20 +164,23 @@ class _Emitter:
                 half.transfer(step, self._transfers.of_step[number])
 
 
-def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
+def stubs(
+    joint: fx.GraphModule, output_args: Sequence[Any], num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The two graphs as AOTAutograd sees them: their inputs and outputs, and nothing between.
 
-    That is its contract between partitioner and autograd function (functorch's partitioners,
+    `output_args` are the outputs of the joint graph, the first of which are the forward's. That is
+    AOTAutograd's contract between partitioner and autograd function (functorch's partitioners,
     PyTorch 2.13).
     """
-    primals = list(filter(is_primal, captured.module.graph.nodes))
-    tangents = tangents_of(captured)
-    output = next(iter(reversed(captured.module.graph.nodes)))
-    descs = output.meta.get("desc", [None] * len(captured.output_args))
-    cut = captured.num_fwd_outputs
+    primals = list(filter(is_primal, joint.graph.nodes))
+    tangents = list(filter(is_tangent, joint.graph.nodes))
+    output = next(iter(reversed(joint.graph.nodes)))
+    descs = output.meta.get("desc", [None] * len(output_args))
+    cut = num_fwd_outputs
     forward, backward = fx.Graph(), fx.Graph()
     placed = {node: forward.node_copy(node) for node in primals}
-    results = [_stub(forward, arg, placed) for arg in captured.output_args[:cut]]
+    results = [_stub(forward, arg, placed) for arg in output_args[:cut]]
     issued = forward.call_function(int)
     # For AOTAutograd an alias of an input: what is none it takes for a buffer that the backward may
     # write to, and refuses to run a backward twice (collect_bw_donated_buffer_idxs).
@@ -186,11 +189,11 @@ def stubs(captured: Captured) -> tuple[fx.GraphModule, fx.GraphModule]:
     received = backward.placeholder("saved_ticket")
     received.meta["val"] = issued.meta["val"]
     placed = {node: backward.node_copy(node) for node in tangents}
-    gradients = [_stub(backward, arg, placed) for arg in captured.output_args[cut:]]
+    gradients = [_stub(backward, arg, placed) for arg in output_args[cut:]]
     saved = SavedForBackwardsAOTOutput(0)
     forward.output((*results, issued)).meta["desc"] = [*descs[:cut], saved]
     backward.output(tuple(gradients)).meta["desc"] = list(descs[cut:])
-    return fx.GraphModule(captured.module, forward), fx.GraphModule(captured.module, backward)
+    return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
 
 
 def _stub(graph: fx.Graph, arg: Any, placed: Mapping[fx.Node, fx.Node]) -> Any:

@@ -4,16 +4,26 @@ import logging
 from collections.abc import Callable
 
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
+from coop_plan.planner.resized import resized
 from coop_plan.runtime.cache import plans
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
 
+RESIZABLE = "coop-offline"
+"""The default method: whoever names another wants what that makes of each size."""
 
-def plan_for(graph: Graph, options: Options, *, part: bool = False) -> tuple[Plan, bool]:
+
+def plan_for(
+    graph: Graph, options: Options, *, part: bool = False, others: Others | None = None
+) -> tuple[Plan, bool]:
     """The plan, and whether it was in the cache.
+
+    Where `others` has a plan for sizes near these, and it does as well at these, it is that one;
+    and one that was searched for is remembered there.
 
     For a `part` of what an iteration runs it is the smallest if its share cannot be met: a share is
     of the peak of the iteration, which is not known before it has run.
@@ -32,11 +42,35 @@ def plan_for(graph: Graph, options: Options, *, part: bool = False) -> tuple[Pla
     key = plans.key_of(graph, options)
     found = plans.find(key, graph, options)
     if found is not None:
+        _remember(graph, found, others)
         return found, True
-    made = _or_smallest(plan, graph, options, part)
-    verify(graph, made)
+    made = None if others is None else _resized(graph, options, others)
+    if made is None:
+        made = _or_smallest(plan, graph, options, part)
+        verify(graph, made)
+        _remember(graph, made, others)
     plans.keep(key, graph, made)
     return made, False
+
+
+def _remember(graph: Graph, made: Plan, others: Others | None) -> None:
+    if others is not None and made.method == RESIZABLE:
+        others.plans.append((graph, made))
+
+
+def _resized(graph: Graph, options: Options, others: Others) -> Plan | None:
+    if options.plan.method != RESIZABLE:  # all others are asked for by name
+        return None
+    size = _bytes(graph)
+    for like, made in sorted(others.plans, key=lambda other: abs(_bytes(other[0]) - size)):
+        found = resized(graph, like, made, options.plan)
+        if found is not None:
+            return found
+    return None
+
+
+def _bytes(graph: Graph) -> int:
+    return sum(tensor.bytes for tensor in graph.tensors)
 
 
 def _from_server(server: str, graph: Graph, options: Options, part: bool) -> Plan | None:

@@ -17,6 +17,7 @@ from coop_plan.runtime.capture import lasting
 from coop_plan.runtime.capture.collectives import group_of
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.lasting import Circumstances
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.device.arena import node_owners
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.planning import plan_for
@@ -43,16 +44,29 @@ class Residents:
     feasible.
     """
 
-    def __init__(self, captured: Captured, options: Options, budget_bytes: int, name: str) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        options: Options,
+        budget_bytes: int,
+        name: str,
+        others: Others,
+    ) -> None:
         self.circumstances = Circumstances()
         self.budget_bytes = budget_bytes
         self._captured = captured
         self._options = options
+        self._others = others
         self._name = name
         self._movable = lasting.movable(captured)
         self._bytes = lasting.sizes(captured)
         self._plans = 0
         self._planned = self.circumstances
+
+    def expect(self) -> bool:
+        """Take the circumstances to be those of the function's other steps; whether it has some."""
+        self.circumstances = self._others.expected(self._captured)
+        return self.circumstances != self._planned
 
     def held(self, inputs: Sequence[Any]) -> dict[int, int]:
         """Bytes of the gradients that are there when a forward begins, by where they begin."""
@@ -115,7 +129,8 @@ class Residents:
         """
         captured = lasting.under(self._captured, self.circumstances)
         try:
-            made, cached = plan_for(captured.graph, self._options.within(self.budget_bytes))
+            within = self._options.within(self.budget_bytes)
+            made, cached = plan_for(captured.graph, within, others=self._others)
         except InfeasibleBudgetError as error:
             if self._options.plan.budget.kind == "bytes":
                 told = self._told(error)
@@ -130,6 +145,7 @@ class Residents:
             )
         self._plans += 1
         self._planned = self.circumstances
+        self._others.found(self._captured, self.circumstances)
         if made.budget_bytes > self.budget_bytes and self._options.plan.budget.kind == "share":
             log.warning(
                 "'%s' takes %s, and not %s as planned first: %s",

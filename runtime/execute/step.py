@@ -11,6 +11,7 @@ import torch
 
 from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
 from coop_plan.runtime.errors import BudgetExceededError
@@ -23,6 +24,7 @@ from coop_plan.runtime.execute.partition import copied, inputs_of
 from coop_plan.runtime.execute.pool import Pools, claim
 from coop_plan.runtime.execute.regions import Call
 from coop_plan.runtime.execute.residents import Residents, held_in_place
+from coop_plan.runtime.execute.undefined import Undefined
 from coop_plan.runtime.lines import Lines
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
@@ -55,6 +57,7 @@ class PlannedStep:
         lines: Lines,
         call: object,
         options: Options,
+        others: Others,
     ) -> None:
         self.report = report
         self.lines = lines
@@ -62,7 +65,7 @@ class PlannedStep:
         self._captured = captured
         self._call = call  # lives as long as one of its steps
         self._strict = options.strict
-        self._residents = Residents(captured, options, plan.budget_bytes, report.name)
+        self._residents = Residents(captured, options, plan.budget_bytes, report.name, others)
         self._landed: tuple[weakref.ref[Memory], Runnable] | None = None
         self._warned = False
         self._noted = False
@@ -72,11 +75,14 @@ class PlannedStep:
         self._outputs = captured.num_fwd_outputs
         self._copied = copied(captured)
         self._parameters = _parameters(captured)
+        self.undefined = Undefined(captured)
         self._generators = _generators(captured)
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
             self._clock = cuda.Clock(captured.device.index)
-        self._code = Code(captured, plan, self._clock)
+        self._code: Code
+        if not self._is_planned_like_others():
+            self._code = Code(captured, plan, self._clock)
 
     def forward(self) -> Callable[[list[Any]], Any]:
         """The forward as a boxed callable: primals to outputs and a ticket."""
@@ -138,6 +144,7 @@ class PlannedStep:
             del saved, tangents
             with self._running(flight, fresh=False):
                 result = flight.code.backward(flight, given)
+            result = self.undefined.left_out(result)
             course.returned(flight, result)
             self._land(flight, [p for p in flight.leaves if self._keeps_twice(flight, p)])
             return result
@@ -232,6 +239,17 @@ class PlannedStep:
             except BudgetExceededError as error:
                 self._gave_up = True
                 log.warning("%s: %s", self.lines.begin, error)
+
+    def _is_planned_like_others(self) -> bool:
+        """Plan, before the first call, for what the function's steps found at other sizes."""
+        with _planning:
+            try:
+                if self._residents.expect():
+                    self._plan_anew()
+                    return True
+            except BudgetExceededError:
+                pass  # perhaps it is not so at these sizes: the first call will tell
+        return False
 
     def _plan_anew(self) -> None:
         captured, plan, cached = self._residents.plan()

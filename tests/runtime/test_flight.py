@@ -5,11 +5,12 @@ import threading
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.runtime.execute.flight import in_flight
+from coop_plan.runtime.torch_internals import no_other_compiles
 from tests.runtime.test_loops import Broken, Net, Unshared, both, data, loss_step, state_of
 
 # Of Dynamo's own, where it looks at what is no leaf.
@@ -271,16 +272,11 @@ class Tanh(nn.Sequential):
 
 
 def test_two_models_of_one_class_in_two_threads():
-    """They have one graph and one plan, and each its own memory.
-
-    They compile one after the other: torch.compile refuses calls while another thread traces.
-    """
-    compiles = threading.Lock()
+    """They have one graph and one plan, and each its own memory."""
 
     def train(model, step, found, key):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with compiles:
-            step(data(1)[0][0])
+        step(data(1)[0][0])
         for x, _ in data(8, seed=key) * 25:
             optimizer.zero_grad()
             step(x).square().mean().backward()
@@ -300,3 +296,65 @@ def test_two_models_of_one_class_in_two_threads():
         thread.join()
     for key, parameters in expected.items():
         assert all(map(torch.equal, found[key], parameters))
+
+
+def test_a_compiled_function_may_be_called_while_another_thread_traces():
+    reached, called = threading.Event(), threading.Event()
+
+    @torch.library.custom_op("coop_tests::waits", mutates_args=())
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @waits.register_fake
+    def _(x):
+        if fx._symbolic_trace._is_fx_tracing_flag and x.shape[0] == 7:
+            reached.set()
+            assert called.wait(60)
+        return torch.empty_like(x)
+
+    waits.register_autograd(lambda _, gradient: gradient * 2)
+    model = Tanh()
+    traced = torch.compile(
+        lambda x: waits(model(x)).sum(), backend="coop", dynamic=True, options={"budget": "100%"}
+    )
+    traced(torch.randn(5, 16)).backward()
+    other = torch.compile(Tanh(), backend="coop", options={"budget": "100%"})
+    other(torch.randn(3, 16)).sum().backward()
+    thread = threading.Thread(target=lambda: traced(torch.randn(7, 16)).backward())
+    thread.start()
+    try:
+        assert reached.wait(60)
+        other(torch.randn(3, 16)).sum().backward()
+    finally:
+        called.set()
+        thread.join()
+    assert sum(report.steps_run for report in runtime.reports()) == 4
+
+
+def test_nothing_else_is_compiled_while_a_new_size_is_traced():
+    """Or Dynamo would find what a trace puts into `torch.nn.Module` meanwhile."""
+    free = []
+
+    def look():
+        free.append(no_other_compiles().acquire(blocking=False))
+
+    @torch.library.custom_op("coop_tests::looks", mutates_args=())
+    def looks(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @looks.register_fake
+    def _(x):
+        if x.shape[0] == 7:
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+        return torch.empty_like(x)
+
+    looks.register_autograd(lambda _, gradient: gradient * 2)
+    traced = torch.compile(
+        lambda x: looks(x).sum(), backend="coop", dynamic=True, options={"budget": "100%"}
+    )
+    for size in (5, 7):
+        traced(torch.randn(size, 16, requires_grad=True)).backward()
+    assert free
+    assert not any(free)

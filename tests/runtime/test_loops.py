@@ -347,6 +347,35 @@ def test_an_output_that_gets_no_gradient():
     both(loop, wrap=wrap)
 
 
+@pytest.mark.parametrize("used", [("loss",), ("aux",), ("loss", "aux"), ("more",)])
+def test_what_no_loss_is_made_of_has_no_gradient(used):
+    """AdamW passes over parameters without one, and makes those with a gradient of zeros decay."""
+
+    def wrap(model):
+        def outputs(x, y):
+            hidden = model.norm(model.first(x))
+            logits = model.head(torch.tanh(hidden))
+            return {
+                "loss": F.cross_entropy(logits, y),
+                "aux": hidden.square().mean(),
+                "more": model.shared(hidden).view(-1),  # a view of what is inside
+            }
+
+        return outputs
+
+    def loop(model, step):
+        torch.manual_seed(3)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+        for x, y in data():
+            optimizer.zero_grad()
+            outputs = step(x, y)
+            sum(outputs[name].sum() for name in used).backward()
+            optimizer.step()
+        return state_of(model)
+
+    both(loop, wrap=wrap)
+
+
 class Pixels(nn.Module):
     """Rows in memory as channels last; the loss is of enlarged logits, which are returned too."""
 

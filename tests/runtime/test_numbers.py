@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -63,3 +64,23 @@ def test_a_number_that_changes_is_an_input_of_one_plan(name, dtype):
 def test_other_numbers_are_constants_of_a_plan_each(name):
     both(BAKED[name], torch.float32)
     assert len(runtime.reports()) == len(VALUES)
+
+
+def test_arrays_of_numpy_are_tensors_and_no_numbers():
+    """Dynamo passes both in tensors."""
+
+    def train(step):
+        torch.manual_seed(0)
+        weight = torch.randn(8, requires_grad=True)
+        for length in (4, 5, 6, 6):
+            x = torch.arange(8.0 * length).view(length, 8)
+            mask = np.arange(length) % 2 == 0
+            step(x, mask, weight).backward()
+        return weight.grad
+
+    def loss(x, mask, weight):
+        return (x * weight)[torch.from_numpy(mask).to(torch.long)].square().sum()
+
+    step = torch.compile(loss, backend="coop", options={"budget": "100%"}, fullgraph=True)
+    assert torch.equal(train(step), train(loss))
+    assert sum(report.steps_run for report in runtime.reports()) == 4

@@ -10,9 +10,10 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from coop_plan import runtime
-from coop_plan.planner import InfeasibleBudgetError
-from coop_plan.runtime.capture import profile
+from coop_plan.planner import InfeasibleBudgetError, plan
+from coop_plan.runtime.capture import lengths, profile, shapes
 from coop_plan.runtime.capture.costs import Costs
+from coop_plan.runtime.execute import planning
 
 SIZES = [24, 24, 16, 24, 16, 7]
 """Batches of a run, with a short last one."""
@@ -273,6 +274,127 @@ def test_an_op_that_was_timed_at_three_sizes_is_not_timed_at_a_fourth(monkeypatc
     # What reads the gradients of parameters alone has no size of its own; 200 is far from all.
     assert counts[3] < 3 < counts[4]
     assert runtime.reports()[3].planned_overhead >= 0
+
+
+class Attentive(nn.Module):
+    """A mask of its length's, a slice of all there is, an output beside the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts, self.head = nn.Linear(32, 96), nn.Linear(32, 8)
+        self.unused = nn.Linear(32, 8)
+
+    def forward(self, x):
+        length = x.shape[1]
+        parts = self.parts(x).view(2, length, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+        x = F.dropout(x[:, slice(0, None)] * (torch.arange(length) % 3)[:, None], 0.1)
+        return self.head(x).square().mean() / length, self.unused(x)
+
+
+def train_at(lengths, model, step):
+    torch.manual_seed(3)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    losses = []
+    for length in lengths:
+        optimizer.zero_grad()
+        losses.append(step(torch.randn(2, length, 32))[0])
+        losses[-1].backward()
+        optimizer.step()
+    return [*losses, *model.parameters(), torch.get_rng_state()]
+
+
+def count_traces(monkeypatch):
+    counts, trace = [], fx.Tracer.trace
+    monkeypatch.setattr(fx.Tracer, "trace", lambda *args: counts.append(1) or trace(*args))
+    return counts
+
+
+def test_from_the_fourth_length_on_nothing_is_traced(monkeypatch):
+    lengths = [16, 20, 24, 24, 28, 30, 28, 18]
+    model = Attentive()
+    twin = copy.deepcopy(model)
+    step = torch.compile(model, backend="coop", options={"budget": "100%"}, fullgraph=True)
+    found = train_at(lengths[:4], model, step)
+    counts = count_traces(monkeypatch)
+    found = train_at(lengths, model, step)
+    train_at(lengths[:4], twin, twin)
+    assert all(map(torch.equal, found, train_at(lengths, twin, twin)))
+    assert counts == []
+    reports = runtime.reports()
+    assert len(reports) == len(set(lengths)) + 1  # the first one comes again as one of many
+    assert all(report.measured_peak_bytes <= report.budget_bytes for report in reports)
+
+
+def test_a_length_for_which_the_trace_does_not_hold_is_traced(monkeypatch):
+    """The function decides by its length, where Dynamo does not see it."""
+
+    @torch.library.custom_op("coop_tests::halves", mutates_args=())
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        return x.clone() if x.shape[1] % 2 else x[:, ::2].clone()
+
+    @halves.register_fake
+    def _(x):
+        return torch.empty_like(x) if x.shape[1] % 2 else torch.empty_like(x[:, ::2])
+
+    def set_up(ctx, inputs, output):
+        ctx.length = inputs[0].shape[1]
+
+    def backward(ctx, gradient):
+        return gradient if ctx.length % 2 else gradient.repeat_interleave(2, 1)
+
+    halves.register_autograd(backward, setup_context=set_up)
+    layer = nn.Linear(8, 8)
+    twin = copy.deepcopy(layer)
+    step = torch.compile(
+        lambda x: halves(layer(x)).square().sum(), backend="coop", options={"budget": "100%"}
+    )
+    counts = count_traces(monkeypatch)
+    for length in (4, 6, 8, 10, 7, 12, 9):
+        x = torch.randn(2, length, 8)
+        before = len(counts)
+        step(x).backward()
+        halves(twin(x)).square().sum().backward()
+        assert torch.equal(layer.weight.grad, twin.weight.grad)
+        assert (len(counts) > before) is (length in (4, 6, 8, 7, 9)), length
+
+
+def test_a_trace_for_all_sizes_that_differs_is_not_used(monkeypatch):
+    signed = lengths.signature
+    monkeypatch.setattr(shapes, "signature", lambda joint: [*signed(joint), "and more"])
+    model = Net()
+    step = torch.compile(model, backend="coop", dynamic=True, options={"budget": "100%"})
+    counts = count_traces(monkeypatch)
+    for size in (8, 10, 12, 14, 16):
+        before = len(counts)
+        step(torch.randn(size, 32)).backward()
+        assert len(counts) > before
+
+
+def test_a_plan_of_one_length_serves_others(monkeypatch):
+    searched = []
+    monkeypatch.setattr(
+        planning, "plan", lambda graph, options: searched.append(1) or plan(graph, options)
+    )
+
+    def run(step, net):
+        torch.manual_seed(2)
+        for size in (40, 48, 44, 56, 52):
+            net.zero_grad()
+            step(torch.randn(size, 32)).backward()
+        return [p.grad for p in net.parameters()]
+
+    torch.manual_seed(1)
+    net = Net()
+    twin = copy.deepcopy(net)
+    step = torch.compile(net, backend="coop", dynamic=True, options={"budget": "85%"})
+    found = run(step, net)
+    assert all(map(torch.equal, found, run(twin, twin)))
+    assert len(runtime.reports()) == 5
+    assert len(searched) < 5
+    for report in runtime.reports():
+        assert report.plan.recomputed_ops > 0
+        assert report.measured_peak_bytes <= report.budget_bytes
 
 
 def test_no_code_is_made_of_what_is_only_traced(monkeypatch):

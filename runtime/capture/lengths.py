@@ -1,0 +1,177 @@
+"""One trace for all sizes of a function: a joint graph with symbols, made a static one for each.
+
+Tracing is most of what a new length costs. The ops of a step rarely depend on its sizes; where they
+do, the trace has a guard that says so. What is made of a trace with symbols is compared with what
+was traced at sizes met before (`signature`), and not used if any of it differs.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from coop_plan.runtime.torch_internals import (
+    FakeTensor,
+    Symbols,
+    at_sizes,
+    is_primal,
+    is_size,
+    is_tangent,
+    is_view_op,
+    is_whole,
+    negative_view,
+    tree_flatten,
+    tree_map,
+)
+
+
+class Trace:
+    """A joint graph that was traced with `symbols` in it."""
+
+    def __init__(self, symbols: Symbols, joint: fx.GraphModule) -> None:
+        self._symbols = symbols
+        self._joint = joint
+
+    def at(self, inputs: Sequence[Any]) -> fx.GraphModule | None:
+        """The static graph for inputs, fake tensors and numbers; None where it has to be traced."""
+        bound = self._symbols.bind(inputs)
+        if bound is None:
+            return None
+        making = _Making(self._joint, bound)
+        mode = next(given.fake_mode for given in inputs if isinstance(given, FakeTensor))
+        primals = iter(inputs)
+        with mode:
+            for node in self._joint.graph.nodes:
+                if node.op == "placeholder":
+                    making.take(node, None if is_tangent(node) else next(primals))
+                elif node.op == "get_attr":
+                    making.take(node, None)
+                elif node.op == "call_function":
+                    making.call(node)
+                else:
+                    making.end(node)
+        return fx.GraphModule(self._joint, making.graph)
+
+
+class _Making:
+    """A static graph in the making, under a fake mode.
+
+    `_values` are those of the nodes with symbols, fake tensors and numbers; `_nodes` what stands
+    for them in the static graph, where numbers are constants.
+    """
+
+    def __init__(self, joint: fx.GraphModule, bound: dict[Any, int]) -> None:
+        self.graph = fx.Graph()
+        self._joint = joint
+        self._bound = bound
+        self._values: dict[fx.Node, Any] = {}
+        self._nodes: dict[fx.Node, Any] = {}
+
+    def take(self, node: fx.Node, value: Any) -> None:
+        """An input with its value, or a tangent or constant, whose value is made here."""
+        if value is None:
+            value = node.meta.get("val", getattr(self._joint, str(node.target), None))
+            if isinstance(value, torch.Tensor):
+                value = self._stand_in(value)
+        made = self.graph.node_copy(node)
+        made.meta["val"] = value
+        self._values[node] = value
+        self._nodes[node] = value if is_size(node) else made
+
+    def _at(self, value: Any) -> Any:
+        """The trace knows how results lie in memory, so that no op has to run for that."""
+        if isinstance(value, torch.Tensor):
+            return self._stand_in(value)
+        return at_sizes(value, self._bound) if is_whole(value) else value
+
+    def _stand_in(self, like: torch.Tensor) -> torch.Tensor:
+        sizes = [at_sizes(size, self._bound) for size in like.shape]
+        strides = [at_sizes(stride, self._bound) for stride in like.stride()]
+        offset = at_sizes(like.storage_offset(), self._bound)
+        made = torch.empty_strided(sizes, strides, dtype=like.dtype, device=like.device)
+        if offset:
+            made = made.new_empty(offset + _reach(sizes, strides)).as_strided(
+                sizes, strides, offset
+            )
+        made = made.conj() if like.is_conj() else made
+        return negative_view(made) if like.is_neg() else made
+
+    def call(self, node: fx.Node) -> None:
+        """An op; what computes sizes is computed."""
+        target: Any = node.target
+        value = node.meta.get("val")
+        if is_size(node) and not is_whole(value):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+            value = target(*args, **kwargs)
+        else:
+            value = tree_map(self._at, value)
+        self._values[node] = value
+        if is_size(node):
+            self._nodes[node] = value
+        elif changes_nothing(node, value, self._values):
+            self._nodes[node] = self._nodes[node.all_input_nodes[0]]
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._nodes.__getitem__)
+            made = self.graph.call_function(target, args, kwargs)
+            made.meta = {**node.meta, "val": value}
+            self._nodes[node] = made
+
+    def end(self, node: fx.Node) -> None:
+        """The outputs."""
+        made = self.graph.output(fx.node.map_arg(node.args[0], self._nodes.__getitem__))
+        made.meta = dict(node.meta)
+
+
+def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor, both included."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def changes_nothing(node: fx.Node, value: Any, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether a node is a view that is what it is a view of, or the gradient of one.
+
+    Indexing takes no slice of all there is where sizes are numbers, and with symbols it does.
+    """
+    slices = node.target is torch.ops.aten.slice_backward.default
+    if not (slices or is_view_op(node.target)) or any(user.op == "output" for user in node.users):
+        return False
+    of = values[node.all_input_nodes[0]]
+    return isinstance(of, torch.Tensor) and _layout(of) == _layout(value)
+
+
+def _layout(value: Any) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    parts = value.shape, value.stride(), value.storage_offset()
+    return (value.dtype, *parts, value.is_conj(), value.is_neg())
+
+
+def signature(joint: fx.GraphModule) -> list[object]:
+    """All that a static joint graph computes, and how its results lie in memory.
+
+    Without inputs that are numbers, views that change nothing, and names.
+    """
+    values = {node: node.meta.get("val") for node in joint.graph.nodes}
+    sizes = [is_size(node) for node in filter(is_primal, joint.graph.nodes)]
+    numbers: dict[fx.Node, Any] = {}
+    lines: list[object] = []
+    for node in joint.graph.nodes:
+        if node.op == "placeholder" and not isinstance(values[node], torch.Tensor):
+            numbers[node] = values[node]
+        elif changes_nothing(node, values[node], values):
+            numbers[node] = numbers[node.all_input_nodes[0]]
+        elif node.op == "output":
+            named: Any = fx.node.map_arg(node.args[0], numbers.__getitem__)
+            gradients = zip(named[len(named) - len(sizes) :], sizes, strict=True)
+            lines += named[: len(named) - len(sizes)]
+            lines += [gradient for gradient, of_size in gradients if not of_size]
+        else:
+            args = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
+            made = tuple(_layout(value) for value in tree_flatten(values[node])[0])
+            target = node.target if node.op == "call_function" else node.op
+            lines.append((str(target), str(args) if node.op != "placeholder" else "", made))
+            numbers[node] = f"%{len(lines)}"
+    return lines
