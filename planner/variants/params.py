@@ -27,7 +27,10 @@ class VariantParams(Params):
     """Share of the time that `optimal` gives to the bound, before it searches."""
 
     sizes: tuple[Share, ...] = (1.0, 0.5, 0.25)
-    """Rules: per op the cheapest body whose working set is this share of the arena at most."""
+    """
+    Rules: per op the cheapest body whose working set is this share at most of the arena without the
+    outputs that are there.
+    """
 
     points: Count = 30
     """Time points of the program to begin with."""
