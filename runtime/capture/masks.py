@@ -5,38 +5,25 @@ them; which run, the plan says. They are offered only if what they return on sta
 same to the bit as the default's, and lies in memory as that does.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.cache.profiles import session
+from coop_plan.runtime.capture.bodies import Offers, Other
 from coop_plan.runtime.capture.builder import GETITEM, GraphBuilder
-from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.own_ops import DROPOUT_BITS, DROPOUT_BITS_BACKWARD
-from coop_plan.runtime.capture.profile import lasting, profile, signature, stand_in_arguments
-from coop_plan.runtime.torch_internals import real_world
+from coop_plan.runtime.capture.profile import profile, signature, stand_in_arguments
+from coop_plan.runtime.capture.tried import same_bits, tried
 
 NAME = "bits"
 
 _DROPOUT: Any = torch.ops.aten.native_dropout.default
 _BACKWARD: Any = torch.ops.aten.native_dropout_backward.default
 
-_alike: dict[object, bool] = {}
 
-
-@dataclass(frozen=True)
-class Other:
-    """A body of an op beside its default: the node that runs it, and its facts."""
-
-    node: fx.Node
-    facts: OpProfile
-
-
-def offer_bits(builder: GraphBuilder) -> dict[fx.Node, dict[str, Other]]:
-    """Give dropouts in the builder's graph, and their backwards, variants; these by op and name."""
-    found: dict[fx.Node, dict[str, Other]] = {}
+def offer_bits(builder: GraphBuilder, offers: Offers) -> None:
+    """Give dropouts in the builder's graph, and their backwards, variants."""
     position = {node: i for i, node in enumerate(builder.ops)}
     graph = builder.module.graph
     for node in [node for node in builder.ops if node.target is _DROPOUT]:
@@ -56,6 +43,7 @@ def offer_bits(builder: GraphBuilder) -> dict[fx.Node, dict[str, Other]]:
         if not same or forward.allocated - {-1} != {0, 1} or not _same(arguments):
             continue
         made, mask = builder.storages[node]
+        assert made is not None
         t = builder.add(f"{node.name}_bits", bits.numel(), "activation")
         with graph.inserting_after(node):
             other = graph.call_function(DROPOUT_BITS, node.args)
@@ -65,29 +53,16 @@ def offer_bits(builder: GraphBuilder) -> dict[fx.Node, dict[str, Other]]:
         builder.base[t] = other, 1
         builder.storages[other], builder.storages[second] = (made, t), (t,)
         builder.views.add(second)
-        _describe(builder.op_fields[position[node]], forward, {mask: t})
-        found[node] = {NAME: Other(other, forward)}
+        offers.add(node, NAME, Other(other, forward), outputs=[made, t])
         for reader in readers:
             gradient, _, scale = reader.args
             with graph.inserting_after(reader):
                 other = graph.call_function(DROPOUT_BITS_BACKWARD, (gradient, second, scale))
             other.meta["val"] = reader.meta["val"]
             builder.storages[other] = builder.storages[reader]
-            _describe(builder.op_fields[position[reader]], backward[reader], {mask: t})
-            found[reader] = {NAME: Other(other, backward[reader])}
-    return found
-
-
-def _describe(fields: dict[str, Any], facts: OpProfile, instead: dict[int | None, int]) -> None:
-    fields["variants"] = [
-        {
-            "name": NAME,
-            "cost_us": facts.cost_us,
-            "workspace_bytes": facts.workspace_bytes,
-            "inputs": [instead.get(t, t) for t in fields["inputs"]],
-            "outputs": [instead.get(t, t) for t in fields["outputs"]],
-        }
-    ]
+            reads = builder.op_fields[position[reader]]["inputs"]
+            inputs = [t if read == mask else read for read in reads]
+            offers.add(reader, NAME, Other(other, backward[reader]), inputs=inputs)
 
 
 def _fake(node: Any) -> Any:
@@ -114,23 +89,16 @@ def _bits_of(mask: Any) -> torch.Tensor:
 
 
 def _same(arguments: Any) -> bool:
-    """Whether both bodies return the same, as tried; this is kept with the profiles."""
-    key = signature(DROPOUT_BITS, arguments, {})
-    if key in _alike:
-        return _alike[key]
-    name, cache = lasting(key), session()
-    record = None if name is None or cache is None else cache.get(f"alike {name}")
-    if record is None:
-        with real_world():
-            _alike[key] = _tried(stand_in_arguments(_DROPOUT, arguments, {})[0])
-        if name is not None and cache is not None:
-            cache.put(f"alike {name}", "yes" if _alike[key] else "no")
-    else:
-        _alike[key] = record == "yes"
-    return _alike[key]
+    """Whether both bodies return the same, as tried."""
+    return tried(
+        "alike",
+        signature(DROPOUT_BITS, arguments, {}),
+        bool,
+        lambda: _alike(stand_in_arguments(_DROPOUT, arguments, {})[0]),
+    )
 
 
-def _tried(given: tuple[Any, ...]) -> bool:
+def _alike(given: tuple[Any, ...]) -> bool:
     """Whether both drop the same from one state of the generator, and so do their backwards."""
     values, p, _ = given
     with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []):
@@ -140,4 +108,4 @@ def _tried(given: tuple[Any, ...]) -> bool:
         ours, bits = DROPOUT_BITS(*given)
     scale = 1 / (1 - p)
     backward = _BACKWARD(values, mask, scale), DROPOUT_BITS_BACKWARD(values, bits, scale)
-    return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in ((made, ours), backward))
+    return same_bits(made, ours) and same_bits(*backward)
