@@ -102,18 +102,21 @@ class BodySearch:
         return chosen
 
     def _rules(self) -> Iterator[list[int]]:
-        for share in self.params.sizes:
-            yield self._consistent(
-                [
-                    next(
-                        (v for v in bodies if self._need[v] <= share * self._room[op]),
-                        self._leanest(bodies),
-                    )
-                    for op, bodies in enumerate(self.choices.of)
-                ]
-            )
-        yield self._consistent([self._leanest(bodies) for bodies in self.choices.of])
-        yield self._consistent([min(bodies, key=self._touched) for bodies in self.choices.of])
+        """Those that fit most often first: in haste no more than `hasty_rules` are tried."""
+        choices = self.choices.of
+        yield self._consistent([self._leanest(bodies) for bodies in choices])
+        yield self._no_larger(self.params.sizes[0])
+        yield self._consistent([min(bodies, key=self._touched) for bodies in choices])
+        for share in self.params.sizes[1:]:
+            yield self._no_larger(share)
+
+    def _no_larger(self, share: float) -> list[int]:
+        """The cheapest bodies that take this share at most of the room that is there for them."""
+        wanted = []
+        for bodies, room in zip(self.choices.of, self._room, strict=True):
+            fit = (v for v in bodies if self._need[v] <= share * room)
+            wanted.append(next(fit, self._leanest(bodies)))
+        return self._consistent(wanted)
 
     def _leanest(self, bodies: Sequence[int]) -> int:
         return min(bodies, key=self._need.__getitem__)
@@ -235,7 +238,8 @@ class BodySearch:
             solver = False
         best = list(range(self.choices.n))
         if haste or not solver:  # a solver's process takes longer to start than these
-            best = self._from(self._rules())
+            rules = self._rules()
+            best = self._from(itertools.islice(rules, self.params.hasty_rules) if haste else rules)
         if not (self.proved or (haste and self.placed is not None)):
             if solver:
                 params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)
