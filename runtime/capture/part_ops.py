@@ -109,41 +109,39 @@ class PartOp:
                 ]
             mask = [here and not whole for here, whole in zip(mask, sums, strict=True)]
             given["output_mask"] = mask
+        laid = _unpacked(layouts)
+        cuts = [
+            (name, given[name], dims)
+            for name, dims in self.cut.arguments.items()
+            if given.get(name) is not None
+        ]
         for region in regions(self.cut, given, part):
-            self._compute(region, given, made, _unpacked(layouts))
+            for name, value, dims in cuts:
+                piece = _narrowed(value, dims, region)
+                given[name] = piece.contiguous() if self.cut.dense else piece
+            if self.cut.count:
+                given[self.cut.count] = region[-1].stop - region[-1].start
+            pieces = self.original(**given)
+            self._put((pieces,) if len(made) == 1 else pieces, region, made, laid)
+            del pieces  # before the next
         return made[0] if len(made) == 1 else tuple(made)
 
-    def _compute(
+    def _put(
         self,
+        pieces: Sequence[torch.Tensor],
         region: Region,
-        given: Mapping[str, Any],
         made: list[torch.Tensor | None],
         layouts: Sequence[Layout | None],
     ) -> None:
         """Write the slices of one region into what is `made`, which the first of them allocates."""
-        pieces = self.original(**self._slices(given, region))
-        pieces = (pieces,) if isinstance(pieces, torch.Tensor) else pieces
-        for i, (piece, dims, layout) in enumerate(
-            zip(pieces, self.cut.results, layouts, strict=True)
-        ):
+        for i, (piece, dims) in enumerate(zip(pieces, self.cut.results, strict=True)):
+            layout, into = layouts[i], made[i]
             if dims is None or layout is None:
                 continue
-            into = made[i]
             if into is None:
                 into = torch.empty_strided(*layout, dtype=piece.dtype, device=piece.device)
                 made[i] = into
-            into[_index(into, dims, region)].copy_(piece)
-
-    def _slices(self, given: Mapping[str, Any], region: Region) -> dict[str, Any]:
-        sliced = dict(given)
-        for name, dims in self.cut.arguments.items():
-            value = given.get(name)
-            if value is not None:
-                piece = value[_index(value, dims, region)]
-                sliced[name] = piece.contiguous() if self.cut.dense else piece
-        if self.cut.count:
-            sliced[self.cut.count] = region[-1].stop - region[-1].start
-        return sliced
+            _narrowed(into, dims, region).copy_(piece)
 
 
 def slices_of(cut: Cut, given: Mapping[str, Any]) -> list[int]:
@@ -159,12 +157,11 @@ def regions(cut: Cut, given: Mapping[str, Any], part: Sequence[int]) -> Iterator
     return itertools.product(*ranges)
 
 
-def _index(value: torch.Tensor, dims: Dims, region: Region) -> Region:
-    index = [slice(None)] * value.dim()
+def _narrowed(value: torch.Tensor, dims: Dims, region: Region) -> torch.Tensor:
     for dim, part in zip(dims, region, strict=True):
         if value.shape[dim] > 1:
-            index[dim] = part
-    return tuple(index)
+            value = value.narrow(dim, part.start, part.stop - part.start)
+    return value
 
 
 def packed(layouts: Sequence[Layout | None]) -> list[int]:
