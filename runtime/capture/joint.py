@@ -25,7 +25,9 @@ from coop_plan.runtime.capture.fusing import fuse_cross_entropies
 from coop_plan.runtime.capture.masks import offer_bits
 from coop_plan.runtime.capture.parts import offer_parts
 from coop_plan.runtime.capture.profile import measured_ops
+from coop_plan.runtime.capture.results import offer_results
 from coop_plan.runtime.capture.roofline import Roofline
+from coop_plan.runtime.capture.sizes import read_sizes_alone
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
@@ -129,6 +131,7 @@ def capture_joint(
     complete_collectives(module)
     if variants and model is None:
         fuse_cross_entropies(module)
+        read_sizes_alone(module)
     _bind_objects(module)
     _tangents_last(module)
     output = next(iter(reversed(module.graph.nodes)))
@@ -146,6 +149,7 @@ def capture_joint(
     offers = Offers(builder)
     if variants and model is None:
         offer_bits(builder, offers)
+        offer_results(builder, offers)
         offer_parts(builder, offers)
     described = _described(device) if model is None else model.described()
     if device.type == "cuda" and model is None:

@@ -2,8 +2,8 @@
 
 Where nothing reads an input any more, the result of a pointwise op can lie where it lay, and both
 together take the bytes of one; so can a softmax, whose rows are read before they are written. Such
-an op is run by the overload that is given what to write to. It has a pair [result, input] only if
-that overload takes the op's scratch and nothing else, and on stand-in data its result in the
+an op is run in place, or by the overload that is given what to write to. It has a pair [result,
+input] only if that takes the op's scratch and nothing else, and on stand-in data its result in the
 input's place is the same to the bit as the op's own.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from coop_plan.runtime.capture.bit_ops import WRITERS
 from coop_plan.runtime.capture.facts import Allocation, OpProfile, Output
 from coop_plan.runtime.capture.own_ops import CROSS_ENTROPY_BACKWARD
 from coop_plan.runtime.capture.part_ops import PART_OPS
@@ -27,6 +28,7 @@ from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals import (
     SOFTMAXES,
     OpOverload,
+    inplace_overload,
     out_overload,
     tree_flatten,
     tree_unflatten,
@@ -45,7 +47,7 @@ def overwritable(target: OpOverload, args: Any, kwargs: Any, facts: OpProfile) -
     alone = len(facts.outputs) == 1 and sum(not a.output for a in facts.allocations) == 1
     alone = alone and facts.allocated <= {0, -1}
     may = torch.Tag.pointwise in target.tags or target in ROW_BY_ROW
-    if not may or not alone or out_overload(target) is None:
+    if not may or not alone or not (out_overload(target) or inplace_overload(target)):
         return []
     fakes = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
     positions = [i for i, value in enumerate(fakes) if lies_alike(value, facts.outputs[0])]
@@ -114,10 +116,13 @@ def write_over(
     target: OpOverload, places: Sequence[torch.Tensor | None], *args: Any, **kwargs: Any
 ) -> Any:
     """`target(*args, **kwargs)`; results that have one of `places`, an argument, lie there."""
-    parts = PART_OPS.get(target)
+    own = WRITERS.get(target) or (PART_OPS[target].run if target in PART_OPS else None)
     with torch.no_grad():
-        if parts is not None:
-            return parts.run(places, *args, **kwargs)
+        if own is not None:
+            return own(places, *args, **kwargs)
+        inplace = inplace_overload(target) if args and places[0] is args[0] else None
+        if inplace is not None:  # an overload for a result may be one that copies it there
+            return inplace(*args, **kwargs)
         found = out_overload(target)
         assert found is not None
         overload, name = found

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.torch_internals import OpOverload, argument_names, schema_text
+from coop_plan.runtime.torch_internals import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    OpOverload,
+    argument_names,
+    schema_text,
+)
 
 _library: Any = torch.library.Library("coop_plan", "FRAGMENT")  # type: ignore[no-untyped-call]
 
@@ -51,10 +57,8 @@ _SUMS = (_SAMPLES, None, None)
 
 _aten = torch.ops.aten
 CUTS: Mapping[OpOverload, Cut] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: Cut(
-        _along(_HEADS, "query", "key", "value", "attn_mask"), (_HEADS, _HEADS)
-    ),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Cut(
+    CPU_ATTENTION: Cut(_along(_HEADS, "query", "key", "value", "attn_mask"), (_HEADS, _HEADS)),
+    CPU_ATTENTION_BACKWARD: Cut(
         _along(_HEADS, "query", "key", "value", "grad_out", "out", "logsumexp", "attn_mask"),
         (_HEADS, _HEADS, _HEADS),
     ),
@@ -73,9 +77,6 @@ CUTS: Mapping[OpOverload, Cut] = {
     ),
     _aten.native_dropout_backward.default: Cut(
         _along(_SAMPLES, "grad_output", "mask"), (_SAMPLES,)
-    ),
-    _aten.max_pool2d_with_indices_backward.default: Cut(
-        _along(_SAMPLES, "self", "grad_output", "indices"), (_SAMPLES,)
     ),
 }
 

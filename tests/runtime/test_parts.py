@@ -79,14 +79,6 @@ CALLS = {
         (torch.randn(6, 7), torch.rand(6, 7) > 0.3, 1 / 0.7),
         {},
     ),
-    "max-pool's gradient": (
-        aten.max_pool2d_with_indices_backward.default,
-        (
-            *(torch.randn(6, 2, 4, 4), images(2)[0], [2, 2], [2, 2], [0, 0], [1, 1], False),
-            F.max_pool2d(images(2)[0], 2, return_indices=True)[1],
-        ),
-        {},
-    ),
 }
 
 
