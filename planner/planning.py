@@ -28,7 +28,7 @@ COARSE_PROBES = 10
 """Planning runs that the search may take on larger graphs."""
 
 RESOLUTION = 256
-"""Below what the step needs without its choices, part of keep-everything's arena to stop at."""
+"""Part of what the step needs without its choices to which the search below that goes."""
 
 FINISH_SECONDS = 4e-5
 """What of a time limit is kept for each op: a plan is still written down and verified."""
@@ -81,7 +81,7 @@ class _Task:
             found = alone.minimum(lay_out(keep_all_schedule(plain), work=0)[0])
             best = min(best, self._carried(found), key=lambda found: found.placed.arena_bytes)
         try:
-            return self._narrowed(best, everything.arena_bytes // RESOLUTION)
+            return self._narrowed(best, best.placed.arena_bytes // RESOLUTION)
         except TimeLimitError:
             if found is None:
                 raise

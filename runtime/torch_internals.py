@@ -63,6 +63,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from coop_plan.runtime.locks import fork_safe_lock
 
 __all__ = [
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -73,6 +75,7 @@ __all__ = [
     "TorchDynamoException",
     "TorchRuntimeError",
     "aot_autograd",
+    "inplace_overload",
     "out_overload",
     "tree_flatten",
     "tree_map",
@@ -671,6 +674,17 @@ def out_overload(op: OpOverload) -> tuple[OpOverload, str] | None:
     return None
 
 
+def inplace_overload(op: OpOverload) -> OpOverload | None:
+    """The op of a functional op that writes over its first argument; None if there is none."""
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    packet = getattr(torch.ops.aten, op._schema.name.partition("::")[2] + "_", None)
+    found = None if packet is None else getattr(packet, op._overloadname, None)
+    if op.namespace != "aten" or found is None:
+        return None
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == wanted
+    return found if same and len(found._schema.returns) == 1 else None
+
+
 def argument_names(op: OpOverload) -> list[str]:
     """The names of an op's arguments, in order."""
     return [argument.name for argument in op._schema.arguments]
@@ -844,6 +858,12 @@ SOFTMAXES: frozenset[Any] = frozenset(
     }
 )
 """Ops of which each row of the result depends on that row alone."""
+
+CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD: Any = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
+"""What `scaled_dot_product_attention` runs on the CPU where it can."""
 
 
 def log_softmax_backward(

@@ -54,15 +54,20 @@ def least_with_outputs(problem: Problem) -> int:
     least = first[: problem.op_count]
     for number, body in enumerate(problem.bodies):
         least[body.op] = min(least[body.op], first[number])
-    made, most = set[int](), 0
-    held = 0
-    for op, body in enumerate(problem.bodies[: problem.op_count]):
-        own = sum(problem.size[t] for t in {*body.reads, *body.makes} & made)
-        most = max(most, least[op] + held - own)
+    held = outputs_held(problem)
+    return max((need + beside for need, beside in zip(least, held, strict=True)), default=0)
+
+
+def outputs_held(problem: Problem) -> list[int]:
+    """Per op the arena bytes of outputs made before that it neither reads nor makes."""
+    made, total = set[int](), 0
+    found = []
+    for body in problem.bodies[: problem.op_count]:
+        found.append(total - sum(problem.size[t] for t in {*body.reads, *body.makes} & made))
         ends = {t for t in body.makes if problem.is_output[t]} - made
-        held += sum(problem.size[t] for t in ends)
+        total += sum(problem.size[t] for t in ends)
         made |= ends
-    return most
+    return found
 
 
 def reason(problem: Problem, held: Held) -> str:

@@ -26,8 +26,14 @@ class VariantParams(Params):
     bound_share: Share = 0.4
     """Share of the time that `optimal` gives to the bound, before it searches."""
 
-    sizes: tuple[Share, ...] = (1.0, 0.5, 0.25)
-    """Rules: per op the cheapest body whose working set is this share of the arena at most."""
+    sizes: tuple[Share, ...] = (0.5, 1.0, 0.25)
+    """
+    Rules: per op the cheapest body whose working set is this share at most of the arena without the
+    outputs that are there.
+    """
+
+    hasty_rules: Count = 3
+    """Rules tried where any schedule will do."""
 
     points: Count = 30
     """Time points of the program to begin with."""

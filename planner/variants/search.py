@@ -16,10 +16,11 @@ import importlib.util
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.held import outputs_held
 from coop_plan.planner.core.needs import least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
@@ -64,6 +65,7 @@ class BodySearch:
         # An op that overwrites a tensor in the arena is followed by no program and no exchange.
         self._plain = not any(problem.overwritten)
         self._need = needs(problem).first
+        self._room = [self.capacity - held for held in outputs_held(problem)]
         self.points = self._first_points()
 
     @property
@@ -75,7 +77,7 @@ class BodySearch:
         """Of groups of the ops that are too full with everything kept, those that need most."""
         if self.choices.n <= self.params.small_ops:
             return list(range(self.choices.n + 1))
-        least = [min(bodies, key=self._need.__getitem__) for bodies in self.choices.of]
+        least = [self._leanest(bodies) for bodies in self.choices.of]
         cheapest = self._consistent([bodies[0] for bodies in self.choices.of])
         live = Schedule.of(self.problem, cheapest).live_bytes().tolist()
         scratch = self.problem.bodies
@@ -94,23 +96,30 @@ class BodySearch:
         choices, made, chosen = self.choices, set[int](), list[int]()
         for op, body in enumerate(wanted):
             found = [v for v in choices.of[op] if choices.reads[v] <= made] or [op]
-            fit = [v for v in found if self._need[v] <= self.capacity] or [
-                min(found, key=self._need.__getitem__)
-            ]
+            fit = [v for v in found if self._need[v] <= self._room[op]] or [self._leanest(found)]
             chosen.append(body if body in fit else fit[0])
             made.update(self.problem.bodies[chosen[-1]].outputs)
         return chosen
 
     def _rules(self) -> Iterator[list[int]]:
-        for share in self.params.sizes:
-            limit = share * self.capacity
-            yield self._consistent(
-                [
-                    next((v for v in bodies if self._need[v] <= limit), bodies[0])
-                    for bodies in self.choices.of
-                ]
-            )
-        yield self._consistent([min(bodies, key=self._touched) for bodies in self.choices.of])
+        """Those that fit most often first: in haste no more than `hasty_rules` are tried."""
+        choices = self.choices.of
+        yield self._consistent([self._leanest(bodies) for bodies in choices])
+        yield self._no_larger(self.params.sizes[0])
+        yield self._consistent([min(bodies, key=self._touched) for bodies in choices])
+        for share in self.params.sizes[1:]:
+            yield self._no_larger(share)
+
+    def _no_larger(self, share: float) -> list[int]:
+        """The cheapest bodies that take this share at most of the room that is there for them."""
+        wanted = []
+        for bodies, room in zip(self.choices.of, self._room, strict=True):
+            fit = (v for v in bodies if self._need[v] <= share * room)
+            wanted.append(next(fit, self._leanest(bodies)))
+        return self._consistent(wanted)
+
+    def _leanest(self, bodies: Sequence[int]) -> int:
+        return min(bodies, key=self._need.__getitem__)
 
     def _touched(self, body: int) -> int:
         """Bytes of the tensors that a body reads and makes: what is kept for others, or by them."""
@@ -229,7 +238,8 @@ class BodySearch:
             solver = False
         best = list(range(self.choices.n))
         if haste or not solver:  # a solver's process takes longer to start than these
-            best = self._from(self._rules())
+            rules = self._rules()
+            best = self._from(itertools.islice(rules, self.params.hasty_rules) if haste else rules)
         if not (self.proved or (haste and self.placed is not None)):
             if solver:
                 params = replace(EXACT.solver, grace_seconds=EXACT.solver.grace_seconds + 0.5)

@@ -21,6 +21,14 @@ from coop_plan.runtime.cache.files import cache_dir, going_on_without
 
 MEASURING = (
     *("capture/profile.py", "capture/overwriting.py", "capture/masks.py", "capture/own_ops.py"),
+    *(
+        "capture/parts.py",
+        "capture/part_ops.py",
+        "capture/bit_ops.py",
+        "capture/results.py",
+        "capture/tried.py",
+        "capture/sizes.py",
+    ),
     *("device/cuda.py", "device/arena.cpp", "device/arena.h"),
 )
 """The sources, in the runtime's folder, by which ops are measured."""

@@ -1,5 +1,6 @@
 """What is known of one op as it ran: its time, what it returned, and the memory it took."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -54,7 +55,6 @@ class OpProfile:
         """Positions of the outputs whose memory the op took on its device."""
         return {allocation.output for allocation in self.allocations}
 
-    @property
-    def scratch(self) -> tuple[Allocation, ...]:
-        """What the op takes and gives back, in order: all if its result is written into a place."""
-        return tuple(allocation for allocation in self.allocations if allocation.output == -1)
+    def allocated_beside(self, over: Collection[int]) -> tuple[Allocation, ...]:
+        """What the op takes, in order, if results at these positions are written into places."""
+        return tuple(a for a in self.allocations if a.output not in over)

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.cache.profiles import kept_profiles
+from coop_plan.runtime.capture.bodies import Offers, Other
 from coop_plan.runtime.capture.builder import SNAPSHOT, GraphBuilder, is_check, is_random
 from coop_plan.runtime.capture.collectives import (
     GROUP_THREADS,
@@ -21,9 +22,12 @@ from coop_plan.runtime.capture.collectives import (
 )
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.fusing import fuse_cross_entropies
-from coop_plan.runtime.capture.masks import Other, offer_bits
+from coop_plan.runtime.capture.masks import offer_bits
+from coop_plan.runtime.capture.parts import offer_parts
 from coop_plan.runtime.capture.profile import measured_ops
+from coop_plan.runtime.capture.results import offer_results
 from coop_plan.runtime.capture.roofline import Roofline
+from coop_plan.runtime.capture.sizes import read_sizes_alone
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
@@ -127,6 +131,7 @@ def capture_joint(
     complete_collectives(module)
     if variants and model is None:
         fuse_cross_entropies(module)
+        read_sizes_alone(module)
     _bind_objects(module)
     _tangents_last(module)
     output = next(iter(reversed(module.graph.nodes)))
@@ -141,7 +146,11 @@ def capture_joint(
     for node in module.graph.nodes:
         builder.visit(node)
     _own_layout(module, builder, outputs, num_fwd_outputs)
-    others = offer_bits(builder) if variants and model is None else {}
+    offers = Offers(builder)
+    if variants and model is None:
+        offer_bits(builder, offers)
+        offer_results(builder, offers)
+        offer_parts(builder, offers)
     described = _described(device) if model is None else model.described()
     if device.type == "cuda" and model is None:
         torch.cuda.empty_cache()  # of what profiling took
@@ -159,10 +168,11 @@ def capture_joint(
         if t is not None and builder.tensors[t]["kind"] == "activation":
             builder.tensors[t]["kind"] = "output"
     for op in builder.op_fields:  # what is not the step's own is neither overwritten nor in a place
-        pairs = op["inplace"]
-        op["inplace"] = [
-            p for p in pairs if {builder.tensors[t]["kind"] for t in p} == {"activation"}
-        ]
+        for body in (op, *op.get("variants", ())):
+            pairs = body["inplace"]
+            body["inplace"] = [
+                p for p in pairs if {builder.tensors[t]["kind"] for t in p} == {"activation"}
+            ]
     forward = _forward_nodes(module, outputs[:num_fwd_outputs])
     order = [i for i, node in enumerate(builder.ops) if node in forward]
     forward_ops = len(order)
@@ -194,7 +204,7 @@ def capture_joint(
         output_args=outputs,
         # On CUDA only what the arena's hook sees is counted, and this is not.
         resident_within=_resident_within(builder) if device.type == "cpu" else 0,
-        others=others,
+        others=offers.others,
     )
 
 

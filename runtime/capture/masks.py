@@ -1,143 +1,232 @@
-"""Bodies that keep the masks of dropout as bits: one where the default keeps a byte an element.
+"""Bodies that keep masks as bits: of dropouts, whose masks are bytes, and of ReLUs.
 
-Of a `native_dropout` and of the backward of each, as variants with a tensor of their own between
-them; which run, the plan says. They are offered only if what they return on stand-in data is the
-same to the bit as the default's, and lies in memory as that does.
+Of a ReLU the default keeps the result. Both the op and its backwards get a variant, with a tensor
+of their own between them; which run, the plan says. A `hardtanh` gets none: through NaN its kernel
+passes a gradient or not by where the element is.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.cache.profiles import session
-from coop_plan.runtime.capture.builder import GETITEM, GraphBuilder
+from coop_plan.runtime.capture.bit_ops import (
+    DROPOUT_BITS,
+    DROPOUT_BITS_BACKWARD,
+    RELU_BITS,
+    RELU_BITS_BACKWARD,
+)
+from coop_plan.runtime.capture.bodies import Offers, Other
+from coop_plan.runtime.capture.builder import GETITEM, GraphBuilder, tensor_args
 from coop_plan.runtime.capture.facts import OpProfile
-from coop_plan.runtime.capture.own_ops import DROPOUT_BITS, DROPOUT_BITS_BACKWARD
-from coop_plan.runtime.capture.profile import lasting, profile, signature, stand_in_arguments
-from coop_plan.runtime.torch_internals import real_world
+from coop_plan.runtime.capture.overwriting import lies_alike, written_over
+from coop_plan.runtime.capture.profile import profile, signature, stand_in_arguments
+from coop_plan.runtime.capture.tried import same_bits, tried
+from coop_plan.runtime.torch_internals import OpOverload, is_tangent
 
 NAME = "bits"
 
 _DROPOUT: Any = torch.ops.aten.native_dropout.default
-_BACKWARD: Any = torch.ops.aten.native_dropout_backward.default
-
-_alike: dict[object, bool] = {}
+_DROPOUT_BACKWARD: Any = torch.ops.aten.native_dropout_backward.default
+_RELU: Any = torch.ops.aten.relu.default
+_RELU_BACKWARD: Any = torch.ops.aten.threshold_backward.default
 
 
 @dataclass(frozen=True)
-class Other:
-    """A body of an op beside its default: the node that runs it, and its facts."""
+class _Masked:
+    """An op that has a mask, and its backwards; nodes of the graph, and the ops that have bits.
+
+    `args` are what the first takes, `kept[reader]` the tensor in whose stead a backward reads bits.
+    """
 
     node: fx.Node
-    facts: OpProfile
+    target: OpOverload
+    args: tuple[Any, ...]
+    backward: OpOverload
+    kept: Mapping[fx.Node, int | None]
+
+    @property
+    def made(self) -> Any:
+        """The fake result."""
+        value = self.node.meta["val"]
+        return value if isinstance(value, torch.Tensor) else value[0]
+
+    def backward_args(self, reader: fx.Node, bits: Any) -> tuple[Any, ...]:
+        gradient, _, *scale = reader.args
+        return (
+            (gradient, bits, *scale) if self.backward is DROPOUT_BITS_BACKWARD else (gradient, bits)
+        )
 
 
-def offer_bits(builder: GraphBuilder) -> dict[fx.Node, dict[str, Other]]:
-    """Give dropouts in the builder's graph, and their backwards, variants; these by op and name."""
-    found: dict[fx.Node, dict[str, Other]] = {}
+def offer_bits(builder: GraphBuilder, offers: Offers) -> None:
+    """Give ops in the builder's graph that have masks, and their backwards, variants."""
     position = {node: i for i, node in enumerate(builder.ops)}
-    graph = builder.module.graph
-    for node in [node for node in builder.ops if node.target is _DROPOUT]:
-        readers = _readers(node)
-        if not readers or not _fits(node, readers):
-            continue
-        bits = _bits_of(node.meta["val"][1])
-        arguments = fx.node.map_arg(node.args, _fake)
-        forward = profile(DROPOUT_BITS, arguments, {}, f"{node.name}_bits")
-        backward = {}
-        for reader in readers:
-            gradient, _, scale = reader.args
-            given = _fake(gradient), bits, scale
-            backward[reader] = profile(DROPOUT_BITS_BACKWARD, given, {}, f"{reader.name}_bits")
-        default = {reader: builder.profiles[position[reader]] for reader in readers}
-        same = all(backward[reader].outputs == default[reader].outputs for reader in readers)
-        if not same or forward.allocated - {-1} != {0, 1} or not _same(arguments):
-            continue
-        made, mask = builder.storages[node]
-        t = builder.add(f"{node.name}_bits", bits.numel(), "activation")
-        with graph.inserting_after(node):
-            other = graph.call_function(DROPOUT_BITS, node.args)
-        with graph.inserting_after(other):
-            second = graph.call_function(GETITEM, (other, 1))
-        other.meta["val"], second.meta["val"] = (node.meta["val"][0], bits), bits
-        builder.base[t] = other, 1
-        builder.storages[other], builder.storages[second] = (made, t), (t,)
-        builder.views.add(second)
-        _describe(builder.op_fields[position[node]], forward, {mask: t})
-        found[node] = {NAME: Other(other, forward)}
-        for reader in readers:
-            gradient, _, scale = reader.args
-            with graph.inserting_after(reader):
-                other = graph.call_function(DROPOUT_BITS_BACKWARD, (gradient, second, scale))
-            other.meta["val"] = reader.meta["val"]
-            builder.storages[other] = builder.storages[reader]
-            _describe(builder.op_fields[position[reader]], backward[reader], {mask: t})
-            found[reader] = {NAME: Other(other, backward[reader])}
-    return found
+    behind = _behind_tangents(builder)
+    for node in list(builder.ops):
+        masked = _dropout(builder, node) or _relu(builder, node, behind)
+        if masked is not None and masked.kept and _fits(masked):
+            _offer(builder, offers, masked, position)
 
 
-def _describe(fields: dict[str, Any], facts: OpProfile, instead: dict[int | None, int]) -> None:
-    fields["variants"] = [
-        {
-            "name": NAME,
-            "cost_us": facts.cost_us,
-            "workspace_bytes": facts.workspace_bytes,
-            "inputs": [instead.get(t, t) for t in fields["inputs"]],
-            "outputs": [instead.get(t, t) for t in fields["outputs"]],
-        }
-    ]
+def _offer(
+    builder: GraphBuilder, offers: Offers, masked: _Masked, position: Mapping[fx.Node, int]
+) -> None:
+    node, graph, made = masked.node, builder.module.graph, masked.made
+    with made.fake_mode:
+        bits = torch.empty(made.numel() // 8, dtype=torch.uint8, device=made.device)
+    forward = profile(masked.target, fx.node.map_arg(masked.args, _fake), {}, f"{node.name}_bits")
+    backward = {}
+    for reader in masked.kept:
+        given = fx.node.map_arg(masked.backward_args(reader, bits), _fake)
+        backward[reader] = profile(masked.backward, given, {}, f"{reader.name}_bits")
+        if backward[reader].outputs != builder.profiles[position[reader]].outputs:
+            return
+    first = builder.profiles[position[node]].outputs[0]
+    alike = forward.outputs[0] == first and forward.allocated - {-1} == {0, 1}
+    if not alike or not _same(masked, bits, forward, backward):
+        return
+    t = builder.add(f"{node.name}_bits", bits.numel(), "activation")
+    with graph.inserting_after(node):
+        other = graph.call_function(masked.target, masked.args)
+    with graph.inserting_after(other):
+        second = graph.call_function(GETITEM, (other, 1))
+    other.meta["val"], second.meta["val"] = (made, bits), bits
+    builder.base[t] = other, 1
+    result = builder.storages[node][0]
+    assert result is not None
+    builder.storages[other], builder.storages[second] = (result, t), (t,)
+    builder.views.add(second)
+    pairs = _pairs(builder, node, forward)
+    offers.add(node, NAME, Other(other, forward), outputs=[result, t], inplace=pairs)
+    for reader, kept in masked.kept.items():
+        with graph.inserting_after(reader):
+            other = graph.call_function(masked.backward, masked.backward_args(reader, second))
+        other.meta["val"] = reader.meta["val"]
+        builder.storages[other] = builder.storages[reader]
+        reads = builder.op_fields[position[reader]]["inputs"]
+        inputs = [t if read == kept else read for read in reads]
+        pairs = _pairs(builder, reader, backward[reader])
+        offers.add(reader, NAME, Other(other, backward[reader]), inputs=inputs, inplace=pairs)
 
 
 def _fake(node: Any) -> Any:
     return node.meta["val"]
 
 
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """The backwards of a dropout."""
+def _dropout(builder: GraphBuilder, node: fx.Node) -> _Masked | None:
+    if node.target is not _DROPOUT:
+        return None
     masks = [user for user in node.users if user.target is GETITEM and user.args[1] == 1]
     users = [user for mask in masks for user in mask.users]
-    return [user for user in users if user.target is _BACKWARD and user.args[1] in masks]
+    readers = [u for u in users if u.target is _DROPOUT_BACKWARD and u.args[1] in masks]
+    kept = dict.fromkeys(readers, builder.storages[node][1])
+    return _Masked(node, DROPOUT_BITS, node.args, DROPOUT_BITS_BACKWARD, kept)
 
 
-def _fits(node: fx.Node, readers: list[fx.Node]) -> bool:
+def _relu(builder: GraphBuilder, node: fx.Node, behind: set[fx.Node]) -> _Masked | None:
+    """One whose backwards are all that reads its result behind the tangents.
+
+    Else the result is there for another op, and bits would be one tensor more.
+    """
+    if node.target is not _RELU:
+        return None
+    kept = builder.storages[node][0]
+    readers = []
+    for reader in builder.ops:
+        if reader not in behind or kept not in _reads(builder, reader):
+            continue
+        if reader.target is not _RELU_BACKWARD or reader.args[2] != 0:
+            return None
+        gradient, source = reader.args[:2]
+        assert isinstance(gradient, fx.Node)
+        assert isinstance(source, fx.Node)
+        same = _fake(source).stride() == _fake(node).stride()
+        if not same or kept in builder.storages[gradient] or kept not in builder.storages[source]:
+            return None
+        readers.append(reader)
+    return _Masked(node, RELU_BITS, node.args, RELU_BITS_BACKWARD, dict.fromkeys(readers, kept))
+
+
+def _reads(builder: GraphBuilder, node: fx.Node) -> set[int | None]:
+    return {t for argument in tensor_args(node) for t in builder.storages[argument]}
+
+
+def _behind_tangents(builder: GraphBuilder) -> set[fx.Node]:
+    """What waits for a gradient: the ops of the backward."""
+    found: set[fx.Node] = set()
+    for node in builder.module.graph.nodes:
+        if is_tangent(node) or any(argument in found for argument in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _fits(masked: _Masked) -> bool:
     """Whether the mask is whole bytes of bits, and all is in the order of its elements."""
-    values, mask = _fake(node.args[0]), node.meta["val"][1]
-    inorder = (values, mask, *(_fake(reader.args[0]) for reader in readers))
-    return all(v.is_contiguous() for v in inorder) and mask.numel() % 8 == 0 < mask.numel()
+    made, values = masked.made, masked.args[0]
+    inorder = (_fake(values), made, *(_fake(reader.args[0]) for reader in masked.kept))
+    return all(v.is_contiguous() for v in inorder) and made.numel() % 8 == 0 < made.numel()
 
 
-def _bits_of(mask: Any) -> torch.Tensor:
-    with mask.fake_mode:
-        return torch.empty(mask.numel() // 8, dtype=torch.uint8, device=mask.device)
+def _pairs(builder: GraphBuilder, node: fx.Node, facts: OpProfile) -> list[tuple[int, int]]:
+    """The result in the place of what it is computed from, the first argument."""
+    reads = [builder.storages[argument][0] for argument in tensor_args(node)]
+    made, read = builder.storages[node][0], reads[0]
+    if made is None or read is None or reads.count(read) != 1:
+        return []
+    return [(made, read)] if lies_alike(_fake(node.args[0]), facts.outputs[0]) else []
 
 
-def _same(arguments: Any) -> bool:
-    """Whether both bodies return the same, as tried; this is kept with the profiles."""
-    key = signature(DROPOUT_BITS, arguments, {})
-    if key in _alike:
-        return _alike[key]
-    name, cache = lasting(key), session()
-    record = None if name is None or cache is None else cache.get(f"alike {name}")
-    if record is None:
-        with real_world():
-            _alike[key] = _tried(stand_in_arguments(_DROPOUT, arguments, {})[0])
-        if name is not None and cache is not None:
-            cache.put(f"alike {name}", "yes" if _alike[key] else "no")
-    else:
-        _alike[key] = record == "yes"
-    return _alike[key]
+def _same(
+    masked: _Masked, bits: Any, forward: OpProfile, backward: Mapping[fx.Node, OpProfile]
+) -> bool:
+    """Whether both bodies return the same, as tried."""
+    args = fx.node.map_arg(masked.args, _fake)
+    key = signature(masked.target, args, {})
+
+    def attempt() -> bool:
+        (values, *others), _ = stand_in_arguments(masked.target, args, {})
+        reader = next(iter(backward))
+        gradient = values.neg()
+        if masked.target is DROPOUT_BITS:
+            theirs, mask = _seeded(lambda: _DROPOUT(values, *others), values)
+            scale = reader.args[2]
+            expected = _DROPOUT_BACKWARD(gradient, mask, scale)
+            rest = [scale]
+        else:
+            _spread(values)
+            theirs, rest = _RELU(values), []
+            expected = _RELU_BACKWARD(gradient, theirs, 0)
+        ours, ones = _seeded(lambda: masked.target(values, *others), values)
+        body, back = forward, backward[reader]
+        return (
+            same_bits(ours, theirs)
+            and same_bits(masked.backward(gradient, ones, *rest), expected)
+            and _in_place(masked.target, (values, *others), body, [theirs, ones])
+            and _in_place(masked.backward, (gradient, ones, *rest), back, [expected])
+        )
+
+    return tried("alike", key, bool, attempt)
 
 
-def _tried(given: tuple[Any, ...]) -> bool:
-    """Whether both drop the same from one state of the generator, and so do their backwards."""
-    values, p, _ = given
+def _in_place(target: OpOverload, args: Any, facts: OpProfile, expected: list[Any]) -> bool:
+    if not lies_alike(args[0], facts.outputs[0]):
+        return True
+    made, taken = _seeded(lambda: written_over(target, (args, {}), {0: 0}), args[0])
+    return taken == facts.allocated_beside({0}) and all(map(same_bits, made, expected))
+
+
+def _seeded(run: Any, values: torch.Tensor) -> Any:
+    """What `run` returns from one state of the generator, which is put back."""
     with torch.random.fork_rng(devices=[values.device] if values.is_cuda else []):
         torch.manual_seed(0)
-        made, mask = _DROPOUT(*given)
-        torch.manual_seed(0)
-        ours, bits = DROPOUT_BITS(*given)
-    scale = 1 / (1 - p)
-    backward = _BACKWARD(values, mask, scale), DROPOUT_BITS_BACKWARD(values, bits, scale)
-    return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in ((made, ours), backward))
+        return run()
+
+
+def _spread(values: torch.Tensor) -> None:
+    """Numbers on both sides of zero, zeros of both signs, and what is none."""
+    special = values.new_tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan")])
+    flat = values.view(-1)
+    flat.copy_(torch.linspace(-9, 9, flat.numel(), dtype=values.dtype, device=values.device))
+    flat[: special.numel()].copy_(special[: flat.numel()])

@@ -92,55 +92,6 @@ CROSS_ENTROPY_BACKWARD = _define_cross_entropy_backward()
 """What stands for two ops of a joint graph (`capture.fusing`)."""
 
 
-BYTES_TO_BITS = 0x0102040810204080
-"""Times eight bytes that are 0 or 1, as one number, in whose highest byte their bits then are."""
-
-ONE_OF_EACH = 0x0101010101010101, 0x8040201008040201 - (1 << 64)
-"""A byte eight times, and the bit that each of them keeps."""
-
-PART_ELEMENTS = 1 << 18
-"""Of a gradient that are computed at once, unless these were more than a few dozen parts."""
-
-
-def _dropout_bits(values: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`native_dropout`, the mask as bits: of eight elements in a row the first is the lowest."""
-    made, mask = torch.ops.aten.native_dropout.default(values, p, train)
-    whole = mask.view(-1).view(torch.int64)
-    return made, whole.mul_(BYTES_TO_BITS).bitwise_right_shift_(56).to(torch.uint8)
-
-
-def _dropout_bits_backward(
-    gradient: torch.Tensor, bits: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """`native_dropout_backward`, a part at a time."""
-    out = torch.empty_like(gradient)
-    flat, into, count = gradient.view(-1), out.view(-1), gradient.numel()
-    step = max(PART_ELEMENTS, -(-count // 512) * 8)
-    for begin in range(0, count, step):
-        part = slice(begin, min(begin + step, count))
-        spread = bits[begin // 8 : part.stop // 8].to(torch.int64)
-        spread.mul_(ONE_OF_EACH[0]).bitwise_and_(ONE_OF_EACH[1])
-        mask = spread.view(torch.uint8).clamp_(max=1).view(torch.bool)
-        made = torch.ops.aten.native_dropout_backward.default(flat[part], mask, scale)
-        into[part].copy_(made)
-        del spread, mask, made  # before the next
-    return out
-
-
-def _define_dropout_bits() -> tuple[Any, Any]:
-    arguments = "dropout_bits(Tensor values, float p, bool train) -> (Tensor, Tensor)"
-    _library.define(arguments, tags=(torch.Tag.nondeterministic_seeded,))
-    _library.define("dropout_bits_backward(Tensor gradient, Tensor bits, float scale) -> Tensor")
-    for run in (_dropout_bits, _dropout_bits_backward):
-        _library.impl(run.__name__.removeprefix("_"), run, "CompositeExplicitAutograd")
-    ops = torch.ops.coop_plan
-    return ops.dropout_bits.default, ops.dropout_bits_backward.default
-
-
-DROPOUT_BITS, DROPOUT_BITS_BACKWARD = _define_dropout_bits()
-"""What keeps a dropout's mask as bits (`capture.masks`)."""
-
-
 def _in_place_of(original: Any, run: Any, key: str) -> Any:
     """An op that `run` is named after, with the arguments of `original`."""
     name = run.__name__.removeprefix("_")

@@ -13,7 +13,7 @@ from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
 from coop_plan.runtime.execute.copies import Copies, Route, Transfers
 from coop_plan.runtime.execute.flight import Flight
 from coop_plan.runtime.execute.generators import Generator, default_generator
-from coop_plan.runtime.execute.partition import FLIGHT, OCCURRENCE, shared_places, split
+from coop_plan.runtime.execute.partition import FLIGHT, OCCURRENCE, Over, shared_places, split
 from coop_plan.schemas import Compute, Plan
 
 
@@ -45,7 +45,9 @@ class Code:
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
         over = shared_places(captured, plan)
-        program = [_slots(captured, step, over=number in over) for number, step in enumerate(steps)]
+        program = [
+            _slots(captured, step, over.get(number, ())) for number, step in enumerate(steps)
+        ]
         self.slots = _gradient_slots(captured, steps, program, over)
         self.left = _left(captured, steps)
         self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
@@ -127,13 +129,9 @@ def _gradient_slots(
     captured: Captured,
     steps: Sequence[Compute],
     program: Sequence[Slots],
-    over: Collection[int],
+    over: Mapping[int, Over],
 ) -> dict[int, int]:
-    """
-    The slot, counted over all occurrences, in which each lasting gradient is made.
-
-    The occurrences `over` an input make none.
-    """
+    """The slot, counted over all occurrences, in which each lasting gradient is made."""
     first = 0
     made: dict[int, int] = {}
     found: dict[int, int] = {}
@@ -146,7 +144,7 @@ def _gradient_slots(
             if buffer in made:
                 found[position] = made[buffer]
         buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
-        taken = captured.body(step).facts.allocations[: 0 if number in over else len(slots)]
+        taken = captured.body(step).facts.allocated_beside(over.get(number, ()))
         for i, allocation in enumerate(taken):
             if allocation.output in buffers:
                 made[buffers[allocation.output]] = first + i
@@ -171,16 +169,16 @@ def _left(captured: Captured, steps: Sequence[Compute]) -> dict[int, int]:
     return found
 
 
-def _slots(captured: Captured, step: Compute, *, over: bool) -> list[tuple[int, int]]:
+def _slots(captured: Captured, step: Compute, over: Collection[int]) -> list[tuple[int, int]]:
     """
     Where the allocations of one op occurrence go, in the order the op makes them.
 
-    One that writes `over` an input takes its scratch alone.
+    There are none for results that lie `over` arguments.
     """
     profile = captured.body(step).facts
     written = {captured.base[w.tensor][1]: w.offset for w in step.writes}
     slots = []
-    for allocation in profile.scratch if over else profile.allocations:
+    for allocation in profile.allocated_beside(over):
         if allocation.output >= 0:
             offset = written[allocation.output]
             slots.append((allocation.bytes, SERVED_OUTSIDE if offset is None else offset))

@@ -70,7 +70,11 @@ def copied(captured: Captured) -> list[int]:
     return [inputs.index(node.all_input_nodes[0]) for node in inputs if SNAPSHOT in node.meta]
 
 
-def split(captured: Captured, plan: Plan, over: Mapping[int, fx.Node]) -> Halves:
+Over = Mapping[int, fx.Node]
+"""By result of an op the argument in whose place, which it gives up, the plan puts it."""
+
+
+def split(captured: Captured, plan: Plan, over: Mapping[int, Over]) -> Halves:
     """The forward and the backward of `plan`; `over` are its `shared_places`."""
     border = _border(captured, plan)
     emitter = _Emitter(plan, over)
@@ -119,10 +123,10 @@ def _border(captured: Captured, plan: Plan) -> int:
     return border
 
 
-def shared_places(captured: Captured, plan: Plan) -> dict[int, fx.Node]:
-    """By op occurrence the argument in whose place, which it gives up, the plan puts the result."""
+def shared_places(captured: Captured, plan: Plan) -> dict[int, Over]:
+    """By op occurrence what the plan puts in the place of an argument."""
     offset: dict[int, int] = {}
-    found: dict[int, fx.Node] = {}
+    found: dict[int, Over] = {}
     number = 0
     for step in plan.steps:
         if isinstance(step, Prefetch):
@@ -132,13 +136,18 @@ def shared_places(captured: Captured, plan: Plan) -> dict[int, fx.Node]:
         form, node, _ = captured.body(step)
         reads = dict(zip(form.inputs, step.reads, strict=True))
         placed = {write.tensor: write.offset for write in step.writes}
+        over: dict[int, fx.Node] = {}
         for made, source in form.inplace:
             read = reads[source]
             if isinstance(read, TensorRead) or placed.get(made) is None:
                 continue
             if placed[made] == offset.get(read):
                 arguments = tensor_args(node)
-                found[number] = next(a for a in arguments if captured.storages[a][0] == source)
+                over[captured.base[made][1]] = next(
+                    a for a in arguments if captured.storages[a][0] == source
+                )
+        if over:
+            found[number] = over
         offset |= {w.buffer: w.offset for w in step.writes if w.offset is not None}
         number += 1
     return found
@@ -147,7 +156,7 @@ def shared_places(captured: Captured, plan: Plan) -> dict[int, fx.Node]:
 class _Emitter:
     """Puts the steps of a plan into the halves, in order."""
 
-    def __init__(self, plan: Plan, over: Mapping[int, fx.Node]) -> None:
+    def __init__(self, plan: Plan, over: Mapping[int, Over]) -> None:
         self._steps = plan.steps
         self._transfers = Transfers(plan)
         self._over = over
@@ -158,7 +167,7 @@ class _Emitter:
         for number in numbers:
             step = self._steps[number]
             if isinstance(step, Compute):
-                half.emit(step, self._occurrence, self._over.get(self._occurrence))
+                half.emit(step, self._occurrence, self._over.get(self._occurrence, {}))
                 self._occurrence += 1
             elif not isinstance(step, Free):
                 half.transfer(step, self._transfers.of_step[number])
@@ -245,8 +254,8 @@ class _Half:
         self.placed[node] = self.graph.placeholder(node.name)
         self.placed[node].meta = dict(node.meta)
 
-    def emit(self, step: Compute, number: int, over: fx.Node | None) -> None:
-        """Copy the op of a compute step; `over` is the argument in whose place its result lies."""
+    def emit(self, step: Compute, number: int, over: Over) -> None:
+        """Copy the op of a compute step, of which some results lie `over` arguments."""
         captured = self.captured
         form, node, _ = captured.body(step)
         bind: dict[int, Source] = {}
@@ -256,9 +265,12 @@ class _Half:
             else:
                 bind[t] = ("buffer", read)
         copy = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
-        if over is not None:
+        if over:
             target: Any = copy.target
-            copy.args = (target, self._resolve(over, bind), *copy.args)
+            places = [
+                self._resolve(over[i], bind) if i in over else None for i in range(max(over) + 1)
+            ]
+            copy.args = (target, places, *copy.args)
             copy.target = write_over
         copy.meta[OCCURRENCE] = number
         if not step.writes:  # what it returns lies in none of the plan's tensors

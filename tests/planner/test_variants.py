@@ -127,6 +127,38 @@ def test_the_smallest_budget_counts_the_leanest_body():
     assert (told.value.min_feasible_bytes, told.value.unused) == (102, ("variants",))
 
 
+def test_bodies_are_lean_where_outputs_take_the_room():
+    """On a step too long for every exchange, in haste as well."""
+    tensors = {0: ("input", 1), 1: ("output", 100), 2: ("output", 1)}
+    tensors |= dict.fromkeys(range(3, 83), ("activation", 1))
+    chain = [{"inputs": [max(t - 1, 3) if t > 3 else 0], "outputs": [t]} for t in range(3, 83)]
+    last = {"inputs": [82], "outputs": [2], "workspace_bytes": 70}
+    last["variants"] = [last | {"name": "lean", "cost_us": 9.0, "workspace_bytes": 48}]
+    graph = make_graph(tensors, [{"inputs": [0], "outputs": [1]}, *chain, last])
+    made = plan(graph, "min", method="coop-offline", alignment=1, outputs="arena")
+    assert made.arena_bytes == 150
+    assert names(made)[-1] == "lean"
+
+
+def test_the_smallest_budget_is_as_fine_as_what_is_needed():
+    """However much there is with everything kept; nothing says below where none is found."""
+    held, chain = range(10), range(20, 120)
+    tensors = {200: ("input", 1), 201: ("output", 1), 202: ("activation", 30)}
+    tensors |= dict.fromkeys(held, ("activation", 1000)) | dict.fromkeys(chain, ("activation", 1))
+    early = [{"inputs": [200], "outputs": [i]} for i in held]
+    ops = [{"inputs": [200], "outputs": [202], "recomputable": False}, *early]
+    ops += [{"inputs": [t - 1] if t > 20 else [200], "outputs": [t]} for t in chain]
+    last = {"inputs": [119], "outputs": [201], "workspace_bytes": 1720}
+    last["variants"] = [last | {"name": "lean", "cost_us": 9.0, "workspace_bytes": 1700}]
+    ends = [{"inputs": [i], "outputs": [210 + i]} for i in held]
+    ends += [{"inputs": [202], "outputs": [220]}]
+    tensors |= dict.fromkeys(range(210, 221), ("output", 1))
+    graph = make_graph(tensors, [*ops, last, *ends])
+    made = plan(graph, "min", method="coop-offline", alignment=1, outputs="outside")
+    assert made.arena_bytes == 1731
+    assert "lean" in names(made)
+
+
 def cheapest(problem, arena, *, monet=False):
     """
     The least cost of a schedule in program order, by uniform-cost search over what is there.

@@ -9,8 +9,16 @@ from torch.nn import functional as F
 import coop_plan
 from coop_plan.planner import InvalidPlanError, plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture import own_ops
-from coop_plan.runtime.capture.own_ops import DROPOUT_BITS, DROPOUT_BITS_BACKWARD
+from coop_plan.runtime.capture import bit_ops
+from coop_plan.runtime.capture.bit_ops import (
+    DROPOUT_BITS,
+    DROPOUT_BITS_BACKWARD,
+    RELU_BITS,
+    RELU_BITS_BACKWARD,
+)
+from coop_plan.runtime.capture.overwriting import written_over
+from coop_plan.runtime.capture.target import capture
+from coop_plan.runtime.capture.tried import same_bits
 from coop_plan.runtime.execute import planning
 from coop_plan.schemas import Compute
 
@@ -46,7 +54,7 @@ def test_a_plan_with_a_body_that_is_not_known_is_refused(monkeypatch, verified):
 @pytest.mark.parametrize("shape", [(8,), (3, 5, 16), (40, 10, 8)])
 def test_a_dropout_of_bits_is_atens(monkeypatch, dtype, shape):
     """Forward from the same state of the generator, and backward, however many parts it takes."""
-    monkeypatch.setattr(own_ops, "PART_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(bit_ops, "PART_ELEMENTS", 1 << 10)
     aten = torch.ops.aten
     values, gradient = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
     gradient.view(-1)[:3] = torch.tensor([float("inf"), -0.0, float("nan")])
@@ -113,3 +121,89 @@ def test_masks_that_are_bits_are_eagers_to_the_bit(monkeypatch, budget):
     assert {sizes[op.variants[0].outputs[1]] for op in report.graph.ops if op.rng} == {
         256 * 64 // 8
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_bits_of_a_relu_pass_its_gradient(monkeypatch, dtype):
+    """In the place of what they are computed from, too; NaN and both zeros among the values."""
+    monkeypatch.setattr(bit_ops, "PART_ELEMENTS", 1 << 10)
+    aten = torch.ops.aten
+    values, gradient = (4 * torch.randn(40, 10, 8, dtype=dtype) for _ in range(2))
+    special = [float("nan"), 0.0, -0.0, float("inf"), float("-inf"), 6.0]
+    values.view(-1)[:6] = gradient.view(-1)[4:10] = torch.tensor(special, dtype=dtype)
+    made = aten.relu.default(values)
+    expected = aten.threshold_backward.default(gradient, made, 0)
+    ours, bits = RELU_BITS(values)
+    assert same_bits(ours, made)
+    assert same_bits(RELU_BITS_BACKWARD(gradient, bits), expected)
+    (over, again), _ = written_over(RELU_BITS, ((values,), {}), {0: 0})
+    assert same_bits(over, made)
+    assert torch.equal(again, bits)
+    (over,), _ = written_over(RELU_BITS_BACKWARD, ((gradient, bits), {}), {0: 0})
+    assert same_bits(over, expected)
+
+
+class Activated(nn.Module):
+    """Of each activation another body of its gradient reads less."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.avg_pool2d(F.relu(layer(x)), 3, 1, 1)
+            x = F.leaky_relu(F.hardtanh(layer(x), 0.0, 0.5) - 0.2)
+            x = F.max_pool2d(x, 3, 1, 1)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("budget", ["100%", "80%", "min"])
+def test_gradients_of_activations_that_read_less_are_eagers_to_the_bit(monkeypatch, budget):
+    torch.manual_seed(0)
+    model, x = Activated(), torch.randn(4, 4, 16, 16)
+    monkeypatch.setattr(planning, "plan", dear)
+    monkeypatch.setattr(planning, "verify", lambda *_: None)  # of other costs
+    torch._dynamo.reset()
+    options = {"budget": budget, "variants": True}
+    seen = []
+    for step in (model, torch.compile(model, backend="coop", options=options)):
+        values = []
+        for _ in range(2):
+            model.zero_grad()
+            loss = step(x)
+            loss.backward()
+            values += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+        seen.append(values)
+    assert all(map(torch.equal, *seen))
+    report = coop_plan.reports()[-1]
+    assert report.measured_arena_bytes == report.planned_arena_bytes
+    assert report.outside_bytes == 0
+    run = [step for step in report.plan.steps if isinstance(step, Compute)]
+    names = {"bits": set(), "output": set()}
+    for step in run:
+        names.setdefault(step.variant, set()).add(report.graph.ops[step.op].name)
+    assert names["bits"] == {"aten.relu.default", "aten.threshold_backward.default"}
+    gradients = {"aten.hardtanh_backward.default", "aten.leaky_relu_backward.default"}
+    assert names["output"] == gradients
+
+
+def test_pools_gradients_read_nothing_of_what_was_pooled():
+    w = torch.randn(4, 4, 3, 3, requires_grad=True)
+    step = lambda x: F.avg_pool2d(F.max_pool2d(F.conv2d(x, w), 2), 2).sum()  # noqa: E731
+    sizes = []
+    for variants in (False, True):
+        graph = capture(step, (torch.randn(2, 4, 12, 12),), variants=variants)
+        sizes.append({op.name: len(op.inputs) for op in graph.ops if "pool2d" in op.name})
+    assert sizes[0]["aten.max_pool2d_with_indices_backward.default"] == 3
+    assert sizes[1]["coop_plan.max_pool2d_with_indices_backward_of_size.default"] == 2
+    assert sizes[1]["coop_plan.avg_pool2d_backward_of_size.default"] == 1
+
+
+def test_no_bits_of_what_another_gradient_reads():
+    """A convolution's weights get theirs from the result of the ReLU before it."""
+    w = torch.randn(4, 4, 3, 3, requires_grad=True)
+    step = lambda x: F.conv2d(F.relu(F.conv2d(x, w)), w).sum()  # noqa: E731
+    graph = capture(step, (torch.randn(2, 4, 12, 12),), variants=True)
+    assert any(op.name == "aten.relu.default" for op in graph.ops)
+    assert not any(v.name == "bits" for op in graph.ops for v in op.variants)

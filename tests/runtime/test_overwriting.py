@@ -128,3 +128,12 @@ def test_variants_is_a_truth():
     with pytest.raises(Exception, match="variants must be true or false") as told:
         trained({"budget": "min", "variants": "yes"})
     assert isinstance(getattr(told.value, "inner_exception", told.value), OptionsError)
+
+
+def test_a_relu_lies_over_its_input():
+    """By its in-place overload: the one that is given its result makes another, and copies it."""
+    w = torch.randn(8, 8, requires_grad=True)
+    step = lambda x: torch.relu(x @ w).exp().sum()  # noqa: E731
+    graph = capture(step, (torch.randn(4, 8),), variants=True)
+    (relu,) = (op for op in graph.ops if op.name == "aten.relu.default")
+    assert relu.inplace == [[relu.outputs[0], relu.inputs[0]]]

@@ -1,0 +1,187 @@
+"""Bodies that run an op for some of its slices at a time, where that takes less memory.
+
+What they need beside arguments and results is that of a part, and each result may lie in the place
+of an argument that is cut as it is.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from coop_plan.runtime.capture.bodies import Offers, Other
+from coop_plan.runtime.capture.builder import GraphBuilder, tensor_args
+from coop_plan.runtime.capture.facts import OpProfile
+from coop_plan.runtime.capture.overwriting import lies_alike, written_over
+from coop_plan.runtime.capture.part_ops import CUTS, IN_PARTS, Cut, packed, slices_of
+from coop_plan.runtime.capture.profile import profile, signature, stand_in_arguments
+from coop_plan.runtime.capture.tried import same_bits, tried
+from coop_plan.runtime.torch_internals import OpOverload, argument_names, tree_flatten
+
+NAME = "parts"
+
+SHARES = 2, 8
+"""In how many parts an op is tried."""
+
+WORTH = 0.9
+"""A body is offered if it takes at most this part of what each before it takes at once."""
+
+SMALL = 0.1
+"""Results below this part of the largest are not put into places."""
+
+Pairs = tuple[tuple[int, int], ...]
+"""Results and the tensor arguments in whose places they may lie, by position."""
+
+
+def offer_parts(builder: GraphBuilder, offers: Offers) -> None:
+    """Give ops in the builder's graph variants that run them in parts."""
+    ops = zip(list(builder.ops), builder.op_fields, builder.profiles, strict=True)
+    for node, fields, facts in ops:
+        if not isinstance(node.target, OpOverload) or node.target not in CUTS:
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _fake)
+        called = _Called(node.target, args, kwargs, facts)
+        reads = [builder.storages[argument][0] for argument in tensor_args(node)]
+        sizes = {t: builder.tensors[t]["bytes"] for t in (*fields["inputs"], *fields["outputs"])}
+        need = _need(sizes, fields["inplace"], facts)
+        for name, own, body, pairs in called.in_parts(node.name):
+            inplace = []
+            for result, argument in pairs:
+                made, read = builder.storages[node][result], reads[argument]
+                if made is not None and read is not None and reads.count(read) == 1:
+                    inplace.append((made, read))
+            less = _need(sizes, inplace, body)
+            if less > WORTH * need:
+                continue
+            need = less
+            target = IN_PARTS[node.target]
+            with builder.module.graph.inserting_after(node):
+                other = builder.module.graph.call_function(target, (*own, *node.args), node.kwargs)
+            other.meta["val"] = node.meta["val"]
+            builder.storages[other] = builder.storages[node]
+            offers.add(node, name, Other(other, body), inplace=inplace)
+
+
+def _fake(node: Any) -> Any:
+    return node.meta["val"]
+
+
+def _need(sizes: Mapping[int, int], inplace: Sequence[Sequence[int]], facts: OpProfile) -> int:
+    """The bytes that a body takes at once, at least."""
+    shared: dict[int, int] = {}
+    for made, source in inplace:
+        if made not in shared and source not in shared.values():
+            shared[made] = source
+    return sum(sizes.values()) + facts.workspace_bytes - sum(sizes[t] for t in shared)
+
+
+@dataclass(frozen=True)
+class _Called:
+    """One of ATen's ops with its arguments, fake tensors among them, and its profile."""
+
+    target: OpOverload
+    args: Any
+    kwargs: Any
+    facts: OpProfile
+
+    def in_parts(self, op: str) -> Iterator[tuple[str, Any, OpProfile, Pairs]]:
+        """Each way to run it in parts: its name, its first arguments, its profile, its pairs."""
+        outputs = self.facts.outputs
+        if outputs[0] is None or any(o and (o.alias >= 0 or o.twin >= 0) for o in outputs):
+            return
+        layouts = packed([None if o is None else (list(o.shape), list(o.stride)) for o in outputs])
+        pairs = self._pairs()
+        for name, part in self._parts().items():
+            own = part, layouts
+            body = profile(IN_PARTS[self.target], (*own, *self.args), self.kwargs, f"{op}_{name}")
+            if body.outputs == outputs and self._alike(own, body, pairs):
+                yield name, own, body, pairs
+
+    @property
+    def _cut(self) -> Cut:
+        return CUTS[self.target]
+
+    def _cuts(self) -> dict[str, torch.Tensor]:
+        """The arguments that are cut, by name."""
+        names = argument_names(self.target)
+        given = dict(zip(names, self.args, strict=False)) | self.kwargs
+        return {name: given[name] for name in self._cut.arguments if given.get(name) is not None}
+
+    def _parts(self) -> dict[str, list[int]]:
+        """How many slices along each dimension to take at once, by name; none cannot be cut."""
+        given, along = self._cuts(), self._cut.arguments
+        if any(max(along[name]) >= value.dim() for name, value in given.items()):
+            return {}
+        slices = slices_of(self._cut, given)
+        for name, value in given.items():
+            sizes = [value.shape[dim] for dim in along[name]]
+            if any(size not in (1, n) for size, n in zip(sizes, slices, strict=True)):
+                return {}
+        found: dict[str, list[int]] = {}
+        for share in SHARES:
+            part, count = [], 1
+            for n in slices:
+                step = -(-n // max(1, share // count)) or 1
+                part.append(step)
+                count *= -(-n // step)
+            alone = count == 1 or math.prod(part) < torch.get_num_threads()
+            if not alone:  # a kernel has a slice for each thread
+                found.setdefault(f"{NAME}-{count}", part)
+        return found
+
+    def _pairs(self) -> Pairs:
+        """The results that lie as an argument does that is cut as they are."""
+        outputs = self.facts.outputs
+        largest = max(o.bytes for o in outputs if o is not None)
+        flat = tree_flatten((self.args, self.kwargs))[0]
+        tensors = [value for value in flat if isinstance(value, torch.Tensor)]
+        found = []
+        for result, output in enumerate(outputs):
+            if output is None or output.bytes < SMALL * largest:
+                continue
+            for name, value in self._cuts().items():
+                same = self._cut.arguments[name] == self._cut.results[result]
+                if same and lies_alike(value, output):
+                    position = next(i for i, tensor in enumerate(tensors) if tensor is value)
+                    found.append((result, position))
+        return tuple(found)
+
+    def _alike(self, own: Any, body: OpProfile, pairs: Pairs) -> bool:
+        """Whether results in parts are the op's own to the bit, wherever they lie."""
+        target, args = IN_PARTS[self.target], (*own, *self.args)
+
+        def attempt() -> bool:
+            given, named = stand_in_arguments(self.target, self.args, self.kwargs)
+            expected = tree_flatten(self.target(*given, **named))[0]
+            if not _same(tree_flatten(target(*own, *given, **named))[0], expected):
+                return False
+            for over in _rounds(pairs):
+                made, taken = written_over(target, ((*own, *given), named), over)
+                if taken != body.allocated_beside(over) or not _same(made, expected):
+                    return False
+            return True
+
+        key = signature(target, args, self.kwargs)
+        return tried(f"alike in {pairs}", key, bool, attempt)
+
+
+def _rounds(pairs: Pairs) -> list[dict[int, int]]:
+    """All pairs, several at a time: each result and each argument is in one of them at most."""
+    rounds: list[dict[int, int]] = []
+    for result, argument in pairs:
+        free = (r for r in rounds if result not in r and argument not in r.values())
+        found = next(free, None)
+        if found is None:
+            rounds.append(found := {})
+        found[result] = argument
+    return rounds
+
+
+def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return all(
+        a is b if a is None or b is None else same_bits(a, b)
+        for a, b in zip(ours, theirs, strict=True)
+    )
