@@ -1,11 +1,15 @@
 """What a link to the host is worth: overhead with it beside recompute-only, graphs × budgets.
 
     python -m benchmarks.swap_table [FOLDER] [--graphs a,b] [--links 12,25,50] [--method M]
+    python -m benchmarks.swap_table --grid --graphs resnet32,unet
 
 Overheads are in percent of the step's compute time, of plans that have passed the verifier; the
 makespan of the prototypes' joint search (`PROTOTYPE`) stands beside each in brackets, and a plan
 that costs more than that is marked with `!`. CPU seconds are of this process, after one plan that
 loads the compiled kernels. Links are in GB/s each way.
+
+`--grid` plans at many budgets and links instead, and counts cells that cost more than one with a
+smaller budget or a slower link.
 """
 
 import argparse
@@ -36,6 +40,10 @@ PROTOTYPE: dict[tuple[str, float], tuple[float, dict[float, float]]] = {
     ("roofline_resnet18", 0.5): (12.09, {12: 11.53, 25: 10.54, 50: 9.64}),
 }
 """By graph and share: overhead % of the design's prototypes, recompute-only and by link, GB/s."""
+
+
+GRID_LINKS = (0.0, 3.0, 6.0, 12.0, 18.0, 25.0, 35.0, 50.0, 100.0)
+GRID_SHARES = (0.3, 0.4, 0.5, 0.6, 0.8)
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,38 @@ def cell(point: Point, aim: float | None) -> str:
     return f"{point.overhead:.2f}{short}{bound} \\[{aim:.2f}]"
 
 
+def grid(name: str, args: argparse.Namespace) -> Table:
+    """Overheads at many budgets and links, `!` where one costs more than with less."""
+    graph, peak = load(name, args)
+    table = Table(title=name, title_justify="left", box=None)
+    for column in ("share", *(f"{link:g} GB/s" for link in GRID_LINKS)):
+        table.add_column(column, justify="right")
+    worse = 0
+    above = [float("inf")] * len(GRID_LINKS)
+    for share in GRID_SHARES:
+        row: list[float] = []
+        cells: list[str] = []
+        for link, less in zip(GRID_LINKS, above, strict=True):
+            found = measure(graph, int(share * peak), link, args).overhead
+            row.append(float("inf") if found is None else found)
+            short = row[-1] > min([less, *row[:-1]]) + 1e-9
+            worse += short
+            cells.append("-" if found is None else f"{found:.2f}{'!' * short}")
+        table.add_row(f"{share:g}", *cells)
+        above = row
+    table.caption = f"{worse} of {len(GRID_SHARES) * len(GRID_LINKS)} cost more than with less"
+    return table
+
+
+def load(name: str, args: argparse.Namespace) -> tuple[Graph, int]:
+    """A graph, and the bytes that shares are of."""
+    graph = load_graph(str(args.folder / f"{name}.json"))
+    peak = TRACED_PEAKS.get(name)
+    if peak is None:
+        peak = plan(graph, "100%", outputs="arena", alignment=args.alignment).peak_bytes
+    return graph, peak
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="swap_table", description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
@@ -92,7 +132,12 @@ def main() -> None:
     parser.add_argument("--method", default="coop-offline")
     parser.add_argument("--time-limit", type=float, help="seconds a plan")
     parser.add_argument("--alignment", type=int, default=512)
+    parser.add_argument("--grid", action="store_true", help="many budgets and links")
     args = parser.parse_args()
+    if args.grid:
+        for name in (args.graphs or "resnet32,unet,transformer,densenet121").split(","):
+            Console(width=140, highlight=False).print(grid(name, args))
+        return
     links = [float(link) for link in args.links.split(",")]
     wanted = args.graphs.split(",") if args.graphs else None
     shares = [float(share) for share in args.shares.split(",")] if args.shares else None
@@ -103,10 +148,7 @@ def main() -> None:
     for (name, share), (alone, aims) in PROTOTYPE.items():
         if (wanted and name not in wanted) or (shares and share not in shares):
             continue
-        graph = load_graph(str(args.folder / f"{name}.json"))
-        peak = TRACED_PEAKS.get(name)
-        if peak is None:
-            peak = plan(graph, "100%", outputs="arena", alignment=args.alignment).peak_bytes
+        graph, peak = load(name, args)
         if warm:
             measure(graph, int(share * peak), links[-1], args)
             warm = False

@@ -28,8 +28,8 @@ NONE = -1
 
 # Columns of `MarkState.copy`: its tensor; the event that makes it, or is its mark; the first and
 # the last one that reads it, the number of events where it is there in the end; whether it is
-# fetched; the next copy of the tensor; the event before or with which its bytes are taken.
-TENSOR, BEGIN, FIRST, LAST, FETCHED, NEXT, FROM = range(7)
+# fetched; the next copy of the tensor.
+TENSOR, BEGIN, FIRST, LAST, FETCHED, NEXT = range(6)
 # Columns of `MarkState.transfer`: the event that it is listed before, what it is, and its tensor.
 BEFORE, KIND, WHAT = range(3)
 # What a transfer is: the begin of a copy to the host, the moment the tensor leaves the device, when
@@ -139,7 +139,7 @@ def start(problem: Problem, room: int, params: MarkParams) -> MarkState:
         code=np.zeros((2, room), dtype=np.int64),
         first_run=np.zeros((2, room), dtype=np.uint8),
         begins=np.zeros((2, room + 1)),
-        copy=np.zeros((2, copies, 7), dtype=np.int32),
+        copy=np.zeros((2, copies, 6), dtype=np.int32),
         head=np.zeros((2, count), dtype=np.int32),
         tail=np.zeros((2, count), dtype=np.int32),
         transfer=np.zeros((2, 2 * room + 2 * count, 3), dtype=np.int32),

@@ -23,7 +23,6 @@ from coop_plan.planner.joint.marks import (
     FETCHED,
     FETCHES,
     FIRST,
-    FROM,
     GO,
     KIND,
     LAST,
@@ -113,7 +112,7 @@ def _begin_copy(s: MarkState, side: int, t: int, e: int, fetched: int) -> bool:
     if x == copy.shape[0]:
         return False
     s.counts[side, COPIES] = x + 1
-    copy[x, TENSOR], copy[x, BEGIN], copy[x, FROM], copy[x, FETCHED] = t, e, e, fetched
+    copy[x, TENSOR], copy[x, BEGIN], copy[x, FETCHED] = t, e, fetched
     copy[x, FIRST], copy[x, LAST], copy[x, NEXT] = NONE, e, NONE
     if s.tail[side, t] == NONE:
         s.head[side, t] = x
@@ -185,7 +184,6 @@ def _go(
                 left, live, held, wanted = left + 1, live - gone, held - gone, wanted - gone
             in_free = s.back[x] = max(now, in_free) + s.in_us[t]
             _list(s, side, e, FETCH, t)
-            copy[x, FROM] = e
             live += a.size[t]
             fetching += 1
         while (
