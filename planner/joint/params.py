@@ -69,7 +69,10 @@ class JointParams(Params):
     """The search is shorter by this factor where any schedule will do."""
 
     start_share: Share = 0.4
-    """Share of the search for all of its starts, before the best one is annealed once more."""
+    """Share of the search for all of its starts, before the best one is annealed again:"""
+
+    last_heats: tuple[Positive, ...] = (1.0, 0.3)
+    """once for each of these factors on the temperature."""
 
     chunk_events: Count = 400_000
     """Events gone through from one look at the result to the next."""

@@ -26,8 +26,8 @@ class JointSearch:
     """
     Looks for a schedule that costs less than `limit_us` (µs) and fits the arena and the host.
 
-    Each of `starts`, which are sequences, is annealed for a while, and what is best by then once
-    more. `request.any_schedule` ends it with the first schedule that fits.
+    Each of `starts`, which are sequences, is annealed for a while, and what is best by then again.
+    `request.any_schedule` ends it with the first schedule that fits.
     """
 
     def __init__(
@@ -63,25 +63,35 @@ class JointSearch:
 
         Without a deadline, for as many steps as the parameters say.
         """
-        begin = time.monotonic()
-        share = self.params.start_share / len(self.starts)
+        begin, params = time.monotonic(), self.params
+        shares = [params.start_share / len(self.starts)] * len(self.starts)
+        shares += [(1 - params.start_share) / len(params.last_heats)] * len(params.last_heats)
+        heats = [*[1.0] * len(self.starts), *params.last_heats]
         ends: list[tuple[float, int, Ints]] = []
-        for number, sequence in enumerate(self.starts):
-            until = None if deadline is None else begin + (number + 1) * share * (deadline - begin)
-            value, end = self._anneal(sequence, share, until, enough)
+        spent = 0.0
+        for number, (share, heat) in enumerate(zip(shares, heats, strict=True)):
+            spent += share
+            until = None if deadline is None else begin + spent * (deadline - begin)
+            best = min(ends, key=lambda end: end[:2])[2] if ends else self.starts[0]
+            sequence = self.starts[number] if number < len(self.starts) else best
+            value, end = self._anneal(sequence, share, heat, until, enough)
             ends.append((value, number, end))
-        best = min(ends, key=lambda end: end[:2])[2]
-        cost, end = self._anneal(best, 1.0 - self.params.start_share, deadline, enough)
+        cost, _, end = min(ends, key=lambda end: end[:2])
         if cost < self.cost_us and not enough():
-            self._place(end, self.params.last_work * WORK)
+            self._place(end, params.last_work * WORK)
 
     def _anneal(
-        self, sequence: Ints, share: float, deadline: float | None, enough: Callable[[], bool]
+        self,
+        sequence: Ints,
+        share: float,
+        heat: float,
+        deadline: float | None,
+        enough: Callable[[], bool],
     ) -> tuple[float, Ints]:
         """Cool down from a sequence; the value (µs) and the sequence at which that ends."""
         params, state, begin = self.params, self.state, time.monotonic()
         base = self.problem.base_cost_us
-        heat = params.heat * base / self.problem.op_count
+        heat *= params.heat * base / self.problem.op_count
         steeper = 1.0
         steps = int(share * self.steps)
         done = astray = 0
