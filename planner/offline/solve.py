@@ -99,7 +99,7 @@ class CoopOffline:
         self, deadline: float | None, enough: Callable[[], bool] = lambda: False
     ) -> None:
         """Look for a schedule with transfers that costs less than the best so far."""
-        starts = self._starts() if self._sequence is None else [self._sequence]
+        starts = self._starts() + ([] if self._sequence is None else [self._sequence])
         seed = self.request.seed + self._joint_searches
         self._joint_searches += 1
         search = JointSearch(

@@ -117,6 +117,17 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
     assert find_faults(graph, made) == []
 
 
+def test_a_program_that_highs_gives_up_is_solved_all_the_same():
+    """HiGHS ends the first model of this step with an error of its own."""
+    tensors = {0: ("activation", 4), 1: ("output", 4), 2: ("activation", 2)}
+    costs = ({"outputs": [0], "cost_us": 1.0}, {"outputs": [1], "cost_us": 0.5})
+    ops = [*costs, {"outputs": [2], "cost_us": 0.0}, {"cost_us": 1.0}]
+    link = {"kind": "cpu", "h2d_bytes_per_s": 4e6, "d2h_bytes_per_s": 2e6}
+    problem = Problem.from_graph(make_graph(tensors, ops, device=link), 1, "arena")
+    with pytest.raises(DoesNotFitError):
+        solve_optimal(problem, Request(5, deadline=time.monotonic() + SECONDS))
+
+
 @pytest.mark.parametrize("us", [8.0, 5.0, 0.0])
 def test_optimal_swaps_where_nothing_else_fits(us):
     """What runs once cannot be recomputed: the tensor goes to the host and back, proved."""

@@ -2,7 +2,9 @@
 
 import datetime
 import re
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
@@ -27,7 +29,24 @@ HIGHS_LOG = re.compile(r"%\s+(-?inf|-?[\d.e+]+)\s+(-?inf|-?[\d.e+]+)\s+(?:[\d.]+
 
 
 def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answer:
-    """Solve one program with a solver of OR-Tools, on one thread; only HiGHS has news."""
+    """
+    Solve one program with a solver of OR-Tools, on one thread; only HiGHS has news.
+
+    HiGHS gives a few tiny programs up with an error of its own (`kError`): SCIP solves those.
+    """
+    from pybind11_abseil.status import StatusNotOk  # of OR-Tools
+
+    begin = time.monotonic()
+    try:
+        return _solve(job, seconds, tell)
+    except StatusNotOk:
+        if job.solver != "highs":
+            raise
+        left = max(0.0, seconds - (time.monotonic() - begin))
+        return _solve(replace(job, solver="scip"), left, tell)
+
+
+def _solve(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answer:
     from ortools.math_opt import callback_pb2, parameters_pb2, result_pb2
     from ortools.math_opt import model_parameters_pb2 as model_parameters
     from ortools.math_opt.core.python import solver as core
