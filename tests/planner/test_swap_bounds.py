@@ -18,6 +18,8 @@ from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
+from coop_plan.planner.exact.solver.jobs import SolveMilp
+from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
@@ -118,14 +120,19 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
 
 
 def test_a_program_that_highs_gives_up_is_solved_all_the_same():
-    """HiGHS ends the first model of this step with an error of its own."""
+    """HiGHS ends this model with an error of its own."""
     tensors = {0: ("activation", 4), 1: ("output", 4), 2: ("activation", 2)}
-    costs = ({"outputs": [0], "cost_us": 1.0}, {"outputs": [1], "cost_us": 0.5})
-    ops = [*costs, {"outputs": [2], "cost_us": 0.0}, {"cost_us": 1.0}]
+    ops = [
+        {"outputs": [0], "cost_us": 1.0, "rng": True},
+        {"outputs": [1], "cost_us": 0.5},
+        {"outputs": [2], "cost_us": 0.0, "rng": True},
+        {"cost_us": 1.0},
+    ]
     link = {"kind": "cpu", "h2d_bytes_per_s": 4e6, "d2h_bytes_per_s": 2e6}
-    problem = Problem.from_graph(make_graph(tensors, ops, device=link), 1, "arena")
-    with pytest.raises(DoesNotFitError):
-        solve_optimal(problem, Request(5, deadline=time.monotonic() + SECONDS))
+    program = Program.of(Problem.from_graph(make_graph(tensors, ops, device=link), 1, "arena"))
+    model = TimePointModel(program, 5, [2, program.n], ())
+    answer = solve_milp(SolveMilp(model.milp), SECONDS, lambda _: None)
+    assert answer.outcome is Outcome.OPTIMAL
 
 
 @pytest.mark.parametrize("us", [8.0, 5.0, 0.0])
