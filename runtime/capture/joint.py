@@ -44,6 +44,9 @@ from coop_plan.schemas import Compute, Graph, Op, Variant, parse_graph
 GENERATOR_BYTES = 5056
 """Of one state of the CPU's generator, of which each random op may need one to run again."""
 
+RUNTIME = "runtime"
+"""Name of the tensor that stands for what the runtime itself takes while a step runs."""
+
 TICKET_BYTES = 8
 """Of what the forward saves to know its step by (runtime.execute.step)."""
 
@@ -160,7 +163,7 @@ def capture_joint(
     communication = sum(sorted(builder.communication)[-GROUP_THREADS:])
     libraries = 0 if model is None else model.resident_bytes
     beside = max((facts.beside_bytes for facts in builder.profiles), default=0)
-    builder.add("runtime", own + communication + libraries + beside, "buffer")
+    builder.add(RUNTIME, own + communication + libraries + beside, "buffer")
     leaving = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }

@@ -1,5 +1,6 @@
 """What is known of a function's steps at other sizes when it is planned at one more."""
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -18,6 +19,14 @@ class Others:
     plans: deque[tuple[Graph, Plan]] = field(default_factory=lambda: deque(maxlen=MOST))
     _found: dict[int, tuple[Circumstances, int]] = field(default_factory=dict)
     """By the number of inputs, which their positions are of; with the bytes of the step."""
+    _told: set[str] = field(default_factory=set)
+
+    def level(self, kind: str) -> int:
+        """How loud the log says a kind of thing: it need not warn of it for each size."""
+        if kind in self._told:
+            return logging.INFO
+        self._told.add(kind)
+        return logging.WARNING
 
     def found(self, captured: Captured, circumstances: Circumstances) -> None:
         """A step runs under these circumstances."""

@@ -14,7 +14,7 @@ from coop_plan.runtime.execute.copies import Copies, Route, Transfers
 from coop_plan.runtime.execute.flight import Flight
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import FLIGHT, OCCURRENCE, Over, shared_places, split
-from coop_plan.schemas import Compute, Plan
+from coop_plan.schemas import Compute, Plan, Write
 
 
 class Code:
@@ -155,10 +155,10 @@ def _gradient_slots(
 def _left(captured: Captured, steps: Sequence[Compute]) -> dict[int, int]:
     """Positions of the gradients that lie in the arena when the step is over, by offset."""
     offsets = {
-        write.tensor: write.offset
+        write.tensor: place
         for step in steps
         for write in step.writes
-        if write.offset is not None
+        if (place := place_of(write)) is not None
     }
     found: dict[int, int] = {}
     for position, value in enumerate(captured.output_args[captured.num_fwd_outputs :]):
@@ -169,6 +169,15 @@ def _left(captured: Captured, steps: Sequence[Compute]) -> dict[int, int]:
     return found
 
 
+def place_of(write: Write) -> int | None:
+    """Where in the arena a tensor lies; None: outside it.
+
+    So does one without bytes, which a plan of several graphs makes of what only passes between them
+    (`runtime.execute.regions`).
+    """
+    return write.offset if write.bytes else None
+
+
 def _slots(captured: Captured, step: Compute, over: Collection[int]) -> list[tuple[int, int]]:
     """
     Where the allocations of one op occurrence go, in the order the op makes them.
@@ -176,7 +185,7 @@ def _slots(captured: Captured, step: Compute, over: Collection[int]) -> list[tup
     There are none for results that lie `over` arguments.
     """
     profile = captured.body(step).facts
-    written = {captured.base[w.tensor][1]: w.offset for w in step.writes}
+    written = {captured.base[w.tensor][1]: place_of(w) for w in step.writes}
     slots = []
     for allocation in profile.allocated_beside(over):
         if allocation.output >= 0:

@@ -7,7 +7,7 @@ long as they keep to its order.
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,9 +83,15 @@ class Course:
         """By which this iteration runs, if it does."""
         return self._plans
 
-    def forward(self, flight: Flight, step: object, call: Call) -> Code | None:
-        """A forward begins: its code, if the iteration runs by a plan of the whole."""
+    def forward(
+        self, flight: Flight, step: object, call: Call, inputs: Callable[[], Sequence[int | None]]
+    ) -> Code | None:
+        """A forward begins: its code, if the iteration runs by a plan of the whole.
+
+        `inputs` says where those of its inputs lie that are no parameters.
+        """
         waiting = any(f is not None and f.saved is not None for f in self._present())
+        waiting = waiting or self._goes_on(inputs)
         if not waiting or len(self._calls) == MOST_CALLS:
             self._begin_with(step)
         number = len(self._calls)
@@ -94,6 +100,22 @@ class Course:
         self._steps.append(step)
         self._calls.append(call)
         return self._next(number, False)
+
+    def _goes_on(self, inputs: Callable[[], Sequence[int | None]]) -> bool:
+        """Whether a forward takes what a call made that gave its memory up and is not over.
+
+        So a generator's backward is waited for while its critic learns.
+        """
+        if self._plans is not None:
+            return False
+        over = {number for number, backward in self._events if backward}
+        made = {
+            address
+            for number, flight in enumerate(self._present())
+            if flight is not None and number not in over
+            for address in self._calls[number].made
+        }
+        return bool(made and made.intersection(inputs()) - {None})
 
     def backward(self, flight: Flight) -> None:
         """A backward begins."""

@@ -36,7 +36,7 @@ def plan_for(
         PlanServerError: the server has no plan.
     """
     if options.server is not None:
-        made = _from_server(options.server, graph, options, part)
+        made = _from_server(options.server, graph, options, part, others)
         if made is not None:
             return made, False
     key = plans.key_of(graph, options)
@@ -46,7 +46,7 @@ def plan_for(
         return found, True
     made = None if others is None else _resized(graph, options, others)
     if made is None:
-        made = _or_smallest(plan, graph, options, part)
+        made = _or_smallest(plan, graph, options, part, others)
         verify(graph, made)
         _remember(graph, made, others)
     plans.keep(key, graph, made)
@@ -73,7 +73,9 @@ def _bytes(graph: Graph) -> int:
     return sum(tensor.bytes for tensor in graph.tensors)
 
 
-def _from_server(server: str, graph: Graph, options: Options, part: bool) -> Plan | None:
+def _from_server(
+    server: str, graph: Graph, options: Options, part: bool, others: Others | None
+) -> Plan | None:
     try:
         from coop_plan.api.calls import ServerAwayError, ServerError
         from coop_plan.api.client import Client
@@ -82,7 +84,7 @@ def _from_server(server: str, graph: Graph, options: Options, part: bool) -> Pla
         raise OptionsError(message) from None
     try:
         with Client(server) as client:
-            return _or_smallest(client.plan, graph, options, part)
+            return _or_smallest(client.plan, graph, options, part, others)
     except ServerAwayError as error:
         if options.server_fallback == "error":
             message = f'{error}; with server_fallback="local" the step is planned here'
@@ -94,7 +96,11 @@ def _from_server(server: str, graph: Graph, options: Options, part: bool) -> Pla
 
 
 def _or_smallest(
-    make: Callable[[Graph, PlanOptions], Plan], graph: Graph, options: Options, part: bool
+    make: Callable[[Graph, PlanOptions], Plan],
+    graph: Graph,
+    options: Options,
+    part: bool,
+    others: Others | None,
 ) -> Plan:
     try:
         return make(graph, options.plan)
@@ -103,7 +109,8 @@ def _or_smallest(
             raise
         told = str(error)
         made = make(graph, options.within(None).plan)
-    log.warning(
+    log.log(
+        logging.WARNING if others is None else others.level("least"),
         "one of several graphs takes %s, the least it can, before they are planned together: %s",
         *(format_bytes(made.budget_bytes), told),
     )

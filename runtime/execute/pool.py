@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
@@ -28,13 +28,15 @@ class Pool:
         self._memories: list[Memory] = []
         self._of_all: Memory | None = None
 
-    def joins(self, flight: Flight, step: object, call: Call) -> bool:
+    def joins(
+        self, flight: Flight, step: object, call: Call, inputs: Callable[[], Sequence[int | None]]
+    ) -> bool:
         """Let a new flight be the next call of its iteration.
 
         Returns:
             Whether it runs by the plan of the whole iteration, with the code of that.
         """
-        code = self.course.forward(flight, step, call)
+        code = self.course.forward(flight, step, call, inputs)
         if code is None or self.course.regions is None:
             return False
         flight.run_as(code, self.course.regions.room)

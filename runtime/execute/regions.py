@@ -8,18 +8,21 @@ planned, as long as the order is the same.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import fx
+
 from coop_plan.planner.core.errors import InfeasibleBudgetError
-from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.capture.joint import RUNTIME, Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.partition import inputs_of, tangents_of
 from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
+from coop_plan.runtime.torch_internals import is_primal
 from coop_plan.schemas import Compute, Free, Plan, format_bytes, parse_graph
 
 log = logging.getLogger("coop-plan")
@@ -33,11 +36,13 @@ class Call:
     """One call of a step while its iteration was recorded.
 
     Addresses of storages: `inputs` and `tangents` by position, `made` of all that came out of its
-    halves; None for what is no tensor.
+    halves; None for what is no tensor. `passing` are positions of inputs that autograd has made,
+    which their gradients are passed on to.
     """
 
     captured: Captured
     clock: cuda.Clock | None
+    passing: Collection[int] = ()
     inputs: Sequence[int | None] = ()
     tangents: Sequence[int | None] = ()
     made: list[int | None] = field(default_factory=list)
@@ -91,13 +96,12 @@ def plan_regions(
     codes = [Code(call.captured, part, call.clock) for call, part in zip(calls, parts, strict=True)]
     for code in codes:
         code.watch = False
-    within = between + sum(call.captured.resident_within for call in calls)
     report = StepReport(
         name=f"iteration of {len(calls)} graphs {len(reports())}",
         budget_bytes=made.budget_bytes,
         peak_bytes=made.peak_bytes,
         planned_arena_bytes=made.arena_bytes,
-        resident_bytes=made.resident_bytes - within,
+        resident_bytes=made.resident_bytes - layout.within,
         planned_overhead=made.overhead,
         method=made.method,
         status=made.status,
@@ -110,7 +114,12 @@ def plan_regions(
 
 
 class _Layout:
-    """The graph of all calls, and where in it the tensors and ops of each are."""
+    """The graph of all calls, and where in it the tensors and ops of each are.
+
+    What is passed back between the graphs, tangents and gradients of what autograd made, is there
+    while it is passed on and not longer: it lies outside the arena, and counts for one call at a
+    time. `within` are the resident bytes that are not there when the iteration begins.
+    """
 
     def __init__(self, calls: Sequence[Call], events: Sequence[Event], between: int) -> None:
         self._calls = calls
@@ -124,15 +133,25 @@ class _Layout:
             for address in call.made
             if address is not None and address not in call.inputs
         }
-        for call in calls:
+        self.within = 0
+        given = passed = 0
+        for number, call in enumerate(calls):
             graph = call.captured.graph
             shared = _shared(call, there)
+            tangents = {t for node in tangents_of(call.captured) for t in stored(call, node)}
+            back = _passed_back(call)
+            own = _made_within(call, first=number == 0)
             self._first.append(len(tensors))
             for t in graph.tensors:
-                size = 0 if t.id in shared else t.bytes
+                size = 0 if t.id in shared | tangents | back else t.bytes
                 made = {"id": len(tensors), "name": t.name, "bytes": size, "kind": t.kind}
                 tensors.append(made)
-        tensors.append({"id": len(tensors), "name": "between", "bytes": between, "kind": "input"})
+                self.within += size if t.id in own else 0
+            given = max(given, sum(graph.tensors[t].bytes for t in tangents - shared))
+            passed = max(passed, sum(graph.tensors[t].bytes for t in back))
+        size = between + given + passed
+        self.within += size
+        tensors.append({"id": len(tensors), "name": "between", "bytes": size, "kind": "input"})
         ops: list[dict[str, Any]] = []
         for k, backward in events:
             first = self._first[k]
@@ -211,6 +230,39 @@ def _half(captured: Captured, backward: bool) -> range:
     if backward:
         return range(captured.forward_ops, len(captured.graph.ops))
     return range(captured.forward_ops)
+
+
+def stored(call: Call, node: object) -> list[int]:
+    """The tensors that a node of a call's joint graph stands for."""
+    if not isinstance(node, fx.Node):
+        return []
+    return [t for t in call.captured.storages[node] if t is not None]
+
+
+def _passed_back(call: Call) -> set[int]:
+    """The gradients that are passed on: with memory of their own, made in the backward."""
+    captured = call.captured
+    gradients = captured.output_args[captured.num_fwd_outputs :]
+    found: set[int] = set()
+    kept = {
+        t for node in captured.output_args[: captured.num_fwd_outputs] for t in stored(call, node)
+    }
+    for position, gradient in enumerate(gradients):
+        (found if position in call.passing else kept).update(stored(call, gradient))
+    made = {t for op in captured.graph.ops if op.phase == "backward" for t in op.outputs}
+    return (found & made) - kept
+
+
+def _made_within(call: Call, *, first: bool) -> set[int]:
+    """The residents of a call that are made after the iteration began."""
+    captured = call.captured
+    if captured.device.type != "cpu":
+        return set()  # nothing is counted there but what the arena's hook sees
+    nodes = inputs_of(captured)
+    own = [node for node in nodes if not is_primal(node)]
+    own += [] if first else [nodes[position] for position in call.passing]
+    found = {t for node in own for t in stored(call, node)}
+    return found | {t.id for t in captured.graph.tensors if t.name == RUNTIME}
 
 
 def _shared(call: Call, there: set[int]) -> set[int]:

@@ -147,7 +147,8 @@ class Residents:
         self._planned = self.circumstances
         self._others.found(self._captured, self.circumstances)
         if made.budget_bytes > self.budget_bytes and self._options.plan.budget.kind == "share":
-            log.warning(
+            log.log(
+                self._others.level(self._cause()),
                 "'%s' takes %s, and not %s as planned first: %s",
                 *(self._name, format_bytes(made.budget_bytes), format_bytes(self.budget_bytes)),
                 self._why(),
@@ -162,6 +163,11 @@ class Residents:
             f" {format_bytes(error.min_feasible_bytes)}; free them before the forward (gradients by"
             " zero_grad), or give it that budget"
         )
+
+    def _cause(self) -> str:
+        """The kind of `_why`, whatever its figures."""
+        now = self.circumstances
+        return f"gradients {bool(now.lasting | now.beside)}, outside {bool(now.reserve)}"
 
     def _why(self) -> str:
         now = self.circumstances

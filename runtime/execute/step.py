@@ -17,7 +17,7 @@ from coop_plan.runtime.device.arena import Counters, Memory
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.copies import Copies
-from coop_plan.runtime.execute.course import TOLERANCE
+from coop_plan.runtime.execute.course import TOLERANCE, addresses
 from coop_plan.runtime.execute.flight import Flight, Runnable, flight_of
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
@@ -75,6 +75,10 @@ class PlannedStep:
         self._outputs = captured.num_fwd_outputs
         self._copied = copied(captured)
         self._parameters = _parameters(captured)
+        gradients = captured.output_args[captured.num_fwd_outputs :]
+        self._passable = [
+            i for i, made in enumerate(gradients) if made is not None and i not in self._parameters
+        ]
         self.undefined = Undefined(captured)
         self._generators = _generators(captured)
         self._clock: cuda.Clock | None = None
@@ -96,7 +100,9 @@ class PlannedStep:
                     self._take_times(*times, self._clock.stall_us)
             pool = self._pools.here()
             flight = Flight(self.report.name, self._code, pool, self._room, self._generators)
-            whole = pool.joins(flight, self, Call(self._captured, self._clock))
+            passing = [i for i in self._passable if inputs[i].grad_fn is not None]
+            call = Call(self._captured, self._clock, passing)
+            whole = pool.joins(flight, self, call, lambda: self._addresses(inputs))
             if not whole:
                 self._plan_as_learned()
                 if pool.course.first:
@@ -120,6 +126,9 @@ class PlannedStep:
             return (*outputs, ticket)
 
         return boxed(forward)
+
+    def _addresses(self, inputs: Sequence[Any]) -> Sequence[int | None]:
+        return addresses([v for i, v in enumerate(inputs) if i not in self._parameters])
 
     def backward(self) -> Callable[[list[Any]], Any]:
         """The backward as a boxed callable: a ticket and tangents to gradients."""

@@ -397,6 +397,17 @@ def test_a_plan_of_one_length_serves_others(monkeypatch):
         assert report.measured_peak_bytes <= report.budget_bytes
 
 
+def test_what_each_size_takes_more_is_warned_of_once(caplog):
+    net = Net()
+    step = torch.compile(net, backend="coop", dynamic=True, options={"budget": "85%"})
+    for size in (16, 20, 24):
+        for _ in range(2):  # gradients are kept
+            step(torch.randn(size, 32)).backward()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    for words in ("as planned first", "the least it can"):
+        assert len([text for text in said if words in text]) == 1
+
+
 def test_no_code_is_made_of_what_is_only_traced(monkeypatch):
     """Of a new shape: Dynamo's graph, and the joint one of AOTAutograd."""
     made, recompile = [], fx.GraphModule.recompile
