@@ -36,7 +36,9 @@ class Cut:
         arguments: by name, the dimensions along which each is cut; where its size there is 1, all
             slices share it. The first has all slices.
         results: of each result the dimensions along which it is; None is a sum over all slices,
-            which is made whole and before the others, by the op's `output_mask`.
+            which is made before the others, by the op's `output_mask`.
+        sums: how these fall into slices themselves, if they do; what is None there comes with the
+            first.
         dense: whether slices are copied, for a kernel that is another one where memory has gaps.
         count: the argument that says how many slices there are.
     """
@@ -45,6 +47,7 @@ class Cut:
     results: tuple[Dims | None, ...]
     dense: bool = False
     count: str = ""
+    sums: "Cut | None" = None
 
 
 def _along(dims: Dims, *names: str) -> dict[str, Dims]:
@@ -63,7 +66,11 @@ CUTS: Mapping[OpOverload, Cut] = {
         (_HEADS, _HEADS, _HEADS),
     ),
     _aten.convolution.default: Cut(_along(_SAMPLES, "input"), (_SAMPLES,)),
-    _aten.convolution_backward.default: Cut(_along(_SAMPLES, "input", "grad_output"), _SUMS),
+    _aten.convolution_backward.default: Cut(
+        _along(_SAMPLES, "input", "grad_output"),
+        _SUMS,
+        sums=Cut(_along(_CHANNELS, "input", "weight"), (None, _CHANNELS, None)),
+    ),
     _aten.native_batch_norm_backward.default: Cut(
         _along(_CHANNELS, "input", "grad_out") | _along((0,), *_OF_CHANNELS),
         (_CHANNELS, (0,), (0,)),
@@ -86,7 +93,8 @@ class PartOp:
     """An op of ours that runs one of ATen's in parts.
 
     Before the arguments of that one it takes `part`, how many slices along each dimension are
-    computed at once, and `layouts` (`packed`).
+    computed at once, then of its sums if these can be cut (0: they are not), and `layouts`
+    (`packed`).
     """
 
     original: OpOverload
@@ -97,48 +105,78 @@ class PartOp:
         part, layouts, *rest = args
         given = dict(zip(argument_names(self.original), rest, strict=False)) | named
         made = [*places, *[None] * (len(self.cut.results) - len(places))]
-        sums = [dims is None for dims in self.cut.results]
-        if any(sums):
-            mask = given["output_mask"]
-            wanted = [here and whole for here, whole in zip(mask, sums, strict=True)]
-            if any(wanted):
-                made = [
-                    old if old is not None else new
-                    for old, new in zip(
-                        made, self.original(**given | {"output_mask": wanted}), strict=True
-                    )
-                ]
-            mask = [here and not whole for here, whole in zip(mask, sums, strict=True)]
-            given["output_mask"] = mask
-        laid = _unpacked(layouts)
+        laid, depth = _unpacked(layouts), len(next(iter(self.cut.arguments.values())))
+        mask = given.get("output_mask")
+        if mask is not None and None in self.cut.results:
+            own = [here and d is not None for here, d in zip(mask, self.cut.results, strict=True)]
+            rest = [here and not there for here, there in zip(mask, own, strict=True)]
+            self._sum(given | {"output_mask": rest}, part[depth:], made, laid)
+            given["output_mask"] = own
+        if mask is None or any(given["output_mask"]):
+            self._run(self.cut, given, part[:depth], made, laid)
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _sum(
+        self,
+        given: dict[str, Any],
+        part: Sequence[int],
+        made: list[torch.Tensor | None],
+        layouts: Sequence[Layout | None],
+    ) -> None:
+        """Make the sums over all slices, as the op's mask says."""
+        if not any(given["output_mask"]):
+            return
+        if self.cut.sums is not None and all(part):
+            self._run(self.cut.sums, given, part, made, layouts)
+            return
+        for i, value in enumerate(self.original(**given)):
+            made[i] = value if given["output_mask"][i] else made[i]
+
+    def _run(
+        self,
+        cut: Cut,
+        given: dict[str, Any],
+        part: Sequence[int],
+        made: list[torch.Tensor | None],
+        layouts: Sequence[Layout | None],
+    ) -> None:
+        """Make what is cut, a part at a time."""
         cuts = [
             (name, given[name], dims)
-            for name, dims in self.cut.arguments.items()
+            for name, dims in cut.arguments.items()
             if given.get(name) is not None
         ]
-        for region in regions(self.cut, given, part):
+        for region in regions(cut, given, part):
             for name, value, dims in cuts:
                 piece = _narrowed(value, dims, region)
-                given[name] = piece.contiguous() if self.cut.dense else piece
-            if self.cut.count:
-                given[self.cut.count] = region[-1].stop - region[-1].start
+                given[name] = piece.contiguous() if cut.dense else piece
+            if cut.count:
+                given[cut.count] = region[-1].stop - region[-1].start
             pieces = self.original(**given)
-            self._put((pieces,) if len(made) == 1 else pieces, region, made, laid)
+            self._put(cut, (pieces,) if len(made) == 1 else pieces, region, made, layouts)
             del pieces  # before the next
-        return made[0] if len(made) == 1 else tuple(made)
+            if cut is self.cut.sums:
+                mask = zip(given["output_mask"], cut.results, strict=True)
+                given["output_mask"] = [here and d is not None for here, d in mask]
+                if not any(given["output_mask"]):
+                    return
 
     def _put(
         self,
-        pieces: Sequence[torch.Tensor],
+        cut: Cut,
+        pieces: Sequence[torch.Tensor | None],
         region: Region,
         made: list[torch.Tensor | None],
         layouts: Sequence[Layout | None],
     ) -> None:
         """Write the slices of one region into what is `made`, which the first of them allocates."""
-        for i, (piece, dims) in enumerate(zip(pieces, self.cut.results, strict=True)):
-            layout, into = layouts[i], made[i]
-            if dims is None or layout is None:
+        for i, (piece, dims, layout) in enumerate(zip(pieces, cut.results, layouts, strict=True)):
+            if piece is None or layout is None:
                 continue
+            if dims is None:
+                made[i] = piece
+                continue
+            into = made[i]
             if into is None:
                 into = torch.empty_strided(*layout, dtype=piece.dtype, device=piece.device)
                 made[i] = into

@@ -32,6 +32,9 @@ WORTH = 0.9
 SMALL = 0.1
 """Results below this part of the largest are not put into places."""
 
+CHANNELS = 8
+"""A multiple of this many are taken at once: oneDNN's blocks of them stay whole."""
+
 Pairs = tuple[tuple[int, int], ...]
 """Results and the tensor arguments in whose places they may lie, by position."""
 
@@ -90,14 +93,18 @@ class _Called:
     def in_parts(self, op: str) -> Iterator[tuple[str, Any, OpProfile, Pairs]]:
         """Each way to run it in parts: its name, its first arguments, its profile, its pairs."""
         outputs = self.facts.outputs
-        if outputs[0] is None or any(o and (o.alias >= 0 or o.twin >= 0) for o in outputs):
+        if any(o and (o.alias >= 0 or o.twin >= 0) for o in outputs):
             return
         layouts = packed([None if o is None else (list(o.shape), list(o.stride)) for o in outputs])
         pairs = self._pairs()
-        for name, part in self._parts().items():
+        found = set[str]()
+        for name, part in self._parts():
+            if name in found:
+                continue
             own = part, layouts
             body = profile(IN_PARTS[self.target], (*own, *self.args), self.kwargs, f"{op}_{name}")
             if body.outputs == outputs and self._alike(own, body, pairs):
+                found.add(name)
                 yield name, own, body, pairs
 
     @property
@@ -110,27 +117,48 @@ class _Called:
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
         return {name: given[name] for name in self._cut.arguments if given.get(name) is not None}
 
-    def _parts(self) -> dict[str, list[int]]:
-        """How many slices along each dimension to take at once, by name; none cannot be cut."""
+    def _parts(self) -> Iterator[tuple[str, list[int]]]:
+        """
+        How many slices along each dimension to take at once, by name; none cannot be cut.
+
+        Of one name the first that gives the same results is enough.
+        """
         given, along = self._cuts(), self._cut.arguments
         if any(max(along[name]) >= value.dim() for name, value in given.items()):
-            return {}
+            return
+        on_cuda = any(value.is_cuda for value in given.values())
+        if on_cuda and torch.backends.cudnn.benchmark:  # its choice of a kernel may change
+            return
         slices = slices_of(self._cut, given)
         for name, value in given.items():
             sizes = [value.shape[dim] for dim in along[name]]
             if any(size not in (1, n) for size, n in zip(sizes, slices, strict=True)):
-                return {}
-        found: dict[str, list[int]] = {}
+                return
+        made = [
+            o is not None and d is not None
+            for o, d in zip(self.facts.outputs, self._cut.results, strict=True)
+        ]
         for share in SHARES:
             part, count = [], 1
             for n in slices:
                 step = -(-n // max(1, share // count)) or 1
                 part.append(step)
                 count *= -(-n // step)
-            alone = count == 1 or math.prod(part) < torch.get_num_threads()
-            if not alone:  # a kernel has a slice for each thread
-                found.setdefault(f"{NAME}-{count}", part)
-        return found
+            many = count > 1 and math.prod(part) >= torch.get_num_threads()  # a slice for each
+            for channels, cut in self._channels(share):
+                if (many and any(made)) or cut:
+                    yield f"{NAME}-{share}", [*(part if many else slices), *channels]
+
+    def _channels(self, share: int) -> list[tuple[list[int], bool]]:
+        """How many channels of sums to take at once, and whether these are fewer than all."""
+        if self._cut.sums is None:
+            return [([], False)]
+        given = dict(zip(argument_names(self.target), self.args, strict=False)) | self.kwargs
+        (count,) = slices_of(self._cut.sums, given)
+        whole = [([0], False)]
+        plain = given["groups"] == 1 and not given["transposed"] and given["output_mask"][1]
+        step = -(-count // share // CHANNELS) * CHANNELS
+        return [([step], True), *whole] if plain and 0 < step < count else whole
 
     def _pairs(self) -> Pairs:
         """The results that lie as an argument does that is cut as they are."""

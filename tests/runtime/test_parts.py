@@ -1,10 +1,12 @@
 """Ops run in parts are ATen's to the bit, and results lie in the place of what was cut as they."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import coop_plan
@@ -47,7 +49,12 @@ CALLS = {
     ),
     "convolution's gradients": (
         aten.convolution_backward.default,
-        (*images(16, 8), torch.randn(16, 8, 3, 3), [16], *CONVOLUTION, [True, True, True]),
+        (*images(16, 24), torch.randn(16, 24, 3, 3), [16], *CONVOLUTION, [True, True, True]),
+        {},
+    ),
+    "convolution's weights": (
+        aten.convolution_backward.default,
+        (*images(16, 24), torch.randn(16, 24, 3, 3), [16], *CONVOLUTION, [False, True, False]),
         {},
     ),
     "convolution's input": (
@@ -103,6 +110,7 @@ def test_parts_are_atens_to_the_bit(call, width):
     op, args, named = CALLS[call]
     expected = tree_flatten(op(*args, **named))[0]
     part = [width] * len(next(iter(CUTS[op].arguments.values())))
+    part += [8] if CUTS[op].sums else []
     own = (part, layouts(expected), *args), named
     assert same(tree_flatten(IN_PARTS[op](*own[0], **named))[0], expected)
     tensors = [v for v in tree_flatten((args, named))[0] if isinstance(v, torch.Tensor)]
@@ -110,6 +118,7 @@ def test_parts_are_atens_to_the_bit(call, width):
     alike = [
         i
         for i, v in enumerate(tensors)
+        if first is not None
         if (v.shape, v.stride(), v.dtype) == (first.shape, first.stride(), first.dtype)
     ]
     for position in alike:
@@ -207,3 +216,14 @@ def test_results_that_leave_the_step_lie_in_no_place():
     kinds = {tensor.id: tensor.kind for tensor in graph.tensors}
     pairs = [pair for op in graph.ops for v in op.variants for pair in v.inplace]
     assert all(kinds[t] == "activation" for pair in pairs for t in pair)
+
+
+def test_no_kernel_is_cut_whose_choice_may_change(monkeypatch):
+    """With `cudnn.benchmark` what was the same when tried need not be so afterwards."""
+    with FakeTensorMode():
+        x, w = torch.empty(8, 8, 16, 16, device="cuda"), torch.empty(8, 8, 3, 3, device="cuda")
+    facts = SimpleNamespace(outputs=(object(),))
+    called = parts._Called(aten.convolution.default, (x, w, None, *CONVOLUTION), {}, facts)
+    assert list(called._parts())
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert not list(called._parts())
