@@ -1,12 +1,12 @@
 """
 When tensors leave the device and are fetched: what a sequence with marks costs and needs.
 
-The engines go by the rules of `planner.core.timeline`. A tensor goes to the host as soon as the
-engine is free, among those that wait the one first that is read last the earliest before it may be
-gone, and leaves the device when that is over. It is fetched as late as nobody waits for it, in the
-order of the reads. Where memory is short, fetches come later, and compute waits for what is leaving
-(causes of stalls); what is too much even so is counted. So a change of the sequence needs to say
-nothing of times, and no copy is left behind by a change elsewhere.
+The engines go by the rules of `planner.core.timeline`. Of the tensors that wait to be copied to the
+host, the one whose last read before its fetch comes first goes as soon as the engine is free, and
+leaves the device when that is over. A tensor is fetched as late as nobody waits for it, in the
+order of the reads. Where memory is short, fetches come later, and compute waits for bytes that are
+leaving; what is too much even so is counted. So a change of the sequence needs to say nothing of
+times, and no copy is left behind by a change elsewhere.
 """
 
 import numpy as np
