@@ -100,7 +100,7 @@ class PlannedStep:
                     self._take_times(*times, self._clock.stall_us)
             pool = self._pools.here()
             flight = Flight(self.report.name, self._code, pool, self._room, self._generators)
-            passing = [i for i in self._passable if inputs[i].grad_fn is not None]
+            passing = [i for i in self._passable if _is_made(inputs[i])]
             call = Call(self._captured, self._clock, passing)
             whole = pool.joins(flight, self, call, lambda: self._addresses(inputs))
             if not whole:
@@ -353,6 +353,11 @@ class PlannedStep:
         report.measured_offload_stall_us, report.measured_prefetch_stall_us = stalls
         if first_us:
             report.measured_overhead = (again_us + sum(stalls)) / first_us
+
+
+def _is_made(value: object) -> bool:
+    """Whether autograd made it; a mesh of DTensor's may be among the inputs too."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _parameters(captured: Captured) -> set[int]:

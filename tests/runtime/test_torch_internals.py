@@ -622,3 +622,39 @@ def test_the_cuda_allocator_is_where_it_was():
         # Of c10::Allocator's own entries, the one after `allocate` that is not overridden.
         assert is_simple_data_ptr() in entries[:5]
     assert build.arena().install_cuda(address)
+
+
+def test_a_trace_with_symbols_says_for_which_sizes_it_holds():
+    def inputs(gm):
+        return [internals.example_value(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+    def at(size, width=3):
+        whole = torch.ones(size, width)
+        return [whole if isinstance(given, torch.Tensor) else size for given in examples]
+
+    with assumed("ShapeEnv's guards, ranges and symbols, and Dynamo's stand-ins"):
+        (examples,) = compiled_graphs(
+            lambda x: x.sum(), (torch.ones(8, 3),), see=inputs, dynamic=True
+        )
+        symbols = internals.Symbols(examples, at(8))
+        (x,) = (given for given in symbols.inputs if isinstance(given, torch.Tensor))
+        assert not isinstance(x.shape[0], int)
+        assert x.shape[0] % 4 == 0  # a guard
+        assert symbols.bind(at(12)) is not None
+        assert symbols.bind(at(10)) is None
+        assert symbols.bind(at(1)) is None
+        assert internals.at_sizes(x.shape[0] * 2, symbols.bind(at(12))) == 24
+
+
+def test_the_node_of_a_compiled_backward_is_found_and_says_what_is_undefined():
+    undefined = []
+    layer = nn.Linear(2, 2)
+    step = torch.compile(lambda x: (layer(x).sum(), layer(x * 2)), backend="aot_eager")
+    with assumed("CompiledFunctionBackward and hooks before it"):
+        loss, rest = step(torch.ones(1, 2))
+        node = internals.compiled_node((rest.view(-1), loss))
+        node.register_prehook(
+            lambda given: undefined.extend(i for i, g in enumerate(given) if g is None)
+        )
+        loss.backward()
+    assert undefined == [1]
