@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -58,6 +59,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.fx.node import _side_effectful_functions
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from coop_plan.runtime.locks import fork_safe_lock
@@ -72,6 +74,7 @@ __all__ = [
     "InputMutationAOTOutput",
     "OpOverload",
     "SavedForBackwardsAOTOutput",
+    "TorchDispatchMode",
     "TorchDynamoException",
     "TorchRuntimeError",
     "aot_autograd",
@@ -846,6 +849,9 @@ LINALG_CHECK: Any = torch.ops.aten._linalg_check_errors.default
 """Raises what `torch.linalg` raises, for a matrix that is singular, say."""
 
 
+TO_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
+"""What `tensor.item()` calls."""
+
 LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
 """What the gradient of `log_softmax` is computed by, and of `cross_entropy`."""
 
@@ -968,9 +974,36 @@ def believe_in_cuda() -> None:
     """Let Python's side of CUDA not ask for a device (`runtime/capture/deviceless.py`).
 
     Assumed: what makes a tensor on CUDA calls `torch.cuda._lazy_init`, which refuses in builds
-    without CUDA.
+    without CUDA; autocast does nothing unless `torch.cuda.is_available()`, as other modules do;
+    a fake mode that avoids devices keeps its constants off them (`avoid_device_init`).
     """
-    torch.cuda._lazy_init = lambda: None
+    mode: Any = FakeTensorMode
+    mode.avoid_device_init = True
+    cuda: Any = torch.cuda
+    cuda._lazy_init = lambda: None
+    cuda.is_available = lambda: True
+    cuda.is_bf16_supported = lambda including_emulation=True: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()  # around what is traced
+    cuda.set_rng_state = lambda state, device="cuda": None
+
+
+@contextmanager
+def copyable_fakes() -> Iterator[None]:
+    """Let `copy.deepcopy` copy fake parameters, as `torch.nn.Transformer` copies its layers.
+
+    Assumed: a fake tensor is copied with its attributes, its mode among them
+    (torch/_tensor.py:158); of two modes tensors do not mix.
+    """
+    mode: Any = FakeTensorMode
+    mode.__deepcopy__ = lambda self, _: self
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        del mode.__deepcopy__
 
 
 @contextmanager

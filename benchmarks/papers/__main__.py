@@ -81,11 +81,11 @@ SECTIONS = (
         "shares",
         "Coop's networks from 80 % down to 30 %",
         "An A100 roofline, coop-offline. `arena` is its worst fragmentation at these shares;"
-        " `smallest` the least share that it meets, `fixed` the share that no plan can give back:"
-        " parameters, gradients and batch.",
+        " `smallest` the least share that it meets, `proved` the share below which no schedule at"
+        " all has a peak, `fixed` what no plan can give back: parameters, gradients and batch.",
         (
             *("network", *(f"{share} %" for share in measures.SHARES)),
-            *("arena", "smallest", "fixed"),
+            *("arena", "smallest", "proved", "fixed"),
         ),
         tuple(partial(measures.shares, name, A100) for name in NETWORKS),
     ),

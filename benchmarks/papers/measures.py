@@ -105,11 +105,13 @@ def shares(network: str, spec: str) -> list[str]:
     worst = max((found.fragmentation for found in made if found is not None), default=0.0)
     least = plan(graph, "min", method="coop-offline", host_budget=0)
     fixed = (kept.peak_bytes - kept.arena_bytes) / kept.peak_bytes
+    bound = least.budget_lower_bound_bytes
     return [
         network,
         *map(_overhead, made),
         f"{worst:.2%}",
         f"{least.peak_bytes / kept.peak_bytes:.1%}",
+        "-" if bound is None else f"{bound / kept.peak_bytes:.1%}",
         f"{fixed:.1%}",
     ]
 

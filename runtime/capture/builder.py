@@ -91,6 +91,8 @@ class GraphBuilder:
             self._resident(node, node.meta["val"], "buffer")
         elif node.op == "get_attr":
             value = node.meta.get("val", getattr(self.module, str(node.target), None))
+            if isinstance(value, fx.GraphModule):  # told by the op that takes it
+                value = None
             self._resident(node, value, "constant")
         elif node.op == "call_function":
             if node.target is GETITEM:

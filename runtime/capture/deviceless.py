@@ -119,20 +119,26 @@ def answer(question: str, answered: str) -> None:
 def _capture(asked: Question) -> Graph:
     import torch
 
+    from coop_plan.runtime.capture.cells import describe_cells
+    from coop_plan.runtime.capture.known import KnownValues
     from coop_plan.runtime.capture.roofline import Roofline
     from coop_plan.runtime.capture.target import called, capture
     from coop_plan.runtime.torch_internals import (
         FakeTensorMode,
         believe_in_cuda,
         convertible_modules,
+        copyable_fakes,
         nothing_drawn_twice,
     )
 
     if asked.spec.kind == "cuda":
         believe_in_cuda()
+        describe_cells()
     with (
         torch.device(asked.spec.kind),
         FakeTensorMode(),
+        KnownValues(),
+        copyable_fakes(),
         convertible_modules(),
         nothing_drawn_twice(),
     ):

@@ -29,6 +29,9 @@ from coop_plan.runtime.torch_internals import (
 )
 from coop_plan.schemas import Graph, InvalidInputError
 
+WITH_FAKES = "when running FX node"
+"""What Dynamo says first where an op fails on fake tensors in other ways than an op's own."""
+
 
 def capture_target(
     spec: str,
@@ -99,9 +102,9 @@ def called(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tup
 
 
 def _place(error: BaseException) -> str:
-    """The last line outside PyTorch that an error came through."""
+    """The last line outside PyTorch and the runtime that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = str(Path(torch.__file__).parent)
+    inside = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
     frame = next((f for f in reversed(frames) if not f.filename.startswith(inside)), frames[-1])
     return f"{frame.filename}, line {frame.lineno}"
 
@@ -174,14 +177,27 @@ class _CapturedError(Exception):
 def _reason(error: Exception) -> str:
     """In one line: what Dynamo came upon, where in the user's code, and its advice."""
     cause = getattr(error, "inner_exception", error)
-    if isinstance(cause, TorchRuntimeError):  # an op that fails on fake tensors: in its own words
+    raised = re.search(r"debug context: raised exception (.+)", str(cause))
+    if isinstance(cause, TorchRuntimeError) or WITH_FAKES in str(cause):
+        # An op that fails on fake tensors: in its own words.
         while (earlier := cause.__cause__ or cause.__context__) is not None:
+            if isinstance(earlier, CaptureError):  # of an attempt before this one
+                break
             cause = earlier
+    elif raised:  # by the user's own code, or by what it calls
+        return f"it raises {raised[1]}" + _user_place(error)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [repr(cause)]
     said = lines[0]
-    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
-    users = [place for place in places if not place[0].startswith(str(Path(torch.__file__).parent))]
-    if places := users or places:
-        said += f" ({places[-1][0]}, line {places[-1][1]})"
+    if lacking := re.match(r"(\S+): attempted to run this operator with Meta tensors", said):
+        said = f"{lacking[1]} has no kernel for fake tensors: without one its results are not known"
+    said += _user_place(error)
     hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
     return said + (f"; {hints[0]}" if hints else "")
+
+
+def _user_place(error: Exception) -> str:
+    """Where Dynamo was in the user's code, in brackets."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
+    users = [place for place in places if not place[0].startswith(str(Path(torch.__file__).parent))]
+    places = users or places
+    return f" ({places[-1][0]}, line {places[-1][1]})" if places else ""

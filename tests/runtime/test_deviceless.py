@@ -39,7 +39,7 @@ def truncated():
     nn.init.trunc_normal_(model.weight, std=0.02)
     return (lambda x: model(x).sum()), (torch.ones(2, 4),)
 
-def looks(): return (lambda x: x.sum()), (torch.ones(int(torch.ones(3).sum()), requires_grad=True),)
+def looks(): return (lambda x: x.sum()), (torch.ones(int(torch.rand(3).sum()), requires_grad=True),)
 
 def chooses():
     model = nn.Linear(4, 4)
@@ -57,6 +57,41 @@ def looks_where_it_is():
     def step(x):
         y = model(x)
         return (y.tanh() if torch.arange(4.0).device.type == "cuda" else y.exp()).sum()
+    return step, (torch.ones(2, 4),)
+
+def copies():
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(1)]
+    model = nn.TransformerEncoder(layers[0], 2)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    return (lambda x: model(x).sum()), (torch.ones(2, 4, 8),)
+
+def recurs():
+    model = nn.GRU(8, 8, batch_first=True)
+    return (lambda x: model(x)[0].sum()), (torch.ones(2, 3, 8),)
+
+def casts():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = nn.Linear(4, 4).to(device)
+    def step(x):
+        with torch.autocast(device, torch.bfloat16):
+            return model(x).float().sum()
+    return step, (torch.ones(2, 4, device=device),)
+
+def lacks():
+    model = nn.Linear(8, 5)
+    lengths = torch.full((2,), 7), torch.full((2,), 3)
+    def step(x, y):
+        return nn.functional.ctc_loss(model(x).log_softmax(-1), y, *lengths)
+    return step, (torch.ones(7, 2, 8), torch.ones(2, 3, dtype=torch.int64))
+
+def raises():
+    model = nn.Linear(4, 4)
+    def step(x):
+        if model.out_features != 5:
+            raise ValueError("five, please")
+        return model(x).sum()
     return step, (torch.ones(2, 4),)
 """
 
@@ -104,6 +139,22 @@ def test_the_device_is_the_default_only_for_steps_that_leave_it_open(user_module
     assert made.cost_us == device("l4").launch_us  # on the CPU it would take nothing
     asked = Question(target=f"{user_module}:looks_where_it_is", spec=device("l4"))
     assert "aten.exp.default" in [op.name for op in capture_for(asked).ops]
+
+
+@cpu_build
+@pytest.mark.parametrize(
+    ("function", "op", "count"),
+    [
+        ("copies", "layer_norm.default", 4),
+        ("recurs", "aten._thnn_fused_gru_cell.default", 3),
+        ("casts", "aten._to_copy.default", 3),
+    ],
+)
+def test_what_pytorch_does_on_cuda_alone(user_module, function, op, count):
+    """Layers that are copied, cells of a GRU, autocast, and who asks whether there is CUDA."""
+    graph = capture_for(Question(target=f"{user_module}:{function}", spec=device("l4")))
+    ops = [made.name for made in graph.ops if made.phase == "forward" and made.name.endswith(op)]
+    assert len(ops) >= count
 
 
 @pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
@@ -228,11 +279,18 @@ def test_an_optimizers_state(optimizer, masters, each):
             "asks for a value in .*away_steps.py, line 20 .*without",
         ),
         ("chooses", CaptureError, "cannot be captured: .*away_steps.py, line 2"),
+        ("raises", CaptureError, r"it raises ValueError\('five, please'\) \(.*away_steps.py, line"),
     ],
 )
 def test_what_cannot_be_captured_is_named_with_its_place(user_module, function, error, said):
     with pytest.raises(error, match=said):
         capture_for(Question(target=f"{user_module}:{function}", spec=CPU))
+
+
+@cpu_build
+def test_an_op_that_cuda_alone_has_is_named(user_module):
+    with pytest.raises(CaptureError, match=r"ctc_loss.* no kernel for fake .*away_steps.py, line"):
+        capture_for(Question(target=f"{user_module}:lacks", spec=device("l4")))
 
 
 @pytest.mark.parametrize(
