@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -970,8 +970,11 @@ def keep_busy(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
-def believe_in_cuda() -> None:
+def believe_in_cuda(name: str, memory_bytes: int) -> None:
     """Let Python's side of CUDA not ask for a device (`runtime/capture/deviceless.py`).
+
+    Scripts ask what it is called and has, `torch.nn.DataParallel` for its multiprocessors, too: one,
+    as how many is not known, and there is no other device to compare it with.
 
     Assumed: what makes a tensor on CUDA calls `torch.cuda._lazy_init`, which refuses in builds
     without CUDA; autocast does nothing unless `torch.cuda.is_available()`, as other modules do;
@@ -985,6 +988,9 @@ def believe_in_cuda() -> None:
     cuda.is_bf16_supported = lambda including_emulation=True: True
     cuda.device_count = lambda: 1
     cuda.current_device = lambda: 0
+    has = SimpleNamespace(name=name, total_memory=memory_bytes, multi_processor_count=1)
+    cuda.get_device_properties = lambda device=None: has
+    cuda.get_device_name = lambda device=None: name
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()  # around what is traced
     cuda.set_rng_state = lambda state, device="cuda": None
 

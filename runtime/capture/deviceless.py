@@ -132,7 +132,7 @@ def _capture(asked: Question) -> Graph:
     )
 
     if asked.spec.kind == "cuda":
-        believe_in_cuda()
+        believe_in_cuda(asked.spec.name, asked.spec.memory_bytes)
         describe_cells()
     with (
         torch.device(asked.spec.kind),

@@ -79,6 +79,12 @@ def casts():
             return model(x).float().sum()
     return step, (torch.ones(2, 4, device=device),)
 
+def asks():
+    model = nn.Linear(4, 4)
+    if torch.cuda.get_device_properties(0).total_memory < 20 << 30:
+        raise ValueError("too small")
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
 def lacks():
     model = nn.Linear(8, 5)
     lengths = torch.full((2,), 7), torch.full((2,), 3)
@@ -148,6 +154,7 @@ def test_the_device_is_the_default_only_for_steps_that_leave_it_open(user_module
         ("copies", "layer_norm.default", 4),
         ("recurs", "aten._thnn_fused_gru_cell.default", 3),
         ("casts", "aten._to_copy.default", 3),
+        ("asks", "aten.addmm.default", 1),
     ],
 )
 def test_what_pytorch_does_on_cuda_alone(user_module, function, op, count):
