@@ -973,8 +973,8 @@ def keep_busy(cycles: int) -> None:
 def believe_in_cuda(name: str, memory_bytes: int) -> None:
     """Let Python's side of CUDA not ask for a device (`runtime/capture/deviceless.py`).
 
-    Scripts ask what it is called and has, `torch.nn.DataParallel` for its multiprocessors, too: one,
-    as how many is not known, and there is no other device to compare it with.
+    Scripts ask what it is called and has, `torch.nn.DataParallel` for its multiprocessors, too: it
+    says one, as how many is not known, and there is no other device to compare it with.
 
     Assumed: what makes a tensor on CUDA calls `torch.cuda._lazy_init`, which refuses in builds
     without CUDA; autocast does nothing unless `torch.cuda.is_available()`, as other modules do;
