@@ -185,7 +185,9 @@ def _reason(error: Exception) -> str:
                 break
             cause = earlier
     elif raised:  # by the user's own code, or by what it calls
-        return f"it raises {raised[1]}" + _user_place(error)
+        # PyTorch 2.11: ValueError([ConstantVariable(str: 'what it says')])
+        said = re.sub(r"\[ConstantVariable\(\w+: (.*)\)\]", r"\1", raised[1])
+        return f"it raises {said}" + _user_place(error)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [repr(cause)]
     said = lines[0]
     if lacking := re.match(r"(\S+): attempted to run this operator with Meta tensors", said):
