@@ -50,7 +50,11 @@ class Fit:
 
 
 def fit(
-    graph_at: Callable[[int], Graph], batch: int, memory_bytes: int, limits: Mapping[str, float]
+    graph_at: Callable[[int], Graph],
+    batch: int,
+    memory_bytes: int,
+    limits: Mapping[str, float],
+    link: int = 0,
 ) -> Fit:
     """Plan the step of a batch for a memory, and look for the largest batch within each limit.
 
@@ -59,6 +63,7 @@ def fit(
         batch: the one that is asked about; twice as many is captured too.
         memory_bytes: what the step may have.
         limits: of overhead, by what they are called; `ONE_FORWARD` is one more, of the step itself.
+        link: bytes/s to the host and back for plans that move tensors; 0: none does.
 
     Raises:
         InvalidInputError: the steps of two batches have different ops.
@@ -66,7 +71,7 @@ def fit(
     captured = {batch: graph_at(batch)}
     graph = captured[batch]
     kept = plan(graph, "100%", method="keep-all")
-    search = _Search(graph_at, captured, memory_bytes)
+    search = _Search(graph_at, captured, memory_bytes, link)
     planned = search.within(graph)
     forward = fsum(op.cost_us for op in graph.ops if op.phase == "forward")
     limits = {**limits, ONE_FORWARD: forward / max(kept.base_cost_us, 1e-9)}
@@ -111,17 +116,24 @@ class _Search:
     """Plans of one step at many batches within one memory; what was made once is kept."""
 
     def __init__(
-        self, graph_at: Callable[[int], Graph], captured: dict[int, Graph], memory_bytes: int
+        self,
+        graph_at: Callable[[int], Graph],
+        captured: dict[int, Graph],
+        memory_bytes: int,
+        link: int,
     ) -> None:
         self._graph_at = graph_at
         self._captured = captured
         self._memory = memory_bytes
+        self._link = link
         self._real: dict[int, Plan | None] = {}
         self._guesses: dict[tuple[int, int, int], Plan | None] = {}
 
     def within(self, graph: Graph) -> Plan | None:
-        """The plan within the memory, if the method finds one; transfers are left out."""
+        """The plan within the memory, if the method finds one; it moves nothing without a link."""
         try:
+            if self._link:
+                return plan(graph, self._memory, link=self._link)
             return plan(graph, self._memory, host_budget=0)
         except InfeasibleBudgetError:
             return None

@@ -184,11 +184,16 @@ def variants(name: str, gib: float) -> list[str]:
 
 
 def batches(
-    network: str, first: int, published: str, flops: bool, limit: float | None = None
+    network: str,
+    first: int,
+    published: str,
+    flops: bool,
+    limit: float | None = None,
+    link: int = 0,
 ) -> list[str]:
     """The largest batches in a V100: with nothing recomputed, and within a limit of overhead.
 
-    Without a `limit` that is one extra forward.
+    Without a `limit` that is one extra forward. `link` is in bytes/s each way; 0: nothing is moved.
     """
     spec = FLOPS if flops else V100
 
@@ -197,10 +202,13 @@ def batches(
 
     memory = spec.memory_bytes - CONTEXT_BYTES
     name = ONE_FORWARD if limit is None else "limit"
-    found = fit(graph_at, first, memory, {} if limit is None else {"limit": limit}).largest[name]
+    limits = {} if limit is None else {"limit": limit}
+    found = fit(graph_at, first, memory, limits, link).largest[name]
     kept = _largest_kept(graph_at(first), graph_at(2 * first), first, memory)
     ratio = f"{found.batch / kept:.2f}" if kept else "-"
     costs = "FLOPs" if flops else "roofline"
+    if limit is not None:
+        costs = f"{link / 1e9:g} GB/s" if link else "none"
     return [network, costs, str(kept), str(found.batch), ratio, published]
 
 

@@ -76,6 +76,14 @@ def test_the_largest_batch_is_the_largest_and_has_a_plan(bend):
             assert not holds(largest.batch + 1, memory, largest.limit, graph_at)
 
 
+def test_a_link_makes_room_for_a_larger_batch():
+    memory = 512 * 50
+    alone, linked = (fit(chain, 4, memory, {"none": 0.0}, link=link) for link in (0, 10**12))
+    assert linked.largest["none"].batch > alone.largest["none"].batch
+    assert linked.largest["none"].plan.swapped_bytes > 0 == alone.largest["none"].plan.swapped_bytes
+    assert linked.largest["none"].plan.peak_bytes <= memory
+
+
 def test_where_nothing_fits_there_is_no_batch():
     found = fit(chain, 4, 600, {})
     assert found.planned is None
