@@ -35,9 +35,16 @@ BEFORE, KIND, WHAT = range(3)
 # What a transfer is: the begin of a copy to the host, the moment the tensor leaves the device, when
 # that is over, the begin of a copy back, and the wait for it.
 GO, LEAVE, FETCH, ARRIVE = range(4)
-# Entries of `MarkState.counts`: events, copies, fetched copies, transfers; the fullest event, and
-# by how many bytes it is too full.
-EVENTS, COPIES, FETCHES, TRANSFERS, WORST, OVER = range(6)
+# Entries of `MarkState.counts`: events, copies, fetched copies; the fullest event, and by how many
+# bytes it is too full.
+EVENTS, COPIES, FETCHES, WORST, OVER = range(5)
+# Entries of `MarkState.clock`, µs: when compute comes to the event at hand, and when the engines to
+# the host and back are free; and (bytes) what the host has too much at all begins of copies.
+NOW, OUT_FREE, IN_FREE, HOST_TOTAL = range(4)
+# Entries of `MarkState.flow`: bytes that are live, those of them that wait to leave and are of no
+# use any more, bytes on the host, and by how many it has too much at most; the tensors queued,
+# those that have begun to leave and those of them that have left, and transfers.
+LIVE, HELD, HOST_LIVE, HOST_MOST, QUEUED, LEAVING, LEFT_COUNT, TRANSFERS = range(8)
 # Columns of `MarkState.tensor`: whether the host gets it, whether it has left the device, and the
 # last copy that is fetched.
 MOVES, LEFT, LAST_FETCH = range(3)
@@ -76,15 +83,16 @@ class MarkState(NamedTuple):
     """
     Two sequences, the current one and a trial, each with what is known of it, and scratch.
 
-    The first index of `code`, `first_run`, `begins`, `copy`, `head`, `tail`, `transfer`, `counts`
-    and `op` is the *side*, which of both. `code` lists the events, `first_run` flags those of ops'
-    first runs, `begins` is when they begin, µs, `op` the event of each op's first run. `head` and
-    `tail` are the first and the last copy of each tensor. The rest is of the side that was
-    evaluated last. `ending` and `beside` list the copies that end with each event; `fetched` lists
-    fetched copies in the order of their first reads, `latest` the events before which they begin to
-    be fetched for nobody to wait, `back` when they are there, µs. `queue` is a heap of tensors to
-    be copied to the host, by when that would be of use; `leaving` and `leaves` list those that are
-    being copied and when each is over, µs. `inserted` lists what one change puts in.
+    The first index of `code`, `first_run`, `copy`, `head`, `counts` and `op` is the *side*, which
+    of both. `code` lists the events, `first_run` flags those of ops' first runs, `op` is the event
+    of each op's first run. `copy` are the copies of tensors, `head` the first one of each. The rest
+    is of the side that was evaluated last. `tail` are the last copies; `begins` is when events
+    begin if nobody waits, µs; `ending` and `beside` list the copies that end with each event;
+    `fetched` lists fetched copies in the order of their first reads, `latest` the events before
+    which they begin to be fetched for nobody to wait, `back` when they are there, µs. `queue` is a
+    heap of tensors to be copied to the host, by when that would be of use; `leaving` and `leaves`
+    list those that are being copied and when each is over, µs; `transfer` all that goes and comes.
+    `inserted` lists what one change puts in.
 
     `again` says of an op whether it may run anywhere after its first run, `movable` of a tensor
     whether it may be copied to the host, `needed` whether it is there in the end; `out_us` and
@@ -99,13 +107,12 @@ class MarkState(NamedTuple):
     in_us: Floats
     code: Ints
     first_run: Flags
-    begins: Floats
     copy: Numbers
     head: Numbers
-    tail: Numbers
-    transfer: Numbers
     counts: Ints
     op: Numbers
+    tail: Numbers
+    begins: Floats
     ending: Numbers
     beside: Numbers
     fetched: Numbers
@@ -115,6 +122,9 @@ class MarkState(NamedTuple):
     queue: Ints
     leaving: Numbers
     leaves: Floats
+    transfer: Numbers
+    clock: Floats
+    flow: Ints
     inserted: Ints
     wanted: Flags
 
@@ -138,13 +148,12 @@ def start(problem: Problem, room: int, params: MarkParams) -> MarkState:
         in_us=in_us,
         code=np.zeros((2, room), dtype=np.int64),
         first_run=np.zeros((2, room), dtype=np.uint8),
-        begins=np.zeros((2, room + 1)),
         copy=np.zeros((2, copies, 6), dtype=np.int32),
         head=np.zeros((2, count), dtype=np.int32),
-        tail=np.zeros((2, count), dtype=np.int32),
-        transfer=np.zeros((2, 2 * room + 2 * count, 3), dtype=np.int32),
-        counts=np.zeros((2, 6), dtype=np.int64),
+        counts=np.zeros((2, 5), dtype=np.int64),
         op=np.zeros((2, n), dtype=np.int32),
+        tail=np.zeros(count, dtype=np.int32),
+        begins=np.zeros(room + 1),
         ending=np.zeros(room + 1, dtype=np.int32),
         beside=np.zeros(copies, dtype=np.int32),
         fetched=np.zeros(room, dtype=np.int32),
@@ -154,6 +163,9 @@ def start(problem: Problem, room: int, params: MarkParams) -> MarkState:
         queue=np.zeros((count, 2), dtype=np.int64),
         leaving=np.zeros(count, dtype=np.int32),
         leaves=np.zeros(count),
+        transfer=np.zeros((2 * room + 2 * count, 3), dtype=np.int32),
+        clock=np.zeros(4),
+        flow=np.zeros(8, dtype=np.int64),
         inserted=np.zeros(params.insertion, dtype=np.int64),
         wanted=np.zeros(count, dtype=np.uint8),
     )
@@ -174,15 +186,14 @@ def to_events(arrays: Arrays, state: MarkState) -> tuple[Ints, Ints]:
     """
     Kinds and subjects of the events of the schedule at hand (`planner.core.lifetimes`).
 
-    The sequence is one that was measured.
+    The sequence is the one that was measured last.
     """
-    events, transfers = state.counts[0, EVENTS], state.counts[0, TRANSFERS]
     kinds = (OFFLOAD, WAIT, PREFETCH, WAIT)
     do: list[int] = []
     what: list[int] = []
-    listed = iter(state.transfer[0, :transfers].tolist())
+    listed = iter(state.transfer[: state.flow[TRANSFERS]].tolist())
     following = next(listed, None)
-    for event, code in enumerate(state.code[0, :events].tolist()):
+    for event, code in enumerate(here(state).tolist()):
         while following is not None and following[BEFORE] <= event:
             do.append(kinds[following[KIND]])
             what.append(following[WHAT])
@@ -196,12 +207,8 @@ def to_events(arrays: Arrays, state: MarkState) -> tuple[Ints, Ints]:
 @inner
 def collect(a: Program, s: MarkState, side: int) -> None:
     """Take out runs and marks that serve nothing, and find the first run of each op."""
-    size, code, first_run, wanted = (
-        s.counts[side, EVENTS],
-        s.code[side],
-        s.first_run[side],
-        s.wanted,
-    )
+    size, code, first_run = s.counts[side, EVENTS], s.code[side], s.first_run[side]
+    wanted = s.wanted
     for op in range(a.ops):
         s.op[side, op] = NONE
     for e in range(size):

@@ -64,16 +64,18 @@ class JointSearch:
         Without a deadline, for as many steps as the parameters say.
         """
         begin, params = time.monotonic(), self.params
-        shares = [params.start_share / len(self.starts)] * len(self.starts)
-        shares += [(1 - params.start_share) / len(params.last_heats)] * len(params.last_heats)
-        heats = [*[1.0] * len(self.starts), *params.last_heats]
+        first, last = len(self.starts), len(params.last_heats)
+        rounds: list[tuple[Ints | None, float, float]] = [
+            *((sequence, params.start_share / first, 1.0) for sequence in self.starts),
+            *((None, (1 - params.start_share) / last, heat) for heat in params.last_heats),
+        ]
         ends: list[tuple[float, int, Ints]] = []
         spent = 0.0
-        for number, (share, heat) in enumerate(zip(shares, heats, strict=True)):
+        for number, (sequence, share, heat) in enumerate(rounds):
             spent += share
             until = None if deadline is None else begin + spent * (deadline - begin)
-            best = min(ends, key=lambda end: end[:2])[2] if ends else self.starts[0]
-            sequence = self.starts[number] if number < len(self.starts) else best
+            if sequence is None:
+                sequence = min(ends, key=lambda end: end[:2])[2]
             value, end = self._anneal(sequence, share, heat, until, enough)
             ends.append((value, number, end))
         cost, _, end = min(ends, key=lambda end: end[:2])

@@ -24,15 +24,26 @@ from coop_plan.planner.joint.marks import (
     FETCHES,
     FIRST,
     GO,
+    HELD,
+    HOST_LIVE,
+    HOST_MOST,
+    HOST_TOTAL,
+    IN_FREE,
     KIND,
     LAST,
     LAST_FETCH,
     LEAVE,
+    LEAVING,
     LEFT,
+    LEFT_COUNT,
+    LIVE,
     MOVES,
     NEXT,
     NONE,
+    NOW,
+    OUT_FREE,
     OVER,
+    QUEUED,
     TENSOR,
     TRANSFERS,
     WHAT,
@@ -63,8 +74,8 @@ def _find_copies(a: Program, s: MarkState, side: int, limit: float) -> bool:
 
     False where an event reads what is not there, or for want of room.
     """
-    size, code, begins, copy = s.counts[side, EVENTS], s.code[side], s.begins[side], s.copy[side]
-    head, tail = s.head[side], s.tail[side]
+    size, code, copy = s.counts[side, EVENTS], s.code[side], s.copy[side]
+    begins, head, tail = s.begins, s.head[side], s.tail
     for t in range(a.size.size):
         head[t] = tail[t] = NONE
         s.tensor[t, MOVES] = s.tensor[t, LEFT] = 0
@@ -114,18 +125,18 @@ def _begin_copy(s: MarkState, side: int, t: int, e: int, fetched: int) -> bool:
     s.counts[side, COPIES] = x + 1
     copy[x, TENSOR], copy[x, BEGIN], copy[x, FETCHED] = t, e, fetched
     copy[x, FIRST], copy[x, LAST], copy[x, NEXT] = NONE, e, NONE
-    if s.tail[side, t] == NONE:
+    if s.tail[t] == NONE:
         s.head[side, t] = x
     else:
-        copy[s.tail[side, t], NEXT] = x
-    s.tail[side, t] = x
+        copy[s.tail[t], NEXT] = x
+    s.tail[t] = x
     return True
 
 
 @inner
 def _find_latest(s: MarkState, side: int) -> None:
     """The events before which fetches begin so late that nobody waits."""
-    begins, at, late = s.begins[side], s.counts[side, EVENTS] - 1, np.inf
+    begins, at, late = s.begins, s.counts[side, EVENTS] - 1, np.inf
     for i in range(s.counts[side, FETCHES] - 1, -1, -1):
         x = s.fetched[i]
         late = min(late, begins[s.copy[side, x, FIRST]]) - s.in_us[s.copy[side, x, TENSOR]]
@@ -139,97 +150,68 @@ def _go(
     a: Program, s: MarkState, side: int, capacity: int, host: int, limit: float
 ) -> tuple[float, float]:
     """Go through the events as the engines do; see `evaluate`."""
-    code, begins, copy, head = s.code[side], s.begins[side], s.copy[side], s.head[side]
-    fetches, size = s.counts[side, FETCHES], s.counts[side, EVENTS]
-    s.counts[side, TRANSFERS], s.counts[side, WORST], s.counts[side, OVER] = 0, NONE, 0
-    now = out_free = in_free = total = host_total = 0.0
-    live = held = host_live = 0  # bytes; held ones wait to leave and are of no use any more
-    queued = left = leaving = fetching = waited = 0
-    most = host_most = 0
-    for e in range(size):
+    code, copy, head, clock, flow = s.code[side], s.copy[side], s.head[side], s.clock, s.flow
+    s.counts[side, WORST], s.counts[side, OVER] = NONE, 0
+    clock[:], flow[:] = 0.0, 0
+    fetching = waited = most = 0
+    total = 0.0
+    for e in range(s.counts[side, EVENTS]):
         c = code[e]
         if c >= a.ops:
-            begins[e] = now
             continue
         needs, stays = _needs(a, s, side, e)
-        while queued > 0 and out_free <= now + a.cost[c]:
-            out_free = _send(s, side, e, queued, leaving, now, out_free)
-            queued, leaving = queued - 1, leaving + 1
-            host_live += a.size[s.leaving[leaving - 1]]
-            host_most, host_total = _too_much(host_live - host, host_most, host_total)
-        while left < leaving and s.leaves[left] <= now:
-            gone = _leave(a, s, side, e, left)
-            left, live, held = left + 1, live - gone, held - gone
-        while fetching < fetches and s.latest[fetching] <= e:
+        while flow[QUEUED] > 0 and clock[OUT_FREE] <= clock[NOW] + a.cost[c]:
+            _send(a, s, e, host)
+        while flow[LEFT_COUNT] < flow[LEAVING] and s.leaves[flow[LEFT_COUNT]] <= clock[NOW]:
+            _leave(a, s, side, e, host)
+        while fetching < s.counts[side, FETCHES] and s.latest[fetching] <= e:
             x = s.fetched[fetching]
-            t, now_or_never = copy[x, TENSOR], copy[x, FIRST] == e
-            wanted = live + needs + a.size[t]
-            if not now_or_never and (
-                s.tensor[t, LEFT] == 0 or wanted > capacity or _is_there(s, side, x, e)
+            t = copy[x, TENSOR]
+            if copy[x, FIRST] > e and (
+                s.tensor[t, LEFT] == 0
+                or flow[LIVE] + needs + a.size[t] > capacity
+                or _still_read(s, side, x, e)
             ):
                 break
-            # What is fetched must have left, and what is leaving may be in its way.
-            while (s.tensor[t, LEFT] == 0) or (
-                wanted > capacity and wanted - held <= capacity and (left < leaving or queued > 0)
-            ):
-                if left == leaving:
-                    if queued == 0:
-                        return np.inf, np.inf
-                    out_free = _send(s, side, e, queued, leaving, now, out_free)
-                    queued, leaving = queued - 1, leaving + 1
-                    host_live += a.size[s.leaving[leaving - 1]]
-                    host_most, host_total = _too_much(host_live - host, host_most, host_total)
-                now = max(now, s.leaves[left])
-                gone = _leave(a, s, side, e, left)
-                left, live, held, wanted = left + 1, live - gone, held - gone, wanted - gone
-            in_free = s.back[x] = max(now, in_free) + s.in_us[t]
-            _list(s, side, e, FETCH, t)
-            live += a.size[t]
+            while s.tensor[t, LEFT] == 0 and _may_leave(s):
+                _leave(a, s, side, e, host)
+            _make_room(a, s, side, e, needs + a.size[t], capacity, host)
+            clock[IN_FREE] = s.back[x] = max(clock[NOW], clock[IN_FREE]) + s.in_us[t]
+            _list(s, e, FETCH, t)
+            flow[LIVE] += a.size[t]
             fetching += 1
-        while (
-            live + needs > capacity
-            and live + needs - held <= capacity
-            and (left < leaving or queued > 0)
-        ):
-            if left == leaving:
-                out_free = _send(s, side, e, queued, leaving, now, out_free)
-                queued, leaving = queued - 1, leaving + 1
-                host_live += a.size[s.leaving[leaving - 1]]
-                host_most, host_total = _too_much(host_live - host, host_most, host_total)
-            now = max(now, s.leaves[left])
-            gone = _leave(a, s, side, e, left)
-            left, live, held = left + 1, live - gone, held - gone
+        _make_room(a, s, side, e, needs, capacity, host)
         while waited < fetching and copy[s.fetched[waited], FIRST] == e:
             x = s.fetched[waited]
             t = copy[x, TENSOR]
-            now = max(now, s.back[x])
-            _list(s, side, e, ARRIVE, t)
-            host_live -= a.size[t] if s.tensor[t, LAST_FETCH] == x else 0
+            clock[NOW] = max(clock[NOW], s.back[x])
+            _list(s, e, ARRIVE, t)
+            flow[HOST_LIVE] -= a.size[t] if s.tensor[t, LAST_FETCH] == x else 0
             waited += 1
-        begins[e] = now
-        now += a.cost[c]
-        if now > limit:
+        clock[NOW] += a.cost[c]
+        if clock[NOW] > limit:
             return np.inf, np.inf
-        if live + needs - capacity > most:
-            s.counts[side, WORST], s.counts[side, OVER] = e, live + needs - capacity
-        most, total = _too_much(live + needs - capacity, most, total)
-        live += stays
+        over = flow[LIVE] + needs - capacity
+        if over > 0:
+            total += over
+            if over > most:
+                most = over
+                s.counts[side, WORST], s.counts[side, OVER] = e, over
+        flow[LIVE] += stays
         x = s.ending[e]
         while x != NONE:
             t = copy[x, TENSOR]
-            if s.tensor[t, MOVES] == 1 and s.tensor[t, LEFT] == 0 and x == head[t]:
-                held += a.size[t]
-            else:
-                live -= a.size[t]
+            waits = s.tensor[t, MOVES] == 1 and s.tensor[t, LEFT] == 0 and x == head[t]
+            flow[HELD if waits else LIVE] += a.size[t] if waits else -a.size[t]
             x = s.beside[x]
         for k in range(a.makes_ptr[c], a.makes_ptr[c + 1] if s.first_run[side, e] == 1 else 0):
             t = a.makes[k]
             if s.tensor[t, MOVES] == 1 and a.outside[t] == 0:
-                _queue(s, queued, copy[head[t], LAST], t)
-                queued += 1
-    begins[size] = now
-    over = _share(s, most, total, capacity)
-    return now, over if host < 0 else over + _share(s, host_most, host_total, host)
+                _queue(s, copy[head[t], LAST], t)
+    excess = _share(s, most, total, capacity)
+    if host >= 0:
+        excess += _share(s, flow[HOST_MOST], clock[HOST_TOTAL], host)
+    return clock[NOW], excess
 
 
 @inlined
@@ -256,12 +238,6 @@ def _needs(a: Program, s: MarkState, side: int, e: int) -> tuple[int, int]:
 
 
 @inlined
-def _too_much(over: int, most: int, total: float) -> tuple[int, float]:
-    """The most bytes too many so far, and their sum."""
-    return (max(most, over), total + over) if over > 0 else (most, total)
-
-
-@inlined
 def _share(s: MarkState, most: int, total: float, capacity: int) -> float:
     if most <= 0:
         return 0.0
@@ -269,23 +245,14 @@ def _share(s: MarkState, most: int, total: float, capacity: int) -> float:
 
 
 @inlined
-def _list(s: MarkState, side: int, e: int, kind: int, t: int) -> None:
-    row = s.transfer[side, s.counts[side, TRANSFERS]]
+def _list(s: MarkState, e: int, kind: int, t: int) -> None:
+    row = s.transfer[s.flow[TRANSFERS]]
     row[BEFORE], row[KIND], row[WHAT] = e, kind, t
-    s.counts[side, TRANSFERS] += 1
+    s.flow[TRANSFERS] += 1
 
 
 @inlined
-def _leave(a: Program, s: MarkState, side: int, e: int, left: int) -> int:
-    """The next tensor has left before event `e`; the bytes that are free by that."""
-    t = s.leaving[left]
-    s.tensor[t, LEFT] = 1
-    _list(s, side, e, LEAVE, t)
-    return int(a.size[t]) if s.copy[side, s.head[side, t], LAST] < e else 0
-
-
-@inlined
-def _is_there(s: MarkState, side: int, fetched: int, e: int) -> bool:
+def _still_read(s: MarkState, side: int, fetched: int, e: int) -> bool:
     """Whether the copy before a fetched one is still read at event `e` or later."""
     x = s.head[side, s.copy[side, fetched, TENSOR]]
     while s.copy[side, x, NEXT] != fetched:
@@ -293,12 +260,44 @@ def _is_there(s: MarkState, side: int, fetched: int, e: int) -> bool:
     return bool(s.copy[side, x, LAST] >= e)
 
 
+@inlined
+def _may_leave(s: MarkState) -> bool:
+    """Whether any tensor is being copied to the host, or waits for it."""
+    return bool(s.flow[LEFT_COUNT] < s.flow[LEAVING] or s.flow[QUEUED] > 0)
+
+
 @inner
-def _send(
-    s: MarkState, side: int, e: int, queued: int, leaving: int, now: float, free: float
-) -> float:
-    """The first of the queue begins to be copied to the host; when that is over, µs."""
-    t, last = s.queue[0, 1], queued - 1
+def _make_room(
+    a: Program, s: MarkState, side: int, e: int, bytes_: int, capacity: int, host: int
+) -> None:
+    """Before event `e` wait for as many bytes to leave as are missing, if that is enough."""
+    flow = s.flow
+    while flow[LIVE] + bytes_ > capacity >= flow[LIVE] + bytes_ - flow[HELD] and _may_leave(s):
+        _leave(a, s, side, e, host)
+
+
+@inner
+def _leave(a: Program, s: MarkState, side: int, e: int, host: int) -> None:
+    """Before event `e` the next tensor has left: compute waits for that, if it has not yet."""
+    flow = s.flow
+    if flow[LEFT_COUNT] == flow[LEAVING]:
+        _send(a, s, e, host)
+    t = s.leaving[flow[LEFT_COUNT]]
+    s.clock[NOW] = max(s.clock[NOW], s.leaves[flow[LEFT_COUNT]])
+    flow[LEFT_COUNT] += 1
+    s.tensor[t, LEFT] = 1
+    _list(s, e, LEAVE, t)
+    if s.copy[side, s.head[side, t], LAST] < e:
+        flow[LIVE] -= a.size[t]
+        flow[HELD] -= a.size[t]
+
+
+@inner
+def _send(a: Program, s: MarkState, e: int, host: int) -> None:
+    """The first of the queue begins to be copied to the host."""
+    flow, clock = s.flow, s.clock
+    flow[QUEUED] -= 1
+    t, last = s.queue[0, 1], flow[QUEUED]
     key, moved = s.queue[last, 0], s.queue[last, 1]
     at, below = 0, 1
     while below < last:
@@ -309,18 +308,23 @@ def _send(
         s.queue[at, 0], s.queue[at, 1] = s.queue[below, 0], s.queue[below, 1]
         at, below = below, 2 * below + 1
     s.queue[at, 0], s.queue[at, 1] = key, moved
-    s.leaving[leaving] = t
-    s.leaves[leaving] = max(now, free) + s.out_us[t]
-    _list(s, side, e, GO, t)
-    return float(s.leaves[leaving])
+    clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + s.out_us[t]
+    s.leaving[flow[LEAVING]], s.leaves[flow[LEAVING]] = t, clock[OUT_FREE]
+    flow[LEAVING] += 1
+    _list(s, e, GO, t)
+    flow[HOST_LIVE] += a.size[t]
+    if flow[HOST_LIVE] > host:
+        flow[HOST_MOST] = max(flow[HOST_MOST], flow[HOST_LIVE] - host)
+        clock[HOST_TOTAL] += flow[HOST_LIVE] - host
 
 
 @inlined
-def _queue(s: MarkState, queued: int, key: int, t: int) -> None:
+def _queue(s: MarkState, key: int, t: int) -> None:
     """A tensor waits to be copied to the host; the least key comes first."""
-    at = queued
+    at = s.flow[QUEUED]
     while at > 0 and s.queue[(at - 1) >> 1, 0] > key:
         above = (at - 1) >> 1
         s.queue[at, 0], s.queue[at, 1] = s.queue[above, 0], s.queue[above, 1]
         at = above
     s.queue[at, 0], s.queue[at, 1] = key, t
+    s.flow[QUEUED] += 1

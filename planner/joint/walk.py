@@ -67,6 +67,4 @@ def walk(
         for e in range(s.counts[1, EVENTS]):
             s.code[0, e] = s.code[1, e]
         s.counts[0, EVENTS] = s.counts[1, EVENTS]
-        collect(a, s, 0)
-        return evaluate(a, s, 0, capacity, host, np.inf)
     return kept, needs
