@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from coop_plan.runtime.capture.library import define
 from coop_plan.runtime.torch_internals import OpOverload
 
-_library: Any = torch.library.Library("coop_plan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _aten = torch.ops.aten
 
 Places = Sequence[torch.Tensor | None]
@@ -110,9 +110,7 @@ def _relu_bits_backward(places: Places, gradient: torch.Tensor, bits: torch.Tens
 
 def _define(schema: str, run: Callable[..., Any], *tags: torch.Tag) -> OpOverload:
     name = run.__name__.removeprefix("_")
-    _library.define(name + schema, tags=tags)
-    _library.impl(name, lambda *args: run((), *args), "CompositeExplicitAutograd")
-    op: OpOverload = getattr(torch.ops.coop_plan, name).default
+    op = define(name, schema, lambda *args: run((), *args), tags=tags)
     WRITERS[op] = run
     return op
 

@@ -6,10 +6,11 @@ and lies in memory as that does.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
-from coop_plan.runtime.capture.builder import GraphBuilder
+from coop_plan.runtime.capture.builder import GraphBuilder, tensor_args
 from coop_plan.runtime.capture.facts import OpProfile
 
 
@@ -26,7 +27,30 @@ class Offers:
 
     def __init__(self, builder: GraphBuilder) -> None:
         self.others: dict[fx.Node, dict[str, Other]] = {}
+        self._builder = builder
         self._fields = dict(zip(builder.ops, builder.op_fields, strict=True))
+
+    def beside(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        """A node behind another that makes the same as that one, in the tensors of that one."""
+        graph = self._builder.module.graph
+        with graph.inserting_after(node):
+            other = graph.call_function(target, args, kwargs)
+        other.meta["val"] = node.meta["val"]
+        self._builder.storages[other] = self._builder.storages[node]
+        return other
+
+    def places(self, node: fx.Node, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """In-place pairs of tensors, from positions of results and tensor arguments.
+
+        What is read a second time, under whatever name, gives no place.
+        """
+        reads = [self._builder.storages[argument][0] for argument in tensor_args(node)]
+        found = []
+        for result, argument in pairs:
+            made, read = self._builder.storages[node][result], reads[argument]
+            if made is not None and read is not None and reads.count(read) == 1:
+                found.append((made, read))
+        return found
 
     def add(
         self,

@@ -14,7 +14,7 @@ from coop_plan.runtime.capture.collectives import collective_of, modelled, scrat
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.overwriting import overwritable
 from coop_plan.runtime.capture.own_ops import INSTEAD
-from coop_plan.runtime.capture.profile import profile
+from coop_plan.runtime.capture.profile import fakes, profile
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.sources import source_of
 from coop_plan.runtime.errors import CaptureError
@@ -174,14 +174,14 @@ class GraphBuilder:
             node.meta["val"] = None
         if target is torch.ops.aten.view.default:
             self._make_viewable(node)
-        arguments = fx.node.map_arg((node.args, node.kwargs), _fake)
+        args, kwargs = fakes((node.args, node.kwargs))
         if collective is None and self.model is not None:
-            facts = self.model.profile(target, *arguments, node.meta["val"])
+            facts = self.model.profile(target, args, kwargs, node.meta["val"])
         elif collective is None:
-            facts = profile(target, *arguments, op=node.name)
+            facts = profile(target, args, kwargs, op=node.name)
         else:
-            facts = modelled(collective, *arguments, node.meta["val"])
-            self.communication.append(scratch_bytes(collective, *arguments, node.meta["val"]))
+            facts = modelled(collective, args, kwargs, node.meta["val"])
+            self.communication.append(scratch_bytes(collective, args, kwargs, node.meta["val"]))
         node.meta["val"] = _as_run(node, facts)
         if device_of(node).type != self.device.type:
             facts = _elsewhere(node, facts, self.device)
@@ -215,7 +215,7 @@ class GraphBuilder:
         inputs = [t for t in dict.fromkeys(reads) if t is not None]
         inplace: list[list[int]] = []
         if self.variants and collective is None and not is_random(node):
-            over = [reads[i] for i in overwritable(target, *arguments, facts)]
+            over = [reads[i] for i in overwritable(target, args, kwargs, facts)]
             inplace = [[fresh[0], t] for t in over if t is not None and reads.count(t) == 1]
         self.op_fields.append(
             {
@@ -262,10 +262,6 @@ def is_random(node: fx.Node) -> bool:
     names = argument_names(target)
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
-
-
-def _fake(node: fx.Node) -> Any:
-    return node.meta["val"]
 
 
 def _elsewhere(node: fx.Node, facts: OpProfile, device: torch.device) -> OpProfile:

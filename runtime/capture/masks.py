@@ -22,7 +22,7 @@ from coop_plan.runtime.capture.bodies import Offers, Other
 from coop_plan.runtime.capture.builder import GETITEM, GraphBuilder, tensor_args
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.overwriting import lies_alike, written_over
-from coop_plan.runtime.capture.profile import profile, signature, stand_in_arguments
+from coop_plan.runtime.capture.profile import fakes, profile, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
 from coop_plan.runtime.torch_internals import OpOverload, is_tangent
 
@@ -76,10 +76,10 @@ def _offer(
     node, graph, made = masked.node, builder.module.graph, masked.made
     with made.fake_mode:
         bits = torch.empty(made.numel() // 8, dtype=torch.uint8, device=made.device)
-    forward = profile(masked.target, fx.node.map_arg(masked.args, _fake), {}, f"{node.name}_bits")
+    forward = profile(masked.target, fakes(masked.args), {}, f"{node.name}_bits")
     backward = {}
     for reader in masked.kept:
-        given = fx.node.map_arg(masked.backward_args(reader, bits), _fake)
+        given = fakes(masked.backward_args(reader, bits))
         backward[reader] = profile(masked.backward, given, {}, f"{reader.name}_bits")
         if backward[reader].outputs != builder.profiles[position[reader]].outputs:
             return
@@ -88,8 +88,7 @@ def _offer(
     if not alike or not _same(masked, bits, forward, backward):
         return
     t = builder.add(f"{node.name}_bits", bits.numel(), "activation")
-    with graph.inserting_after(node):
-        other = graph.call_function(masked.target, masked.args)
+    other = offers.beside(node, masked.target, masked.args)
     with graph.inserting_after(other):
         second = graph.call_function(GETITEM, (other, 1))
     other.meta["val"], second.meta["val"] = (made, bits), bits
@@ -98,21 +97,15 @@ def _offer(
     assert result is not None
     builder.storages[other], builder.storages[second] = (result, t), (t,)
     builder.views.add(second)
-    pairs = _pairs(builder, node, forward)
+    pairs = offers.places(node, _pairs(node, forward))
     offers.add(node, NAME, Other(other, forward), outputs=[result, t], inplace=pairs)
     for reader, kept in masked.kept.items():
-        with graph.inserting_after(reader):
-            other = graph.call_function(masked.backward, masked.backward_args(reader, second))
-        other.meta["val"] = reader.meta["val"]
-        builder.storages[other] = builder.storages[reader]
+        given = masked.backward_args(reader, second)
+        other = offers.beside(reader, masked.backward, given)
         reads = builder.op_fields[position[reader]]["inputs"]
         inputs = [t if read == kept else read for read in reads]
-        pairs = _pairs(builder, reader, backward[reader])
+        pairs = offers.places(reader, _pairs(reader, backward[reader]))
         offers.add(reader, NAME, Other(other, backward[reader]), inputs=inputs, inplace=pairs)
-
-
-def _fake(node: Any) -> Any:
-    return node.meta["val"]
 
 
 def _dropout(builder: GraphBuilder, node: fx.Node) -> _Masked | None:
@@ -142,7 +135,7 @@ def _relu(builder: GraphBuilder, node: fx.Node, behind: set[fx.Node]) -> _Masked
         gradient, source = reader.args[:2]
         assert isinstance(gradient, fx.Node)
         assert isinstance(source, fx.Node)
-        same = _fake(source).stride() == _fake(node).stride()
+        same = fakes(source).stride() == fakes(node).stride()
         if not same or kept in builder.storages[gradient] or kept not in builder.storages[source]:
             return None
         readers.append(reader)
@@ -165,24 +158,20 @@ def _behind_tangents(builder: GraphBuilder) -> set[fx.Node]:
 def _fits(masked: _Masked) -> bool:
     """Whether the mask is whole bytes of bits, and all is in the order of its elements."""
     made, values = masked.made, masked.args[0]
-    inorder = (_fake(values), made, *(_fake(reader.args[0]) for reader in masked.kept))
+    inorder = (fakes(values), made, *(fakes(reader.args[0]) for reader in masked.kept))
     return all(v.is_contiguous() for v in inorder) and made.numel() % 8 == 0 < made.numel()
 
 
-def _pairs(builder: GraphBuilder, node: fx.Node, facts: OpProfile) -> list[tuple[int, int]]:
-    """The result in the place of what it is computed from, the first argument."""
-    reads = [builder.storages[argument][0] for argument in tensor_args(node)]
-    made, read = builder.storages[node][0], reads[0]
-    if made is None or read is None or reads.count(read) != 1:
-        return []
-    return [(made, read)] if lies_alike(_fake(node.args[0]), facts.outputs[0]) else []
+def _pairs(node: fx.Node, facts: OpProfile) -> list[tuple[int, int]]:
+    """The result in the place of what it is computed from, the first argument, by position."""
+    return [(0, 0)] if lies_alike(fakes(node.args[0]), facts.outputs[0]) else []
 
 
 def _same(
     masked: _Masked, bits: Any, forward: OpProfile, backward: Mapping[fx.Node, OpProfile]
 ) -> bool:
     """Whether both bodies return the same, as tried."""
-    args = fx.node.map_arg(masked.args, _fake)
+    args = fakes(masked.args)
     key = signature(masked.target, args, {})
 
     def attempt() -> bool:

@@ -4,13 +4,8 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.torch_internals import (
-    below_autograd_in_grad_mode,
-    log_softmax_backward,
-    schema_text,
-)
-
-_library: Any = torch.library.Library("coop_plan", "DEF")  # type: ignore[no-untyped-call]
+from coop_plan.runtime.capture.library import define, name_and_arguments
+from coop_plan.runtime.torch_internals import below_autograd_in_grad_mode, log_softmax_backward
 
 
 def _lstm_layer(*args: Any) -> Any:
@@ -81,11 +76,9 @@ def _define_cross_entropy_backward() -> Any:
         "Tensor gradient, Tensor output, Tensor target, Tensor? weight, int reduction,"
         " SymInt ignore_index, Tensor total_weight"
     )
-    _library.define(f"{name}({arguments}) -> Tensor")
-    _library.define(f"{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
-    for overload in (name, f"{name}.out"):
-        _library.impl(overload, _cross_entropy_backward, "CompositeExplicitAutograd")
-    return torch.ops.coop_plan.cross_entropy_backward.default
+    run = _cross_entropy_backward
+    define(f"{name}.out", f"({arguments}, *, Tensor(a!) out) -> Tensor(a!)", run)
+    return define(name, f"({arguments}) -> Tensor", run)
 
 
 CROSS_ENTROPY_BACKWARD = _define_cross_entropy_backward()
@@ -94,11 +87,8 @@ CROSS_ENTROPY_BACKWARD = _define_cross_entropy_backward()
 
 def _in_place_of(original: Any, run: Any, key: str) -> Any:
     """An op that `run` is named after, with the arguments of `original`."""
-    name = run.__name__.removeprefix("_")
-    _, parenthesis, arguments = schema_text(original).partition("(")
-    _library.define(name + parenthesis + arguments)
-    _library.impl(name, run, key)
-    return getattr(torch.ops.coop_plan, name).default
+    _, arguments = name_and_arguments(original)
+    return define(run.__name__.removeprefix("_"), f"({arguments}", run, key=key)
 
 
 INSTEAD: dict[Any, Any] = {

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
+from coop_plan.runtime.capture.library import define, name_and_arguments
 from coop_plan.runtime.torch_internals import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     OpOverload,
     argument_names,
-    schema_text,
 )
-
-_library: Any = torch.library.Library("coop_plan", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 Dims = tuple[int, ...]
 Region = tuple[slice, ...]
@@ -228,15 +226,12 @@ def _unpacked(numbers: Sequence[int]) -> list[Layout | None]:
 def _define(original: OpOverload, cut: Cut) -> tuple[OpOverload, PartOp]:
     """The op's name is the original's, and `_in_parts`."""
     op = PartOp(original, cut)
-    name, parenthesis, rest = schema_text(original).partition("(")
-    name = f"{name.partition('::')[2].partition('.')[0]}_in_parts"
-    _library.define(f"{name}{parenthesis}int[] part, int[] layouts, {rest}")
+    name, arguments = name_and_arguments(original)
 
     def run(*args: Any, **named: Any) -> Any:
         return op.run([None] * len(cut.results), *args, **named)
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    return getattr(torch.ops.coop_plan, name).default, op
+    return define(f"{name}_in_parts", f"(int[] part, int[] layouts, {arguments}", run), op
 
 
 IN_PARTS: Mapping[OpOverload, OpOverload]

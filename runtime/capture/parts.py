@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from coop_plan.runtime.capture.bodies import Offers, Other
-from coop_plan.runtime.capture.builder import GraphBuilder, tensor_args
+from coop_plan.runtime.capture.builder import GraphBuilder
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.overwriting import lies_alike, written_over
 from coop_plan.runtime.capture.part_ops import CUTS, IN_PARTS, Cut, packed, slices_of
-from coop_plan.runtime.capture.profile import profile, signature, stand_in_arguments
+from coop_plan.runtime.capture.profile import fakes, profile, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
 from coop_plan.runtime.torch_internals import OpOverload, argument_names, tree_flatten
 
@@ -45,31 +44,19 @@ def offer_parts(builder: GraphBuilder, offers: Offers) -> None:
     for node, fields, facts in ops:
         if not isinstance(node.target, OpOverload) or node.target not in CUTS:
             continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), _fake)
+        args, kwargs = fakes((node.args, node.kwargs))
         called = _Called(node.target, args, kwargs, facts)
-        reads = [builder.storages[argument][0] for argument in tensor_args(node)]
         sizes = {t: builder.tensors[t]["bytes"] for t in (*fields["inputs"], *fields["outputs"])}
         need = _need(sizes, fields["inplace"], facts)
         for name, own, body, pairs in called.in_parts(node.name):
-            inplace = []
-            for result, argument in pairs:
-                made, read = builder.storages[node][result], reads[argument]
-                if made is not None and read is not None and reads.count(read) == 1:
-                    inplace.append((made, read))
+            inplace = offers.places(node, pairs)
             less = _need(sizes, inplace, body)
             if less > WORTH * need:
                 continue
             need = less
-            target = IN_PARTS[node.target]
-            with builder.module.graph.inserting_after(node):
-                other = builder.module.graph.call_function(target, (*own, *node.args), node.kwargs)
-            other.meta["val"] = node.meta["val"]
-            builder.storages[other] = builder.storages[node]
+            given = (*own, *node.args)
+            other = offers.beside(node, IN_PARTS[node.target], given, node.kwargs)
             offers.add(node, name, Other(other, body), inplace=inplace)
-
-
-def _fake(node: Any) -> Any:
-    return node.meta["val"]
 
 
 def _need(sizes: Mapping[int, int], inplace: Sequence[Sequence[int]], facts: OpProfile) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch import fx
 
 from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
@@ -85,6 +86,11 @@ def profile(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "") ->
         _keep(key, found)
     costs.learn(op, size, found.cost_us)
     return found
+
+
+def fakes(arguments: Any) -> Any:
+    """A node's arguments with the fake values of the nodes among them."""
+    return fx.node.map_arg(arguments, lambda node: node.meta["val"])
 
 
 def _kept(key: tuple[object, ...]) -> OpProfile | None:

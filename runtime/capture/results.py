@@ -13,7 +13,7 @@ from torch import fx
 
 from coop_plan.runtime.capture.bodies import Offers, Other
 from coop_plan.runtime.capture.builder import GraphBuilder, tensor_args
-from coop_plan.runtime.capture.profile import profile, signature, stand_in_arguments
+from coop_plan.runtime.capture.profile import fakes, profile, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
 from coop_plan.runtime.torch_internals import OpOverload
 
@@ -56,23 +56,16 @@ def offer_results(builder: GraphBuilder, offers: Offers) -> None:
             continue
         if result.meta["val"].stride() != source.meta["val"].stride():
             continue
-        args = fx.node.map_arg((gradient, result, *others), _fake)
+        args = fakes((gradient, result, *others))
         body = profile(node.target, args, {}, f"{node.name}_{NAME}")
         if body.outputs != facts.outputs or not _same(activation, bounds, node.target, args):
             continue
-        with builder.module.graph.inserting_after(node):
-            other = builder.module.graph.call_function(node.target, (gradient, result, *others))
-        other.meta["val"] = node.meta["val"]
-        builder.storages[other] = builder.storages[node]
+        other = offers.beside(node, node.target, (gradient, result, *others))
         (old,), (new,) = builder.storages[source], builder.storages[result]
         assert new is not None
         inputs = [new if t == old else t for t in fields["inputs"]]
         pairs = [pair for pair in fields["inplace"] if pair[1] != old]
         offers.add(node, NAME, Other(other, body), inputs=inputs, inplace=pairs)
-
-
-def _fake(node: Any) -> Any:
-    return node.meta["val"]
 
 
 def _same(activation: OpOverload, bounds: list[Any], backward: OpOverload, args: Any) -> bool:

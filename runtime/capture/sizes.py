@@ -8,26 +8,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.profile import signature, stand_in_arguments
+from coop_plan.runtime.capture.library import define, name_and_arguments
+from coop_plan.runtime.capture.profile import fakes, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
-from coop_plan.runtime.torch_internals import OpOverload, schema_text
+from coop_plan.runtime.torch_internals import OpOverload
 
-_library: Any = torch.library.Library("coop_plan", "FRAGMENT")  # type: ignore[no-untyped-call]
 _aten = torch.ops.aten
 
 
 def _define(original: OpOverload) -> OpOverload:
     """The original, which is given the sizes of its second argument in its place."""
-    name, parenthesis, rest = schema_text(original).partition("(")
-    name = f"{name.partition('::')[2].partition('.')[0]}_of_size"
-    _library.define(f"{name}{parenthesis}{rest.replace('Tensor self', 'int[] sizes', 1)}")
+    name, arguments = name_and_arguments(original)
 
     def run(gradient: torch.Tensor, sizes: list[int], *args: Any) -> Any:
         return original(gradient, gradient.new_empty(1).expand(sizes), *args)
 
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    op: OpOverload = getattr(torch.ops.coop_plan, name).default
-    return op
+    arguments = arguments.replace("Tensor self", "int[] sizes", 1)
+    return define(f"{name}_of_size", f"({arguments}", run)
 
 
 OF_SIZE = {
@@ -55,7 +52,7 @@ def read_sizes_alone(module: fx.GraphModule) -> None:
 
 
 def _same(original: OpOverload, node: fx.Node) -> bool:
-    args = fx.node.map_arg(node.args, lambda argument: argument.meta["val"])
+    args = fakes(node.args)
 
     def attempt() -> bool:
         (gradient, values, *others), _ = stand_in_arguments(original, args, {})

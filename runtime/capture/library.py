@@ -1,0 +1,32 @@
+"""The library that holds ops of ours for PyTorch's dispatcher."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from coop_plan.runtime.torch_internals import OpOverload, schema_text
+
+_library: Any = torch.library.Library("coop_plan", "DEF")  # type: ignore[no-untyped-call]
+
+
+def define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    *,
+    tags: Sequence[torch.Tag] = (),
+    key: str = "CompositeExplicitAutograd",
+) -> OpOverload:
+    """An op that runs `run` for a dispatch key; its name may have an overload's behind a dot."""
+    _library.define(name + schema, tags=tags)
+    _library.impl(name, run, key)
+    base, _, overload = name.partition(".")
+    op: OpOverload = getattr(getattr(torch.ops.coop_plan, base), overload or "default")
+    return op
+
+
+def name_and_arguments(original: OpOverload) -> tuple[str, str]:
+    """An op's name without namespace and overload, and its schema behind the first parenthesis."""
+    name, _, rest = schema_text(original).partition("(")
+    return name.partition("::")[2].partition(".")[0], rest
