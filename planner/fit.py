@@ -130,11 +130,9 @@ class _Search:
         self._guesses: dict[tuple[int, int, int], Plan | None] = {}
 
     def within(self, graph: Graph) -> Plan | None:
-        """The plan within the memory, if the method finds one; it moves nothing without a link."""
+        """The plan within the memory, if the method finds one."""
         try:
-            if self._link:
-                return plan(graph, self._memory, link=self._link)
-            return plan(graph, self._memory, host_budget=0)
+            return plan(graph, self._memory, link=self._link)
         except InfeasibleBudgetError:
             return None
 

@@ -177,27 +177,9 @@ def plan(
     budget_bytes = options.budget.resolve(problem.fixed_bytes + everything.arena_bytes)
 
     def finish(solution: Solution, within: int | None = None, least: int | None = None) -> Plan:
-        solution = _published(solution, info)
-        host = lay_out_host(solution.placed.schedule, problem.host_budget)
-        made = assemble(
-            solution.placed,
-            host_offsets=host.offsets,
-            host_arena_bytes=host.arena_bytes,
-            link_bytes_per_s=options.link,
-            method=info.name,
-            budget_bytes=problem.fixed_bytes + solution.placed.arena_bytes
-            if within is None
-            else within,
-            status=solution.status,
-            lower_bound_us=solution.lower_bound_us,
-            lower_bound_model=solution.bound_model,
-            eviction_free_ratio=solution.eviction_free_ratio,
-            evictions=solution.evictions,
-            budget_lower_bound_bytes=least,
-            solve_seconds=time.monotonic() - started,
-        )
-        verify(graph, made)
-        return made
+        if within is None:
+            within = problem.fixed_bytes + solution.placed.arena_bytes
+        return written(graph, solution, options, within, started, least)
 
     if budget_bytes is None:
         return finish(task.minimum(everything), least=least_budget(problem))
@@ -238,6 +220,37 @@ def plan(
         "" if held is None else reason(problem, held),
         least_budget(problem),
     )
+
+
+def written(
+    graph: Graph,
+    solution: Solution,
+    options: PlanOptions,
+    budget_bytes: int,
+    started: float,
+    least: int | None = None,
+) -> Plan:
+    """The verified plan of what a method found on `graph`, begun at a `time.monotonic` (s)."""
+    problem = solution.placed.problem
+    solution = _published(solution, options.info)
+    host = lay_out_host(solution.placed.schedule, problem.host_budget)
+    made = assemble(
+        solution.placed,
+        host_offsets=host.offsets,
+        host_arena_bytes=host.arena_bytes,
+        link_bytes_per_s=options.link,
+        method=options.info.name,
+        budget_bytes=budget_bytes,
+        status=solution.status,
+        lower_bound_us=solution.lower_bound_us,
+        lower_bound_model=solution.bound_model,
+        eviction_free_ratio=solution.eviction_free_ratio,
+        evictions=solution.evictions,
+        budget_lower_bound_bytes=least,
+        solve_seconds=time.monotonic() - started,
+    )
+    verify(graph, made)
+    return made
 
 
 def _published(solution: Solution, method: MethodInfo) -> Solution:

@@ -7,13 +7,13 @@ makes of its budget must be about what the other one makes of its own.
 
 import time
 
-from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.layout import WORK, lay_out
+from coop_plan.planner.method import Solution
 from coop_plan.planner.options import PlanOptions
-from coop_plan.planner.verifier import verify
+from coop_plan.planner.planning import written
 from coop_plan.schemas import Compute, Graph, Offload, Op, Plan, Prefetch
 
 IDLE = 0.1
@@ -63,23 +63,7 @@ def resized(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Plan
         return None
     if placed.cost_us > (1 + plan.overhead + DEARER) * problem.base_cost_us:
         return None
-    host = lay_out_host(schedule)
-    made = assemble(
-        placed,
-        host_offsets=host.offsets,
-        host_arena_bytes=host.arena_bytes,
-        link_bytes_per_s=options.link,
-        method=plan.method,
-        budget_bytes=budget_bytes,
-        status="feasible",
-        lower_bound_us=None,
-        lower_bound_model=None,
-        eviction_free_ratio=None,
-        evictions=None,
-        solve_seconds=time.monotonic() - started,
-    )
-    verify(graph, made)
-    return made
+    return written(graph, Solution(placed), options, budget_bytes, started)
 
 
 def _alike(graph: Graph, like: Graph) -> bool:

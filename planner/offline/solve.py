@@ -119,17 +119,21 @@ class CoopOffline:
 
         Those need more than the arena, for the joint search to make room by transfers.
         """
+        starts = [np.arange(self.problem.op_count)]
+        if self.portfolio.best.found is not None:
+            starts.append(self.portfolio.best.found.run.ops)
+        return starts + self._between
+
+    @cached_property
+    def _between(self) -> list[Ints]:
         portfolio, arena = self.portfolio, self.request.arena_bytes
-        program = np.arange(self.problem.op_count)
-        starts = [program]
-        if portfolio.best.found is not None:
-            starts.append(portfolio.best.found.run.ops)
-        everything = Schedule.of(self.problem, program).blocks().live
+        everything = Schedule.of(self.problem, np.arange(self.problem.op_count)).blocks().live
+        rules = range(len(portfolio.settings))
+        found: list[Ints] = []
         for share in self.params.between if everything > arena else ():
             budget = int(arena + share * (everything - arena))
-            rules = range(len(portfolio.settings))
-            starts += [run.ops for _, _, run in portfolio.runs(budget, rules, 1)]
-        return starts
+            found += [run.ops for _, _, run in portfolio.runs(budget, rules, 1)]
+        return found
 
     @property
     def _cost_us(self) -> float:

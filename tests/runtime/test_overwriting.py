@@ -12,6 +12,7 @@ from coop_plan.runtime import OptionsError
 from coop_plan.runtime.capture import own_ops
 from coop_plan.runtime.capture.target import capture
 from coop_plan.runtime.torch_internals import out_overload
+from tests.runtime.stepping import stepped
 
 aten = torch.ops.aten
 
@@ -35,13 +36,7 @@ def trained(options):
     if options is not None:
         torch._dynamo.reset()
         step = torch.compile(step, backend="coop", options=options)
-    seen = []
-    for _ in range(2):
-        model.zero_grad()
-        loss = step(x)
-        loss.backward()
-        seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
-    return seen
+    return stepped(model, step, x)
 
 
 def test_a_step_with_variants_is_eagers_to_the_bit_and_smaller():

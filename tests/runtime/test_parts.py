@@ -16,6 +16,7 @@ from coop_plan.runtime.capture.part_ops import CUTS, IN_PARTS, packed, regions
 from coop_plan.runtime.capture.target import capture
 from coop_plan.runtime.torch_internals import tree_flatten
 from coop_plan.schemas import Compute
+from tests.runtime.stepping import stepped
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -172,14 +173,7 @@ def trained(options):
     if options is not None:
         torch._dynamo.reset()
         step = torch.compile(model, backend="coop", options=options)
-    seen = []
-    for _ in range(2):
-        model.zero_grad()
-        loss = step(x)
-        loss.backward()
-        seen += [loss.detach().clone(), *(p.grad.clone() for p in model.parameters())]
-        seen += [b.clone() for b in model.buffers()]
-    return seen
+    return stepped(model, step, x)
 
 
 def test_a_step_in_parts_is_eagers_to_the_bit_and_smaller():
