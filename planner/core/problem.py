@@ -318,13 +318,21 @@ class Problem:
 
     @cached_property
     def evictable(self) -> list[bool]:
-        """
-        Which tensors may be dropped and made again at any time before their last use.
+        """Which of the `remakeable` tensors are no outputs of the step, which most methods keep."""
+        return [
+            again and tensor.kind == "activation"
+            for again, tensor in zip(self.remakeable, self.graph.tensors, strict=True)
+        ]
 
-        Not outputs of the step, products of ops that run once, tensors that are overwritten, nor
-        tensors whose recomputation may read a version that is overwritten before their last use.
-        The last is taken over the whole ancestry, because an op that runs again may need its own
-        inputs made again at that later time.
+    @cached_property
+    def remakeable(self) -> list[bool]:
+        """
+        Which tensors in the arena may be dropped and made again at any time before their last use.
+
+        That of an output is the end of the step. Not products of ops that run once, tensors that
+        are overwritten, nor tensors whose recomputation may read a version that is overwritten
+        before their last use. The last is taken over the whole ancestry, because an op that runs
+        again may need its own inputs made again at that later time.
         """
         n = self.op_count
         deadline: list[int] = []
@@ -336,31 +344,30 @@ class Problem:
             ]
             deadline.append(min([n + 1, *limits, *overwritten]))
         return [
-            tensor.kind == "activation"
+            not self.outside[t]
             and (maker := self.producer[t]) >= 0
             and self.graph.ops[maker].recomputable
             and t not in self._overwriters
             and deadline[maker] > self.last_use[t]
-            for t, tensor in enumerate(self.graph.tensors)
+            for t in range(self.tensor_count)
         ]
 
     @cached_property
     def movable(self) -> list[bool]:
-        """Which tensors may be copied to the host: activations in the arena, not overwritten."""
+        """Which tensors may be copied to the host: those in the arena that nothing overwrites."""
         return [
-            tensor.kind == "activation"
-            and tensor.bytes > 0
+            self.bytes[t] > 0
             and self.producer[t] >= 0
-            and bool(self.consumers[t])
+            and not self.outside[t]
+            and (self.is_output[t] or bool(self.consumers[t]))
             and not self.overwritten[t]
-            for t, tensor in enumerate(self.graph.tensors)
+            for t in range(self.tensor_count)
         ]
 
-    @cached_property
-    def repeatable(self) -> list[bool]:
-        """Ops that make something evictable and may run again anywhere after their first run."""
+    def repeatable(self, tensors: list[bool]) -> list[bool]:
+        """Ops that make one of these tensors and may run again anywhere after their first run."""
         return [
             self._until(self.bodies[op], arena=True) == self.op_count
-            and any(self.evictable[t] for t in self.op_outputs[op])
+            and any(tensors[t] for t in self.op_outputs[op])
             for op in range(self.op_count)
         ]

@@ -7,6 +7,9 @@ are fetched follows from the sequence (`planner.joint.timing`). A tensor is copi
 after its first run, if any of its reads is marked. An event reads the latest copy of each input,
 and a copy lives until its last read. Every sequence in which first runs come in program order and
 whose reads find what they need is a schedule.
+
+The last op is none of the graph's: it reads the outputs of the step, so that these may be away
+until its end.
 """
 
 from dataclasses import asdict
@@ -15,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from coop_plan.planner.core.arrays import Arrays, Flags, Floats, Ints, Program, to_arrays
+from coop_plan.planner.core.arrays import Flags, Floats, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.compiled import inner
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, RUN, WAIT
 from coop_plan.planner.core.problem import Problem
@@ -95,14 +98,12 @@ class MarkState(NamedTuple):
     `inserted` lists what one change puts in.
 
     `again` says of an op whether it may run anywhere after its first run, `movable` of a tensor
-    whether it may be copied to the host, `needed` whether it is there in the end; `out_us` and
-    `in_us` are what its copies take.
+    whether it may be copied to the host; `out_us` and `in_us` are what its copies take.
     """
 
     numbers: MarkNumbers
     again: Flags
     movable: Flags
-    needed: Flags
     out_us: Floats
     in_us: Floats
     code: Ints
@@ -129,21 +130,47 @@ class MarkState(NamedTuple):
     wanted: Flags
 
 
-def start(problem: Problem, room: int, params: MarkParams) -> MarkState:
-    """A state at no sequence yet, with room for so many events."""
-    a, device = to_arrays(problem), problem.device
-    n, count = a.ops, a.size.size
+def to_closed_program(problem: Problem) -> Program:
+    """
+    The program of `problem` and the op behind it that reads the outputs of the step.
+
+    As it reads them all, an output may lie in the place of another one that comes back before.
+    """
+    arrays, n = to_arrays(problem), problem.op_count
+    a = to_program(arrays)
+    outputs = np.flatnonzero(arrays.is_output & (1 - a.outside) & (a.producer >= 0))
+    reads, makes, shares = a.reads_ptr[n], a.makes_ptr[n], arrays.shares_ptr[: n + 1]
+    out, source = arrays.shares_out[: shares[n]], arrays.shares_in[: shares[n]]
+    passed_on = (a.size[out] == a.size[source]) & (a.outside[out] == 0)
+    pairs = np.append(0, passed_on.cumsum())[shares]
+    return a._replace(
+        ops=n + 1,
+        reads_ptr=np.append(a.reads_ptr[: n + 1], reads + outputs.size),
+        reads=np.append(a.reads[:reads], outputs),
+        makes_ptr=np.append(a.makes_ptr[: n + 1], makes),
+        pairs_ptr=np.append(pairs, pairs[n]),
+        pairs_out=out[passed_on],
+        pairs_in=source[passed_on],
+        cost=np.append(a.cost[:n], 0.0),
+        workspace=np.append(a.workspace[:n], 0),
+        evictable=np.array(problem.remakeable, dtype=np.uint8),
+    )
+
+
+def start(problem: Problem, a: Program, room: int, params: MarkParams) -> MarkState:
+    """A state at no sequence of a closed program yet, with room for so many events."""
+    device = problem.device
+    n, count, bytes_ = a.ops, a.size.size, to_arrays(problem).bytes
     most = int(np.diff(a.makes_ptr[: n + 1]).max(initial=1))
     copies = min(room * most, room + 4 * int(a.makes_ptr[n]) + 64 * most)
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
-        out_us = device.copy_latency_us + a.bytes * 1e6 / np.float64(device.d2h_bytes_per_s)
-        in_us = device.copy_latency_us + a.bytes * 1e6 / np.float64(device.h2d_bytes_per_s)
+        out_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.d2h_bytes_per_s)
+        in_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.h2d_bytes_per_s)
     linked = "transfers" in problem.beyond_recomputation
     return MarkState(
         numbers=MarkNumbers(**asdict(params)),
-        again=np.array(problem.repeatable, dtype=np.uint8),
+        again=np.array([*problem.repeatable(problem.remakeable), False], dtype=np.uint8),
         movable=np.array(problem.movable, dtype=np.uint8) * np.uint8(linked),
-        needed=a.is_output & (1 - a.outside),
         out_us=out_us,
         in_us=in_us,
         code=np.zeros((2, room), dtype=np.int64),
@@ -172,9 +199,11 @@ def start(problem: Problem, room: int, params: MarkParams) -> MarkState:
 
 
 def go_to(state: MarkState, sequence: Ints) -> None:
-    """Be at a sequence."""
-    state.code[0, : sequence.size] = sequence
-    state.counts[0, EVENTS] = sequence.size
+    """Be at a sequence, or at one of runs without the last op, which is added."""
+    last = state.op.shape[1] - 1
+    closed = sequence if last in sequence else np.append(sequence, last)
+    state.code[0, : closed.size] = closed
+    state.counts[0, EVENTS] = closed.size
 
 
 def here(state: MarkState) -> Ints:
@@ -182,13 +211,14 @@ def here(state: MarkState) -> Ints:
     return state.code[0, : state.counts[0, EVENTS]].copy()
 
 
-def to_events(arrays: Arrays, state: MarkState) -> tuple[Ints, Ints]:
+def to_events(state: MarkState) -> tuple[Ints, Ints]:
     """
     Kinds and subjects of the events of the schedule at hand (`planner.core.lifetimes`).
 
     The sequence is the one that was measured last.
     """
     kinds = (OFFLOAD, WAIT, PREFETCH, WAIT)
+    last = state.op.shape[1] - 1
     do: list[int] = []
     what: list[int] = []
     listed = iter(state.transfer[: state.flow[TRANSFERS]].tolist())
@@ -198,7 +228,7 @@ def to_events(arrays: Arrays, state: MarkState) -> tuple[Ints, Ints]:
             do.append(kinds[following[KIND]])
             what.append(following[WHAT])
             following = next(listed, None)
-        if code < arrays.ops:
+        if code < last:
             do.append(RUN)
             what.append(code)
     return np.array(do, dtype=np.int64), np.array(what, dtype=np.int64)
@@ -216,8 +246,7 @@ def collect(a: Program, s: MarkState, side: int) -> None:
         if code[e] < a.ops and s.op[side, code[e]] == NONE:
             s.op[side, code[e]] = e
             first_run[e] = 1
-    for t in range(a.size.size):
-        wanted[t] = s.needed[t]
+    wanted[:] = 0
     kept = size
     for e in range(size - 1, -1, -1):
         of_use = bool(first_run[e] == 1)

@@ -100,7 +100,10 @@ class JointParams(Params):
     """What it costs at least from then on."""
 
     steeper: Factor = 1.01
-    """Factor on that where a sequence does not fit."""
+    """Factor on that where a sequence does not fit;"""
+
+    steepest: Factor = 1.1
+    """where none did so far."""
 
     less_steep: Factor = 1.007
     """Divisor of it where one does."""

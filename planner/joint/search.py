@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Ints, to_arrays, to_program
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.joint.marks import go_to, here, start, to_events
+from coop_plan.planner.joint.marks import go_to, here, start, to_closed_program, to_events
 from coop_plan.planner.joint.params import DEFAULTS, JointParams
 from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.layout import WORK, lay_out, lay_out_host
@@ -39,8 +39,7 @@ class JointSearch:
         params: JointParams = DEFAULTS,
     ) -> None:
         self.problem, self.request, self.params = problem, request, params
-        self.arrays = to_arrays(problem)
-        self.program = to_program(self.arrays)
+        self.program = to_closed_program(problem)
         self.starts = starts
         self.cost_us = limit_us
         self.placed: PlacedSchedule | None = None
@@ -51,7 +50,9 @@ class JointSearch:
         self.seconds = 0.0  # for its layouts
         self.random = np.random.default_rng(request.seed)
         events = max(1, *(sequence.size for sequence in starts))
-        self.state = start(problem, params.room_factor * events + params.room, params.moves)
+        self.state = start(
+            problem, self.program, params.room_factor * events + params.room, params.moves
+        )
         self.steps = min(params.events // events, params.steps + params.steps_per_event * events)
         if request.any_schedule:
             self.steps //= params.hurried
@@ -122,7 +123,8 @@ class JointSearch:
             )
             done += self.chunk
             if over > 0:
-                steeper *= params.steeper if firmness == 1.0 else 1.0
+                if firmness == 1.0:
+                    steeper *= params.steepest if fits is None else params.steeper
                 astray += firmness == 1.0
                 if astray > params.patience and fits is not None:
                     go_to(state, fits[1])
@@ -155,7 +157,7 @@ class JointSearch:
         begin = time.monotonic()
         go_to(self.state, sequence)
         measured(self.program, self.state, int(self.capacity), self.host)
-        schedule = Schedule.of_events(problem, *to_events(self.arrays, self.state))
+        schedule = Schedule.of_events(problem, *to_events(self.state))
         if schedule.cost_us >= self.cost_us:
             return
         layout = lay_out(schedule, arena, work=0)

@@ -108,9 +108,6 @@ def _find_copies(a: Program, s: MarkState, side: int, limit: float) -> bool:
     begins[size], s.counts[side, FETCHES] = now, fetches
     for e in range(size + 1):
         s.ending[e] = NONE
-    for t in range(a.size.size):
-        if s.needed[t] == 1 and tail[t] != NONE:
-            copy[tail[t], LAST] = size
     for x in range(s.counts[side, COPIES]):
         s.beside[x] = s.ending[copy[x, LAST]]
         s.ending[copy[x, LAST]] = x

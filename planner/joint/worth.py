@@ -21,13 +21,18 @@ def unworthy_link(problem: Problem, plan: Plan) -> str | None:
     for cost in problem.cost:
         begins.append(now)
         now += cost
+    begins.append(now)
     hidden, best, cheapest = 0, float("inf"), (0.0, 0.0, 0)
     for t, size in enumerate(problem.bytes):
         if not problem.movable[t]:
             continue
         speeds = 1e6 / device.d2h_bytes_per_s + 1e6 / device.h2d_bytes_per_s
         takes = 2 * device.copy_latency_us + size * speeds
-        uses = [problem.producer[t], *problem.consumers[t]]
+        uses = [
+            problem.producer[t],
+            *problem.consumers[t],
+            *[problem.op_count] * problem.is_output[t],
+        ]
         idle = max(begins[b] - begins[a] - problem.cost[a] for a, b in pairwise(uses))
         hidden += size if takes <= idle else 0
         if idle > 0 and takes / idle < best:

@@ -154,7 +154,7 @@ def empty_arena(
     state.tensor[NODE] = -1
     if transfers and problem.device.linked:
         device, size = problem.device, np.array(problem.bytes)
-        state.tensor[MOVABLE, :count] = problem.movable
+        state.tensor[MOVABLE, :count] = np.array(problem.movable) > np.array(problem.is_output)
         state.out_us[:] = device.copy_latency_us + size * 1e6 / device.d2h_bytes_per_s
         state.in_us[:] = device.copy_latency_us + size * 1e6 / device.h2d_bytes_per_s
     state.tensor[EVICTABLE, :count] = problem.evictable

@@ -131,7 +131,7 @@ def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
     most = int((np.diff(a.reads_ptr[: n + 1]) + np.diff(a.makes_ptr[: n + 1])).max(initial=1))
     return WalkState(
         numbers=MoveNumbers(**asdict(params)),
-        again=np.array(problem.repeatable, dtype=np.uint8),
+        again=np.array(problem.repeatable(problem.evictable), dtype=np.uint8),
         needed=a.is_output & (1 - a.outside),
         sequence=np.zeros(room, dtype=np.int64),
         current=np.zeros(room + 1, dtype=np.int64),

@@ -6,9 +6,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
-from coop_plan.planner.core.arrays import to_arrays, to_program
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.joint.marks import go_to, start, to_events
+from coop_plan.planner.joint.marks import go_to, start, to_closed_program, to_events
 from coop_plan.planner.joint.params import MarkParams
 from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.joint.worth import unworthy_link
@@ -83,8 +82,8 @@ def test_a_link_never_makes_a_plan_dearer_and_the_hosts_budget_is_kept(graph, sh
 def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share, outputs):
     problem = Problem.from_graph(graph, 1, outputs)
     assume(problem.op_count)
-    arrays, state = to_arrays(problem), start(problem, 400, MarkParams())
-    program = to_program(arrays)
+    program = to_closed_program(problem)
+    state = start(problem, program, 400, MarkParams())
     go_to(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
@@ -100,7 +99,7 @@ def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share,
             100 * seed + number,
         )
         cost, over = measured(program, state, arena, -1)
-        schedule = Schedule.of_events(problem, *to_events(arrays, state))
+        schedule = Schedule.of_events(problem, *to_events(state))
         assert cost == pytest.approx(schedule.cost_us)
         runs = [body for body in schedule.bodies if body >= 0]
         assert list(dict.fromkeys(runs)) == list(range(problem.op_count))
@@ -119,8 +118,8 @@ def test_cold_steps_make_nothing_dearer_or_too_large(graph, seed, share, speeds)
     """Steep enough, no step makes the whole dearer, or too large anywhere."""
     problem = Problem.from_graph(linked(graph, *speeds, latency=0.5), 1, "arena")
     assume(problem.op_count)
-    arrays, state = to_arrays(problem), start(problem, 400, MarkParams())
-    program = to_program(arrays)
+    program = to_closed_program(problem)
+    state = start(problem, program, 400, MarkParams())
     go_to(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
@@ -136,7 +135,7 @@ def test_cold_steps_make_nothing_dearer_or_too_large(graph, seed, share, speeds)
             assert over == 0
             assert after <= before * (1 + 1e-9)
             before = after
-        do, what = to_events(arrays, state)
+        do, what = to_events(state)
         assert Schedule.of_events(problem, do, what).cost_us == pytest.approx(before)
 
 
@@ -222,25 +221,26 @@ def test_a_tensor_read_twice_is_copied_to_the_host_once():
 def test_a_mark_says_what_is_copied_there_and_back():
     """It goes when the engine is free, leaves when that is over, comes back before it is read."""
     problem = Problem.from_graph(linked(pyramid(3), 10.0), 1)
-    arrays, state = to_arrays(problem), start(problem, 400, MarkParams())
-    n = problem.op_count
-    go_to(state, np.array([0, 1, 2, 3, 4, n + 1, 5]))
-    cost, over = measured(to_program(arrays), state, 1000, -1)
+    program = to_closed_program(problem)
+    state = start(problem, program, 400, MarkParams())
+    go_to(state, np.array([0, 1, 2, 3, 4, program.ops + 1, 5]))
+    cost, over = measured(program, state, 1000, -1)
     assert (cost, over) == (problem.base_cost_us, 0)
-    do, what = to_events(arrays, state)
+    do, what = to_events(state)
     assert do.tolist() == [0, 1, 0, 3, 0, 0, 2, 0, 3, 0]
     assert what.tolist() == [0, 1, 1, 1, 2, 3, 1, 4, 1, 5]
 
 
 def test_compute_waits_for_bytes_that_are_leaving_only_where_there_is_no_other_room():
     problem = Problem.from_graph(linked(pyramid(6), 8.0), 1)
-    arrays, state = to_arrays(problem), start(problem, 400, MarkParams())
-    n = problem.op_count
+    program = to_closed_program(problem)
+    state = start(problem, program, 400, MarkParams())
+    n, m = problem.op_count, program.ops
     stalls = []
     for capacity in (800, 210):
-        go_to(state, np.array([*range(n - 3), n + 3, n - 3, n + 2, n - 2, n + 1, n - 1]))
-        cost, _ = measured(to_program(arrays), state, capacity, -1)
-        schedule = Schedule.of_events(problem, *to_events(arrays, state))
+        go_to(state, np.array([*range(n - 3), m + 3, n - 3, m + 2, n - 2, m + 1, n - 1]))
+        cost, _ = measured(program, state, capacity, -1)
+        schedule = Schedule.of_events(problem, *to_events(state))
         assert schedule.cost_us == pytest.approx(cost)
         stalls.append(cost - problem.base_cost_us)
     assert stalls[0] == 0 < stalls[1]
