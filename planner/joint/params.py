@@ -65,6 +65,9 @@ class JointParams(Params):
     events: Size = 80_000_000
     """The same in events gone through, at most, about."""
 
+    events_per_second: Count = 15_000_000
+    """About how many of them a second is."""
+
     hurried: Count = 10
     """The search is shorter by this factor where any schedule will do."""
 
@@ -102,7 +105,7 @@ class JointParams(Params):
     steeper: Factor = 1.01
     """Factor on that where a sequence does not fit;"""
 
-    steepest: Factor = 1.1
+    steepest: Factor = 1.3
     """where none did so far."""
 
     less_steep: Factor = 1.007

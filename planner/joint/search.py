@@ -62,8 +62,21 @@ class JointSearch:
         """
         Look for better schedules until the deadline (a `time.monotonic` value, s) or `enough`.
 
-        Without a deadline, for as many steps as the parameters say.
+        Without a deadline, for as many steps as the parameters say. Where there is time for more,
+        it is searched several times: where annealings end differs more than by their length.
         """
+        if deadline is None:
+            self._search(None, enough)
+            return
+        events = self.steps * max(1, *(sequence.size for sequence in self.starts))
+        begin = time.monotonic()
+        count = max(1, int((deadline - begin) * self.params.events_per_second / max(1, events)))
+        for number in range(count):
+            if not enough():
+                self._search(begin + (number + 1) / count * (deadline - begin), enough)
+
+    def _search(self, deadline: float | None, enough: Callable[[], bool]) -> None:
+        """Anneal each start, and what is best by then again."""
         begin, params = time.monotonic(), self.params
         first, last = len(self.starts), len(params.last_heats)
         rounds: list[tuple[Ints | None, float, float]] = [
@@ -93,7 +106,7 @@ class JointSearch:
     ) -> tuple[float, Ints]:
         """Cool down from a sequence; the value (µs) and the sequence at which that ends."""
         params, state, begin = self.params, self.state, time.monotonic()
-        base = self.problem.base_cost_us
+        base = self.problem.base_cost_us or 1.0  # no cost is no scale
         heat *= params.heat * base / self.problem.op_count
         steeper = 1.0
         steps = int(share * self.steps)

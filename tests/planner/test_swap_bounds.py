@@ -119,6 +119,23 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
     assert find_faults(graph, made) == []
 
 
+@settings(SETTINGS, max_examples=20)
+@given(graph=graphs(max_ops=5, mutates=False, variants=False, inplace=False), host=HOSTS, **BUDGETS)
+def test_coop_offline_finds_the_shortest_makespan(graph, host, outputs, share, alignment):
+    """Where nothing is in place; among outputs of the step too, which may go and come back."""
+    problem, arena, best = drawn(graph, outputs, share, alignment, host)
+    try:
+        found = CoopOffline(problem, Request(arena))
+        found.begin()
+        cost_us = found.solution().placed.cost_us
+    except DoesNotFitError:
+        cost_us = None
+    if best is None:
+        assert cost_us is None
+    else:
+        assert cost_us == pytest.approx(best, rel=1e-6)
+
+
 def test_a_program_that_highs_gives_up_is_solved_all_the_same():
     """HiGHS ends this model with an error of its own."""
     tensors = {0: ("activation", 4), 1: ("output", 4), 2: ("activation", 2)}
