@@ -13,8 +13,15 @@ from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
 from coop_plan.runtime.execute.copies import Copies, Route, Transfers
 from coop_plan.runtime.execute.flight import Flight
 from coop_plan.runtime.execute.generators import Generator, default_generator
-from coop_plan.runtime.execute.partition import FLIGHT, OCCURRENCE, Over, shared_places, split
-from coop_plan.schemas import Compute, Plan, Write
+from coop_plan.runtime.execute.partition import (
+    FLIGHT,
+    OCCURRENCE,
+    Over,
+    final_sources,
+    shared_places,
+    split,
+)
+from coop_plan.schemas import Compute, Plan, Prefetch, Write
 
 
 class Code:
@@ -49,7 +56,7 @@ class Code:
             _slots(captured, step, over.get(number, ())) for number, step in enumerate(steps)
         ]
         self.slots = _gradient_slots(captured, steps, program, over)
-        self.left = _left(captured, steps)
+        self.left = _left(captured, plan)
         self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
         transfers = Transfers(plan)
         arriving = [transfers.all[i] for i in transfers.arrivals()]
@@ -152,13 +159,18 @@ def _gradient_slots(
     return found
 
 
-def _left(captured: Captured, steps: Sequence[Compute]) -> dict[int, int]:
+def _left(captured: Captured, plan: Plan) -> dict[int, int]:
     """Positions of the gradients that lie in the arena when the step is over, by offset."""
+    final = final_sources(plan)
+    written: list[Write | Prefetch] = []
+    for step in plan.steps:
+        written += step.writes if isinstance(step, Compute) else []
+        written += [step] if isinstance(step, Prefetch) else []
     offsets = {
         write.tensor: place
-        for step in steps
-        for write in step.writes
+        for write in written
         if (place := place_of(write)) is not None
+        and final.get(write.tensor) == ("buffer", write.buffer)
     }
     found: dict[int, int] = {}
     for position, value in enumerate(captured.output_args[captured.num_fwd_outputs :]):
@@ -169,7 +181,7 @@ def _left(captured: Captured, steps: Sequence[Compute]) -> dict[int, int]:
     return found
 
 
-def place_of(write: Write) -> int | None:
+def place_of(write: Write | Prefetch) -> int | None:
     """Where in the arena a tensor lies; None: outside it.
 
     So does one without bytes, which a plan of several graphs makes of what only passes between them

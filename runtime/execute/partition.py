@@ -78,7 +78,7 @@ def split(captured: Captured, plan: Plan, over: Mapping[int, Over]) -> Halves:
     """The forward and the backward of `plan`; `over` are its `shared_places`."""
     border = _border(captured, plan)
     emitter = _Emitter(plan, over)
-    final = _final(plan)
+    final = final_sources(plan)
     forward = _Half(captured, None)
     inputs = inputs_of(captured)
     for node in inputs:
@@ -215,7 +215,7 @@ def _stub(graph: fx.Graph, arg: Any, placed: Mapping[fx.Node, fx.Node]) -> Any:
     return node
 
 
-def _final(plan: Plan) -> dict[int, Source]:
+def final_sources(plan: Plan) -> dict[int, Source]:
     """Where each output is when the step is over.
 
     It may have been made again after that, as a by-product of another output of its op: such a

@@ -7,12 +7,13 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.layout import lay_out, lay_out_host
 
 
-def swap_plan(graph, options, *, ahead=2, share=1.0):
+def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False):
     """
     Every tensor of the forward that the backward reads goes to the host and comes back.
 
     Copied away once the forward is through with it, waited for an op later, and back `ahead` ops
-    before it is read. With a `share` the largest ones alone, so much of their bytes.
+    before it is read. With a `share` the largest ones alone, so much of their bytes. With
+    `gradients` these go as well, and come back when the step ends.
     """
     graph = options.on(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
@@ -35,12 +36,16 @@ def swap_plan(graph, options, *, ahead=2, share=1.0):
         if sum(graph.tensors[u].bytes for u in moved) - graph.tensors[t].bytes >= wanted:
             del moved[t]
     orders = []
+    away = {t: problem.producer[t] for t in gradients_away(problem) if gradients}
     for op in range(problem.op_count):
         orders += [("prefetch", t) for t, (_, late) in moved.items() if late == op + ahead]
         orders += [("wait", t) for t, (_, late) in moved.items() if late == op]
         orders.append(("run", op))
         orders += [("wait", t) for t, (last, _) in moved.items() if last == op - 1]
         orders += [("offload", t) for t, (last, _) in moved.items() if last == op]
+        orders += [("offload", t) for t, made in away.items() if made == op]
+        orders += [("wait", t) for t, made in away.items() if made == op - 1]
+    orders += [(do, t) for do in ("prefetch", "wait") for t in away]
     schedule = Schedule.of_orders(problem, orders)
     placed, _ = lay_out(schedule, work=0)
     host = lay_out_host(schedule, work=0)
@@ -60,3 +65,15 @@ def swap_plan(graph, options, *, ahead=2, share=1.0):
     )
     verify(graph, made)
     return made
+
+
+def gradients_away(problem):
+    """Gradients in the arena that are made early enough for that."""
+    return [
+        t
+        for t in range(problem.tensor_count)
+        if problem.is_output[t]
+        and problem.movable[t]
+        and max([problem.producer[t], *problem.consumers[t]]) == problem.producer[t]
+        and problem.producer[t] < problem.op_count - 2
+    ]

@@ -17,6 +17,7 @@ from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.device.links import AWAY, BACK, CpuLinks, cpu_engines
 from coop_plan.runtime.execute import planning
+from coop_plan.schemas import Prefetch
 from tests.runtime.swapping import swap_plan
 from tests.runtime.test_training import CASES, assert_same, compiled, train
 
@@ -56,6 +57,19 @@ def test_losses_and_parameters_equal_eager(case):
     assert report.measured_host_arena_bytes == plan.host_arena_bytes
     assert report.measured_makespan_us >= report.last_step_us
     assert sum(span.bytes for span in report.copies) == plan.swapped_bytes
+
+
+@pytest.mark.parametrize("case", ["dropout", "convolution", "tied"])
+def test_gradients_may_be_away_until_the_step_ends(case, monkeypatch):
+    monkeypatch.setattr(planning, "plan", functools.partial(swap_plan, gradients=True))
+    model, other, step, batch = pair(case)
+    losses = train(model, model, batch)
+    assert_same(model, losses, other, train(other, step, batch))
+    (report,) = runtime.reports()
+    kinds = {tensor.id: tensor.kind for tensor in report.graph.tensors}
+    back = [s for s in report.plan.steps if isinstance(s, Prefetch)]
+    assert [s for s in back if kinds[s.tensor] == "output"]
+    assert (report.measured_arena_bytes, report.outside_bytes) == (report.plan.arena_bytes, 0)
 
 
 def test_copies_take_as_long_as_the_link_says():
