@@ -92,6 +92,14 @@ def lacks():
         return nn.functional.ctc_loss(model(x).log_softmax(-1), y, *lengths)
     return step, (torch.ones(7, 2, 8), torch.ones(2, 3, dtype=torch.int64))
 
+def by_size():
+    weight = nn.Parameter(torch.Tensor(4, 4))
+    return (lambda x: (x @ weight).sum()), (torch.ones(2, 4),)
+
+def elsewhere():
+    model = nn.Linear(4, 4).to("cpu")
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
 def raises():
     model = nn.Linear(4, 4)
     def step(x):
@@ -292,6 +300,26 @@ def test_an_optimizers_state(optimizer, masters, each):
 def test_what_cannot_be_captured_is_named_with_its_place(user_module, function, error, said):
     with pytest.raises(error, match=said):
         capture_for(Question(target=f"{user_module}:{function}", spec=CPU))
+
+
+@cpu_build
+def test_a_tensor_of_sizes_is_on_the_device(user_module):
+    """`torch.Tensor(4, 4)` knows no default device."""
+    graph = capture_for(Question(target=f"{user_module}:by_size", spec=device("l4")))
+    assert sorted(t.kind for t in graph.tensors[:2]) == ["input", "parameter"]
+    assert graph.ops[0].name == "aten.mm.default"
+
+
+@cpu_build
+def test_tensors_of_two_devices_are_named(user_module):
+    with pytest.raises(CaptureError, match=r"same device.*away_steps\.py, line .*with \.to\("):
+        capture_for(Question(target=f"{user_module}:elsewhere", spec=device("l4")))
+
+
+@cpu_build
+def test_a_recurrent_layer_is_captured_without_a_word(user_module, capfd):
+    capture_for(Question(target=f"{user_module}:recurs", spec=device("l4")))
+    assert capfd.readouterr().err == ""
 
 
 @cpu_build
