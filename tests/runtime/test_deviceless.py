@@ -331,14 +331,16 @@ def test_an_op_that_cuda_alone_has_is_named(user_module):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "device.json: not a device file"),
-        ('{"kind": "tpu"}', "kind"),
-        ('{"kind": "cpu", "memory_bytes": 1, "flops": {}, "bytes_per_s": 1}', "no float32"),
+        (b"{", "device.json: not JSON"),
+        (b'{"kind": "\xff"}', "device.json: not JSON: the text is not UTF-8"),
+        (b'{"kind": "tpu"}', "device.json#/kind: "),
+        (b'{"kind": "cpu", "memory_bytes": NaN}', "device.json#/memory_bytes: NaN"),
+        (b'{"kind": "cpu", "memory_bytes": 1, "flops": {}, "bytes_per_s": 1}', "no float32"),
     ],
 )
 def test_a_bad_device_file_is_named(tmp_path, content, said):
     path = tmp_path / "device.json"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(InvalidInputError, match=said):
         device(str(path))
 
