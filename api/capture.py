@@ -50,7 +50,12 @@ def capture(
     check_writable(output)
     if variants and device is not None:
         raise click.UsageError("--variants are tried here, not on a --device that is not")
-    graph = captured(target, device, batch, optimizer, masters, variants=variants)
+    from coop_plan.runtime.errors import RuntimeRefusalError
+
+    try:
+        graph = captured(target, device, batch, optimizer, masters, variants=variants)
+    except RuntimeRefusalError as error:
+        fail(error, EXIT_ERROR)
     if output == "-":
         click.echo(graph.to_json())
         return
@@ -67,7 +72,12 @@ def captured(
     *,
     variants: bool = False,
 ) -> "Graph":
-    """The graph of what a user names; ends the command where it cannot be captured."""
+    """The graph of what a user names.
+
+    Raises:
+        InvalidInputError: no such step, or no such device.
+        RuntimeRefusalError: it cannot be captured.
+    """
     if masters and optimizer is None:
         raise click.UsageError("--masters needs an --optimizer")
     if str(Path.cwd()) not in sys.path:
@@ -80,17 +90,13 @@ def captured(
         fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
     from coop_plan.runtime.capture.deviceless import Question, capture_for
     from coop_plan.runtime.capture.devices import device as device_named
-    from coop_plan.runtime.errors import RuntimeRefusalError
 
-    try:
-        if device is None:
-            return capture_target(target, batch, optimizer, masters, variants=variants)
-        spec = device_named(device)
-        return capture_for(
-            Question(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
-        )
-    except RuntimeRefusalError as error:
-        fail(error, EXIT_ERROR)
+    if device is None:
+        return capture_target(target, batch, optimizer, masters, variants=variants)
+    spec = device_named(device)
+    return capture_for(
+        Question(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
+    )
 
 
 @click.command(short_help="Measure this machine's device into a file for --device.")

@@ -1,12 +1,12 @@
 """`coop-plan fit`: whether a step fits into devices that are not here, and with what batch."""
 
 import json
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from coop_plan.api.capture import MASTERS, OPTIMIZER, TARGET, captured
+from coop_plan.api.exits import EXIT_ERROR, EXIT_INVALID, fail
 
 if TYPE_CHECKING:
     from coop_plan.planner.fit import Fit, Largest
@@ -37,25 +37,51 @@ def fit(
     device, and the largest batch within 5 %, 10 % and one extra forward. Behind each number is a
     verified plan.
     """
-    from coop_plan.planner.fit import fit as figures_of
-
-    rows = []
-    for device in devices.split(","):
-        graph_at = cache(partial(_graph_at, target, device, optimizer, masters))
-        there = graph_at(batch).device
-        memory = there.memory_bytes - (CONTEXT_BYTES if there.kind == "cuda" else 0)
-        found = figures_of(graph_at, batch, memory, LIMITS)
-        rows.append({"device": device, "batch": batch, **_figures(found)})
+    asked = [_row(target, device, batch, optimizer, masters) for device in devices.split(",")]
+    rows = [row for row, _ in asked]
     if as_json:
         click.echo(json.dumps(rows))
-        return
-    _print(rows)
+    else:
+        _print([row for row in rows if row["keep_all"] is not None])
+    if faults := [(row, code) for row, code in asked if row["error"] is not None]:
+        fail(_message([row for row, _ in faults]), faults[0][1])
 
 
-def _graph_at(
-    target: str, device: str, optimizer: str | None, masters: bool, batch: int
-) -> "Graph":
-    return captured(target, device, batch, optimizer, masters)
+def _row(
+    target: str, device: str, batch: int, optimizer: str | None, masters: bool
+) -> tuple[dict[str, Any], int]:
+    """What is known of one device, and the exit code; `error` says why what is missing is."""
+    from coop_plan.planner.fit import fit as figures_of
+    from coop_plan.runtime.errors import RuntimeRefusalError
+    from coop_plan.schemas import InvalidInputError
+
+    def graph_at(number: int) -> "Graph":
+        if number == batch:
+            return graph
+        try:
+            return captured(target, device, number, optimizer, masters)
+        except (InvalidInputError, RuntimeRefusalError) as error:
+            raise InvalidInputError(f"at batch {number}, {error}") from None
+
+    row: dict[str, Any] = {"device": device, "batch": batch}
+    try:
+        graph = captured(target, device, batch, optimizer, masters)
+    except (InvalidInputError, RuntimeRefusalError) as error:
+        figures = dict.fromkeys(("memory_bytes", "keep_all", "smallest", "within"))
+        code = EXIT_INVALID if isinstance(error, InvalidInputError) else EXIT_ERROR
+        return row | figures | {"largest": {}, "error": str(error)}, code
+    there = graph.device
+    memory = there.memory_bytes - (CONTEXT_BYTES if there.kind == "cuda" else 0)
+    found = figures_of(graph_at, batch, memory, LIMITS)
+    return row | _figures(found) | {"error": found.unknown or None}, EXIT_ERROR
+
+
+def _message(faults: list[dict[str, Any]]) -> str:
+    """Each fault once, with the devices that have it."""
+    devices: dict[str, list[str]] = {}
+    for row in faults:
+        devices.setdefault(row["error"], []).append(row["device"])
+    return "; ".join(f"{', '.join(names)}: {error}" for error, names in devices.items())
 
 
 def _figures(found: "Fit") -> dict[str, Any]:
@@ -77,9 +103,12 @@ def _figures(found: "Fit") -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
+    from coop_plan.planner.fit import ONE_FORWARD
     from coop_plan.schemas import format_bytes
 
-    names = list(rows[0]["largest"])
+    if not rows:
+        return
+    names = [*LIMITS, ONE_FORWARD]
     heads = ["device", "memory", "nothing recomputed", "smallest", "overhead"]
     lines = [[*heads, *(f"batch, {name}" for name in names)]]
     for row in rows:
@@ -91,7 +120,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
                 format_bytes(row["keep_all"]["peak_bytes"]),
                 format_bytes(row["smallest"]["peak_bytes"]),
                 "does not fit" if within is None else f"{within['overhead']:.2%}",
-                *(str(row["largest"][name]["batch"] or "none") for name in names),
+                *(_batch(row["largest"].get(name)) for name in names),
             ]
         )
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
@@ -101,13 +130,17 @@ def _print(rows: list[dict[str, Any]]) -> None:
         click.echo(f"{row['device']}: {_advice(row)}")
 
 
+def _batch(largest: dict[str, Any] | None) -> str:
+    return "unknown" if largest is None else str(largest["batch"] or "none")
+
+
 def _advice(row: dict[str, Any]) -> str:
     """What to do next."""
     from coop_plan.schemas import format_bytes
 
     batch, within = row["batch"], row["within"]
     if within is None:
-        fitting = row["largest"]["one extra forward"]["batch"]
+        fitting = max((found["batch"] for found in row["largest"].values()), default=0)
         least = format_bytes(row["smallest"]["peak_bytes"])
         if fitting:
             return f"batch {batch} needs {least}; batch {fitting} fits"

@@ -45,9 +45,10 @@ def import_(trace: str, kineto: str | None, output: str) -> None:
 def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
     from coop_plan.planner.traces.graph import import_trace
 
-    times = None if kineto is None else _json(_read(kineto), kineto)
+    times = None if kineto is None else _json(_read(kineto), kineto) or {}
     try:
-        made = import_trace(_json(data, source), times, Path(source).name)
+        name = Path(source).name.encode(errors="replace").decode()  # files may have any bytes
+        made = import_trace(_json(data, source), times, name)
     except InvalidInputError as error:
         origin = kineto if error.source == "kineto" and kineto else source
         raise InvalidInputError(error.message, error.pointer, origin) from None

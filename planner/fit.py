@@ -39,7 +39,7 @@ class Fit:
 
     `memory_bytes` is what the step may have; `kept` the plan of keep-everything in as much as it
     needs, `least` that of the smallest budget, `planned` that within the memory, if there is one.
-    `largest` has an entry for each limit of overhead.
+    `largest` has an entry for each limit of overhead, or none, and `unknown` says why.
     """
 
     memory_bytes: int
@@ -47,6 +47,7 @@ class Fit:
     least: Plan
     planned: Plan | None
     largest: Mapping[str, Largest]
+    unknown: str = ""
 
 
 def fit(
@@ -59,14 +60,12 @@ def fit(
     """Plan the step of a batch for a memory, and look for the largest batch within each limit.
 
     Args:
-        graph_at: captures the step at a batch.
+        graph_at: captures the step at a batch. An `InvalidInputError` at another batch than the
+            one that is asked about leaves the largest ones unknown.
         batch: the one that is asked about; twice as many is captured too.
         memory_bytes: what the step may have.
         limits: of overhead, by what they are called; `ONE_FORWARD` is one more, of the step itself.
         link: bytes/s to the host and back for plans that move tensors; 0: none does.
-
-    Raises:
-        InvalidInputError: the steps of two batches have different ops.
     """
     captured = {batch: graph_at(batch)}
     graph = captured[batch]
@@ -75,13 +74,12 @@ def fit(
     planned = search.within(graph)
     forward = fsum(op.cost_us for op in graph.ops if op.phase == "forward")
     limits = {**limits, ONE_FORWARD: forward / max(kept.base_cost_us, 1e-9)}
-    return Fit(
-        memory_bytes,
-        kept,
-        plan(graph, "min"),
-        planned,
-        {name: search.largest(batch, limit) for name, limit in limits.items()},
-    )
+    least = plan(graph, "min")
+    try:
+        largest = {name: search.largest(batch, limit) for name, limit in limits.items()}
+    except InvalidInputError as error:
+        return Fit(memory_bytes, kept, least, planned, {}, f"no largest batch: {error}")
+    return Fit(memory_bytes, kept, least, planned, largest)
 
 
 def scaled(small: Graph, large: Graph, position: float) -> Graph:
@@ -92,7 +90,10 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
     """
     ours = [(op.name, op.inputs, op.outputs) for op in small.ops]
     if ours != [(op.name, op.inputs, op.outputs) for op in large.ops]:
-        raise InvalidInputError("the step has other ops at another batch: it cannot be scaled")
+        raise InvalidInputError(
+            "the step has other ops at another batch: it cannot be scaled, only asked about one"
+            " batch at a time"
+        )
 
     def at(first: float, second: float) -> float:
         return max(0.0, first + (second - first) * position)

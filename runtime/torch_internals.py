@@ -14,6 +14,7 @@ import ctypes
 import functools
 import inspect
 import logging
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,6 +209,7 @@ def watch_calls(
         self.backend_ctx_ctor = partial(around, self)
         _let_trace_pytorchs_own()
         pass_over_words_said_once()
+        let_install_hooks()
         asked(self)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -279,13 +281,30 @@ def pass_over_words_said_once() -> None:
     _let_write_the_configuration()
 
 
+def let_install_hooks() -> None:
+    """Let transformers put the hooks on a model that collect its hidden states, while it is traced.
+
+    It does so under a lock, at the first call that asks for them. Assumed: what is marked as
+    constant is called as it is with the module, once (torch/_dynamo/variables/functions.py).
+    """
+    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
+    install = getattr(capturing, "maybe_install_capturing_hooks", None)
+    if install is not None:
+        torch.compiler.assume_constant_result(install)  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def told_by_the_error_alone() -> Iterator[None]:
-    """Keep an op that fails on fake tensors from being logged with its traceback as well."""
+    """Keep an op that fails on fake tensors from being logged with its traceback as well.
+
+    Nor does Dynamo warn of what it traces: each is a page with a stack, of code of libraries.
+    """
     logger = logging.getLogger(FakeTensor.__module__)
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch\._dynamo\.")
+            yield
     finally:
         logger.disabled = before
 
@@ -993,6 +1012,8 @@ def believe_in_cuda(name: str, memory_bytes: int) -> None:
     cuda.get_device_name = lambda device=None: name
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()  # around what is traced
     cuda.set_rng_state = lambda state, device="cuda": None
+    cudnn: Any = torch.backends.cudnn
+    cudnn.is_acceptable = lambda tensor: False  # it would warn at each recurrent layer
 
 
 @contextmanager
@@ -1010,6 +1031,27 @@ def copyable_fakes() -> Iterator[None]:
             yield
     finally:
         del mode.__deepcopy__
+
+
+@contextmanager
+def tensors_of_sizes(device: torch.device) -> Iterator[None]:
+    """Let `torch.Tensor(3, 4)` make its tensor on `device`, as `torch.empty(3, 4)` does there.
+
+    Assumed: `torch.Tensor` is a class of Python that leaves `__new__` to its base, which knows no
+    default device.
+    """
+    tensor: Any = torch.Tensor
+    original = tensor.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(cls, *args, **kwargs)
+        return made.to(device) if cls is tensor else made
+
+    tensor.__new__ = new
+    try:
+        yield
+    finally:
+        tensor.__new__ = original
 
 
 @contextmanager

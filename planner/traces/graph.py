@@ -80,6 +80,11 @@ def import_trace(document: Any, kineto: Any = None, name: str = "") -> Imported:
     if kineto is not None:
         try:
             times = Times(kineto).of(works, ops)
+            if all(micros is None for micros in times):
+                raise InvalidInputError(
+                    "no operator of it is one of the execution trace's: it is of another script",
+                    "/traceEvents",
+                )
         except InvalidInputError as error:
             raise InvalidInputError(error.message, error.pointer, "kineto") from None
     cost = {work.node.id: micros for work, micros in zip(ops, times, strict=True)}
@@ -94,7 +99,10 @@ def import_trace(document: Any, kineto: Any = None, name: str = "") -> Imported:
         "ops": made.ops,
     }
     timed = sum(micros is not None for micros in times)
-    return Imported(parse_graph(graph), timed, steps)
+    try:
+        return Imported(parse_graph(graph), timed, steps)
+    except InvalidInputError as error:  # its place is one of the graph, which nobody has seen
+        raise InvalidInputError(f"no graph can be made of it: {error.message}", "/nodes") from None
 
 
 @dataclass

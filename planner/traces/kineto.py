@@ -13,6 +13,7 @@ from coop_plan.planner.traces.operators import Work
 from coop_plan.schemas.errors import InvalidInputError
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+KINDS = ON_DEVICE | {"cpu_op", "user_annotation"}
 
 
 class Times:
@@ -28,7 +29,7 @@ class Times:
             if not isinstance(event, dict) or event.get("ph") != "X":
                 continue
             kind = event.get("cat")
-            if kind not in ON_DEVICE and kind not in ("cpu_op", "user_annotation"):
+            if not isinstance(kind, str) or kind not in KINDS:
                 continue
             begin, duration = (_micros(event, key, position) for key in ("ts", "dur"))
             arguments = event.get("args")

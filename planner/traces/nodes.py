@@ -8,11 +8,17 @@ lie in one object and small fields in `attrs`; before, they are fields of the no
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from coop_plan.schemas.errors import InvalidInputError
+
+MOST_BYTES = 1 << 60
+"""Of a storage: what the sizes of a graph may add up to."""
+
+DEVICE = re.compile(r"[a-z_]+(:\d+)?")
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,11 @@ def read_nodes(document: Any) -> list[Node]:
         if node.id in nodes:
             raise InvalidInputError(f"two nodes have the id {node.id}", f"{node.place}/id")
         nodes[node.id] = node
-    return [nodes[number] for number in sorted(nodes)]
+    found = [nodes[number] for number in sorted(nodes)]
+    for node in found[1:]:  # the first, the process, has itself for a parent
+        if node.parent == node.id:
+            raise InvalidInputError(f"node {node.id} is its own parent", f"{node.place}/ctrl_deps")
+    return found
 
 
 def _node(raw: Any, place: str) -> Node:
@@ -77,7 +87,7 @@ def _node(raw: Any, place: str) -> Node:
             raise InvalidInputError("an attribute has a name", f"{place}/attrs/{number}")
         fields.setdefault(str(attribute["name"]), attribute.get("value"))
     name = fields.get("name")
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not _is_text(name):
         raise InvalidInputError("a node has a name", f"{place}/name")
     own = _number(fields, "id", place)
     parent = _number(fields, "ctrl_deps" if "ctrl_deps" in fields else "parent", place)
@@ -96,6 +106,15 @@ def _node(raw: Any, place: str) -> Node:
         record=_number(fields, "rf_id", place, 0),
         place=place,
     )
+
+
+def _is_text(name: str) -> bool:
+    """Whether it can be written: JSON can name halves of characters, which no file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _number(fields: dict[str, Any], name: str, place: str, default: int | None = None) -> int:
@@ -153,7 +172,8 @@ def _ref(value: Any, form: tuple[Any, Any], own: int, place: str) -> Iterator[Re
     `value` is [tensor id, storage id, offset, number of elements, bytes of one, device].
     """
     numbers = value[:5] if isinstance(value, list) and len(value) == 6 else []
-    if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+    of_tensor = all(type(number) is int and number >= 0 for number in numbers)
+    if not numbers or not of_tensor or not isinstance(value[5], str):
         message = (
             f"node {own}: a tensor is [tensor id, storage id, offset, elements, bytes of one,"
             f" device], not {json.dumps(value)[:80]}"
@@ -162,11 +182,15 @@ def _ref(value: Any, form: tuple[Any, Any], own: int, place: str) -> Iterator[Re
     tensor, storage, offset, numel, itemsize = numbers
     if storage == 0 or numel == 0 or itemsize == 0:
         return
-    reach = _reach(form[0], form[1], numel)
+    if DEVICE.fullmatch(value[5]) is None:
+        raise InvalidInputError(f"node {own}: no device: {json.dumps(value[5])[:80]}", f"{place}/5")
+    extent = (offset + _reach(form[0], form[1], numel)) * itemsize
+    if extent < 0 or max(extent, numel * itemsize) >= MOST_BYTES:
+        raise InvalidInputError(f"node {own}: its sizes cannot be those of a tensor", place)
     yield Ref(
         tensor=tensor,
-        storage=(str(value[5]), storage),
-        extent=(offset + reach) * itemsize,
+        storage=(value[5], storage),
+        extent=extent,
         numel=numel,
         begin=offset,
         itemsize=itemsize,

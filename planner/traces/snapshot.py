@@ -56,7 +56,7 @@ def read_snapshot(data: bytes) -> Buffers:
     try:
         snapshot = _Plain(io.BytesIO(data)).load()
     except Exception as error:  # a broken pickle can raise nearly anything
-        message = f"no memory snapshot: {error or type(error).__name__}"
+        message = f"no memory snapshot: {str(error) or type(error).__name__}"
         raise InvalidInputError(message) from None
     if not isinstance(snapshot, dict):
         raise InvalidInputError("no memory snapshot: it is no dictionary")

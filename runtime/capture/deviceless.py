@@ -129,6 +129,7 @@ def _capture(asked: Question) -> Graph:
         convertible_modules,
         copyable_fakes,
         nothing_drawn_twice,
+        tensors_of_sizes,
     )
 
     if asked.spec.kind == "cuda":
@@ -141,6 +142,7 @@ def _capture(asked: Question) -> Graph:
         copyable_fakes(),
         convertible_modules(),
         nothing_drawn_twice(),
+        tensors_of_sizes(torch.device(asked.spec.kind)),
     ):
         step, args = called(asked.target, asked.batch)
 

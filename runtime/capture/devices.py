@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from coop_plan.schemas import InvalidInputError
+from coop_plan.schemas._parse import Model, parse
 
 BUILT_IN = Path(__file__).with_name("devices.json")
 
@@ -19,7 +20,7 @@ Rate = Annotated[float, Meta(gt=0, le=1e18)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
-class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DeviceSpec(Model, frozen=True, kw_only=True):
     """A device as the cost model (`roofline.py`) sees it; `source` says whose figures these are.
 
     `flops` are peaks per second by type: a type of PyTorch, or `tf32`, in which float32 products
@@ -70,13 +71,10 @@ def device(name: str) -> DeviceSpec:
         return built_in()[name]
     try:
         content = Path(name).read_bytes()
-    except OSError:
+    except (OSError, ValueError):
         known = ", ".join(built_in())
         raise InvalidInputError(
             f"no device and no device file '{name}'; the devices are {known}"
         ) from None
-    try:
-        spec = msgspec.json.decode(content, type=DeviceSpec)
-    except msgspec.DecodeError as error:
-        raise InvalidInputError(f"not a device file: {error}", source=name) from None
+    spec = parse(DeviceSpec, content, name)
     return msgspec.structs.replace(spec, name=spec.name or Path(name).stem)

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import fx
 
 from coop_plan.runtime.capture.composites import as_eager
 from coop_plan.runtime.capture.joint import capture_joint
+from coop_plan.runtime.capture.reasons import reason
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.state import with_state
 from coop_plan.runtime.errors import CaptureError
@@ -20,17 +20,14 @@ from coop_plan.runtime.torch_internals import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     TorchDynamoException,
-    TorchRuntimeError,
     aot_autograd,
+    let_install_hooks,
     pass_over_words_said_once,
     prepare_dynamo,
     reset_dynamo,
     told_by_the_error_alone,
 )
 from coop_plan.schemas import Graph, InvalidInputError
-
-WITH_FAKES = "when running FX node"
-"""What Dynamo says first where an op fails on fake tensors in other ways than an op's own."""
 
 
 def capture_target(
@@ -75,9 +72,14 @@ def called(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tup
                 f"'{spec}' takes no argument 'batch', by which its batch could be chosen: let it be"
                 f" {function_name}(batch=...)"
             )
-        result = function() if batch is None else function(batch=batch)
+        given = {} if batch is None else {"batch": batch}
+        _check_call(spec, function, given)
+        result = function(**given)
     except InvalidInputError:
         raise
+    except SystemExit as error:
+        message = f"'{spec}' ended in {_place(error)}: SystemExit: {error}"
+        raise InvalidInputError(message) from None
     except ModuleNotFoundError as error:
         raise InvalidInputError(f"no module named '{error.name}' (from '{spec}')") from None
     except Exception as error:  # the user's own code failed: say where in it
@@ -101,10 +103,22 @@ def called(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tup
     return result[0], tuple(result[1])
 
 
+def _check_call(spec: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        message = f"'{spec}' cannot be called: {error}"
+        if not given and "batch" in inspect.signature(function).parameters:
+            message += " (--batch N)"
+        raise InvalidInputError(message) from None
+
+
 def _place(error: BaseException) -> str:
-    """The last line outside PyTorch and the runtime that an error came through."""
+    """The last line outside Python, PyTorch and the runtime that an error came through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    inside = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+    inside = str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<frozen "
     frame = next((f for f in reversed(frames) if not f.filename.startswith(inside)), frames[-1])
     return f"{frame.filename}, line {frame.lineno}"
 
@@ -145,13 +159,16 @@ def capture(
         raise _CapturedError
 
     def refuse(*_: Any) -> Any:
-        raise CaptureError(f"'{name}' needs no gradient: nothing of it is kept for a backward")
+        raise CaptureError(
+            "it needs no gradient: return the loss, of parameters or arguments that require one"
+        )
 
     backend = aot_autograd(
         fw_compiler=refuse, bw_compiler=refuse, inference_compiler=refuse, partition_fn=partition
     )
     prepare_dynamo()
     pass_over_words_said_once()
+    let_install_hooks()
     reset_dynamo()
 
     def traced(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -164,7 +181,7 @@ def capture(
             compiled(*args, **(kwargs or {}))
     except (TorchDynamoException, TypeError) as error:  # or a wrong call
         if not found:
-            raise CaptureError(f"'{name}' cannot be captured: {_reason(error)}") from None
+            raise CaptureError(f"'{name}' cannot be captured: {reason(error)}") from None
     if not found:
         raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op")
     return found[0]
@@ -172,34 +189,3 @@ def capture(
 
 class _CapturedError(Exception):
     """Ends the compilation once the graph is known."""
-
-
-def _reason(error: Exception) -> str:
-    """In one line: what Dynamo came upon, where in the user's code, and its advice."""
-    cause = getattr(error, "inner_exception", error)
-    raised = re.search(r"debug context: raised exception (.+)", str(cause))
-    if isinstance(cause, TorchRuntimeError) or WITH_FAKES in str(cause):
-        # An op that fails on fake tensors: in its own words.
-        while (earlier := cause.__cause__ or cause.__context__) is not None:
-            if isinstance(earlier, CaptureError):  # of an attempt before this one
-                break
-            cause = earlier
-    elif raised:  # by the user's own code, or by what it calls
-        # PyTorch 2.11: ValueError([ConstantVariable(str: 'what it says')])
-        said = re.sub(r"\[ConstantVariable\(\w+: (.*)\)\]", r"\1", raised[1])
-        return f"it raises {said}" + _user_place(error)
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [repr(cause)]
-    said = lines[0]
-    if lacking := re.match(r"(\S+): attempted to run this operator with Meta tensors", said):
-        said = f"{lacking[1]} has no kernel for fake tensors: without one its results are not known"
-    said += _user_place(error)
-    hints = [line.removeprefix("Hint: ") for line in lines if line.startswith("Hint: ")]
-    return said + (f"; {hints[0]}" if hints else "")
-
-
-def _user_place(error: Exception) -> str:
-    """Where Dynamo was in the user's code, in brackets."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
-    users = [place for place in places if not place[0].startswith(str(Path(torch.__file__).parent))]
-    places = users or places
-    return f" ({places[-1][0]}, line {places[-1][1]})" if places else ""

@@ -70,6 +70,11 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor&, bool) { return self; }
 
+// Tracing takes an op apart where a device has no kernel for it; these have one on CUDA.
+void untouched(const c10::OperatorHandle& op, torch::jit::Stack*) {
+  TORCH_CHECK(false, op.schema().name(), " is not run on a device that is not there");
+}
+
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
 }  // namespace
@@ -78,6 +83,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("copy_", copy_);
+  for (const char* name : {"silu_backward", "mish_backward", "_fused_rms_norm"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&untouched>());
 }
 
 namespace at {

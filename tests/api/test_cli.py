@@ -341,7 +341,7 @@ def test_capture_profiles_a_function_and_the_graph_can_be_planned(
         ("nonsense", "package.module:function"),
         ("no_such_module:f", "no_such_module"),
         ("json:no_such_function", "no_such_function"),
-        ("json:dumps", "TypeError: dumps() missing"),
+        ("json:dumps", "missing a required argument: 'obj'"),
     ],
 )
 def test_a_bad_capture_target_ends_in_one_line(target, says, run, folder):

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+from random import Random
 
 import pytest
 
@@ -144,6 +145,14 @@ def test_the_last_step_of_several_is_taken(step):
     ]
 
 
+def value_of(nodes, index=0):
+    return nodes[2]["inputs"]["values"][index]
+
+
+def shaped(nodes, shape, strides):
+    nodes[2]["inputs"].update(shapes=[shape, []], strides=[strides, []])
+
+
 def broken(step, change):
     document = json.loads(json.dumps(step.document))
     change(document["nodes"])
@@ -162,12 +171,78 @@ def broken(step, change):
         ("/nodes/3", lambda n: n[3].update(name="triton_poi_fused_0")),
         ("/nodes/3", lambda n: n.__setitem__(3, 7)),
         ("/nodes", lambda n: n.clear()),
+        ("/nodes/2/inputs/values/0", lambda n: value_of(n).__setitem__(5, None)),
+        ("/nodes/2/inputs/values/0/5", lambda n: value_of(n).__setitem__(5, "\x1b")),
+        ("/nodes/2/inputs/values/0", lambda n: value_of(n).__setitem__(3, 10**30)),
+        ("/nodes/2/inputs/values/0", lambda n: shaped(n, [-5, 1], [10**6, 1])),
+        ("/nodes/2/inputs/values/0", lambda n: shaped(n, [10**30, 1], [10**30, 1])),
+        ("/nodes/3/ctrl_deps", lambda n: n[3].update(ctrl_deps=n[3]["id"])),
+        ("/nodes/3/name", lambda n: n[3].update(name="aten::\ud800")),
+        ("/nodes", lambda n: [value_of(n, i).__setitem__(3, 1 << 57) for i in (0, 1)]),
     ],
 )
 def test_a_fault_is_named_with_its_place(step, pointer, change):
     with pytest.raises(InvalidInputError) as caught:
         import_trace(broken(step, change))
     assert caught.value.pointer == pointer
+
+
+DAMAGES = [None, True, -1, 1 << 64, 1.5, float("nan"), "", "x", [], {}, [1, 2, 3], {"a": 1}]
+
+
+def damaged(document, random):
+    """One place of it is something else, is gone, or is there twice."""
+    document = json.loads(json.dumps(document))
+    places, parents = [], [document]
+    for parent in parents:
+        items = parent.items() if isinstance(parent, dict) else enumerate(parent)
+        for key, value in items:
+            places.append((parent, key))
+            if isinstance(value, dict | list):
+                parents.append(value)
+    parent, key = random.choice(places)
+    what = random.choice([*DAMAGES, "gone", "twice"])
+    if what == "gone":
+        del parent[key]
+    elif what == "twice" and isinstance(parent, list):
+        parent.insert(key, parent[key])
+    else:
+        parent[key] = what
+    return document
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_what_is_damaged_is_a_fault_with_a_place_or_does_not_matter(step, seed):
+    random = Random(seed)
+    event = {"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 9, "name": "aten::mm"}
+    kineto = {"traceEvents": [event | {"args": {"External id": number}} for number in (3, 4)]}
+    document, times = step.document, kineto
+    if random.random() < 0.7:
+        document = damaged(document, random)
+    else:
+        times = damaged(times, random)
+    try:
+        made = import_trace(document, times)
+    except InvalidInputError as error:
+        assert error.pointer
+        assert error.source == ("" if times is kineto else "kineto")
+    else:
+        assert not find_faults(made.graph, plan(made.graph, "100%", method="keep-all"))
+
+
+@pytest.mark.parametrize(
+    ("pointer", "event"),
+    [
+        ("/traceEvents", {"cat": "cpu_op", "name": "aten::other"}),
+        ("/traceEvents", {"cat": {}, "name": "aten::mm"}),
+        ("/traceEvents/0/dur", {"cat": "kernel", "dur": float("nan")}),
+    ],
+)
+def test_a_fault_of_a_kineto_trace_is_named_as_its_own(step, pointer, event):
+    event |= {"ph": "X", "ts": 1, "args": {"External id": 3}}
+    with pytest.raises(InvalidInputError) as caught:
+        import_trace(step.document, {"traceEvents": [event]})
+    assert (caught.value.pointer, caught.value.source) == (pointer, "kineto")
 
 
 def snapshot(events, blocks=()):
@@ -214,6 +289,11 @@ def test_a_snapshot_is_never_run():
 
     with pytest.raises(InvalidInputError, match="system, and only plain data"):
         read_snapshot(pickle.dumps({"segments": [Bad()]}))
+
+
+def test_a_snapshot_that_asks_for_more_memory_than_there_is_says_so():
+    with pytest.raises(InvalidInputError, match="no memory snapshot: MemoryError"):
+        read_snapshot(b"\x80\x04\x8e" + (1 << 55).to_bytes(8, "little") + b".")
 
 
 @pytest.mark.parametrize(

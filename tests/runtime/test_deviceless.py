@@ -92,6 +92,30 @@ def lacks():
         return nn.functional.ctc_loss(model(x).log_softmax(-1), y, *lengths)
     return step, (torch.ones(7, 2, 8), torch.ones(2, 3, dtype=torch.int64))
 
+def by_size():
+    weight = nn.Parameter(torch.Tensor(4, 4))
+    return (lambda x: (x @ weight).sum()), (torch.ones(2, 4),)
+
+def elsewhere():
+    model = nn.Linear(4, 4).to("cpu")
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
+def has_kernels():
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Mish(), nn.RMSNorm(4))
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
+def network(name):
+    from benchmarks.models import ARCHITECTURES
+    model, step_of, batch = ARCHITECTURES[name]()
+    return step_of(model), (batch,)
+
+def unet(): return network("unet")
+def gpt2(): return network("gpt2")
+def bert(): return network("bert")
+def resnet(): return network("resnet")
+def swin(): return network("swin")
+def distilbert(): return network("distilbert")
+
 def raises():
     model = nn.Linear(4, 4)
     def step(x):
@@ -164,17 +188,63 @@ def test_what_pytorch_does_on_cuda_alone(user_module, function, op, count):
     assert len(ops) >= count
 
 
-@pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
-def test_real_networks_as_on_the_cpu(name, monkeypatch):
-    """The same ops, edges and sizes as where the tensors are real; no op is timed for it."""
+@pytest.fixture
+def untimed(monkeypatch):
+    """Ops are not timed for long."""
     monkeypatch.setattr(profile, "MIN_REPEATS", 2)
     monkeypatch.setattr(profile, "REPEAT_US", 0.0)
+
+
+@pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
+def test_real_networks_as_on_the_cpu(name, untimed):
+    """The same ops, edges and sizes as where the tensors are real."""
     model, step_of, batch = ARCHITECTURES[name]()
     here = capture(step_of(model), (batch,))
     with FakeTensorMode():
         model, step_of, batch = ARCHITECTURES[name]()
         step = step_of(model)
     assert facts(capture(step, (batch,), model=Roofline(CPU))) == facts(here)
+
+
+ATTENTION = {
+    "aten._safe_softmax.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_efficient_attention_backward.default",
+    "aten._softmax_backward_data.default",
+    "aten.add.Tensor",
+    "aten.bmm.default",
+    "aten.clone.default",
+    "aten.mul.Scalar",
+    "aten.native_dropout.default",
+    "aten.native_dropout_backward.default",
+}
+"""Of attention with dropout, which is one kernel on CUDA, and one op after the other on the CPU."""
+
+
+@cpu_build
+@pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
+def test_real_networks_for_a_device_as_on_the_cpu(user_module, name, untimed):
+    here = capture_target(f"{user_module}:{name}")
+    away = capture_for(Question(target=f"{user_module}:{name}", spec=device("a100-80gb")))
+    if name in ("unet", "resnet", "swin"):
+        assert facts(away) == facts(here)
+        return
+    ours, theirs = (Counter(op.name for op in graph.ops) for graph in (away, here))
+    assert (ours - theirs).keys() | (theirs - ours).keys() <= ATTENTION
+
+    def lasting(graph):
+        sizes = Counter((t.kind, t.bytes) for t in graph.tensors if t.name != "runtime")
+        return {key: count for key, count in sizes.items() if key[0] != "activation"}
+
+    assert lasting(away) == lasting(here)
+
+
+@cpu_build
+def test_what_is_one_kernel_on_cuda_is_one_op(user_module):
+    """The CPU build of PyTorch has them for the CPU alone, and takes them apart elsewhere."""
+    graph = capture_for(Question(target=f"{user_module}:has_kernels", spec=device("l4")))
+    names = {op.name.split(".")[1] for op in graph.ops}
+    assert {"silu_backward", "mish_backward", "_fused_rms_norm_backward"} <= names
 
 
 def test_a_calibrated_device_is_the_one_that_was_measured(monkeypatch):
@@ -295,6 +365,26 @@ def test_what_cannot_be_captured_is_named_with_its_place(user_module, function, 
 
 
 @cpu_build
+def test_a_tensor_of_sizes_is_on_the_device(user_module):
+    """`torch.Tensor(4, 4)` knows no default device."""
+    graph = capture_for(Question(target=f"{user_module}:by_size", spec=device("l4")))
+    assert sorted(t.kind for t in graph.tensors[:2]) == ["input", "parameter"]
+    assert graph.ops[0].name == "aten.mm.default"
+
+
+@cpu_build
+def test_tensors_of_two_devices_are_named(user_module):
+    with pytest.raises(CaptureError, match=r"same device.*away_steps\.py, line .*with \.to\("):
+        capture_for(Question(target=f"{user_module}:elsewhere", spec=device("l4")))
+
+
+@cpu_build
+def test_a_recurrent_layer_is_captured_without_a_word(user_module, capfd):
+    capture_for(Question(target=f"{user_module}:recurs", spec=device("l4")))
+    assert capfd.readouterr().err == ""
+
+
+@cpu_build
 def test_an_op_that_cuda_alone_has_is_named(user_module):
     with pytest.raises(CaptureError, match=r"ctc_loss.* no kernel for fake .*away_steps.py, line"):
         capture_for(Question(target=f"{user_module}:lacks", spec=device("l4")))
@@ -303,14 +393,16 @@ def test_an_op_that_cuda_alone_has_is_named(user_module):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "device.json: not a device file"),
-        ('{"kind": "tpu"}', "kind"),
-        ('{"kind": "cpu", "memory_bytes": 1, "flops": {}, "bytes_per_s": 1}', "no float32"),
+        (b"{", "device.json: not JSON"),
+        (b'{"kind": "\xff"}', "device.json: not JSON: the text is not UTF-8"),
+        (b'{"kind": "tpu"}', "device.json#/kind: "),
+        (b'{"kind": "cpu", "memory_bytes": NaN}', "device.json#/memory_bytes: NaN"),
+        (b'{"kind": "cpu", "memory_bytes": 1, "flops": {}, "bytes_per_s": 1}', "no float32"),
     ],
 )
 def test_a_bad_device_file_is_named(tmp_path, content, said):
     path = tmp_path / "device.json"
-    path.write_text(content)
+    path.write_bytes(content)
     with pytest.raises(InvalidInputError, match=said):
         device(str(path))
 

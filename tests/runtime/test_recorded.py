@@ -1,6 +1,7 @@
 """A step that PyTorch recorded, through `coop-plan import`."""
 
 import json
+import os
 from collections import Counter
 
 import pytest
@@ -91,3 +92,12 @@ def test_a_bad_kineto_trace_is_named_and_not_the_other(tmp_path, capsys):
     kineto.write_text(json.dumps({"traceEvents": [event]}))
     assert imported(et, "--kineto", kineto, "-o", "-") == 2
     assert f"{kineto}#/traceEvents/0/dur: dur is a number of µs" in capsys.readouterr().err
+    kineto.write_text("null")
+    out = tmp_path / "out.json"
+    assert imported(et, "--kineto", kineto, "-o", out) == 2
+    assert "no Kineto trace" in capsys.readouterr().err
+    assert not out.exists()
+    named = tmp_path / os.fsdecode(b"\xff.json")
+    named.write_bytes(et.read_bytes())
+    assert imported(named, "-o", out) == 0
+    assert load_graph(out).name == "?.json"

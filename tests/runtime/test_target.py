@@ -3,13 +3,15 @@
 import logging
 
 import pytest
+import torch
 
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture.target import capture_target
+from coop_plan.runtime.capture.target import capture, capture_target
 from coop_plan.schemas import InvalidInputError
 
 SOURCE = """
+import functools, sys, time
 import torch
 model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)], torch.nn.Dropout(0.5))
 def good(): return (lambda x: model(x).square().mean()), (torch.randn(64, 32),)
@@ -33,6 +35,27 @@ def wrong_shapes():
     def step(x):
         return model(x).mm(x).sum()
     return step, (torch.randn(64, 32),)
+def decides():
+    def step(x):
+        return model(x).sum() if x.sum().item() > 0 else model(x).mean()
+    return step, (torch.randn(64, 32),)
+def sleeps():
+    def step(x):
+        time.sleep(0)
+        return model(x).sum()
+    return step, (torch.randn(64, 32),)
+def calls_backward():
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+    return step, (torch.randn(64, 32),)
+def ends(): sys.exit(0)
+def sized(batch): return (lambda x: model(x).sum()), (torch.randn(batch, 32),)
+def other(a, batch=1): return good()
+@functools.lru_cache
+def power(): return 2
+def cached(): return (lambda x: (model(x) ** power()).sum()), (torch.randn(64, 32),)
 """
 
 
@@ -62,6 +85,9 @@ def test_a_step_is_captured_with_its_facts(user_module):
         ("{}:missing", "no function 'missing'"),
         ("{}:not_a_pair", "must return a callable"),
         ("{}:raises", "user_steps.py, line .: ZeroDivisionError"),
+        ("{}:ends", "ended in .*user_steps.py, line 41: SystemExit: 0"),
+        ("{}:sized", r"required argument: 'batch' \(--batch N\)"),
+        ("{}:other", "cannot be called: missing a required argument: 'a'"),
     ],
 )
 def test_a_wrong_target_is_named(user_module, spec, said):
@@ -75,8 +101,14 @@ def test_a_wrong_target_is_named(user_module, spec, said):
         ("no_gradient", "needs no gradient"),
         ("breaks", "cannot be captured"),
         ("wrong_arguments", "missing 1 required positional argument"),
-        ("no_fake", r"(?s)user::twice.*register_fake.*user_steps\.py, line 19"),
-        ("wrong_shapes", r"\[64, 32\] X \[64, 32\].*user_steps\.py, line 23"),
+        ("no_fake", r"(?s)user::twice.*register_fake.*user_steps\.py, line 20"),
+        ("decides", r"it decides by what .*user_steps\.py, line 28\); use torch\.where"),
+        ("sleeps", r"`time\.sleep.*user_steps\.py, line 32\); leave it to code outside"),
+        (
+            "calls_backward",
+            r"calls backward\(\) .*user_steps\.py, line 38\); let it return",
+        ),
+        ("wrong_shapes", r"\[64, 32\] X \[64, 32\].*user_steps\.py, line 24"),
     ],
 )
 def test_what_cannot_be_captured_is_named(user_module, function, said, caplog):
@@ -88,6 +120,33 @@ def test_what_cannot_be_captured_is_named(user_module, function, said, caplog):
 def test_ops_know_the_module_and_the_line_that_made_them(user_module):
     graph = capture_target(f"{user_module}:good")
     sources = {op.source for op in graph.ops if op.name == "aten.addmm.default"}
-    assert sources == {f"model.{i}, user_steps.py:4" for i in range(4)}
+    assert sources == {f"model.{i}, user_steps.py:5" for i in range(4)}
     backward = {op.source for op in graph.ops if op.name == "aten.mm.default"}
     assert backward == sources
+
+
+def test_a_syntax_error_is_named_with_its_own_line(importable):
+    with pytest.raises(InvalidInputError, match=r"broken_steps\.py, line 2: SyntaxError"):
+        capture_target(f"{importable('broken_steps', chr(10) + 'def f(:')}:f")
+
+
+def test_what_dynamo_thinks_of_a_cache_is_not_the_users_matter(user_module):
+    """Its warning would be an error here."""
+    assert "aten.pow.Tensor_Scalar" in [
+        op.name for op in capture_target(f"{user_module}:cached").ops
+    ]
+
+
+def test_a_transformer_whose_hidden_states_are_asked_for():
+    """It puts hooks on its layers at the first call, under a lock that Dynamo does not know."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=10, intermediate_size=8, **sizes)
+    model = transformers.BertModel(config)
+
+    def step(x):
+        return sum(state.sum() for state in model(x, output_hidden_states=True).hidden_states)
+
+    graph = capture(step, (torch.ones(1, 4, dtype=torch.int64),))
+    names = [op.name for op in graph.ops if op.phase == "forward"]
+    assert names.count("aten.sum.default") == 3
