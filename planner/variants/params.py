@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Params, Seconds, Share, Size
+from coop_plan.planner.core.params import Count, Factor, Params, Seconds, Share, Size
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,20 @@ class VariantParams(Params):
     points_at_once: Count = 4
     """Points added where what was read out did not fit."""
 
-    widths: tuple[Share, ...] = (0.06, 0.12, 0.2, 0.4)
-    """Shares of the program that are set free at a time, one drawn each time."""
+    first_width: Share = 0.12
+    """Share of the program that is set free at first."""
 
-    counted_widths: Count = 2
-    """So many of these, the first, where no time limit was given."""
+    wider: Factor = 1.25
+    """Factor on that share after a neighbourhood that was solved."""
+
+    narrower: Share = 0.7
+    """And after one that was not, in its time or with its nodes."""
+
+    narrowest: Share = 0.04
+    """The share is no less."""
+
+    widest: Share = 0.7
+    """And no more."""
 
     step_seconds: Seconds = 3.0
     """Time limit of one neighbourhood."""

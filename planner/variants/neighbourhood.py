@@ -1,0 +1,89 @@
+"""
+Neighbourhoods of a solution of the program with bodies: what is set free around it.
+
+Shaw, Using constraint programming and local search methods to solve vehicle routing problems, CP
+1998. What is free is one stretch of the program, two of half the length (what is kept in one for
+what is kept in the other), or a stretch of segments (what is done there, of all tensors). The share
+of the program that is free follows from how the solves end.
+"""
+
+import random
+from dataclasses import dataclass, replace
+
+from coop_plan.planner.exact.model.milp import Milp, Outcome
+from coop_plan.planner.variants.model import BodyModel
+from coop_plan.planner.variants.params import VariantParams
+
+
+@dataclass
+class Neighbourhoods:
+    """Draws them; `width` is the share of the program that the next one sets free."""
+
+    draw: random.Random
+    params: VariantParams
+    width: float
+
+    def next(self, model: BodyModel, values: list[float]) -> Milp:
+        """The program with what is drawn set free around a solution, values per column."""
+        n, segments = model.choices.n, len(model.points)
+        kind = self.draw.randrange(3)
+        if kind == 2:
+            return neighbourhood(model, values, range(0), self._stretch(segments, self.width))
+        if kind == 1:
+            half = self.width / 2
+            ops = {*self._stretch(n, half), *self._stretch(n, half)}
+            return neighbourhood(model, values, ops, range(0))
+        return neighbourhood(model, values, self._stretch(n, self.width), range(0))
+
+    def _stretch(self, count: int, share: float) -> range:
+        width = int(count * share) + 1
+        low = self.draw.randrange(-width // 2, count)
+        return range(max(0, low), min(count, low + width))
+
+    def learn(self, outcome: Outcome) -> None:
+        """Wider where the solve came to an end, narrower where it did not."""
+        ended = outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
+        step = self.params.wider if ended else self.params.narrower
+        self.width = min(self.params.widest, max(self.params.narrowest, self.width * step))
+
+
+def neighbourhood(
+    model: BodyModel, values: list[float], ops: range | set[int], segments: range
+) -> Milp:
+    """
+    The program with all but some ops and segments as it is in a solution.
+
+    Free are the tensors made and the ops first run in `ops`, in all segments, and the bodies of the
+    ops that read those tensors, as what a forward op makes is decided with its backward; and all
+    that is done in `segments`. Rows of memory that the solution breaks are as it has them.
+    """
+    choices, problem = model.choices, model.choices.problem
+    loose = set[int]()
+    first = {op for k in segments for op in range(model.start(k) + 1, model.points[k] + 1)}
+    for v in model.f:
+        op = problem.bodies[v].op
+        near = any(problem.producer[t] in ops for t in choices.reads[v])
+        if near or op in ops or op in first:
+            loose.add(model.f[v])
+    for k, (x, y, z) in enumerate(zip(model.x, model.y, model.z, strict=True)):
+        here = k in segments
+        kept = x.items()
+        loose.update(c for t, c in kept if c is not None and (here or problem.producer[t] in ops))
+        loose.update(c for v, c in y.items() if here or problem.bodies[v].op in ops)
+        loose.update(z.values())
+    for held in model.h:
+        loose.update(held.values())
+    lower, upper = list(model.milp.lower), list(model.milp.upper)
+    for column, value in enumerate(values):
+        if column not in loose:
+            lower[column] = upper[column] = value
+    used = dict.fromkeys(model.memory, 0.0)
+    for row, column, value in zip(
+        model.milp.entry_row, model.milp.entry_column, model.milp.entry_value, strict=True
+    ):
+        if row in used:
+            used[row] += value * values[column]
+    row_upper = list(model.milp.row_upper)
+    for row, amount in used.items():
+        row_upper[row] = max(row_upper[row], amount)
+    return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)
