@@ -35,8 +35,14 @@ class VariantParams(Params):
     hasty_rules: Count = 3
     """Rules tried where any schedule will do."""
 
+    bound_points: Count = 12
+    """Time points of the whole program to begin with: few, as only what is solved has a good bound."""
+
+    rough: Share = 0.2
+    """Share of the gap to which the whole program is solved as long as it grows."""
+
     points: Count = 30
-    """Time points of the program to begin with."""
+    """Time points of the program of which neighbourhoods are solved, to begin with."""
 
     most_points: Count = 90
     """And at most."""

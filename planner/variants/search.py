@@ -67,7 +67,7 @@ class BodySearch:
         self._plain = not any(problem.overwritten)
         self._need = needs(problem).first
         self._room = [self.capacity - held for held in outputs_held(problem)]
-        self.points = self._first_points()
+        self.points = self._first_points(params.bound_points)
         self.cuts = frozenset[tuple[int, int]]()
 
     @property
@@ -75,8 +75,8 @@ class BodySearch:
         """The cost of the best schedule, infinite without one."""
         return INFINITY if self.placed is None else self.placed.cost_us
 
-    def _first_points(self) -> list[int]:
-        """Of groups of the ops that are too full with everything kept, those that need most."""
+    def _first_points(self, count: int) -> list[int]:
+        """Of so many groups of the ops that are too full with everything kept, the worst."""
         if self.choices.n <= self.params.small_ops:
             return list(range(self.choices.n + 1))
         least = [self._leanest(bodies) for bodies in self.choices.of]
@@ -88,7 +88,7 @@ class BodySearch:
             for op, used in enumerate(live)
             if used - self.problem.rounded(scratch[cheapest[op]].workspace_bytes) > self.capacity
         ]
-        chosen = worst_of_groups(over, self.params.points, key=lambda op: self._need[least[op]])
+        chosen = worst_of_groups(over, count, key=lambda op: self._need[least[op]])
         return [*chosen, self.choices.n]
 
     # Starts: one body per op.
@@ -304,27 +304,34 @@ class BodySearch:
 
         Of a time limit this is a share, and again one while no schedule is known.
         """
-        until = self._share(self.params.bound_share)
+        until, tight = self._share(self.params.bound_share), False
         while not self._done():
             if self.placed is None:
                 until = self._share(self.params.bound_share)
             elif until_placed or time.monotonic() >= until:
                 return
-            ended = self._solve(process, model, until)
-            grown = not self._looks_at(model, self.capacity)
-            if not grown or (self.placed is not None and not (ended and self._timed)):
+            gap = self.params.relative_gap
+            if self.placed is not None and self._timed and not tight:
+                gap = max(gap, self.params.rough * (self.cost_us / self.bound_us - 1))
+            ended = self._solve(process, model, until, gap)
+            if self.placed is not None and not (ended and self._timed):
                 return
-            model = self._model(self.capacity)
+            if self._looks_at(model, self.capacity):
+                if tight or gap <= self.params.relative_gap:
+                    return
+                tight = True
+            else:
+                model = self._model(self.capacity)
 
     def _share(self, share: float) -> float:
         """When this share of what is left of the time is over."""
         now = time.monotonic()
         return now + (self._until(INFINITY) - now) * share
 
-    def _solve(self, process: SolverProcess, model: BodyModel, until: float) -> bool:
+    def _solve(self, process: SolverProcess, model: BodyModel, until: float, gap: float) -> bool:
         """The program's bound, and the schedule of its solution; whether it was solved."""
         exact = self.choices.n <= self.params.small_ops
-        gap = 0.0 if exact else self.params.relative_gap
+        gap = 0.0 if exact else gap
         answer = process.solve(model.milp, until, relative_gap=gap, nodes=self._nodes)
         self.prove(model, answer.bound)
         ended = answer.outcome is Outcome.OPTIMAL
@@ -376,6 +383,7 @@ class BodySearch:
     def _search(self, process: SolverProcess) -> None:
         """Neighbourhoods of the best schedule until the time is up."""
         params = self.params
+        self.points = sorted({*self.points, *self._first_points(params.points)})
         draw = random.Random(self.request.seed)  # noqa: S311  (no secret)
         around = Neighbourhoods(draw, params, params.first_width)
         model = None
