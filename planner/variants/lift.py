@@ -41,7 +41,7 @@ def lifted(model: BodyModel, schedule: Schedule) -> list[float]:
         begin = end + 1
     for k, held in enumerate(model.h):
         for tensor, column in held.items():
-            constant, terms = model.kept(k, tensor)
+            constant, terms = model.before(k, tensor)
             resident = model.x[k][tensor]
             stays = constant + sum(value * values[c] for c, value in terms)
             stays += (1.0 if resident is None else values[resident]) - 1.0

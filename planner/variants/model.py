@@ -38,8 +38,10 @@ class BodyModel:
 
     `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs. `cuts` are pairs
     (position, op): the op runs again in the segment of that position only if the working set of its
-    body fits beside what is held through the segment. Of a large graph the program alone takes
-    long: it is given up at `deadline`, a `time.monotonic` value (s).
+    body fits beside what is held through the segment. If the program is to be read, `ordered` says
+    that what is made before the op is there, too, as if a segment's recomputes ran in program order
+    and once: that is a program for searching, which proves nothing. Of a large graph the program
+    alone takes long: it is given up at `deadline`, a `time.monotonic` value (s).
 
     Raises:
         TimeLimitError: the deadline passed.
@@ -49,6 +51,7 @@ class BodyModel:
     capacity: int
     points: list[int]
     cuts: frozenset[tuple[int, int]] = frozenset()
+    ordered: bool = False
     deadline: float | None = None
     params: ModelParams = DEFAULTS.model
     milp: Milp = field(default_factory=Milp)
@@ -62,8 +65,8 @@ class BodyModel:
     """Per segment: in-place pair of τ_k → column."""
     h: list[dict[int, int]] = field(default_factory=list)
     """Per segment: tensor → column, which need not be an integer; none where there is no cut."""
-    memory: list[int] = field(default_factory=list)
-    """The rows of what fits while time points, and recomputes with cuts, run."""
+    memory: list[list[int]] = field(default_factory=list)
+    """Per segment: the rows of what fits while its time point, and recomputes with cuts, run."""
     fixed_us: float = 0.0
     """Cost of the first runs of which there is no choice, µs."""
 
@@ -72,9 +75,9 @@ class BodyModel:
         self.cost_unit = problem.base_cost_us / COST_SCALE or 1.0
         for op in range(self.choices.n):
             self._first(op)
-        self._cut: list[set[int]] = [set() for _ in self.points]
-        for position, op in self.cuts:
-            self._cut[bisect_left(self.points, position)].add(op)
+        self._cut: list[dict[int, int]] = [{} for _ in self.points]
+        for position, op in sorted(self.cuts):
+            self._cut[bisect_left(self.points, position)][op] = position
         for k in range(len(self.points)):
             if self.deadline is not None and time.monotonic() > self.deadline:
                 raise TimeLimitError("time limit reached before any plan was found")
@@ -118,7 +121,9 @@ class BodyModel:
             for v in choices.of[op]:
                 body = problem.bodies[v]
                 made = frozenset(body.outputs)
-                if op >= start:  # its tensors are there, but for those that only other bodies make
+                # Its tensors are there, but for those that only other bodies make; where there are
+                # cuts, what was made last may have gone for a moment.
+                if op > start or (op == start and not self._cut[k]):
                     made -= choices.made[op]
                 of_use = any(choices.useful[t] > max(start, op) for t in made)
                 kind = choices.reads[v], frozenset(body.outputs)
@@ -155,16 +160,16 @@ class BodyModel:
             if constant:
                 return 1, []
             return 0, [*terms, *(term for j in range(k + 1) for term in self.again(j, t))]
-        if choices.problem.producer[t] >= self.start(k):
-            constant, terms = self.made_first(t)
-        else:
-            constant, terms = self.kept(k, t)
+        later = choices.problem.producer[t] > self.start(k)
+        constant, terms = self.made_first(t) if later else self.before(k, t)
         if constant and not terms:
             return 1, []
         return constant, [*terms, *self.again(k, t)]
 
-    def kept(self, k: int, t: int) -> tuple[int, Terms]:
-        """Whether t, made before τ_{k−1}, is there when segment k begins: constant and terms."""
+    def before(self, k: int, t: int) -> tuple[int, Terms]:
+        """Whether t of τ_{k−1} or before is there when segment k begins: constant and terms."""
+        if self.choices.problem.producer[t] == self.start(k):
+            return self.made_first(t)
         if k == 0 or t not in self.x[k - 1]:
             return 0, []
         column = self.x[k - 1][t]
@@ -237,11 +242,11 @@ class BodyModel:
         room = self.capacity - fixed
         unit = max(self.capacity, 1)
         terms = [(column, weight / unit) for column, weight in weights.items()]
-        self.memory.append(milp.row(terms, -INFINITY, room / unit + ROUNDING))
+        self.memory.append([milp.row(terms, -INFINITY, room / unit + ROUNDING)])
         # Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for the sizes s in the sum.
         for s in sorted({w for w in weights.values() if w * self.params.finest >= max(room, 1)}):
             rounded = [(c, float(w // s)) for c, w in weights.items() if w // s]
-            self.memory.append(milp.row(rounded, -INFINITY, room // s))
+            self.memory[k].append(milp.row(rounded, -INFINITY, room // s))
 
     def _working_sets(self, k: int) -> None:
         """Cuts: Σ bytes of H[k, d], d no input of v, + need of v · Y[k, v] ≤ capacity."""
@@ -249,10 +254,10 @@ class BodyModel:
         self.h.append({})
         bodies = [v for v in self.y[k] if problem.bodies[v].op in self._cut[k]]
         for t, resident in self.x[k].items() if bodies else ():
-            # What was just made may be made again in the segment, of which Y does not tell.
-            if problem.producer[t] >= self.start(k) or not problem.size[t]:
+            # What is first made later in the segment may be made again, of which Y does not tell.
+            if problem.producer[t] > self.start(k) or not problem.size[t]:
                 continue
-            constant, terms = self.kept(k, t)
+            constant, terms = self.before(k, t)
             if not constant and not terms:
                 continue
             # [Constraint] H ≥ kept + X − 1 − Y.
@@ -263,10 +268,19 @@ class BodyModel:
             milp.row(row, constant + (resident is None) - 1, INFINITY)
         again, unit = needs(problem).again, max(self.capacity, 1)
         for v in bodies:
-            held = ((h, t) for t, h in self.h[k].items() if t not in choices.reads[v])
-            beside = [(h, problem.size[t] / unit) for h, t in held]
-            row = [*beside, (self.y[k][v], again[v] / unit)]
-            self.memory.append(milp.row(row, -INFINITY, 1.0 + ROUNDING))
+            terms, room = [(self.y[k][v], again[v] / unit)], 1.0
+            op = problem.bodies[v].op
+            others = (t for t in self.x[k] if t not in choices.reads[v])
+            for t in others:
+                maker = problem.producer[t]
+                before = maker < op or self.start(k) < maker < self._cut[k][op]
+                before = before and self.ordered
+                column = self.x[k][t] if before else self.h[k].get(t)
+                if column is not None:
+                    terms.append((column, problem.size[t] / unit))
+                elif before:
+                    room -= problem.size[t] / unit
+            self.memory[k].append(milp.row(terms, -INFINITY, room + ROUNDING))
 
     def bound_us(self, bound: float) -> float:
         """What a bound of the program says of a whole step, µs."""

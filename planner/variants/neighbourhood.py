@@ -11,6 +11,7 @@ import random
 from dataclasses import dataclass, replace
 
 from coop_plan.planner.exact.model.milp import Milp, Outcome
+from coop_plan.planner.exact.model.timepoint import ROUNDING
 from coop_plan.planner.variants.model import BodyModel
 from coop_plan.planner.variants.params import VariantParams
 
@@ -35,6 +36,15 @@ class Neighbourhoods:
             return neighbourhood(model, values, ops, range(0))
         return neighbourhood(model, values, self._stretch(n, self.width), range(0))
 
+    def around(self, model: BodyModel, values: list[float], k: int) -> Milp:
+        """What is done near segment k and what is resident there set free, to fit there."""
+        near = int(len(model.points) * self.width / 2) + 1
+        segments = range(max(0, k - near), min(len(model.points), k + near + 1))
+        columns = model.x[k].items()
+        here = {t for t, c in columns if c is None or values[c] > 0.5}
+        ops = {model.choices.problem.producer[t] for t in here}
+        return neighbourhood(model, values, ops, segments, segments)
+
     def _stretch(self, count: int, share: float) -> range:
         width = int(count * share) + 1
         low = self.draw.randrange(-width // 2, count)
@@ -48,14 +58,19 @@ class Neighbourhoods:
 
 
 def neighbourhood(
-    model: BodyModel, values: list[float], ops: range | set[int], segments: range
+    model: BodyModel,
+    values: list[float],
+    ops: range | set[int],
+    segments: range,
+    strict: range = range(0),
 ) -> Milp:
     """
     The program with all but some ops and segments as it is in a solution.
 
     Free are the tensors made and the ops first run in `ops`, in all segments, and the bodies of the
     ops that read those tensors, as what a forward op makes is decided with its backward; and all
-    that is done in `segments`. Rows of memory that the solution breaks are as it has them.
+    that is done in `segments`. Rows of memory that the solution breaks are as it has them, but for
+    segments that are `strict`.
     """
     choices, problem = model.choices, model.choices.problem
     loose = set[int]()
@@ -77,13 +92,29 @@ def neighbourhood(
     for column, value in enumerate(values):
         if column not in loose:
             lower[column] = upper[column] = value
-    used = dict.fromkeys(model.memory, 0.0)
+    row_upper = list(model.milp.row_upper)
+    for k, rows in enumerate(_used(model, values)):
+        for row, amount in rows.items() if k not in strict else ():
+            row_upper[row] = max(row_upper[row], amount)
+    return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)
+
+
+def too_full(model: BodyModel, values: list[float]) -> dict[int, float]:
+    """The segments whose rows of memory a solution breaks, and by how much of their room."""
+    found = dict[int, float]()
+    for k, rows in enumerate(_used(model, values)):
+        over = max((used - model.milp.row_upper[row] for row, used in rows.items()), default=0.0)
+        if over > ROUNDING:
+            found[k] = over
+    return found
+
+
+def _used(model: BodyModel, values: list[float]) -> list[dict[int, float]]:
+    """Per segment what a solution uses in the rows of memory, by row."""
+    used = {row: 0.0 for rows in model.memory for row in rows}
     for row, column, value in zip(
         model.milp.entry_row, model.milp.entry_column, model.milp.entry_value, strict=True
     ):
         if row in used:
             used[row] += value * values[column]
-    row_upper = list(model.milp.row_upper)
-    for row, amount in used.items():
-        row_upper[row] = max(row_upper[row], amount)
-    return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)
+    return [{row: used[row] for row in rows} for rows in model.memory]

@@ -36,7 +36,7 @@ class VariantParams(Params):
     """Rules tried where any schedule will do."""
 
     bound_points: Count = 12
-    """Time points of the whole program to begin with: few, as only what is solved has a good bound."""
+    """Time points of the whole program at first: few, as what is solved has the better bound."""
 
     rough: Share = 0.2
     """Share of the gap to which the whole program is solved as long as it grows."""
@@ -64,6 +64,9 @@ class VariantParams(Params):
 
     widest: Share = 0.7
     """And no more."""
+
+    repair_rounds: Size = 40
+    """Neighbourhoods solved around what is too full in a solution of the whole program, at most."""
 
     step_seconds: Seconds = 3.0
     """Time limit of one neighbourhood."""

@@ -35,7 +35,7 @@ from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.variants.choices import Choices
 from coop_plan.planner.variants.lift import lifted
 from coop_plan.planner.variants.model import BodyModel
-from coop_plan.planner.variants.neighbourhood import Neighbourhoods
+from coop_plan.planner.variants.neighbourhood import Neighbourhoods, too_full
 from coop_plan.planner.variants.params import DEFAULTS, VariantParams
 from coop_plan.planner.variants.readout import Rebody, read_out
 from coop_plan.planner.variants.restrict import carried_back, restricted
@@ -69,6 +69,7 @@ class BodySearch:
         self._room = [self.capacity - held for held in outputs_held(problem)]
         self.points = self._first_points(params.bound_points)
         self.cuts = frozenset[tuple[int, int]]()
+        self._too_full: Schedule | None = None
 
     @property
     def cost_us(self) -> float:
@@ -286,12 +287,13 @@ class BodySearch:
         whole = prove or small or self._timed
         if whole:
             self._refine(process, model, until_placed=not (prove or small))
+        if self._timed and self._too_full is not None:
+            self._repair(process, self._too_full)
         self._search(process)
 
-    def _model(self, capacity: int) -> BodyModel:
-        return BodyModel(
-            self.choices, capacity, self.points, self.cuts, deadline=self.request.deadline
-        )
+    def _model(self, capacity: int, *, ordered: bool = False) -> BodyModel:
+        deadline = self.request.deadline
+        return BodyModel(self.choices, capacity, self.points, self.cuts, ordered, deadline)
 
     def _looks_at(self, model: BodyModel, capacity: int) -> bool:
         """Whether a model is of this capacity (bytes) and looks as closely as is known by now."""
@@ -347,10 +349,13 @@ class BodySearch:
             return False
         runs = [body for body, _ in read]
         try:
-            # A repair may hide, at a price, what the program does not know.
-            self._look_closer(Schedule.of(self.problem, runs), capacity)
+            schedule = Schedule.of(self.problem, runs)
         except NoScheduleError:
             return False
+        if schedule.cost_us < self.cost_us and not schedule.fits(capacity):
+            # Bodies that fit hide, at a price, what the program does not know.
+            self._too_full = schedule
+            self._look_closer(schedule, capacity)
         schedule = Rebody(self.choices, capacity).improve(runs, self.params.repairs)
         if schedule.cost_us >= self.cost_us - 1e-6 or not schedule.fits(capacity):
             return False
@@ -375,10 +380,36 @@ class BodySearch:
         if not new:
             cuts = {pair: excess for pair, excess in again.items() if pair not in self.cuts}
             self.cuts |= {*sorted(cuts, key=lambda p: cuts[p])[-count:]}
-            known = (pair for pair in again if pair not in cuts and pair[0] not in self.points)
-            new = {pair[0]: again[pair] for pair in known}
+            for position, op in again.keys() - cuts.keys():
+                # What only the first runs of a segment read is not there in a shorter one.
+                point = position if position not in self.points else position - 1
+                if point >= 0 and point not in self.points:
+                    new[point] = max(again[position, op], new.get(point, 0))
         if len(self.points) < self.params.most_points:
             self.points = sorted({*self.points, *sorted(new, key=lambda op: new[op])[-count:]})
+
+    def _repair(self, process: SolverProcess, schedule: Schedule) -> None:
+        """Lead a schedule that is too full to one that fits: the program is solved around that."""
+        params = self.params
+        around = Neighbourhoods(random.Random(0), params, params.first_width)  # noqa: S311
+        for _ in range(params.repair_rounds):
+            model = self._model(self.capacity, ordered=True)
+            values = lifted(model, schedule)
+            full = too_full(model, values)
+            if self._done() or not full:
+                return
+            worst = max(full, key=lambda k: full[k])
+            part = around.around(model, values, worst)
+            until = self._until(params.step_seconds)
+            answer = process.solve(part, until, relative_gap=params.relative_gap)
+            if answer.values is None:
+                around.learn(answer.outcome)
+                continue
+            self._too_full = None
+            self._use(model, answer.values, self.capacity)
+            if self._too_full is None:
+                return
+            schedule = self._too_full
 
     def _search(self, process: SolverProcess) -> None:
         """Neighbourhoods of the best schedule until the time is up."""
@@ -396,7 +427,7 @@ class BodySearch:
             margin = min(params.most_margin, params.margin * self._failed)
             capacity = int(self.capacity * (1 - margin))
             if model is None or not self._looks_at(model, capacity):
-                model = self._model(capacity)
+                model = self._model(capacity, ordered=True)
             values = lifted(model, self.placed.schedule)
             stretch = around.next(model, values)
             until = self._until(params.step_seconds)
