@@ -41,8 +41,9 @@ class Neighbourhoods:
         near = int(len(model.points) * self.width / 2) + 1
         segments = range(max(0, k - near), min(len(model.points), k + near + 1))
         columns = model.x[k].items()
-        here = {t for t, c in columns if c is None or values[c] > 0.5}
-        ops = {model.choices.problem.producer[t] for t in here}
+        here = (t for t, c in columns if c is None or values[c] > 0.5)
+        most = self.width / self.params.first_width
+        ops = {model.choices.problem.producer[t] for t in here if self.draw.random() < most}
         return neighbourhood(model, values, ops, segments, segments)
 
     def _stretch(self, count: int, share: float) -> range:

@@ -68,6 +68,9 @@ class VariantParams(Params):
     repair_rounds: Size = 40
     """Neighbourhoods solved around what is too full in a solution of the whole program, at most."""
 
+    worth_reading: Share = 0.01
+    """Of solutions of neighbourhoods none is read that costs more by this share than the best."""
+
     step_seconds: Seconds = 3.0
     """Time limit of one neighbourhood."""
 

@@ -25,7 +25,7 @@ from coop_plan.planner.core.needs import least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
 from coop_plan.planner.exact.incumbent import PROOF, SOLVER_TOLERANCE
-from coop_plan.planner.exact.model.milp import INFINITY, Outcome
+from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.points import worst_of_groups
 from coop_plan.planner.exact.params import DEFAULTS as EXACT
 from coop_plan.planner.exact.solver.process import SolverProcess
@@ -388,6 +388,11 @@ class BodySearch:
         if len(self.points) < self.params.most_points:
             self.points = sorted({*self.points, *sorted(new, key=lambda op: new[op])[-count:]})
 
+    def _promising(self, model: BodyModel, answer: Answer) -> list[float] | None:
+        """A solution of which bodies that suit its runs may make the best schedule yet."""
+        most = self.cost_us * (1 + self.params.worth_reading)
+        return answer.values if model.bound_us(answer.objective) <= most else None
+
     def _repair(self, process: SolverProcess, schedule: Schedule) -> None:
         """Lead a schedule that is too full to one that fits: the program is solved around that."""
         params = self.params
@@ -402,14 +407,16 @@ class BodySearch:
             part = around.around(model, values, worst)
             until = self._until(params.step_seconds)
             answer = process.solve(part, until, relative_gap=params.relative_gap)
-            if answer.values is None:
-                around.learn(answer.outcome)
-                continue
-            self._too_full = None
-            self._use(model, answer.values, self.capacity)
-            if self._too_full is None:
-                return
-            schedule = self._too_full
+            found = self._promising(model, answer)
+            if found is not None:
+                self._too_full = None
+                if self._use(model, found, self.capacity):
+                    return
+                if self._too_full is not None:
+                    schedule = self._too_full
+                elif answer.outcome is Outcome.OPTIMAL:
+                    return
+            around.learn(answer.outcome)
 
     def _search(self, process: SolverProcess) -> None:
         """Neighbourhoods of the best schedule until the time is up."""
@@ -435,7 +442,8 @@ class BodySearch:
                 stretch, until, relative_gap=params.relative_gap, nodes=self._nodes
             )
             around.learn(answer.outcome)
-            better = answer.values is not None and self._use(model, answer.values, capacity)
+            found = self._promising(model, answer)
+            better = found is not None and self._use(model, found, capacity)
             failures = 0 if better else failures + 1
 
     @property
