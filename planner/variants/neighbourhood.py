@@ -8,7 +8,7 @@ of the program that is free follows from how the solves end.
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from coop_plan.planner.exact.model.milp import Milp, Outcome
 from coop_plan.planner.exact.model.timepoint import ROUNDING
@@ -16,33 +16,34 @@ from coop_plan.planner.variants.model import BodyModel
 from coop_plan.planner.variants.params import VariantParams
 
 
-@dataclass
 class Neighbourhoods:
-    """Draws them; `width` is the share of the program that the next one sets free."""
+    """Draws them; each kind has its own share of the program that the next one sets free."""
 
-    draw: random.Random
-    params: VariantParams
-    width: float
+    def __init__(self, draw: random.Random, params: VariantParams) -> None:
+        self.draw, self.params = draw, params
+        self.widths = [params.first_width] * 3
+        self._kind = 0
 
     def next(self, model: BodyModel, values: list[float]) -> Milp:
         """The program with what is drawn set free around a solution, values per column."""
         n, segments = model.choices.n, len(model.points)
-        kind = self.draw.randrange(3)
-        if kind == 2:
-            return neighbourhood(model, values, range(0), self._stretch(segments, self.width))
-        if kind == 1:
-            half = self.width / 2
-            ops = {*self._stretch(n, half), *self._stretch(n, half)}
+        self._kind = self.draw.randrange(3)
+        width = self.widths[self._kind]
+        if self._kind == 0:
+            return neighbourhood(model, values, self._stretch(n, width), range(0))
+        if self._kind == 1:
+            ops = {*self._stretch(n, width / 2), *self._stretch(n, width / 2)}
             return neighbourhood(model, values, ops, range(0))
-        return neighbourhood(model, values, self._stretch(n, self.width), range(0))
+        return neighbourhood(model, values, range(0), self._stretch(segments, width))
 
     def around(self, model: BodyModel, values: list[float], k: int) -> Milp:
         """What is done near segment k and what is resident there set free, to fit there."""
-        near = int(len(model.points) * self.width / 2) + 1
+        width = self.widths[self._kind]
+        near = int(len(model.points) * width / 2) + 1
         segments = range(max(0, k - near), min(len(model.points), k + near + 1))
         columns = model.x[k].items()
         here = (t for t, c in columns if c is None or values[c] > 0.5)
-        most = self.width / self.params.first_width
+        most = width / self.params.first_width
         ops = {model.choices.problem.producer[t] for t in here if self.draw.random() < most}
         return neighbourhood(model, values, ops, segments, segments)
 
@@ -55,7 +56,8 @@ class Neighbourhoods:
         """Wider where the solve came to an end, narrower where it did not."""
         ended = outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
         step = self.params.wider if ended else self.params.narrower
-        self.width = min(self.params.widest, max(self.params.narrowest, self.width * step))
+        width = self.widths[self._kind] * step
+        self.widths[self._kind] = min(self.params.widest, max(self.params.narrowest, width))
 
 
 def neighbourhood(

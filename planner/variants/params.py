@@ -26,6 +26,9 @@ class VariantParams(Params):
     bound_share: Share = 0.4
     """Share of the time that `optimal` gives to the bound, before it searches."""
 
+    solve_share: Share = 0.2
+    """Share of the time left that one of its solves takes, once there is a schedule."""
+
     sizes: tuple[Share, ...] = (0.5, 1.0, 0.25)
     """
     Rules: per op the cheapest body whose working set is this share at most of the arena without the
@@ -53,7 +56,7 @@ class VariantParams(Params):
     first_width: Share = 0.12
     """Share of the program that is set free at first."""
 
-    wider: Factor = 1.25
+    wider: Factor = 1.1
     """Factor on that share after a neighbourhood that was solved."""
 
     narrower: Share = 0.7

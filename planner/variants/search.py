@@ -315,7 +315,8 @@ class BodySearch:
             gap = self.params.relative_gap
             if self.placed is not None and self._timed and not tight:
                 gap = max(gap, self.params.rough * (self.cost_us / self.bound_us - 1))
-            ended = self._solve(process, model, until, gap)
+            each = self._share(self.params.solve_share) if self.placed is not None else until
+            ended = self._solve(process, model, min(until, each), gap)
             if self.placed is not None and not (ended and self._timed):
                 return
             if self._looks_at(model, self.capacity):
@@ -396,7 +397,7 @@ class BodySearch:
     def _repair(self, process: SolverProcess, schedule: Schedule) -> None:
         """Lead a schedule that is too full to one that fits: the program is solved around that."""
         params = self.params
-        around = Neighbourhoods(random.Random(0), params, params.first_width)  # noqa: S311
+        around = Neighbourhoods(random.Random(0), params)  # noqa: S311
         for _ in range(params.repair_rounds):
             model = self._model(self.capacity, ordered=True)
             values = lifted(model, schedule)
@@ -423,7 +424,7 @@ class BodySearch:
         params = self.params
         self.points = sorted({*self.points, *self._first_points(params.points)})
         draw = random.Random(self.request.seed)  # noqa: S311  (no secret)
-        around = Neighbourhoods(draw, params, params.first_width)
+        around = Neighbourhoods(draw, params)
         model = None
         failures = 0
         for count in itertools.count():
