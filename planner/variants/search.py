@@ -8,7 +8,8 @@ without OR-Tools, then have single bodies of the best start exchanged in place o
 cheapest such schedule on, a stretch of the program at a time is set free and solved (Shaw, Using
 constraint programming and local search methods to solve vehicle routing problems, CP 1998); what
 comes out is read at every event, each run gets the body that fits it there, and where that is too
-full the program looks closer. A schedule counts once it has a layout.
+full the program looks closer. With a time limit the best that is too full is led to one that fits
+before that. A schedule counts once it has a layout.
 """
 
 import contextlib
