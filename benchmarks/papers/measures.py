@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.papers import networks
 from benchmarks.synthetic import gpt
-from benchmarks.variants import MONET, ms
+from benchmarks.variants import MONET, headline, ms
 from benchmarks.variants import planned as planned_with_variants
 from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 from coop_plan.planner.fit import ONE_FORWARD, fit, scaled
@@ -168,7 +168,7 @@ MONET_SECONDS = 40.0
 
 def variants(name: str, gib: float) -> list[str]:
     """The step with variants within a budget, beside MONeT's published solution."""
-    path = Path(__file__).parents[3] / "shared" / "data" / "graphs" / f"{name}.json"
+    path = _monet(name)
     if not path.exists():
         return [name, f"{gib:g}", str(MONET[name][gib]), "no ../shared", "-", "-"]
     made = planned_with_variants(load_graph(path), gib, "optimal", MONET_SECONDS)
@@ -181,6 +181,18 @@ def variants(name: str, gib: float) -> list[str]:
         "-" if bound is None else f"{bound / 1e3:.1f}",
         "-" if made is None else f"{MONET[name][gib] / (made.cost_us / 1e3):.3f}",
     ]
+
+
+def third(name: str, accounting: str) -> list[str]:
+    """The step at a third of the memory, beside MONeT's headline."""
+    path = _monet(name)
+    if not path.exists():
+        return [name, accounting, "no ../shared", "-", "-", "-"]
+    return [name, *headline(load_graph(path), accounting, MONET_SECONDS)]
+
+
+def _monet(name: str) -> Path:
+    return Path(__file__).parents[3] / "shared" / "data" / "graphs" / f"{name}.json"
 
 
 def batches(

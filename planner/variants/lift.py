@@ -39,6 +39,14 @@ def lifted(model: BodyModel, schedule: Schedule) -> list[float]:
                 if pair in model.z[k]:
                     values[model.z[k][pair]] = 1.0
         begin = end + 1
+    for k, held in enumerate(model.h):
+        for tensor, column in held.items():
+            constant, terms = model.before(k, tensor)
+            resident = model.x[k][tensor]
+            stays = constant + sum(value * values[c] for c, value in terms)
+            stays += (1.0 if resident is None else values[resident]) - 1.0
+            made = sum(values[c] for c, _ in model.again(k, tensor))
+            values[column] = min(1.0, max(0.0, stays - made))
     return values
 
 

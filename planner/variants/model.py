@@ -8,14 +8,17 @@ section 4.2) as columns of their own:
     X[k, d]   tensor d is resident while τ_k runs
     Y[k, v]   the op of body v is computed again in segment k, in that body
     Z[k, p]   the in-place pair p of τ_k shares one address, so its input is gone afterwards
+    H[k, d]   d is held through the whole of segment k (only where a cut needs it)
 
 Only what every schedule must do is asked for, so that the minimum is a lower bound for any schedule
 that first computes in program order, in whatever bodies. A body that another one dominates is left
-out (`planner.variants.choices`), and of bodies that read and make the same, a segment has the
-cheapest one that fits into the arena alone: the memory of recomputes is not looked at.
+out (`planner.variants.choices`). The memory of recomputes is looked at where a cut asks for it;
+elsewhere, of bodies that read and make the same, a segment has the cheapest one that fits into the
+arena alone.
 """
 
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from coop_plan.planner.core.errors import TimeLimitError
@@ -33,8 +36,12 @@ class BodyModel:
     """
     The program for one set of time points, in rising order, the last one the end of the step.
 
-    `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs. Of a large graph the
-    program alone takes long: it is given up at `deadline`, a `time.monotonic` value (s).
+    `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs. `cuts` are pairs
+    (position, op): the op runs again in the segment of that position only if the working set of its
+    body fits beside what is held through the segment. If the program is to be read, `ordered` says
+    that what is made before the op is there, too, as if a segment's recomputes ran in program order
+    and once: that is a program for searching, which proves nothing. Of a large graph the program
+    alone takes long: it is given up at `deadline`, a `time.monotonic` value (s).
 
     Raises:
         TimeLimitError: the deadline passed.
@@ -43,6 +50,8 @@ class BodyModel:
     choices: Choices
     capacity: int
     points: list[int]
+    cuts: frozenset[tuple[int, int]] = frozenset()
+    ordered: bool = False
     deadline: float | None = None
     params: ModelParams = DEFAULTS.model
     milp: Milp = field(default_factory=Milp)
@@ -54,8 +63,10 @@ class BodyModel:
     """Per segment: body → column."""
     z: list[dict[tuple[int, int], int]] = field(default_factory=list)
     """Per segment: in-place pair of τ_k → column."""
-    memory: list[int] = field(default_factory=list)
-    """The rows of what fits while time points run."""
+    h: list[dict[int, int]] = field(default_factory=list)
+    """Per segment: tensor → column, which need not be an integer; none where there is no cut."""
+    memory: list[list[int]] = field(default_factory=list)
+    """Per segment: the rows of what fits while its time point, and recomputes with cuts, run."""
     fixed_us: float = 0.0
     """Cost of the first runs of which there is no choice, µs."""
 
@@ -64,12 +75,16 @@ class BodyModel:
         self.cost_unit = problem.base_cost_us / COST_SCALE or 1.0
         for op in range(self.choices.n):
             self._first(op)
+        self._cut: list[dict[int, int]] = [{} for _ in self.points]
+        for position, op in sorted(self.cuts):
+            self._cut[bisect_left(self.points, position)][op] = position
         for k in range(len(self.points)):
             if self.deadline is not None and time.monotonic() > self.deadline:
                 raise TimeLimitError("time limit reached before any plan was found")
             self._variables(k)
             self._dependencies(k)
             self._memory(k)
+            self._working_sets(k)
 
     def start(self, k: int) -> int:
         """The position before segment k: its ops are start + 1 … points[k]."""
@@ -106,12 +121,15 @@ class BodyModel:
             for v in choices.of[op]:
                 body = problem.bodies[v]
                 made = frozenset(body.outputs)
-                if op >= start:  # its tensors are there, but for those that only other bodies make
+                # Its tensors are there, but for those that only other bodies make; where there are
+                # cuts, what was made last may have gone for a moment.
+                if op > start or (op == start and not self._cut[k]):
                     made -= choices.made[op]
                 of_use = any(choices.useful[t] > max(start, op) for t in made)
                 kind = choices.reads[v], frozenset(body.outputs)
                 fits = again[v] <= self.capacity
-                if of_use and fits and choices.until[v] > max(start, op) and kind not in seen:
+                new = op in self._cut[k] or kind not in seen
+                if of_use and fits and choices.until[v] > max(start, op) and new:
                     seen.add(kind)
                     columns[v] = self.milp.binary(body.cost_us / self.cost_unit)
         self.y.append(columns)
@@ -142,17 +160,21 @@ class BodyModel:
             if constant:
                 return 1, []
             return 0, [*terms, *(term for j in range(k + 1) for term in self.again(j, t))]
-        if choices.problem.producer[t] >= self.start(k):
-            constant, terms = self.made_first(t)
-        elif t not in self.x[k - 1]:
-            constant, terms = 0, []
-        else:
-            column = self.x[k - 1][t]
-            gone = [(z, -1.0) for (_, source), z in self.z[k - 1].items() if source == t]
-            constant, terms = (1, gone) if column is None else (0, [(column, 1.0), *gone])
+        later = choices.problem.producer[t] > self.start(k)
+        constant, terms = self.made_first(t) if later else self.before(k, t)
         if constant and not terms:
             return 1, []
         return constant, [*terms, *self.again(k, t)]
+
+    def before(self, k: int, t: int) -> tuple[int, Terms]:
+        """Whether t of τ_{k−1} or before is there when segment k begins: constant and terms."""
+        if self.choices.problem.producer[t] == self.start(k):
+            return self.made_first(t)
+        if k == 0 or t not in self.x[k - 1]:
+            return 0, []
+        column = self.x[k - 1][t]
+        gone = [(z, -1.0) for (_, source), z in self.z[k - 1].items() if source == t]
+        return (1, gone) if column is None else (0, [(column, 1.0), *gone])
 
     def _require(self, k: int, t: int, demand: int, minus: Terms) -> None:
         constant, terms = self.available(k, t)
@@ -220,11 +242,45 @@ class BodyModel:
         room = self.capacity - fixed
         unit = max(self.capacity, 1)
         terms = [(column, weight / unit) for column, weight in weights.items()]
-        self.memory.append(milp.row(terms, -INFINITY, room / unit + ROUNDING))
+        self.memory.append([milp.row(terms, -INFINITY, room / unit + ROUNDING)])
         # Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for the sizes s in the sum.
         for s in sorted({w for w in weights.values() if w * self.params.finest >= max(room, 1)}):
             rounded = [(c, float(w // s)) for c, w in weights.items() if w // s]
-            self.memory.append(milp.row(rounded, -INFINITY, room // s))
+            self.memory[k].append(milp.row(rounded, -INFINITY, room // s))
+
+    def _working_sets(self, k: int) -> None:
+        """Cuts: Σ bytes of H[k, d], d no input of v, + need of v · Y[k, v] ≤ capacity."""
+        choices, milp, problem = self.choices, self.milp, self.choices.problem
+        self.h.append({})
+        bodies = [v for v in self.y[k] if problem.bodies[v].op in self._cut[k]]
+        for t, resident in self.x[k].items() if bodies else ():
+            # What is first made later in the segment may be made again, of which Y does not tell.
+            if problem.producer[t] > self.start(k) or not problem.size[t]:
+                continue
+            constant, terms = self.before(k, t)
+            if not constant and not terms:
+                continue
+            # [Constraint] H ≥ kept + X − 1 − Y.
+            h = self.h[k][t] = milp.column(0.0, 1.0, 0.0, integer=False)
+            row = [(h, 1.0), *((c, -value) for c, value in terms), *self.again(k, t)]
+            if resident is not None:
+                row.append((resident, -1.0))
+            milp.row(row, constant + (resident is None) - 1, INFINITY)
+        again, unit = needs(problem).again, max(self.capacity, 1)
+        for v in bodies:
+            terms, room = [(self.y[k][v], again[v] / unit)], 1.0
+            op = problem.bodies[v].op
+            others = (t for t in self.x[k] if t not in choices.reads[v])
+            for t in others:
+                maker = problem.producer[t]
+                before = maker < op or self.start(k) < maker < self._cut[k][op]
+                before = before and self.ordered
+                column = self.x[k][t] if before else self.h[k].get(t)
+                if column is not None:
+                    terms.append((column, problem.size[t] / unit))
+                elif before:
+                    room -= problem.size[t] / unit
+            self.memory[k].append(milp.row(terms, -INFINITY, room + ROUNDING))
 
     def bound_us(self, bound: float) -> float:
         """What a bound of the program says of a whole step, µs."""

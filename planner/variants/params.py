@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Params, Seconds, Share, Size
+from coop_plan.planner.core.params import Count, Factor, Params, Seconds, Share, Size
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class VariantParams(Params):
     bound_share: Share = 0.4
     """Share of the time that `optimal` gives to the bound, before it searches."""
 
+    solve_share: Share = 0.2
+    """Share of the time left that one of its solves takes, once there is a schedule."""
+
     sizes: tuple[Share, ...] = (0.5, 1.0, 0.25)
     """
     Rules: per op the cheapest body whose working set is this share at most of the arena without the
@@ -35,8 +38,14 @@ class VariantParams(Params):
     hasty_rules: Count = 3
     """Rules tried where any schedule will do."""
 
+    bound_points: Count = 12
+    """Time points of the whole program at first: few, as what is solved has the better bound."""
+
+    rough: Share = 0.2
+    """Share of the gap to which the whole program is solved as long as it grows."""
+
     points: Count = 30
-    """Time points of the program to begin with."""
+    """Time points of the program of which neighbourhoods are solved, to begin with."""
 
     most_points: Count = 90
     """And at most."""
@@ -44,11 +53,26 @@ class VariantParams(Params):
     points_at_once: Count = 4
     """Points added where what was read out did not fit."""
 
-    widths: tuple[Share, ...] = (0.06, 0.12, 0.2, 0.4)
-    """Shares of the program that are set free at a time, one drawn each time."""
+    first_width: Share = 0.12
+    """Share of the program that is set free at first."""
 
-    counted_widths: Count = 2
-    """So many of these, the first, where no time limit was given."""
+    wider: Factor = 1.1
+    """Factor on that share after a neighbourhood that was solved."""
+
+    narrower: Share = 0.7
+    """And after one that was not, in its time or with its nodes."""
+
+    narrowest: Share = 0.04
+    """The share is no less."""
+
+    widest: Share = 0.7
+    """And no more."""
+
+    repair_rounds: Size = 40
+    """Neighbourhoods solved around what is too full in a solution of the whole program, at most."""
+
+    worth_reading: Share = 0.01
+    """Of solutions of neighbourhoods none is read that costs more by this share than the best."""
 
     step_seconds: Seconds = 3.0
     """Time limit of one neighbourhood."""

@@ -8,7 +8,8 @@ without OR-Tools, then have single bodies of the best start exchanged in place o
 cheapest such schedule on, a stretch of the program at a time is set free and solved (Shaw, Using
 constraint programming and local search methods to solve vehicle routing problems, CP 1998); what
 comes out is read at every event, each run gets the body that fits it there, and where that is too
-full the program looks closer. A schedule counts once it has a layout.
+full the program looks closer. With a time limit the best that is too full is led to one that fits
+before that. A schedule counts once it has a layout.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from coop_plan.planner.core.needs import least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
 from coop_plan.planner.exact.incumbent import PROOF, SOLVER_TOLERANCE
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome
+from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.points import worst_of_groups
 from coop_plan.planner.exact.params import DEFAULTS as EXACT
 from coop_plan.planner.exact.solver.process import SolverProcess
@@ -35,6 +36,7 @@ from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.variants.choices import Choices
 from coop_plan.planner.variants.lift import lifted
 from coop_plan.planner.variants.model import BodyModel
+from coop_plan.planner.variants.neighbourhood import Neighbourhoods, too_full
 from coop_plan.planner.variants.params import DEFAULTS, VariantParams
 from coop_plan.planner.variants.readout import Rebody, read_out
 from coop_plan.planner.variants.restrict import carried_back, restricted
@@ -66,15 +68,17 @@ class BodySearch:
         self._plain = not any(problem.overwritten)
         self._need = needs(problem).first
         self._room = [self.capacity - held for held in outputs_held(problem)]
-        self.points = self._first_points()
+        self.points = self._first_points(params.bound_points)
+        self.cuts = frozenset[tuple[int, int]]()
+        self._too_full: Schedule | None = None
 
     @property
     def cost_us(self) -> float:
         """The cost of the best schedule, infinite without one."""
         return INFINITY if self.placed is None else self.placed.cost_us
 
-    def _first_points(self) -> list[int]:
-        """Of groups of the ops that are too full with everything kept, those that need most."""
+    def _first_points(self, count: int) -> list[int]:
+        """Of so many groups of the ops that are too full with everything kept, the worst."""
         if self.choices.n <= self.params.small_ops:
             return list(range(self.choices.n + 1))
         least = [self._leanest(bodies) for bodies in self.choices.of]
@@ -86,7 +90,7 @@ class BodySearch:
             for op, used in enumerate(live)
             if used - self.problem.rounded(scratch[cheapest[op]].workspace_bytes) > self.capacity
         ]
-        chosen = worst_of_groups(over, self.params.points, key=lambda op: self._need[least[op]])
+        chosen = worst_of_groups(over, count, key=lambda op: self._need[least[op]])
         return [*chosen, self.choices.n]
 
     # Starts: one body per op.
@@ -282,69 +286,147 @@ class BodySearch:
         small = self.choices.n <= self.params.small_ops
         # Without a time limit a large program may take minutes to say that nothing fits.
         whole = prove or small or self._timed
-        if whole and (prove or small or self.placed is None):
-            self._solve(process, model)
-        while whole and self.placed is None and self.points != model.points and not self._done():
-            # The solution was too full somewhere.
-            model = self._model(self.capacity)
-            self._solve(process, model)
+        if whole:
+            self._refine(process, model, until_placed=not (prove or small))
+        if self._timed and self._too_full is not None:
+            self._repair(process, self._too_full)
         self._search(process)
 
-    def _model(self, capacity: int) -> BodyModel:
-        return BodyModel(self.choices, capacity, self.points, self.request.deadline)
+    def _model(self, capacity: int, *, ordered: bool = False) -> BodyModel:
+        deadline = self.request.deadline
+        return BodyModel(self.choices, capacity, self.points, self.cuts, ordered, deadline)
 
-    def _solve(self, process: SolverProcess, model: BodyModel) -> None:
-        """The whole program: its bound, and the schedule of its solution."""
+    def _looks_at(self, model: BodyModel, capacity: int) -> bool:
+        """Whether a model is of this capacity (bytes) and looks as closely as is known by now."""
+        seen = model.points, model.cuts, model.capacity
+        return seen == (self.points, self.cuts, capacity)
+
+    def _refine(self, process: SolverProcess, model: BodyModel, *, until_placed: bool) -> None:
+        """
+        The whole program, as long as it knows too little of what its solutions need.
+
+        Of a time limit this is a share, and again one while no schedule is known.
+        """
+        until, tight = self._share(self.params.bound_share), False
+        while not self._done():
+            if self.placed is None:
+                until = self._share(self.params.bound_share)
+            elif until_placed or time.monotonic() >= until:
+                return
+            gap = self.params.relative_gap
+            if self.placed is not None and self._timed and not tight:
+                gap = max(gap, self.params.rough * (self.cost_us / self.bound_us - 1))
+            each = self._share(self.params.solve_share) if self.placed is not None else until
+            ended = self._solve(process, model, min(until, each), gap)
+            if self.placed is not None and not (ended and self._timed):
+                return
+            if self._looks_at(model, self.capacity):
+                if tight or gap <= self.params.relative_gap:
+                    return
+                tight = True
+            else:
+                model = self._model(self.capacity)
+
+    def _share(self, share: float) -> float:
+        """When this share of what is left of the time is over."""
         now = time.monotonic()
-        until = now + (self._until(INFINITY) - now) * self.params.bound_share
+        return now + (self._until(INFINITY) - now) * share
+
+    def _solve(self, process: SolverProcess, model: BodyModel, until: float, gap: float) -> bool:
+        """The program's bound, and the schedule of its solution; whether it was solved."""
         exact = self.choices.n <= self.params.small_ops
-        gap = 0.0 if exact else self.params.relative_gap
+        gap = 0.0 if exact else gap
         answer = process.solve(model.milp, until, relative_gap=gap, nodes=self._nodes)
         self.prove(model, answer.bound)
-        self._solved |= exact and answer.outcome is Outcome.OPTIMAL
+        ended = answer.outcome is Outcome.OPTIMAL
         if answer.values is not None and not self._use(model, answer.values, self.capacity):
             self._start(self._consistent(model.chosen(answer.values)))
+        self._solved |= exact and ended and self._looks_at(model, self.capacity)
+        return ended
 
     def _use(self, model: BodyModel, values: list[float], capacity: int) -> bool:
         """Make a schedule of a solution; where it is too full, look closer from now on."""
         read = read_out(model, values)
         if read is None:
             return False
-        schedule = self._improve_runs([body for body, _ in read], capacity)
-        if schedule is None:
+        runs = [body for body, _ in read]
+        try:
+            schedule = Schedule.of(self.problem, runs)
+        except NoScheduleError:
             return False
-        over = schedule.live_bytes() - capacity
-        if over.max(initial=0) <= 0:
-            if schedule.cost_us >= self.cost_us - 1e-6:
-                return False
-            if not self._keep(schedule):
-                self._failed += 1
-                return False
-            self._failed = max(0, self._failed - 1)
-            return True
-        first: dict[int, int] = {}
-        for event, body in enumerate(schedule.bodies):
-            first.setdefault(self.problem.bodies[body].op, event)
-        op, excess = -1, [0] * self.choices.n
-        seen = set[int]()
-        for event, body in enumerate(schedule.bodies):
-            if first[self.problem.bodies[body].op] == event:
-                op = self.problem.bodies[body].op
-                seen.add(op)
-                excess[op] = max(excess[op], int(over[event]))
-            elif over[event] > 0 and op + 1 < self.choices.n:
-                excess[op + 1] = max(excess[op + 1], int(over[event]))
-        full = [op for op in range(self.choices.n) if excess[op] > 0 and op not in self.points]
+        if schedule.cost_us < self.cost_us and not schedule.fits(capacity):
+            # Bodies that fit hide, at a price, what the program does not know.
+            self._too_full = schedule
+            self._look_closer(schedule, capacity)
+        schedule = Rebody(self.choices, capacity).improve(runs, self.params.repairs)
+        if schedule.cost_us >= self.cost_us - 1e-6 or not schedule.fits(capacity):
+            return False
+        kept = self._keep(schedule)
+        self._failed = max(0, self._failed - 1) if kept else self._failed + 1
+        return kept
+
+    def _look_closer(self, schedule: Schedule, capacity: int) -> None:
+        """More time points, or cuts, where a schedule needs more than that many bytes."""
+        over = (schedule.live_bytes() - capacity).tolist()
+        at, first, again = -1, dict[int, int](), dict[tuple[int, int], int]()
+        for body, excess in zip(schedule.bodies, over, strict=True):
+            op = self.problem.bodies[body].op
+            if op == at + 1:
+                at = op
+                if excess > 0:
+                    first[op] = excess
+            elif excess > 0:
+                again[at + 1, op] = max(excess, again.get((at + 1, op), 0))
+        count = self.params.points_at_once
+        new = {op: excess for op, excess in first.items() if op not in self.points}
+        if not new:
+            cuts = {pair: excess for pair, excess in again.items() if pair not in self.cuts}
+            self.cuts |= {*sorted(cuts, key=lambda p: cuts[p])[-count:]}
+            for position, op in again.keys() - cuts.keys():
+                # What only the first runs of a segment read is not there in a shorter one.
+                point = position if position not in self.points else position - 1
+                if point >= 0 and point not in self.points:
+                    new[point] = max(again[position, op], new.get(point, 0))
         if len(self.points) < self.params.most_points:
-            worst = sorted(full, key=excess.__getitem__)[-self.params.points_at_once :]
-            self.points = sorted({*self.points, *worst})
-        return False
+            self.points = sorted({*self.points, *sorted(new, key=lambda op: new[op])[-count:]})
+
+    def _promising(self, model: BodyModel, answer: Answer) -> list[float] | None:
+        """A solution of which bodies that suit its runs may make the best schedule yet."""
+        most = self.cost_us * (1 + self.params.worth_reading)
+        return answer.values if model.bound_us(answer.objective) <= most else None
+
+    def _repair(self, process: SolverProcess, schedule: Schedule) -> None:
+        """Lead a schedule that is too full to one that fits: the program is solved around that."""
+        params = self.params
+        around = Neighbourhoods(random.Random(0), params)  # noqa: S311
+        for _ in range(params.repair_rounds):
+            model = self._model(self.capacity, ordered=True)
+            values = lifted(model, schedule)
+            full = too_full(model, values)
+            if self._done() or not full:
+                return
+            worst = max(full, key=lambda k: full[k])
+            part = around.around(model, values, worst)
+            until = self._until(params.step_seconds)
+            answer = process.solve(part, until, relative_gap=params.relative_gap)
+            found = self._promising(model, answer)
+            if found is not None:
+                self._too_full = None
+                if self._use(model, found, self.capacity):
+                    return
+                if self._too_full is not None:
+                    schedule = self._too_full
+                elif answer.outcome is Outcome.OPTIMAL:
+                    return
+            around.learn(answer.outcome)
 
     def _search(self, process: SolverProcess) -> None:
         """Neighbourhoods of the best schedule until the time is up."""
-        draw = random.Random(self.request.seed)  # noqa: S311  (no secret)
         params = self.params
-        model, looked_at = None, (list[int](), 0)
+        self.points = sorted({*self.points, *self._first_points(params.points)})
+        draw = random.Random(self.request.seed)  # noqa: S311  (no secret)
+        around = Neighbourhoods(draw, params)
+        model = None
         failures = 0
         for count in itertools.count():
             if self.placed is None or self._done():
@@ -353,19 +435,17 @@ class BodySearch:
                 return
             margin = min(params.most_margin, params.margin * self._failed)
             capacity = int(self.capacity * (1 - margin))
-            if model is None or looked_at != (self.points, capacity):
-                model, looked_at = self._model(capacity), (list(self.points), capacity)
+            if model is None or not self._looks_at(model, capacity):
+                model = self._model(capacity, ordered=True)
             values = lifted(model, self.placed.schedule)
-            # A wide one may take a minute for its first node.
-            widths = params.widths if self._timed else params.widths[: params.counted_widths]
-            width = int(self.choices.n * draw.choice(widths)) + 1
-            low = draw.randrange(-width // 2, self.choices.n)
-            stretch = neighbourhood(model, values, range(low, low + width))
+            stretch = around.next(model, values)
             until = self._until(params.step_seconds)
             answer = process.solve(
                 stretch, until, relative_gap=params.relative_gap, nodes=self._nodes
             )
-            better = answer.values is not None and self._use(model, answer.values, capacity)
+            around.learn(answer.outcome)
+            found = self._promising(model, answer)
+            better = found is not None and self._use(model, found, capacity)
             failures = 0 if better else failures + 1
 
     @property
@@ -375,37 +455,3 @@ class BodySearch:
 
     def _done(self) -> bool:
         return self.proved or self._solved or self.request.out_of_time()
-
-
-def neighbourhood(model: BodyModel, values: list[float], free: range) -> Milp:
-    """
-    The program with all but a stretch as it is in a solution.
-
-    Free are the tensors made and the ops first run in the stretch, in all segments, and the bodies
-    of the ops that read those tensors, as what a forward op makes is decided with its backward.
-    Rows of memory that the solution breaks are as it has them.
-    """
-    choices, problem = model.choices, model.choices.problem
-    loose = set[int]()
-    for v in model.f:
-        near = any(problem.producer[t] in free for t in choices.reads[v])
-        if near or problem.bodies[v].op in free:
-            loose.update(model.f[w] for w in choices.of[problem.bodies[v].op])
-    for x, y, z in zip(model.x, model.y, model.z, strict=True):
-        loose.update(c for t, c in x.items() if c is not None and problem.producer[t] in free)
-        loose.update(c for v, c in y.items() if problem.bodies[v].op in free)
-        loose.update(z.values())
-    lower, upper = list(model.milp.lower), list(model.milp.upper)
-    for column, value in enumerate(values):
-        if column not in loose:
-            lower[column] = upper[column] = value
-    used = dict.fromkeys(model.memory, 0.0)
-    for row, column, value in zip(
-        model.milp.entry_row, model.milp.entry_column, model.milp.entry_value, strict=True
-    ):
-        if row in used:
-            used[row] += value * values[column]
-    row_upper = list(model.milp.row_upper)
-    for row, amount in used.items():
-        row_upper[row] = max(row_upper[row], amount)
-    return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)

@@ -20,6 +20,7 @@ from coop_plan.planner.variants.choices import Choices
 from coop_plan.planner.variants.lift import lifted
 from coop_plan.planner.variants.model import BodyModel
 from coop_plan.planner.variants.monet import solve_monet
+from coop_plan.planner.variants.neighbourhood import neighbourhood, too_full
 from coop_plan.planner.variants.restrict import carried_back, restricted
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -97,6 +98,13 @@ def test_each_run_has_its_own_body():
     made = plan(graph, 18, method="optimal", alignment=1, time_limit=10)
     assert names(made) == [None, None, None, "lean", None]
     assert made.lower_bound_model == "program-order"
+
+
+def test_the_bound_knows_what_a_recompute_needs():
+    """The fast body fits nowhere again: the program learns it from a run that was too full."""
+    made = plan(workspaces(), 18, method="optimal", alignment=1, time_limit=SECONDS)
+    assert made.cost_us == pytest.approx(132.0)
+    assert (made.status, made.lower_bound_us) == ("optimal", pytest.approx(132.0))
 
 
 def test_the_smallest_budget_counts_the_leanest_body():
@@ -259,6 +267,25 @@ def test_monet_agrees_with_brute_force_over_its_class(graph):
             assert solution.placed.cost_us == pytest.approx(least)
 
 
+def test_a_neighbourhood_is_what_is_told_and_asks_for_room_where_it_is_strict():
+    problem = Problem.from_graph(workspaces(), 1, "arena")
+    choices, n = Choices.of_problem(problem), problem.op_count
+    schedule = Schedule.of(problem, [bodies[0] for bodies in choices.of])
+    model = BodyModel(choices, int(schedule.live_bytes().max()) - 1, list(range(n + 1)))
+    values = lifted(model, schedule)
+    full = too_full(model, values)
+    assert full
+    loose = neighbourhood(model, values, range(0), range(0))
+    strict = neighbourhood(model, values, range(0), range(0), range(n + 1))
+    k = next(iter(full))
+    row = model.memory[k][0]
+    assert loose.row_upper[row] > strict.row_upper[row] == model.milp.row_upper[row]
+    free = neighbourhood(model, values, range(0), range(k, k + 1))
+    told = [c for c in (*model.x[k].values(), *model.y[k].values()) if c is not None]
+    assert all(free.upper[c] == model.milp.upper[c] for c in told)
+    assert all(loose.lower[c] == loose.upper[c] == values[c] for c in told)
+
+
 @settings(max_examples=25, deadline=None)
 @given(graph=graphs(max_ops=8, mutates=False, rng=False, bandwidth=False))
 def test_every_schedule_is_a_solution_of_the_program(graph):
@@ -277,6 +304,37 @@ def test_every_schedule_is_a_solution_of_the_program(graph):
         assert low - 1e-6 <= value <= high + 1e-6
     cost = sum(c * v for c, v in zip(milp.cost, values, strict=True))
     assert model.bound_us(cost) == pytest.approx(schedule.cost_us)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    graph=graphs(max_ops=10, mutates=False, rng=False, bandwidth=False),
+    share=st.sampled_from([0.9, 0.7, 0.5]),
+    every=st.integers(1, 4),
+)
+def test_cuts_leave_every_schedule_in(graph, share, every):
+    """A schedule with recomputes meets all rows at its own peak, whatever is looked at closely."""
+    problem = Problem.from_graph(graph, 1, "arena")
+    choices, n = Choices.of_problem(problem), problem.op_count
+    arena = int(share * int(keep_all_schedule(problem).live_bytes().max(initial=0)))
+    try:
+        placed = run_coop(restricted(problem, range(n)), Request(arena)).placed
+    except DoesNotFitError:
+        return
+    runs = carried_back(problem, range(n), placed).schedule.bodies
+    schedule = Schedule.of(problem, list(runs))
+    peak = int(schedule.live_bytes().max(initial=0))
+    points = [*range(0, n, every), n]
+    cuts = frozenset(itertools.product(range(n), range(n)))
+    model = BodyModel(choices, max(peak, 1), points, cuts)
+    values = lifted(model, schedule)
+    milp = model.milp
+    sums = [0.0] * len(milp.row_lower)
+    for row, column, value in zip(milp.entry_row, milp.entry_column, milp.entry_value, strict=True):
+        sums[row] += value * values[column]
+    for low, value, high in zip(milp.row_lower, sums, milp.row_upper, strict=True):
+        assert low - 1e-6 <= value <= high + 1e-6
+    assert not too_full(model, values)
 
 
 @settings(max_examples=60, deadline=None)
