@@ -152,6 +152,18 @@ SECTIONS = (
         ),
     ),
     Section(
+        "delta-saved",
+        "DELTA: what saving memory costs",
+        "The same V100 at the largest batch that fits with nothing recomputed: overheads where so"
+        " much of the peak is saved. Published: 40 to 70 percent saved (abstract).",
+        ("network", "batch", "link", *(f"{100 - share} % saved" for share in measures.SAVED)),
+        tuple(
+            partial(measures.saved, network, batch, link)
+            for network, batch in (("resnet50", 186), ("resnet101", 125))
+            for link in (0, 25_000_000_000)
+        ),
+    ),
+    Section(
         "monet",
         "MONeT (ICLR 2021): operator variants",
         "Steps in ms with MONeT's measured variants on a P100, beside the solutions that its"

@@ -116,6 +116,18 @@ def shares(network: str, spec: str) -> list[str]:
     ]
 
 
+def saved(network: str, batch: int, link: int) -> list[str]:
+    """Overhead where 40 to 70 percent of the peak are saved, with a link of so many bytes/s."""
+    graph = captured(network, V100.name, batch)
+    peak = plan(graph, "100%", method="keep-all").peak_bytes
+    made = [_planned(graph, peak * share // 100, "coop-offline", link=link) for share in SAVED]
+    return [network, str(batch), f"{link / 1e9:g} GB/s" if link else "none", *map(_overhead, made)]
+
+
+SAVED = (60, 50, 40, 30)
+"""What is left, in percent of the peak."""
+
+
 def latency(network: str, spec: str) -> list[str]:
     """What each method takes to plan at half of the peak, in seconds of one core."""
     graph = captured(network, spec)
@@ -241,11 +253,15 @@ def _largest_kept(small: Graph, large: Graph, first: int, memory: int) -> int:
 
 
 def _planned(
-    graph: Graph, budget: str | int, method: str, time_limit: float | None = None
+    graph: Graph,
+    budget: str | int,
+    method: str,
+    time_limit: float | None = None,
+    link: int = 0,
 ) -> Plan | None:
-    """A plan without transfers, or None where the method does not meet the budget."""
+    """A plan, or None where the method does not meet the budget; without a link nothing moves."""
     try:
-        return plan(graph, budget, method=method, host_budget=0, time_limit=time_limit)
+        return plan(graph, budget, method=method, link=link, time_limit=time_limit)
     except InfeasibleBudgetError:
         return None
 
