@@ -153,8 +153,19 @@ class _Search:
         return Largest(limit, low, self._planned(low) if low else None)
 
     def _guess(self, pair: tuple[int, int], low: int, high: int, limit: float) -> int:
-        """The largest batch in (`low`, `high`) that the scaled graphs say holds; else `low`."""
+        """
+        The largest batch in (`low`, `high`) that the scaled graphs say holds; else `low`.
+
+        From the first batch upwards; once there was a guess, from the last one downwards, which was
+        near.
+        """
         step = max(1, pair[0])
+        if high < MAX_BATCH:
+            step = 1
+            while high - step > low and not _holds(self._scaled(pair, high - step), limit):
+                high -= step
+                step *= 2
+            low = max(low, high - step)
         while low + step < high and _holds(self._scaled(pair, low + step), limit):
             low += step
             step *= 2
