@@ -65,7 +65,8 @@ class _OptimalSolve:
         params = self.params.search
         now = time.monotonic()
         left = self.deadline - now
-        if left > params.long_seconds and self.program.n <= params.small_ops:
+        small = left > params.long_seconds and self.program.n <= params.small_ops
+        if small or self.program.n <= params.tiny_ops:
             limit = None
         else:
             limit = now + left * params.heuristic_share

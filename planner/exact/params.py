@@ -27,7 +27,10 @@ class SearchParams(Params):
     long_seconds: Seconds = 10.0
     heuristic_share: Share = 0.25
     """coop-offline takes its own time on graphs up to `small_ops` ops when there are more than
-    `long_seconds` left, and else this share of the time left."""
+    `long_seconds` left, and else this share of the time left;"""
+
+    tiny_ops: Size = 50
+    """on graphs up to so many always: a fraction of a second."""
 
     blind_share: Share = 0.25
     """Share of the time left for finding any plan at all where coop-offline finds none."""

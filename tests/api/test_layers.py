@@ -18,7 +18,9 @@ MAY_IMPORT = {
 }
 DOORS = {
     ("api/capture.py", "calibrate", "runtime"),
+    ("api/capture.py", "capture", "runtime"),
     ("api/capture.py", "captured", "runtime"),
+    ("api/fit.py", "_row", "runtime"),
     ("runtime/execute/planning.py", "_from_server", "api"),
 }
 """(file, function, package): imports across the rule, made only when the function is called."""

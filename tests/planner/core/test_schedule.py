@@ -57,8 +57,9 @@ def random_orders(problem, draw):
                 wait(t)
         orders.append(("run", body))
 
+    repeatable = problem.repeatable(problem.remakeable)
     for op in range(problem.op_count):
-        again = [o for o in range(op) if problem.repeatable[o]]
+        again = [o for o in range(op) if repeatable[o]]
         for body in draw(st.lists(st.sampled_from(again), max_size=3)) if again else ():
             run(body)
         run(draw(st.sampled_from([b for b, body in enumerate(problem.bodies) if body.op == op])))
