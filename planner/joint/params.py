@@ -68,6 +68,9 @@ class JointParams(Params):
     events_per_second: Count = 15_000_000
     """About how many of them a second is."""
 
+    searches: Count = 10
+    """So often it is searched at most; on small graphs for longer, then."""
+
     hurried: Count = 10
     """The search is shorter by this factor where any schedule will do."""
 

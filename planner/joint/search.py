@@ -70,7 +70,8 @@ class JointSearch:
             return
         events = self.steps * max(1, *(sequence.size for sequence in self.starts))
         begin = time.monotonic()
-        count = max(1, int((deadline - begin) * self.params.events_per_second / max(1, events)))
+        times = int((deadline - begin) * self.params.events_per_second / max(1, events))
+        count = min(max(1, times), self.params.searches)
         for number in range(count):
             if not enough():
                 self._search(begin + (number + 1) / count * (deadline - begin), enough)
