@@ -159,17 +159,18 @@ class _Search:
         From the first batch upwards; once there was a guess, from the last one downwards, which was
         near.
         """
-        step = max(1, pair[0])
-        if high < MAX_BATCH:
+        if high == MAX_BATCH:
+            step = max(1, pair[0])
+            while low + step < high and _holds(self._scaled(pair, low + step), limit):
+                low += step
+                step *= 2
+            high = min(high, low + step)
+        else:
             step = 1
             while high - step > low and not _holds(self._scaled(pair, high - step), limit):
                 high -= step
                 step *= 2
             low = max(low, high - step)
-        while low + step < high and _holds(self._scaled(pair, low + step), limit):
-            low += step
-            step *= 2
-        high = min(high, low + step)
         while high - low > 1:
             middle = (low + high) // 2
             if _holds(self._scaled(pair, middle), limit):

@@ -121,7 +121,7 @@ def saved(network: str, batch: int, link: int) -> list[str]:
     graph = captured(network, V100.name, batch)
     peak = plan(graph, "100%", method="keep-all").peak_bytes
     made = [_planned(graph, peak * share // 100, "coop-offline", link=link) for share in SAVED]
-    return [network, str(batch), f"{link / 1e9:g} GB/s" if link else "none", *map(_overhead, made)]
+    return [network, str(batch), _speed(link), *map(_overhead, made)]
 
 
 SAVED = (60, 50, 40, 30)
@@ -232,7 +232,7 @@ def batches(
     ratio = f"{found.batch / kept:.2f}" if kept else "-"
     costs = "FLOPs" if flops else "roofline"
     if limit is not None:
-        costs = f"{link / 1e9:g} GB/s" if link else "none"
+        costs = _speed(link)
     return [network, costs, str(kept), str(found.batch), ratio, published]
 
 
@@ -264,6 +264,10 @@ def _planned(
         return plan(graph, budget, method=method, link=link, time_limit=time_limit)
     except InfeasibleBudgetError:
         return None
+
+
+def _speed(link: int) -> str:
+    return f"{link / 1e9:g} GB/s" if link else "none"
 
 
 def _overhead(made: Plan | None) -> str:

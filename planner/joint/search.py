@@ -49,10 +49,9 @@ class JointSearch:
         self.failed = 0  # layouts of the annealing at hand
         self.seconds = 0.0  # for its layouts
         self.random = np.random.default_rng(request.seed)
-        events = max(1, *(sequence.size for sequence in starts))
-        self.state = start(
-            problem, self.program, params.room_factor * events + params.room, params.moves
-        )
+        self.events = events = max(1, *(sequence.size for sequence in starts))
+        room = params.room_factor * events + params.room
+        self.state = start(problem, self.program, room, params.moves)
         self.steps = min(params.events // events, params.steps + params.steps_per_event * events)
         if request.any_schedule:
             self.steps //= params.hurried
@@ -68,13 +67,14 @@ class JointSearch:
         if deadline is None:
             self._search(None, enough)
             return
-        events = self.steps * max(1, *(sequence.size for sequence in self.starts))
         begin = time.monotonic()
-        times = int((deadline - begin) * self.params.events_per_second / max(1, events))
+        events = (deadline - begin) * self.params.events_per_second
+        times = int(events / max(1, self.steps * self.events))
         count = min(max(1, times), self.params.searches)
         for number in range(count):
-            if not enough():
-                self._search(begin + (number + 1) / count * (deadline - begin), enough)
+            if enough():
+                return
+            self._search(begin + (number + 1) / count * (deadline - begin), enough)
 
     def _search(self, deadline: float | None, enough: Callable[[], bool]) -> None:
         """Anneal each start, and what is best by then again."""

@@ -273,8 +273,8 @@ class BodyModel:
             others = (t for t in self.x[k] if t not in choices.reads[v])
             for t in others:
                 maker = problem.producer[t]
-                before = maker < op or self.start(k) < maker < self._cut[k][op]
-                before = before and self.ordered
+                earlier = maker < op or self.start(k) < maker < self._cut[k][op]
+                before = self.ordered and earlier
                 column = self.x[k][t] if before else self.h[k].get(t)
                 if column is not None:
                     terms.append((column, problem.size[t] / unit))

@@ -286,6 +286,14 @@ def test_a_neighbourhood_is_what_is_told_and_asks_for_room_where_it_is_strict():
     assert all(loose.lower[c] == loose.upper[c] == values[c] for c in told)
 
 
+def assert_meets_all_rows(milp, values):
+    sums = [0.0] * len(milp.row_lower)
+    for row, column, value in zip(milp.entry_row, milp.entry_column, milp.entry_value, strict=True):
+        sums[row] += value * values[column]
+    for low, value, high in zip(milp.row_lower, sums, milp.row_upper, strict=True):
+        assert low - 1e-6 <= value <= high + 1e-6
+
+
 @settings(max_examples=25, deadline=None)
 @given(graph=graphs(max_ops=8, mutates=False, rng=False, bandwidth=False))
 def test_every_schedule_is_a_solution_of_the_program(graph):
@@ -297,11 +305,7 @@ def test_every_schedule_is_a_solution_of_the_program(graph):
     model = BodyModel(choices, max(peak, 1), list(range(problem.op_count + 1)))
     values = lifted(model, schedule)
     milp = model.milp
-    sums = [0.0] * len(milp.row_lower)
-    for row, column, value in zip(milp.entry_row, milp.entry_column, milp.entry_value, strict=True):
-        sums[row] += value * values[column]
-    for low, value, high in zip(milp.row_lower, sums, milp.row_upper, strict=True):
-        assert low - 1e-6 <= value <= high + 1e-6
+    assert_meets_all_rows(milp, values)
     cost = sum(c * v for c, v in zip(milp.cost, values, strict=True))
     assert model.bound_us(cost) == pytest.approx(schedule.cost_us)
 
@@ -328,12 +332,7 @@ def test_cuts_leave_every_schedule_in(graph, share, every):
     cuts = frozenset(itertools.product(range(n), range(n)))
     model = BodyModel(choices, max(peak, 1), points, cuts)
     values = lifted(model, schedule)
-    milp = model.milp
-    sums = [0.0] * len(milp.row_lower)
-    for row, column, value in zip(milp.entry_row, milp.entry_column, milp.entry_value, strict=True):
-        sums[row] += value * values[column]
-    for low, value, high in zip(milp.row_lower, sums, milp.row_upper, strict=True):
-        assert low - 1e-6 <= value <= high + 1e-6
+    assert_meets_all_rows(model.milp, values)
     assert not too_full(model, values)
 
 

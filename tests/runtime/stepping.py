@@ -3,10 +3,10 @@
 import torch
 
 
-def stepped(model, step, x, count=2):
-    """The losses of some steps, and the gradients and buffers behind each."""
+def stepped(model, step, x):
+    """The losses of two steps, and the gradients and buffers behind each."""
     seen = []
-    for _ in range(count):
+    for _ in range(2):
         model.zero_grad()
         loss = step(x)
         loss.backward()
@@ -15,11 +15,11 @@ def stepped(model, step, x, count=2):
     return seen
 
 
-def compiled_and_eager(model, step, x, options, seed=1):
-    """The same of a step as it is and compiled, from one state of the generator."""
+def eager_and_compiled(model, x, options):
+    """The same of a model as it is and compiled, from one state of the generator."""
     torch._dynamo.reset()
     seen = []
-    for run in (step, torch.compile(step, backend="coop", options=options)):
-        torch.manual_seed(seed)
-        seen.append(stepped(model, run, x))
+    for step in (model, torch.compile(model, backend="coop", options=options)):
+        torch.manual_seed(1)
+        seen.append(stepped(model, step, x))
     return seen

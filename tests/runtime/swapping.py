@@ -36,7 +36,7 @@ def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False):
         if sum(graph.tensors[u].bytes for u in moved) - graph.tensors[t].bytes >= wanted:
             del moved[t]
     orders = []
-    away = {t: problem.producer[t] for t in gradients_away(problem) if gradients}
+    away = {t: problem.producer[t] for t in (gradients_away(problem) if gradients else ())}
     for op in range(problem.op_count):
         orders += [("prefetch", t) for t, (_, late) in moved.items() if late == op + ahead]
         orders += [("wait", t) for t, (_, late) in moved.items() if late == op]

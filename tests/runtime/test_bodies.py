@@ -21,7 +21,7 @@ from coop_plan.runtime.capture.target import capture
 from coop_plan.runtime.capture.tried import same_bits
 from coop_plan.runtime.execute import planning
 from coop_plan.schemas import Compute
-from tests.runtime.stepping import compiled_and_eager
+from tests.runtime.stepping import eager_and_compiled
 
 
 def tiled(graph, options):
@@ -98,7 +98,7 @@ def test_masks_that_are_bits_are_eagers_to_the_bit(monkeypatch, budget):
     model, x = Dropping(), torch.randn(256, 64)
     monkeypatch.setattr(planning, "plan", dear)
     monkeypatch.setattr(planning, "verify", lambda *_: None)  # of other costs
-    seen = compiled_and_eager(model, model, x, {"budget": budget, "variants": True})
+    seen = eager_and_compiled(model, x, {"budget": budget, "variants": True})
     assert all(map(torch.equal, *seen))
     report = coop_plan.reports()[-1]
     assert report.measured_arena_bytes == report.planned_arena_bytes
@@ -154,7 +154,7 @@ def test_gradients_of_activations_that_read_less_are_eagers_to_the_bit(monkeypat
     model, x = Activated(), torch.randn(4, 4, 16, 16)
     monkeypatch.setattr(planning, "plan", dear)
     monkeypatch.setattr(planning, "verify", lambda *_: None)  # of other costs
-    seen = compiled_and_eager(model, model, x, {"budget": budget, "variants": True})
+    seen = eager_and_compiled(model, x, {"budget": budget, "variants": True})
     assert all(map(torch.equal, *seen))
     report = coop_plan.reports()[-1]
     assert report.measured_arena_bytes == report.planned_arena_bytes
