@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.comptime import comptime
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.source import LocalSource
@@ -284,13 +285,27 @@ def pass_over_words_said_once() -> None:
 def let_install_hooks() -> None:
     """Let transformers put the hooks on a model that collect its hidden states, while it is traced.
 
-    It does so under a lock, at the first call that asks for them. Assumed: what is marked as
-    constant is called as it is with the module, once (torch/_dynamo/variables/functions.py).
+    It does so under a lock, which Dynamo does not know, at the first call that asks for them.
+    Assumed: `comptime` calls what it is given during the trace, and tells it the value of a local
+    variable (torch/_dynamo/comptime.py).
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
-    if install is not None:
-        torch.compiler.assume_constant_result(install)  # type: ignore[no-untyped-call]
+    if install is None or getattr(install, "_may_be_traced", False):
+        return
+
+    def traced(context: Any) -> None:
+        local = context.get_local("model")
+        install(local._i_will_not_complain_if_bc_breaks_VariableTracker().value)
+
+    def install_hooks(model: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            comptime(traced)
+        else:
+            install(model)
+
+    install_hooks._may_be_traced = True  # type: ignore[attr-defined]
+    capturing.maybe_install_capturing_hooks = install_hooks
 
 
 @contextmanager
