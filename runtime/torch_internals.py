@@ -90,6 +90,13 @@ __all__ = [
 
 log = logging.getLogger("coop-plan")
 
+MERSENNE_TWISTER_OFFSETS = (24, 8, 16)
+"""In bytes within the state of the CPU's generator: the 624 words, how many are left, the next.
+
+Assumed: the state begins as `CPUGeneratorImplStateLegacy` does (ATen/CPUGeneratorImpl.cpp): a seed
+of 64 bits, `left` and `seeded` of 32, `next` of 64, the words, each in 64.
+"""
+
 SUPPORTED = ((2, 11), (2, 14))
 """From this version of PyTorch on, up to but without that one: the range that tests have run on."""
 

@@ -25,11 +25,12 @@ MEASURING = (
         "capture/parts.py",
         "capture/part_ops.py",
         "capture/bit_ops.py",
+        "capture/dropouts.py",
         "capture/results.py",
         "capture/tried.py",
         "capture/sizes.py",
     ),
-    *("device/cuda.py", "device/arena.cpp", "device/arena.h"),
+    *("device/cuda.py", "device/arena.cpp", "device/arena.h", "device/draws.cpp"),
 )
 """The sources, in the runtime's folder, by which ops are measured."""
 

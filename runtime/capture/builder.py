@@ -13,7 +13,7 @@ from torch import fx
 from coop_plan.runtime.capture.collectives import collective_of, modelled, scratch_bytes
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.overwriting import overwritable
-from coop_plan.runtime.capture.own_ops import INSTEAD
+from coop_plan.runtime.capture.own_ops import instead_of
 from coop_plan.runtime.capture.profile import fakes, profile
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.sources import source_of
@@ -159,7 +159,7 @@ class GraphBuilder:
         node.replace_input_with(source, copy)
 
     def _call(self, node: fx.Node) -> None:
-        node.target = INSTEAD.get(node.target, node.target)
+        node.target = instead_of(node.target, device_of(node))
         collective = collective_of(node.target)
         target = collective or node.target
         if not isinstance(target, OpOverload):

@@ -26,6 +26,22 @@ def define(
     return op
 
 
+Places = Sequence[torch.Tensor | None]
+
+WRITERS: dict[OpOverload, Callable[..., Any]] = {}
+"""What writes results of ops into places, which it is given first."""
+
+
+def define_writer(
+    schema: str, run: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+) -> OpOverload:
+    """An op named after `run`, which takes the places of its results first, if any."""
+    name = run.__name__.removeprefix("_")
+    op = define(name, schema, lambda *args: run((), *args), tags=tags)
+    WRITERS[op] = run
+    return op
+
+
 def name_and_arguments(original: OpOverload) -> tuple[str, str]:
     """An op's name without namespace and overload, and its schema behind the first parenthesis."""
     name, _, rest = schema_text(original).partition("(")

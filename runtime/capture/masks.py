@@ -20,6 +20,7 @@ from coop_plan.runtime.capture.bit_ops import (
 )
 from coop_plan.runtime.capture.bodies import Offers, Other
 from coop_plan.runtime.capture.builder import GETITEM, GraphBuilder, tensor_args
+from coop_plan.runtime.capture.dropouts import DROPOUT, DROPOUT_BACKWARD
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.overwriting import lies_alike, written_over
 from coop_plan.runtime.capture.profile import fakes, profile, signature, stand_in_arguments
@@ -30,6 +31,8 @@ NAME = "bits"
 
 _DROPOUT: Any = torch.ops.aten.native_dropout.default
 _DROPOUT_BACKWARD: Any = torch.ops.aten.native_dropout_backward.default
+_DROPOUTS = (_DROPOUT, DROPOUT)
+_DROPOUT_BACKWARDS = (_DROPOUT_BACKWARD, DROPOUT_BACKWARD)
 _RELU: Any = torch.ops.aten.relu.default
 _RELU_BACKWARD: Any = torch.ops.aten.threshold_backward.default
 
@@ -109,11 +112,11 @@ def _offer(
 
 
 def _dropout(builder: GraphBuilder, node: fx.Node) -> _Masked | None:
-    if node.target is not _DROPOUT:
+    if node.target not in _DROPOUTS:
         return None
     masks = [user for user in node.users if user.target is GETITEM and user.args[1] == 1]
     users = [user for mask in masks for user in mask.users]
-    readers = [u for u in users if u.target is _DROPOUT_BACKWARD and u.args[1] in masks]
+    readers = [u for u in users if u.target in _DROPOUT_BACKWARDS and u.args[1] in masks]
     kept = dict.fromkeys(readers, builder.storages[node][1])
     return _Masked(node, DROPOUT_BITS, node.args, DROPOUT_BITS_BACKWARD, kept)
 

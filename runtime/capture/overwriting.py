@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.capture.bit_ops import WRITERS
 from coop_plan.runtime.capture.facts import Allocation, OpProfile, Output
+from coop_plan.runtime.capture.library import WRITERS
 from coop_plan.runtime.capture.own_ops import CROSS_ENTROPY_BACKWARD
 from coop_plan.runtime.capture.part_ops import PART_OPS
 from coop_plan.runtime.capture.profile import (
@@ -47,7 +47,8 @@ def overwritable(target: OpOverload, args: Any, kwargs: Any, facts: OpProfile) -
     alone = len(facts.outputs) == 1 and sum(not a.output for a in facts.allocations) == 1
     alone = alone and facts.allocated <= {0, -1}
     may = torch.Tag.pointwise in target.tags or target in ROW_BY_ROW
-    if not may or not alone or not (out_overload(target) or inplace_overload(target)):
+    may = (may and bool(out_overload(target) or inplace_overload(target))) or target in WRITERS
+    if not may or not alone:
         return []
     fakes = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
     positions = [i for i, value in enumerate(fakes) if lies_alike(value, facts.outputs[0])]

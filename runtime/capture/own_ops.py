@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
+from coop_plan.runtime.capture.dropouts import DROPOUT, DROPOUT_BACKWARD
 from coop_plan.runtime.capture.library import define, name_and_arguments
+from coop_plan.runtime.device.draws import draws_as_aten
 from coop_plan.runtime.torch_internals import below_autograd_in_grad_mode, log_softmax_backward
 
 
@@ -91,7 +93,7 @@ def _in_place_of(original: Any, run: Any, key: str) -> Any:
     return define(run.__name__.removeprefix("_"), f"({arguments}", run, key=key)
 
 
-INSTEAD: dict[Any, Any] = {
+_INSTEAD: dict[Any, Any] = {
     original: _in_place_of(original, run, key)
     for original, run, key in (
         (torch.ops.aten.mkldnn_rnn_layer.default, _lstm_layer, "CPU"),
@@ -102,4 +104,16 @@ INSTEAD: dict[Any, Any] = {
         ),
     )
 }
-"""Ops of a joint graph, and what runs in their place."""
+
+_ON_CPU: dict[Any, Any] = {
+    torch.ops.aten.native_dropout.default: DROPOUT,
+    torch.ops.aten.native_dropout_backward.default: DROPOUT_BACKWARD,
+}
+
+
+def instead_of(op: Any, device: torch.device) -> Any:
+    """What runs in place of an op of a joint graph, on the device of its results."""
+    if op in _ON_CPU and device.type == "cpu":
+        draws_as_aten()  # here, where its memory is no op's
+        return _ON_CPU[op]
+    return _INSTEAD.get(op, op)

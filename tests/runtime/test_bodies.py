@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import coop_plan
 from coop_plan.planner import InvalidPlanError, plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture import bit_ops
+from coop_plan.runtime.capture import dropouts
 from coop_plan.runtime.capture.bit_ops import (
     DROPOUT_BITS,
     DROPOUT_BITS_BACKWARD,
@@ -55,7 +55,7 @@ def test_a_plan_with_a_body_that_is_not_known_is_refused(monkeypatch, verified):
 @pytest.mark.parametrize("shape", [(8,), (3, 5, 16), (40, 10, 8)])
 def test_a_dropout_of_bits_is_atens(monkeypatch, dtype, shape):
     """Forward from the same state of the generator, and backward, however many parts it takes."""
-    monkeypatch.setattr(bit_ops, "PART_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(dropouts, "PART_ELEMENTS", 1 << 10)
     aten = torch.ops.aten
     values, gradient = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
     gradient.view(-1)[:3] = torch.tensor([float("inf"), -0.0, float("nan")])
@@ -116,7 +116,7 @@ def test_masks_that_are_bits_are_eagers_to_the_bit(monkeypatch, budget):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bits_of_a_relu_pass_its_gradient(monkeypatch, dtype):
     """In the place of what they are computed from, too; NaN and both zeros among the values."""
-    monkeypatch.setattr(bit_ops, "PART_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(dropouts, "PART_ELEMENTS", 1 << 10)
     aten = torch.ops.aten
     values, gradient = (4 * torch.randn(40, 10, 8, dtype=dtype) for _ in range(2))
     special = [float("nan"), 0.0, -0.0, float("inf"), float("-inf"), 6.0]
