@@ -13,7 +13,7 @@ from torch import fx
 from coop_plan.runtime.capture.collectives import collective_of, modelled, scratch_bytes
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.overwriting import overwritable
-from coop_plan.runtime.capture.own_ops import instead_of
+from coop_plan.runtime.capture.own_ops import instead_of, original_of
 from coop_plan.runtime.capture.profile import fakes, profile
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.sources import source_of
@@ -219,7 +219,7 @@ class GraphBuilder:
             inplace = [[fresh[0], t] for t in over if t is not None and reads.count(t) == 1]
         self.op_fields.append(
             {
-                "name": str(target),
+                "name": str(original_of(target)),
                 "inputs": inputs,
                 "outputs": fresh,
                 "cost_us": facts.cost_us,

@@ -117,3 +117,11 @@ def instead_of(op: Any, device: torch.device) -> Any:
         draws_as_aten()  # here, where its memory is no op's
         return _ON_CPU[op]
     return _INSTEAD.get(op, op)
+
+
+_ORIGINALS = {own: op for op, own in (_INSTEAD | _ON_CPU).items()}
+
+
+def original_of(op: Any) -> Any:
+    """The op of a joint graph in whose place one of ours runs; a graph's ops are named after it."""
+    return _ORIGINALS.get(op, op)

@@ -87,8 +87,8 @@ def test_a_step_on_the_cpu_takes_it():
         variants=True,
     )
     ops = {op.name: op for op in graph.ops}
-    forward = ops["coop_plan.dropout.default"]
-    backward = ops["coop_plan.dropout_backward.default"]
+    forward = ops["aten.native_dropout.default"]
+    backward = ops["aten.native_dropout_backward.default"]
     part = dropouts.PART_ELEMENTS * 4
     assert part <= forward.workspace_bytes <= part + 8192
     assert part <= backward.workspace_bytes <= part + 8192
