@@ -12,7 +12,11 @@ from pathlib import Path
 import torch
 
 from coop_plan.runtime.device.build import compiled
-from coop_plan.runtime.torch_internals import MERSENNE_TWISTER_OFFSETS, FakeTensor
+from coop_plan.runtime.torch_internals import (
+    MERSENNE_TWISTER_OFFSETS,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 
 _FEWEST = 1024
 """Elements below which to save and load the state of the generator would take longer."""
@@ -54,7 +58,7 @@ def _library() -> ctypes.CDLL:
 @functools.cache
 def draws_as_aten() -> bool:
     """Whether both make the same of one state, and leave the same; tried once, with memory."""
-    with torch.random.fork_rng(devices=[]):
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):  # a step is being traced
         torch.manual_seed(0)
         torch.rand(3)
         before = torch.get_rng_state()

@@ -6,13 +6,22 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import coop_plan
 from coop_plan.runtime.capture import dropouts
 from coop_plan.runtime.capture.dropouts import DROPOUT, DROPOUT_BACKWARD
 from coop_plan.runtime.capture.target import capture
 from coop_plan.runtime.device import draws
+from tests.runtime.stepping import eager_and_compiled
 
 aten = torch.ops.aten
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
 
 COUNTS = st.sampled_from([0, 1, 2, 311, 312, 313, 623, 624, 625, 1248]) | st.integers(0, 5000)
 PROBABILITIES = st.sampled_from([0.0, 1.0, 0.5, 2.0**-53, math.nextafter(1, 0)]) | st.floats(0, 1)
@@ -94,3 +103,19 @@ def test_a_step_on_the_cpu_takes_it():
     assert part <= backward.workspace_bytes <= part + 8192
     assert forward.rng
     assert backward.inplace
+
+
+def test_a_compiled_step_takes_it(monkeypatch):
+    """Nothing of the trial whether it can is the step's."""
+    draws.draws_as_aten.cache_clear()
+    drawn = []
+    monkeypatch.setattr(
+        draws, "_drawn", lambda mask, p, draw=draws._drawn: drawn.append(p) or draw(mask, p)
+    )
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.25), nn.Tanh()), torch.randn(512, 64)
+    seen = eager_and_compiled(nn.Sequential(model, Mean()), x, {"budget": "100%"})
+    assert all(map(torch.equal, *seen))
+    assert drawn.count(0.75) >= draws.draws_as_aten()
+    report = coop_plan.reports()[-1]
+    assert report.outside_bytes == 0
+    assert report.measured_arena_bytes == report.planned_arena_bytes
