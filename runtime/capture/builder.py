@@ -5,6 +5,7 @@ Views are folded into the storages they alias, by what the profile saw, not by s
 
 import operator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ class GraphBuilder:
         node.replace_input_with(source, copy)
 
     def _call(self, node: fx.Node) -> None:
-        node.target = instead_of(node.target, device_of(node))
+        node.target = instead_of(node.target, partial(device_of, node))
         collective = collective_of(node.target)
         target = collective or node.target
         if not isinstance(target, OpOverload):

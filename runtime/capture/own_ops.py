@@ -1,5 +1,6 @@
 """Ops of ours that run in place of ATen's, with the same numbers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def _in_place_of(original: Any, run: Any, key: str) -> Any:
     return define(run.__name__.removeprefix("_"), f"({arguments}", run, key=key)
 
 
-_INSTEAD: dict[Any, Any] = {
+INSTEAD: dict[Any, Any] = {
     original: _in_place_of(original, run, key)
     for original, run, key in (
         (torch.ops.aten.mkldnn_rnn_layer.default, _lstm_layer, "CPU"),
@@ -104,6 +105,7 @@ _INSTEAD: dict[Any, Any] = {
         ),
     )
 }
+"""Ops of a joint graph, and what runs in their place."""
 
 _ON_CPU: dict[Any, Any] = {
     torch.ops.aten.native_dropout.default: DROPOUT,
@@ -111,15 +113,15 @@ _ON_CPU: dict[Any, Any] = {
 }
 
 
-def instead_of(op: Any, device: torch.device) -> Any:
+def instead_of(op: Any, device: Callable[[], torch.device]) -> Any:
     """What runs in place of an op of a joint graph, on the device of its results."""
-    if op in _ON_CPU and device.type == "cpu":
+    if op in _ON_CPU and device().type == "cpu":
         draws_as_aten()  # here, where its memory is no op's
         return _ON_CPU[op]
-    return _INSTEAD.get(op, op)
+    return INSTEAD.get(op, op)
 
 
-_ORIGINALS = {own: op for op, own in (_INSTEAD | _ON_CPU).items()}
+_ORIGINALS = {own: op for op, own in (INSTEAD | _ON_CPU).items()}
 
 
 def original_of(op: Any) -> Any:
