@@ -29,6 +29,7 @@ def bernoulli_(mask: torch.Tensor, p: float) -> torch.Tensor:
         BuildError: as `build.arena` does.
     """
     ours = mask.device.type == "cpu" and not isinstance(mask, FakeTensor)
+    ours = ours and 0 <= p <= 1  # else ATen says what is wrong
     if not ours or mask.numel() < _FEWEST or not draws_as_aten():
         return mask.bernoulli_(p)
     return _drawn(mask, p)

@@ -52,6 +52,12 @@ def test_where_another_draws_it_is_asked(monkeypatch):
     assert torch.equal(draws.bernoulli_(torch.empty(4096, dtype=torch.bool), 0.3), expected)
 
 
+@pytest.mark.parametrize("p", [-0.5, 1.5, math.nan])
+def test_what_is_no_probability_is_atens_error(p):
+    with pytest.raises(RuntimeError, match="expects p to be in"):
+        draws.bernoulli_(torch.empty(4096, dtype=torch.bool), p)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3, 5, 128), (40, 10, 9)])
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
