@@ -56,6 +56,10 @@ class Request:
         now = time.monotonic()
         return replace(self, deadline=now + (self.deadline - now) / 2)
 
+    def in_program_order(self) -> "Request":
+        """The request for schedules whose first runs are in the program's order."""
+        return replace(self, off=self.off | {"reorder"})
+
     def out_of_time(self) -> bool:
         """Whether the deadline has passed."""
         return self.deadline is not None and time.monotonic() > self.deadline

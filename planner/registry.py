@@ -22,6 +22,8 @@ CHECKMATE_SWITCHES = {
     "integral": "the LP relaxation with two-phase rounding (section 5) solves it instead"
 }
 
+REORDER_SWITCHES = {"reorder": "ops run for the first time in program order, always"}
+
 
 def _keep_all(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.keep_all import solve_keep_all
@@ -124,6 +126,7 @@ METHODS: Mapping[str, MethodInfo] = {
             _coop_offline,
             transfers=True,
             variants=True,
+            switches=REORDER_SWITCHES,
         ),
         MethodInfo(
             "dtr",
@@ -181,12 +184,13 @@ METHODS: Mapping[str, MethodInfo] = {
         ),
         MethodInfo(
             "auto",
-            "keep-all, then coop-offline at once, then optimal until the time limit",
+            "keep-all, then coop-offline at once, then optimal, then other orders of first runs",
             "ours",
             _auto,
             anytime=True,
             transfers=True,
             variants=True,
+            switches=REORDER_SWITCHES,
         ),
     )
 }

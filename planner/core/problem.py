@@ -371,3 +371,26 @@ class Problem:
             and any(tensors[t] for t in self.op_outputs[op])
             for op in range(self.op_count)
         ]
+
+    # What keeps first runs in program order, beside the data they read.
+
+    @cached_property
+    def phase(self) -> list[int]:
+        """Per op its phase, as a number: first runs of one never mix with those of another."""
+        numbers = {name: number for number, name in enumerate(("forward", "backward", "optimizer"))}
+        return [numbers[op.phase] for op in self.graph.ops]
+
+    @cached_property
+    def chained(self) -> list[bool]:
+        """
+        Ops that run for the first time in program order, each after the one before it.
+
+        Those that run once, that draw random numbers, that read or overwrite what is overwritten,
+        and that make or read an output outside the arena that is read.
+        """
+        shared = {t for t in range(self.tensor_count) if self.outside[t] and self.consumers[t]}
+        shared.update(self._overwriters)
+        return [
+            op.rng or not op.recomputable or any(t in shared for t in (*body.inputs, *body.outputs))
+            for op, body in zip(self.graph.ops, self._defaults, strict=True)
+        ]

@@ -1,4 +1,7 @@
-"""auto: keep everything if that fits, else coop-offline at once, then optimal until time is up."""
+"""auto: keep everything if that fits; else optimal, from coop-offline on, and other orders."""
+
+import time
+from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
@@ -6,15 +9,36 @@ from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.keep_all import solve_keep_all
 from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.offline.resequence import reordered
 
 
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
     """
     The best plan seen by the deadline (or in the default time of `optimal`).
 
-    coop-offline, which has coop in its own portfolio, is where `optimal` begins.
+    coop-offline, which has coop in its own portfolio, is where `optimal` begins. Its plan is in
+    program order, and so is what its bound is of. What is left of the time, a share of it at least,
+    but no more than `optimal` took, goes into other orders of first runs; whoever finds a plan
+    below that bound has only the one that holds for all: every op once.
     """
     try:
         return solve_keep_all(problem, request)
     except DoesNotFitError:
+        pass
+    links = "transfers" in problem.beyond_recomputation
+    if "reorder" in request.off or request.any_schedule or links:
         return solve_optimal(problem, request, params)
+    begin = time.monotonic()
+    deadline = request.deadline
+    if deadline is None:
+        deadline = begin + params.search.default_seconds
+    share = params.search.reorder_share
+    until = begin + (1 - share) * (deadline - begin)
+    found = solve_optimal(problem, replace(request, deadline=until), params)
+    now = time.monotonic()
+    other = reordered(found, replace(request, deadline=min(deadline, 2 * now - begin)))
+    if other is None:
+        return found
+    if found.lower_bound_us is None or other.placed.cost_us < found.lower_bound_us:
+        return replace(other, lower_bound_us=problem.floor_us, bound_model="any")
+    return replace(other, lower_bound_us=found.lower_bound_us, bound_model=found.bound_model)

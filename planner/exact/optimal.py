@@ -70,7 +70,8 @@ class _OptimalSolve:
             limit = None
         else:
             limit = now + left * params.heuristic_share
-        self.offline = CoopOffline(self.program.problem, replace(self.request, deadline=limit))
+        request = replace(self.request.in_program_order(), deadline=limit)
+        self.offline = CoopOffline(self.program.problem, request)
         self.offline.begin()
         self._offer_heuristic()
         if self.incumbent.solution is None:

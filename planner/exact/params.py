@@ -29,6 +29,9 @@ class SearchParams(Params):
     """coop-offline takes its own time on graphs up to `small_ops` ops when there are more than
     `long_seconds` left, and else this share of the time left;"""
 
+    reorder_share: Share = 0.2
+    """`auto` keeps this share of the time for other orders of first runs."""
+
     tiny_ops: Size = 50
     """on graphs up to so many always: a fraction of a second."""
 

@@ -1,18 +1,23 @@
 """
-Annealing of the sequence itself, from the incumbent on: the end of what coop-offline does.
+Annealing of the sequence itself, from a plan's on: the end of what coop-offline and auto do.
 
 The walk (`planner.orders.walk`) looks for cheaper sequences that need no more than the arena; too
-much memory is allowed on the way, at a price that rises as long as it is used. Simulated annealing
-after Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983.
+much memory is allowed on the way, at a price that rises as long as it is used. First runs may leave
+the order of the program, as in OLLA (Steiner et al., 2022, section 3) and Moccasin (Bartan et al.,
+ICML 2023, section 2), unless the switch "reorder" is off. Simulated annealing after Kirkpatrick et
+al., Optimization by Simulated Annealing, Science 1983.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import to_program
+from coop_plan.planner.core.arrays import Ints, to_program
 from coop_plan.planner.layout import WORK, WORK_PER_SECOND, fit
+from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.portfolio import Candidate, Portfolio
 from coop_plan.planner.offline.run import Record
 from coop_plan.planner.orders.sequence import go_to, here, leave_room, start
@@ -20,29 +25,33 @@ from coop_plan.planner.orders.walk import walk
 
 
 class Resequencing:
-    """Improves a portfolio's incumbent until a deadline (a `time.monotonic` value, s)."""
+    """
+    Looks for a portfolio's next incumbents, from a `sequence` that fits its arena on.
 
-    def __init__(self, portfolio: Portfolio, deadline: float) -> None:
-        assert portfolio.best.found is not None
+    It ends at a deadline, a `time.monotonic` value, s.
+    """
+
+    def __init__(self, portfolio: Portfolio, sequence: Ints, deadline: float) -> None:
         params = portfolio.params
-        self.portfolio, self.params = portfolio, params.resequencing
+        self.portfolio, self.params, self.fits = portfolio, params.resequencing, sequence
         self.begin, self.deadline = time.monotonic(), deadline
         self.random = np.random.default_rng(portfolio.request.seed)
-        events = portfolio.best.found.run.ops.size
-        room = self.params.room_factor * events + self.params.room
+        room = self.params.room_factor * sequence.size + self.params.room
         self.program = to_program(portfolio.arrays)
-        self.state = start(portfolio.problem, room, params.moves)
-        self.settings = portfolio.best.found.settings
+        moves = params.moves
+        if "reorder" in portfolio.request.off:
+            moves = replace(moves, first_chance=0.0)
+        self.state = start(portfolio.problem, room, moves)
+        found = portfolio.best.found
+        self.settings = portfolio.settings[0] if found is None else found.settings
         self.pace = self.params.first_pace  # steps a second
         self.layouts = 0.0  # seconds
         self.work = WORK
 
     def run(self, enough: Callable[[], bool]) -> None:
-        """Cool down from the incumbent until the deadline or `enough`."""
+        """Cool down from where it begins until the deadline or `enough`."""
         params, portfolio, state = self.params, self.portfolio, self.state
-        assert portfolio.best.found is not None
-        fits = portfolio.best.found.run.ops
-        go_to(state, fits)
+        go_to(state, self.fits)
         base, arena = portfolio.problem.base_cost_us, portfolio.request.arena_bytes
         heat = params.heat * base / portfolio.problem.op_count
         steep = params.steep
@@ -66,10 +75,10 @@ class Resequencing:
                 steep *= params.steeper
                 astray += 1
                 if astray > params.patience:
-                    go_to(state, fits)
+                    go_to(state, self.fits)
             else:
                 astray = 0
-                fits = here(state)
+                self.fits = here(state)
                 steep = max(params.steep, steep / params.less_steep)
                 worth = cost < portfolio.best.cost_us * (1 - params.worth_placing)
                 spare = params.layout_share * (1 - cold) * (time.monotonic() - self.begin)
@@ -109,3 +118,20 @@ class Resequencing:
                 int(arena - live[event] + params.margin * arena),
             )
         self.layouts += time.monotonic() - now
+
+
+def reordered(found: Solution, request: Request) -> Solution | None:
+    """
+    A cheaper solution than one in default bodies and without transfers, in whatever order.
+
+    None where there is none by the deadline, which the request has.
+    """
+    problem = found.placed.problem
+    assert request.deadline is not None
+    portfolio = Portfolio(problem, request)
+    worth = portfolio.params.resequencing.worth_placing
+    portfolio.best.cost_us = found.placed.cost_us
+    search = Resequencing(portfolio, found.placed.schedule.what, request.deadline)
+    with contextlib.suppress(KeyboardInterrupt):  # whoever has seen enough gets the best so far
+        search.run(lambda: portfolio.best.cost_us * (1 - worth) <= problem.base_cost_us)
+    return None if portfolio.best.found is None else portfolio.solution()

@@ -91,7 +91,7 @@ class CoopOffline:
         if portfolio.best.found is not None and now < until and not done():
             weights = now + self.params.weights_share * (until - now)
             Annealing(portfolio, self._alike, weights).run(done)
-            Resequencing(portfolio, until).run(done)
+            Resequencing(portfolio, portfolio.best.found.run.ops, until).run(done)
         if self._links and time.monotonic() < deadline and not done():
             self._search_jointly(deadline, enough)
 

@@ -6,6 +6,7 @@ from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
 from coop_plan.planner.orders.lives import settle
 from coop_plan.planner.orders.sequence import (
+    AREA,
     CODE,
     COMPUTE,
     DOWN,
@@ -36,12 +37,13 @@ def excess(s: WalkState, capacity: int) -> float:
 
     The trial is one whose cost is finite.
     """
-    live, most, total = 0, -1, 0.0
+    live, most, total, area = 0, -1, 0.0, 0.0
     tight, position = s.counts[MARGINS] > 0, 0
     for at in range(s.counts[TRIAL]):
         e = s.trial[at]
         live += s.bytes[e, UP]
         over = live + s.bytes[e, ONCE] - s.bytes[e, SAVED] - capacity
+        area += live
         live -= s.bytes[e, DOWN]
         if tight:
             if s.tight[position] == 1:
@@ -52,6 +54,7 @@ def excess(s: WalkState, capacity: int) -> float:
             if over > most:
                 most = over
                 s.counts[WORST], s.counts[OVER] = at, over
+    s.sums[AREA] = area
     if most < 0:
         return 0.0
     return float(s.numbers.least_excess + (most + s.numbers.spread * total) / max(1, capacity))

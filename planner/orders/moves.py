@@ -1,5 +1,5 @@
 """
-The moves of the walk: recomputes are put in, moved, or taken out where it helps.
+The moves of the walk: recomputes are put in, moved, or taken out, and first runs moved.
 
 Events that serve nothing are collected (`planner.orders.edit`).
 """
@@ -10,7 +10,22 @@ from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
 from coop_plan.planner.orders.edit import move, put_in, take_out
 from coop_plan.planner.orders.lives import wanted_at
-from coop_plan.planner.orders.sequence import AT, CODE, FIRST_RUN, TRIAL, WalkState
+from coop_plan.planner.orders.sequence import (
+    ALONG,
+    AT,
+    CODE,
+    DOES,
+    EVENT,
+    FIRST_RUN,
+    HEAD,
+    NEXT,
+    NONE,
+    READ,
+    TENSOR,
+    TOUCHES,
+    TRIAL,
+    WalkState,
+)
 
 
 @inner
@@ -76,6 +91,58 @@ def _move(a: Program, s: WalkState, begin: int) -> bool:
             return False
     move(a, s, begin, end, to)
     return True
+
+
+@inner
+def move_first(a: Program, s: WalkState) -> bool:
+    """Move a first run to where data, effects and phases allow it; false where that is nowhere."""
+    begin = NONE
+    for _ in range(s.numbers.tries if s.counts[TRIAL] > 0 else 0):
+        begin = np.random.randint(s.counts[TRIAL])
+        if _is_first(s, begin):
+            break
+    if begin == NONE or not _is_first(s, begin):
+        return False
+    low, high = _bounds(s, begin)
+    later = np.random.random() < s.numbers.later_chance
+    if np.random.random() < s.numbers.to_bound_chance:
+        to = high if later else low
+    else:
+        distance = int(s.numbers.furthest ** np.random.random())
+        to = min(high, begin + distance) if later else max(low, begin - distance)
+    op, step = s.event[s.trial[begin], CODE], 1 if later else -1
+    at = begin
+    while at != to and not _keeps(s, op, at + step):
+        at += step
+    if at == begin:
+        return False
+    move(a, s, begin, begin + 1, at)
+    return True
+
+
+@inlined
+def _bounds(s: WalkState, at: int) -> tuple[int, int]:
+    """The first and the last place where the first run at `at` finds and leaves what is needed."""
+    low, high = 0, s.counts[TRIAL] - 1
+    x = s.event[s.trial[at], TOUCHES]
+    while x != NONE:
+        t = s.touch[x, TENSOR]
+        if s.touch[x, DOES] == READ:
+            low = max(low, s.event[s.touch[s.tensor[t, HEAD], EVENT], AT] + 1)
+        elif s.touch[x, NEXT] != NONE:
+            high = min(high, s.event[s.touch[s.touch[x, NEXT], EVENT], AT] - 1)
+        x = s.touch[x, ALONG]
+    return low, high
+
+
+@inlined
+def _keeps(s: WalkState, op: int, at: int) -> bool:
+    """Whether the first run of an op must stay on its side of the event at `at`."""
+    e = s.trial[at]
+    other, first = s.event[e, CODE], s.event[e, FIRST_RUN] == 1
+    if first and s.phase[other] != s.phase[op]:
+        return True
+    return bool(s.chained[op] == 1 and s.chained[other] == 1 and (first or s.again[other] == 0))
 
 
 @inner

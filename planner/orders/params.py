@@ -28,7 +28,7 @@ class MoveParams(Params):
     """Chance of a change to move recomputes; what is left of 1 is to take some out."""
 
     tries: Size = 50
-    """Draws of an event until one is no first run."""
+    """Draws of an event until one is no first run, or is one where that is asked for."""
 
     removed_block: Share = 0.3
     """Chance of the next event to be taken out along with one."""
@@ -78,6 +78,15 @@ class MoveParams(Params):
 @dataclass(frozen=True)
 class OrderParams(MoveParams):
     """The walk among orders of runs, which leaves memory free where it is asked to."""
+
+    first_chance: Share = 0.25
+    """Chance of a change to move a first run, where the order need not be the program's."""
+
+    to_bound_chance: Share = 0.3
+    """Chance that it goes as far as it may, and not some events only."""
+
+    stray_chance: Share = 0.1
+    """Chance to keep such a move although it saves nothing and tensors live longer."""
 
     margins: Size = 256
     """Places at which memory may be asked to stay free."""

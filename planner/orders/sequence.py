@@ -2,7 +2,8 @@
 An order of runs: which ops run, one after the other.
 
 An event reads the latest copy of each input, and a copy lives until its last read. Every sequence
-in which first runs come in program order and whose reads find what they need is a schedule.
+whose reads find what they need is a schedule, if `Problem.chained` ops and those of different
+phases run for the first time in program order.
 """
 
 from dataclasses import asdict
@@ -55,8 +56,9 @@ FREE, BORN, GONE, MOVED, STALES, QUEUE = range(6)
     MARGINS,
     COUNTS,
 ) = range(17)
-# Entries of `WalkState.sums`, µs: what computes in the trial, and in the current sequence.
-COMPUTE, ACCEPTED = range(2)
+# Entries of `WalkState.sums`: what computes in the trial, and in the current sequence, µs; bytes
+# that live in the trial, from event to event, times events.
+COMPUTE, ACCEPTED, AREA = range(3)
 NONE = -1
 """No event, no touch."""
 
@@ -71,6 +73,9 @@ class MoveNumbers(NamedTuple):
     recompute_chance: float
     move_chance: float
     tries: int
+    first_chance: float
+    to_bound_chance: float
+    stray_chance: float
     removed_block: float
     moved_block: float
     moved_block_chance: float
@@ -99,7 +104,8 @@ class WalkState(NamedTuple):
     number `sequence.size` at the end of each. `event`, `bytes`, `touch` and `tensor` know them and
     what they do to tensors; see above. `op` tells the event of its first run. `inserted` lists what
     one change puts in. `again` says of an op whether it may run anywhere after its first run,
-    `needed` of a tensor whether it is there in the end. `margin` lists (position, op, bytes to
+    `needed` of a tensor whether it is there in the end, `chained` and `phase` of ops what keeps
+    their first runs in order. `margin` lists (position, op, bytes to
     leave free while it runs between the first runs before and of that position), and `tight` flags
     the positions in it.
     """
@@ -107,6 +113,8 @@ class WalkState(NamedTuple):
     numbers: MoveNumbers
     again: Flags
     needed: Flags
+    chained: Flags
+    phase: Flags
     sequence: Ints
     current: Ints
     trial: Ints
@@ -133,6 +141,8 @@ def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
         numbers=MoveNumbers(**asdict(params)),
         again=np.array(problem.repeatable(problem.evictable), dtype=np.uint8),
         needed=a.is_output & (1 - a.outside),
+        chained=np.array(problem.chained, dtype=np.uint8),
+        phase=np.array(problem.phase, dtype=np.uint8),
         sequence=np.zeros(room, dtype=np.int64),
         current=np.zeros(room + 1, dtype=np.int64),
         trial=np.zeros(room + 1, dtype=np.int64),
@@ -146,7 +156,7 @@ def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
         margin=np.zeros((3, params.margins), dtype=np.int64),
         tight=np.zeros(n + 1, dtype=np.uint8),
         counts=np.zeros(COUNTS, dtype=np.int64),
-        sums=np.zeros(2),
+        sums=np.zeros(3),
     )
 
 

@@ -9,12 +9,12 @@ al., Equation of State Calculations by Fast Computing Machines, J. Chem. Phys. 1
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
-from coop_plan.planner.core.compiled import njit
+from coop_plan.planner.core.compiled import inlined, njit
 from coop_plan.planner.orders.edit import accept, changed, collect, enter, leave, undo
 from coop_plan.planner.orders.measure import cost_of, excess
-from coop_plan.planner.orders.moves import change
+from coop_plan.planner.orders.moves import change, move_first
 from coop_plan.planner.orders.repair import repair
-from coop_plan.planner.orders.sequence import WalkState
+from coop_plan.planner.orders.sequence import AREA, WalkState
 
 
 @njit
@@ -23,6 +23,16 @@ def measured(a: Program, s: WalkState, capacity: int) -> tuple[float, float]:
     if not enter(a, s):
         return np.inf, np.inf
     return cost_of(a, s, np.inf), excess(s, capacity)
+
+
+@inlined
+def _strays(s: WalkState, area: float) -> bool:
+    """
+    Whether a first run was moved to no end.
+
+    An order that drifts freely ends where lives are long, and layouts are harder to find.
+    """
+    return bool(s.sums[AREA] > area and np.random.random() >= s.numbers.stray_chance)
 
 
 @njit
@@ -46,10 +56,12 @@ def walk(
         return np.inf, np.inf
     kept, needs = cost_of(a, s, np.inf), excess(s, capacity)
     accept(s)
+    area = s.sums[AREA]
     for _ in range(steps):
         limit = kept + steep * needs + heat * np.random.exponential()
         taken = False
-        if change(a, s):
+        moved = np.random.random() < s.numbers.first_chance
+        if move_first(a, s) if moved else change(a, s):
             eager = np.random.random() < s.numbers.mend_chance
             for mended in range(s.numbers.repairs + 1):
                 collect(a, s)
@@ -57,9 +69,12 @@ def walk(
                 if cost == np.inf:
                     break
                 over = excess(s, capacity)
-                good = cost + steep * over <= limit
+                worth = cost + steep * over
+                good = worth <= limit
+                if good and moved and worth >= kept + steep * needs and _strays(s, area):
+                    break
                 if good and not (eager and over > 0.0 and mended < s.numbers.repairs):
-                    kept, needs, taken = cost, over, True
+                    kept, needs, area, taken = cost, over, s.sums[AREA], True
                     break
                 if over == 0.0 or mended == s.numbers.repairs or not repair(a, s):
                     break

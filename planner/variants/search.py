@@ -147,7 +147,8 @@ class BodySearch:
 
     def _start(self, chosen: list[int]) -> None:
         """Plan the step of these bodies, and give each run its own."""
-        request = replace(self.request, progress=None, any_schedule=True)
+        request = self.request.in_program_order()
+        request = replace(request, progress=None, any_schedule=True)
         method = CoopOffline(restricted(self.problem, chosen), request)
         with contextlib.suppress(DoesNotFitError, TimeLimitError):
             method.begin()

@@ -26,6 +26,7 @@ def solve_with_bodies(
     It begins with coop-offline's schedule of the default bodies. A schedule that chooses bodies
     moves nothing to the host: where there is a link, half of the time goes to `method`, which knows
     of the default bodies alone, and the cheaper one of the two counts; there is no bound of both.
+    First runs are in the program's order, as in the program that chooses bodies.
     Nor is there one where an op overwrites a tensor in the arena: the program does not follow that.
 
     Raises:
@@ -41,7 +42,7 @@ def solve_with_bodies(
     other: Solution | None = None
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
         first = method if links else solve_coop_offline
-        other = first(problem, replace(request, deadline=until))
+        other = first(problem, replace(request.in_program_order(), deadline=until))
         if not links:
             search.offer(other.placed)
     if not (request.any_schedule and other is not None):

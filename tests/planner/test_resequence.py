@@ -1,22 +1,28 @@
 """Sequences: every one that the walk comes by is a schedule that needs what it says."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
-from coop_plan.planner import Problem
-from coop_plan.planner.core.arrays import to_program
+from coop_plan.planner import Problem, plan
+from coop_plan.planner.core.arrays import to_arrays, to_program
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.method import Request
+from coop_plan.planner.layout import lay_out
+from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.portfolio import Portfolio
 from coop_plan.planner.offline.resequence import Resequencing
 from coop_plan.planner.offline.solve import CoopOffline
+from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.orders.params import DEFAULTS
 from coop_plan.planner.orders.sequence import go_to, here, start
 from coop_plan.planner.orders.walk import measured, walk
+from coop_plan.planner.planning import written
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -39,10 +45,20 @@ def portfolio(problem):
 
 
 def check(problem, program, state, arena):
-    """The sequence is a schedule in program order, and it is known what it costs and needs."""
+    """The sequence is a schedule that may run, and it is known what it costs and needs."""
     ops = here(state)
-    assert list(dict.fromkeys(ops.tolist())) == list(range(problem.op_count))
+    first = list(dict.fromkeys(ops.tolist()))
+    assert sorted(first) == list(range(problem.op_count))
+    if state.numbers.first_chance == 0:
+        assert first == sorted(first)
+    for one, other in itertools.combinations(first, 2):
+        if problem.phase[one] != problem.phase[other]:
+            assert one < other
     schedule = Schedule.of(problem, ops)
+    placed, _ = lay_out(schedule, work=0)
+    options = PlanOptions.of({"budget": "100%"})
+    budget = max(1, placed.arena_bytes + problem.fixed_bytes)
+    written(problem.graph, Solution(placed), options, budget, 0.0)  # as the verifier sees it
     most = int(schedule.live_bytes().max(initial=0))
     assert schedule.blocks().live == most
     cost, over = measured(program, state, arena)
@@ -61,8 +77,9 @@ def check(problem, program, state, arena):
     graphs(max_ops=10, mutates=True, inplace=True, rng=True),
     st.sampled_from(["arena", "outside", "gradients"]),
     st.integers(0, 1 << 20),
+    st.sampled_from([0.0, 0.5]),
 )
-def test_what_it_says_of_memory_is_so(graph, outputs, seed):
+def test_what_it_says_of_memory_is_so(graph, outputs, seed, first_chance):
     problem = Problem.from_graph(graph, 1, outputs)
     portfolio = Portfolio(problem, Request(largest_working_set(problem).bytes))
     program, random = to_program(portfolio.arrays), np.random.default_rng(seed)
@@ -70,7 +87,7 @@ def test_what_it_says_of_memory_is_so(graph, outputs, seed):
         run = portfolio.runner(budget, portfolio.settings[0])
         if run is None or not run.ops.size:
             continue
-        state = start(problem, 3 * run.ops.size + 20, DEFAULTS)
+        state = start(problem, 3 * run.ops.size + 20, replace(DEFAULTS, first_chance=first_chance))
         go_to(state, run.ops)
         check(problem, program, state, budget)
         for _ in range(8):
@@ -97,7 +114,8 @@ def test_what_fits_keeps_fitting(portfolio):
 def test_plans_get_cheaper_and_fit(portfolio, clock):
     before = portfolio.best.cost_us
     found = portfolio.best.found
-    Resequencing(portfolio, clock.now + 60).run(lambda: portfolio.best.found is not found)
+    search = Resequencing(portfolio, found.run.ops, clock.now + 60)
+    search.run(lambda: portfolio.best.found is not found)
     assert portfolio.best.cost_us < before
     schedule = portfolio.solution().placed
     assert schedule.cost_us == pytest.approx(portfolio.best.cost_us)
@@ -106,7 +124,7 @@ def test_plans_get_cheaper_and_fit(portfolio, clock):
 
 def test_it_ends_at_its_deadline(portfolio, clock):
     deadline = clock.now + 3
-    Resequencing(portfolio, deadline).run(lambda: False)
+    Resequencing(portfolio, portfolio.best.found.run.ops, deadline).run(lambda: False)
     assert deadline <= clock.now < deadline + 20 * clock.TICK
 
 
@@ -144,3 +162,73 @@ def test_without_a_deadline_nobody_looks_at_the_clock(clock):
     problem = Problem.from_graph(gpt(6))
     CoopOffline(problem, Request(int(1.4 * largest_working_set(problem).bytes))).begin()
     assert clock.now == 0
+
+
+BRANCHES = {
+    "tensors": {
+        0: ("input", 4),
+        1: ("activation", 400),
+        2: ("activation", 400),
+        3: ("activation", 8),
+        4: ("activation", 8),
+        5: ("output", 8),
+    },
+    "ops": [
+        {"inputs": [0], "outputs": [1]},
+        {"inputs": [0], "outputs": [2]},
+        {"inputs": [1], "outputs": [3]},
+        {"inputs": [2], "outputs": [4]},
+        {"inputs": [3, 4], "outputs": [5]},
+    ],
+}
+"""Two branches side by side, of which the order of the program makes the large halves first."""
+
+ONE_BRANCH = 4 + 400 + 8 + 8 + 8
+
+
+@pytest.fixture(scope="module")
+def walks():
+    """The walk is compiled: that is no part of a time limit below."""
+    problem = Problem.from_graph(make_graph(BRANCHES["tensors"], BRANCHES["ops"]), 1)
+    state = start(problem, 40, DEFAULTS)
+    go_to(state, np.arange(5))
+    walk(to_program(to_arrays(problem)), state, 1, 1 << 20, 5.0, STEEP, 0)
+
+
+@pytest.mark.usefixtures("walks")
+@pytest.mark.parametrize("method", ["coop-offline", "auto"])
+def test_first_runs_leave_the_order_of_the_program(method):
+    graph = make_graph(BRANCHES["tensors"], BRANCHES["ops"])
+    asked = {"method": method, "alignment": 1, "time_limit": 4.0}
+    made = plan(graph, ONE_BRANCH, **asked)
+    assert (made.recomputed_ops, made.overhead) == (0, 0)
+    held = plan(graph, ONE_BRANCH, switches={"reorder": False}, **asked)
+    assert held.recomputed_ops == 2
+
+
+@pytest.mark.usefixtures("walks")
+def test_no_bound_of_program_order_is_above_a_cost():
+    graph = make_graph(BRANCHES["tensors"], BRANCHES["ops"])
+    made = plan(graph, ONE_BRANCH, method="auto", alignment=1, time_limit=4.0)
+    assert (made.lower_bound_model, made.lower_bound_us) == ("any", made.base_cost_us)
+    exact = plan(graph, ONE_BRANCH, method="optimal", alignment=1, time_limit=20.0)
+    assert (exact.lower_bound_model, exact.status) == ("program-order", "optimal")
+    assert exact.cost_us > made.cost_us
+
+
+@pytest.mark.parametrize("what", [{"rng": True}, {"recomputable": False}, {"phase": "backward"}])
+def test_what_has_an_effect_or_another_phase_stays_behind_what_it_follows(what):
+    """The second branch may not begin before the first one's end, or both draw."""
+    ops = [dict(op) for op in BRANCHES["ops"]]
+    for op in (1, 2):
+        ops[op] |= what
+    if "phase" in what:
+        ops[2]["phase"], ops[3]["phase"], ops[4]["phase"] = "backward", "backward", "backward"
+        ops[1]["phase"] = "forward"
+    problem = Problem.from_graph(make_graph(BRANCHES["tensors"], ops), 1)
+    program, state = to_program(to_arrays(problem)), start(problem, 40, DEFAULTS)
+    go_to(state, np.arange(5))
+    for seed in range(20):
+        walk(program, state, 50, 1 << 20, 5.0, STEEP, seed)
+        first = list(dict.fromkeys(here(state).tolist()))
+        assert first.index(1) < first.index(2)
