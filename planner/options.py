@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self, TypedDict
 
 from msgspec import Meta, field
 from msgspec.structs import fields as struct_fields
+from msgspec.structs import replace
 
 from coop_plan.planner.method import MethodInfo
 from coop_plan.planner.registry import METHODS
@@ -140,6 +141,12 @@ class PlanOptions(Model, frozen=True, kw_only=True):
     def off(self) -> frozenset[str]:
         """The switches that are turned off."""
         return frozenset(switch for switch, on in self.switches.items() if not on)
+
+    def in_program_order(self) -> Self:
+        """The same options, for first runs in the order of the program."""
+        if "reorder" not in self.info.switches:
+            return self
+        return replace(self, switches=self.switches | {"reorder": False})
 
     def on(self, graph: Graph) -> Graph:
         """The graph that is planned: with the link that was asked for."""

@@ -9,7 +9,7 @@ planned, as long as the order is the same.
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -72,6 +72,7 @@ def plan_regions(
     layout = _Layout(calls, events, between)
     if calls[0].captured.device.type == "cuda":
         options = options.on_cuda()
+    options = replace(options, plan=options.plan.in_program_order())  # each in its own call
     try:
         made, cached = plan_for(layout.graph, options)
     except InfeasibleBudgetError as error:

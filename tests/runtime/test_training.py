@@ -1,6 +1,7 @@
 """Training under a budget gives eager's numbers, bit for bit, in the arena that was planned."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.planner import plan
+from coop_plan.runtime.execute import planning
 from coop_plan.schemas import Compute, Free
 from tests.runtime.networks import Mlp
+from tests.runtime.shuffling import is_shuffled, shuffled_plan
 from tests.support import make_plan
 
 
@@ -101,6 +104,20 @@ def test_losses_and_parameters_equal_eager(case, budget):
     if budget != "100%":
         assert report.plan.recomputed_ops > 0
         assert report.measured_overhead > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_ops_in_another_order_than_the_programs(case, seed, monkeypatch):
+    monkeypatch.setattr(planning, "plan", functools.partial(shuffled_plan, seed=seed))
+    make, data = CASES[case]
+    eager, batch = make(), data()
+    planned = copy.deepcopy(eager)
+    losses = train(eager, eager, batch)
+    assert_same(eager, losses, planned, train(planned, compiled(planned, "100%"), batch))
+    (report,) = runtime.reports()
+    assert is_shuffled(report.graph, report.plan)
+    assert (report.measured_arena_bytes, report.outside_bytes) == (report.plan.arena_bytes, 0)
 
 
 def test_an_output_made_again_as_a_by_product_stays_what_it_was(monkeypatch):
