@@ -285,6 +285,36 @@ class ResequencingParams(Params):
     worth_placing: Share = 1e-4
     """Share of the incumbent's cost that a sequence must save to have its layout tried."""
 
+    settling_steps: Count = 15_000
+    """Steps of the walk that ends every search without a deadline."""
+
+    settling_chunks: Count = 40
+    """Looks at the result in these."""
+
+    settling_layouts: Count = 2
+    """Looks from one layout to the next."""
+
+    settling_heat: Ratio = 0.1
+    """Its temperature at the beginning, in mean costs of an op."""
+
+    settling_steeper: Factor = 1.5
+    """Factor on the price of memory where a look finds too much."""
+
+    squeezing_steps: Count = 10_000
+    """Steps of a walk to a sequence that fits, where no run does."""
+
+    squeezing_work: Count = 4_000_000
+    """The same times the events of the sequence, as a step looks at all of them."""
+
+    squeezing_layouts: Count = 3
+    """Layouts that it searches."""
+
+    squeezing_chunks: Count = 20
+    """Looks at the result in these."""
+
+    squeezing_steep: Positive = 50.0
+    """What an arena that is too small by a factor e costs there, in base costs."""
+
     check_chunks: Count = 64
     """Chunks from one question whether it is enough to the next."""
 

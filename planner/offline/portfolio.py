@@ -68,6 +68,8 @@ class Portfolio:
         rules = params.portfolio.rules
         self.settings = [Settings(price, weight, *rule) for rule in rules]
         self.best = _Incumbent()
+        self.leanest: Candidate | None = None
+        """Of the runs that were seen the one with the least live at once."""
         self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
         self._counter = itertools.count()
         self.failed_op = largest_working_set(problem).op
@@ -97,6 +99,8 @@ class Portfolio:
         """
         blocks, arena = found.blocks, self.request.arena_bytes
         most = self.problem.rounded(self.request.arena_bytes)
+        if self.leanest is None or found.peak < self.leanest.peak:
+            self.leanest = found
         if found.cost_us >= self.best.cost_us or found.peak > most:
             return
         work = 0 if hint is None else WORK

@@ -9,6 +9,7 @@ al., Optimization by Simulated Annealing, Science 1983.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,15 +27,15 @@ from coop_plan.planner.orders.walk import walk
 
 class Resequencing:
     """
-    Looks for a portfolio's next incumbents, from a `sequence` that fits its arena on.
+    Looks for a portfolio's next incumbents, from a `sequence` on.
 
-    It ends at a deadline, a `time.monotonic` value, s.
+    `run` ends at a deadline, a `time.monotonic` value, s; all else after so many steps.
     """
 
-    def __init__(self, portfolio: Portfolio, sequence: Ints, deadline: float) -> None:
+    def __init__(self, portfolio: Portfolio, sequence: Ints, deadline: float = math.inf) -> None:
         params = portfolio.params
         self.portfolio, self.params, self.fits = portfolio, params.resequencing, sequence
-        self.begin, self.deadline = time.monotonic(), deadline
+        self.deadline = deadline
         self.random = np.random.default_rng(portfolio.request.seed)
         room = self.params.room_factor * sequence.size + self.params.room
         self.program = to_program(portfolio.arrays)
@@ -52,24 +53,17 @@ class Resequencing:
         """Cool down from where it begins until the deadline or `enough`."""
         params, portfolio, state = self.params, self.portfolio, self.state
         go_to(state, self.fits)
-        base, arena = portfolio.problem.base_cost_us, portfolio.request.arena_bytes
+        base = portfolio.problem.base_cost_us
         heat = params.heat * base / portfolio.problem.op_count
         steep = params.steep
         chunks = astray = 0
+        begin = time.monotonic()
         while (now := time.monotonic()) < self.deadline and not (
             chunks % params.check_chunks == 0 and enough()
         ):
-            cold = ((self.deadline - now) / (self.deadline - self.begin)) ** params.cooling
+            cold = ((self.deadline - now) / (self.deadline - begin)) ** params.cooling
             steps = max(1, int(params.chunk_seconds * self.pace))
-            cost, too_much = walk(
-                self.program,
-                state,
-                steps,
-                arena,
-                heat * cold,
-                steep * base,
-                int(self.random.integers(1 << 31)),
-            )
+            cost, too_much = self._walk(steps, heat * cold, steep * base)
             self.pace += params.pace_share * (steps / max(time.monotonic() - now, 1e-6) - self.pace)
             if too_much > 0:
                 steep *= params.steeper
@@ -81,43 +75,83 @@ class Resequencing:
                 self.fits = here(state)
                 steep = max(params.steep, steep / params.less_steep)
                 worth = cost < portfolio.best.cost_us * (1 - params.worth_placing)
-                spare = params.layout_share * (1 - cold) * (time.monotonic() - self.begin)
+                spare = params.layout_share * (1 - cold) * (time.monotonic() - begin)
                 if worth and self.layouts < spare:
-                    self._place()
+                    now = time.monotonic()
+                    left = int(max(0.0, self.deadline - now) * WORK_PER_SECOND)
+                    if not self._place(min(self.work, left)):
+                        self.work = min(params.most_work, 2 * self.work)
+                    self.layouts += time.monotonic() - now
             if chunks % params.report_chunks == 0:
                 portfolio.report(None)
             chunks += 1
 
-    def _place(self) -> None:
-        """Make the sequence at hand the incumbent if there is a layout; else ask for more room."""
+    def settle(self) -> None:
+        """Cool down in a fixed number of steps, whatever time that takes."""
+        params, portfolio, state = self.params, self.portfolio, self.state
+        go_to(state, self.fits)
+        base = portfolio.problem.base_cost_us
+        heat = params.settling_heat * base / portfolio.problem.op_count
+        steep, chunks = params.steep, params.settling_chunks
+        for chunk in range(chunks):
+            cold = (1 - chunk / chunks) ** params.cooling
+            cost, too_much = self._walk(params.settling_steps // chunks, heat * cold, steep * base)
+            if too_much > 0:
+                steep *= params.settling_steeper
+                continue
+            self.fits = here(state)
+            due = (chunk + 1) % params.settling_layouts == 0
+            if due and cost < portfolio.best.cost_us * (1 - params.worth_placing):
+                self._place(WORK if chunk + 1 == chunks else 0)
+            if portfolio.request.out_of_time():
+                return
+
+    def squeeze(self) -> None:
+        """Walk from a sequence that needs too much to one that fits; a fixed number of steps."""
+        params, state = self.params, self.state
+        go_to(state, self.fits)
+        steep = params.squeezing_steep * self.portfolio.problem.base_cost_us
+        steps = min(params.squeezing_steps, params.squeezing_work // max(1, self.fits.size))
+        layouts = 0
+        for _ in range(params.squeezing_chunks):
+            _, too_much = self._walk(-(-steps // params.squeezing_chunks), 0.0, steep)
+            if too_much == 0:
+                layouts += 1
+                if self._place(WORK) or layouts == params.squeezing_layouts:
+                    return
+            if self.portfolio.request.out_of_time():
+                return
+
+    def _walk(self, steps: int, heat: float, steep: float) -> tuple[float, float]:
+        seed, arena = int(self.random.integers(1 << 31)), self.portfolio.request.arena_bytes
+        return walk(self.program, self.state, steps, arena, heat, steep, seed)
+
+    def _place(self, work: int) -> bool:
+        """
+        Make the sequence at hand the incumbent if there is a layout; else ask for more room.
+
+        `work` is the effort for one where a greedy one does not fit.
+        """
         params, portfolio, arena = self.params, self.portfolio, self.portfolio.request.arena_bytes
-        now = time.monotonic()
         ops = here(self.state)
         run = Record(float(portfolio.arrays.cost[ops].sum()), ops)
         blocks = run.blocks(portfolio.arrays)
         lower, upper, size = blocks.lower, blocks.upper, blocks.size
         alignment = portfolio.problem.alignment
         placement = fit(blocks, alignment, arena, work=0)
-        left = int(max(0.0, self.deadline - now) * WORK_PER_SECOND)
-        if placement.peak > arena and left:
-            work = min(self.work, left)
+        if placement.peak > arena and work:
             placement = fit(blocks, alignment, arena, work=work, order_hint=placement.order)
         if placement.peak <= arena:
             portfolio.keep(Candidate(blocks.live, self.settings, run, blocks), placement.offsets)
-        else:
-            self.work = min(params.most_work, 2 * self.work)
-            highest = int((placement.offsets + size).argmax())
-            change = np.zeros(run.ops.size + 1, dtype=np.int64)
-            np.add.at(change, lower, size)
-            np.subtract.at(change, upper, size)
-            live = change.cumsum()
-            event = int(lower[highest] + live[lower[highest] : upper[highest]].argmax())
-            leave_room(
-                self.state,
-                event,
-                int(arena - live[event] + params.margin * arena),
-            )
-        self.layouts += time.monotonic() - now
+            return True
+        highest = int((placement.offsets + size).argmax())
+        change = np.zeros(run.ops.size + 1, dtype=np.int64)
+        np.add.at(change, lower, size)
+        np.subtract.at(change, upper, size)
+        live = change.cumsum()
+        event = int(lower[highest] + live[lower[highest] : upper[highest]].argmax())
+        leave_room(self.state, event, int(arena - live[event] + params.margin * arena))
+        return False
 
 
 def reordered(found: Solution, request: Request) -> Solution | None:

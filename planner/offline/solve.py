@@ -50,6 +50,10 @@ class CoopOffline:
         portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_the_unplaced()
+        if portfolio.best.found is None and not request.out_of_time():
+            lean = portfolio.leanest
+            ops = np.arange(self.problem.op_count) if lean is None else lean.run.ops
+            Resequencing(portfolio, ops).squeeze()
         if request.any_schedule:
             if portfolio.best.found is None and self._links:
                 self._search_jointly(request.deadline)
@@ -61,6 +65,8 @@ class CoopOffline:
         if portfolio.best.found is not None:
             climb(portfolio)
             portfolio.place_the_unplaced()
+            if request.deadline is None:
+                Resequencing(portfolio, portfolio.best.found.run.ops).settle()
         if request.deadline is not None:
             self.improve(request.deadline)
         elif self._links:

@@ -69,7 +69,8 @@ def test_nothing_to_keep_is_no_trouble():
 
 
 def test_plans_get_cheaper_and_fit(problem, request_):
-    method = CoopOffline(problem, request_)
+    at_once = replace(DEFAULTS.resequencing, settling_steps=1)
+    method = CoopOffline(problem, request_, replace(DEFAULTS, resequencing=at_once))
     method.begin()
     before = method.solution().placed.cost_us
     method.improve(time.monotonic() + FAR, after(2000))

@@ -143,7 +143,7 @@ def test_an_overwritten_input_is_named_where_it_keeps_what_was_made_of_it(method
     tensors |= {3: ("activation", 1), 4: ("output", 1)}
     ops = [{"inputs": [0], "outputs": [1], "name": "make"}]
     ops.append({"inputs": [0], "outputs": [], "mutates": [0], "name": "overwrite"})
-    ops.append({"inputs": [], "outputs": [2]})
+    ops.append({"inputs": [], "outputs": [2], "recomputable": False})  # in its place
     ops.append({"inputs": [2], "outputs": [3], "name": "innocent"})
     ops.append({"inputs": [3, 1], "outputs": [4]})
     graph = make_graph(tensors, ops)

@@ -1,0 +1,39 @@
+"""Plans whose ops run in any order that they may, for what runs them."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from coop_plan.planner.core.arrays import to_arrays, to_program
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.layout import lay_out
+from coop_plan.planner.method import Solution
+from coop_plan.planner.orders.params import DEFAULTS
+from coop_plan.planner.orders.sequence import go_to, here, start
+from coop_plan.planner.orders.walk import walk
+from coop_plan.planner.planning import written
+
+ANYWHERE = replace(DEFAULTS, first_chance=0.7, stray_chance=1.0)
+
+STEPS = 3000
+
+
+def shuffled_plan(graph, options, *, seed=0):
+    """The ops of a step, and some of them again, in an order that a walk ends at."""
+    problem = Problem.from_graph(graph, options.alignment, options.outputs)
+    program = np.arange(problem.op_count)
+    state = start(problem, 3 * program.size + 100, ANYWHERE)
+    go_to(state, program)
+    heat = problem.base_cost_us / problem.op_count
+    walk(to_program(to_arrays(problem)), state, STEPS, 1 << 60, heat, 1.0, seed)
+    placed, _ = lay_out(Schedule.of(problem, here(state)), work=0)
+    budget = problem.fixed_bytes + placed.arena_bytes
+    return written(graph, Solution(placed), options, budget, time.monotonic())
+
+
+def is_shuffled(graph, plan):
+    """Whether ops run for the first time in another order than the program's."""
+    first = list(dict.fromkeys(step.op for step in plan.steps if hasattr(step, "op")))
+    return first != [op.id for op in graph.ops]
