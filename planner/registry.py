@@ -89,7 +89,8 @@ def _optimal(problem: Problem, request: Request) -> Solution:
     if "variants" in problem.beyond_recomputation:
         from coop_plan.planner.variants.solve import solve_with_bodies
 
-        return solve_with_bodies(problem, request, solve_optimal, prove=True)
+        in_order = request.in_program_order()
+        return solve_with_bodies(problem, in_order, solve_optimal, prove=True)
     return solve_optimal(problem, request)
 
 

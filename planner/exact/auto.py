@@ -9,7 +9,7 @@ from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.keep_all import solve_keep_all
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.offline.resequence import reordered
+from coop_plan.planner.offline.resequence import reordered, with_bound
 
 
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
@@ -36,9 +36,6 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
     until = begin + (1 - share) * (deadline - begin)
     found = solve_optimal(problem, replace(request, deadline=until), params)
     now = time.monotonic()
-    other = reordered(found, replace(request, deadline=min(deadline, 2 * now - begin)))
-    if other is None:
-        return found
-    if found.lower_bound_us is None or other.placed.cost_us < found.lower_bound_us:
-        return replace(other, lower_bound_us=problem.floor_us, bound_model="any")
-    return replace(other, lower_bound_us=found.lower_bound_us, bound_model=found.bound_model)
+    rest = replace(request, deadline=min(deadline, 2 * now - begin))
+    other = reordered(problem, found.placed.schedule.what, found.placed.cost_us, rest)
+    return found if other is None else with_bound(problem, found, other)

@@ -17,6 +17,8 @@ from dataclasses import replace
 import numpy as np
 
 from coop_plan.planner.core.arrays import Ints, to_program
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.layout import WORK, WORK_PER_SECOND, fit
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.portfolio import Candidate, Portfolio
@@ -154,18 +156,28 @@ class Resequencing:
         return False
 
 
-def reordered(found: Solution, request: Request) -> Solution | None:
+def reordered(
+    problem: Problem, sequence: Ints, cost_us: float, request: Request
+) -> PlacedSchedule | None:
     """
-    A cheaper solution than one in default bodies and without transfers, in whatever order.
+    A cheaper schedule of default bodies than one that costs `cost_us`, in whatever order.
 
-    None where there is none by the deadline, which the request has.
+    It begins at a `sequence` of ops, and ends at the deadline, which the request has; None where it
+    finds nothing.
     """
-    problem = found.placed.problem
     assert request.deadline is not None
     portfolio = Portfolio(problem, request)
     worth = portfolio.params.resequencing.worth_placing
-    portfolio.best.cost_us = found.placed.cost_us
-    search = Resequencing(portfolio, found.placed.schedule.what, request.deadline)
+    portfolio.best.cost_us = cost_us
+    search = Resequencing(portfolio, sequence, request.deadline)
     with contextlib.suppress(KeyboardInterrupt):  # whoever has seen enough gets the best so far
         search.run(lambda: portfolio.best.cost_us * (1 - worth) <= problem.base_cost_us)
-    return None if portfolio.best.found is None else portfolio.solution()
+    return None if portfolio.best.found is None else portfolio.solution().placed
+
+
+def with_bound(problem: Problem, found: Solution, other: PlacedSchedule) -> Solution:
+    """A schedule in any order instead of one in program order, of which a bound is known."""
+    bound, model = found.lower_bound_us, found.bound_model
+    if bound is not None and other.cost_us < bound:  # it holds for program order
+        bound, model = problem.floor_us, "any"
+    return Solution(other, lower_bound_us=bound, bound_model=model)

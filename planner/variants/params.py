@@ -23,6 +23,9 @@ class VariantParams(Params):
     default_share: Share = 0.1
     """Share of the time for the default bodies alone, with which it begins."""
 
+    reorder_share: Share = 0.1
+    """Share of the time for other orders of first runs, with which it ends."""
+
     bound_share: Share = 0.4
     """Share of the time that `optimal` gives to the bound, before it searches."""
 

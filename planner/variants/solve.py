@@ -4,11 +4,16 @@ import contextlib
 import time
 from dataclasses import replace
 
+import numpy as np
+
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
 from coop_plan.planner.method import Request, Solution, Solve
+from coop_plan.planner.offline.resequence import reordered, with_bound
 from coop_plan.planner.offline.solve import solve_coop_offline
 from coop_plan.planner.variants.params import DEFAULTS, VariantParams
+from coop_plan.planner.variants.restrict import carried_back, restricted
 from coop_plan.planner.variants.search import BodySearch
 
 
@@ -26,7 +31,8 @@ def solve_with_bodies(
     It begins with coop-offline's schedule of the default bodies. A schedule that chooses bodies
     moves nothing to the host: where there is a link, half of the time goes to `method`, which knows
     of the default bodies alone, and the cheaper one of the two counts; there is no bound of both.
-    First runs are in the program's order, as in the program that chooses bodies.
+    First runs are in the program's order, as in the program that chooses bodies; what is left of
+    the time goes into other orders of the runs it chose.
     Nor is there one where an op overwrites a tensor in the arena: the program does not follow that.
 
     Raises:
@@ -35,9 +41,13 @@ def solve_with_bodies(
     links = "transfers" in problem.beyond_recomputation
     share = 0.5 if links else params.default_share
     until = None
-    if request.deadline is not None:
+    end, reorder = request.deadline, False
+    if end is not None:
         now = time.monotonic()
-        until = now + (request.deadline - now) * share
+        until = now + (end - now) * share
+        reorder = not (links or request.any_schedule or "reorder" in request.off)
+        if reorder:
+            request = replace(request, deadline=end - (end - now) * params.reorder_share)
     search = BodySearch(problem, request, params)
     other: Solution | None = None
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
@@ -55,11 +65,31 @@ def solve_with_bodies(
         assert other is not None
         search.placed = other.placed
     solution = Solution(search.placed)
-    if not prove or links or any(problem.overwritten):
-        return solution
-    return replace(
-        solution,
-        status="optimal" if search.proved else "feasible",
-        lower_bound_us=min(search.bound_us, search.cost_us),
-        bound_model="program-order",
-    )
+    if prove and not links and not any(problem.overwritten):
+        solution = replace(
+            solution,
+            status="optimal" if search.proved else "feasible",
+            lower_bound_us=min(search.bound_us, search.cost_us),
+            bound_model="program-order",
+        )
+    if reorder:
+        placed = _reordered(problem, replace(request, deadline=end), search.placed)
+        solution = solution if placed is None else with_bound(problem, solution, placed)
+    return solution
+
+
+def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> PlacedSchedule | None:
+    """A cheaper schedule in whatever order, each op in the body of its first run; None: none."""
+    chosen: dict[int, int] = {}
+    ops: list[int] = []
+    for body in placed.schedule.bodies:
+        ops.append(problem.bodies[body].op)
+        chosen.setdefault(ops[-1], body)
+    bodies = [chosen[op] for op in range(problem.op_count)]
+    alone, sequence = restricted(problem, bodies), np.array(ops, dtype=np.int64)
+    try:
+        Schedule.of(alone, sequence)
+    except NoScheduleError:  # a later run makes what the first one does not
+        return None
+    found = reordered(alone, sequence, placed.cost_us, request)
+    return None if found is None else carried_back(problem, bodies, found)

@@ -1,5 +1,6 @@
 """Sequences: every one that the walk comes by is a schedule that needs what it says."""
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
-from coop_plan.planner import Problem, plan
+from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, plan
 from coop_plan.planner.core.arrays import to_arrays, to_program
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
@@ -232,3 +233,18 @@ def test_what_has_an_effect_or_another_phase_stays_behind_what_it_follows(what):
         walk(program, state, 50, 1 << 20, 5.0, STEEP, seed)
         first = list(dict.fromkeys(here(state).tolist()))
         assert first.index(1) < first.index(2)
+
+
+@pytest.mark.usefixtures("walks")
+@settings(max_examples=25, deadline=None)
+@given(
+    graphs(max_ops=12, mutates=True, inplace=True, variants=True, rng=True),
+    st.sampled_from(["arena", "outside", "gradients"]),
+    st.sampled_from(["80%", "50%"]),
+)
+def test_plans_in_any_order_are_valid(graph, outputs, budget):
+    """`plan` verifies what it returns."""
+    if not sum(tensor.bytes for tensor in graph.tensors):
+        budget = 1
+    with contextlib.suppress(InfeasibleBudgetError, TimeLimitError):
+        plan(graph, budget, outputs=outputs, alignment=1, time_limit=0.5)

@@ -93,6 +93,23 @@ def workspaces():
     return make_graph(tensors, ops)
 
 
+@pytest.mark.parametrize("method", ["coop-offline", "auto"])
+def test_orders_other_than_the_programs_have_the_bodies_that_were_chosen(method):
+    tensors = {0: ("input", 4), 5: ("output", 8)} | dict.fromkeys((3, 4), ("activation", 8))
+    tensors |= dict.fromkeys((1, 2), ("activation", 400))
+    last = {"inputs": [3, 4], "outputs": [5], "workspace_bytes": 900}
+    last["variants"] = [last | {"name": "lean", "cost_us": 2.0, "workspace_bytes": 0}]
+    sides = [{"inputs": [i], "outputs": [o]} for i, o in ((0, 1), (0, 2), (1, 3), (2, 4))]
+    graph = make_graph(tensors, [*sides, last])
+    made = plan(graph, 428, method=method, alignment=1, time_limit=SECONDS)
+    assert (made.recomputed_ops, names(made)[-1], made.lower_bound_model) in (
+        (0, "lean", None),  # coop-offline proves nothing
+        (0, "lean", "any"),
+    )
+    held = plan(graph, 428, method=method, alignment=1, time_limit=4.0, switches={"reorder": False})
+    assert (held.recomputed_ops, names(held)[-1]) == (2, "lean")
+
+
 def test_each_run_has_its_own_body():
     graph = workspaces()
     made = plan(graph, 18, method="optimal", alignment=1, time_limit=10)
