@@ -9,7 +9,7 @@ from typing import Unpack
 from coop_plan.planner.core.assemble import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError, TimeLimitError
 from coop_plan.planner.core.held import least_with_outputs, most_held, reason
-from coop_plan.planner.core.least import least_arena, least_budget
+from coop_plan.planner.core.least import least_budget
 from coop_plan.planner.core.needs import WorkingSet, largest_working_set, least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
@@ -110,7 +110,7 @@ class _Task:
         """
         step = self.problem.alignment
         small = self.problem.op_count <= SMALL_PROBLEM_OPS
-        below, low = best, max(self.least.bytes, least_arena(self.problem)) - step
+        below, low = best, self.least.bytes - step
         guess = max(0, low + step)
         if not small:  # no method is expected below
             guess = max(guess, least_with_outputs(self.problem))

@@ -291,8 +291,11 @@ class ResequencingParams(Params):
     settling_chunks: Count = 40
     """Looks at the result in these."""
 
-    settling_layouts: Count = 2
-    """Looks from one layout to the next."""
+    settling_work: Count = 150_000_000
+    """The same times the events of the sequence, as a step looks at all of them."""
+
+    settling_blocks: Count = 100_000
+    """Layouts times events, at most, but for one at the end."""
 
     settling_heat: Ratio = 0.1
     """Its temperature at the beginning, in mean costs of an op."""

@@ -94,15 +94,17 @@ class Resequencing:
         go_to(state, self.fits)
         base = portfolio.problem.base_cost_us
         heat = params.settling_heat * base / portfolio.problem.op_count
-        steep, chunks = params.steep, params.settling_chunks
+        steep, chunks, events = params.steep, params.settling_chunks, max(1, self.fits.size)
+        steps = min(params.settling_steps, params.settling_work // events)
+        layouts = max(1, min(chunks, params.settling_blocks // events))
         for chunk in range(chunks):
             cold = (1 - chunk / chunks) ** params.cooling
-            cost, too_much = self._walk(params.settling_steps // chunks, heat * cold, steep * base)
+            cost, too_much = self._walk(-(-steps // chunks), heat * cold, steep * base)
             if too_much > 0:
                 steep *= params.settling_steeper
                 continue
             self.fits = here(state)
-            due = (chunk + 1) % params.settling_layouts == 0
+            due = (chunk + 1) % -(-chunks // layouts) == 0 or chunk + 1 == chunks
             if due and cost < portfolio.best.cost_us * (1 - params.worth_placing):
                 self._place(WORK if chunk + 1 == chunks else 0)
             if portfolio.request.out_of_time():
