@@ -2,7 +2,7 @@
 Operator variants, off and on, at budgets: `python -m benchmarks.variants ../shared/data/graphs`.
 
 Step times (ms) of verified plans: variants and recomputation chosen jointly with the proved bound
-(`optimal`), variants alone (every op runs once) and recomputation alone (default bodies), beside
+(`auto`), variants alone (every op runs once) and recomputation alone (default bodies), beside
 MONeT's own published solutions evaluated in the same profiles. `--leave-one-out` says what each
 kind of variant was worth: the step without it, in the same time. `--headline` prints instead what
 MONeT's headline is held against (3 times less memory at 16 % at most): the step at a third of what
@@ -63,7 +63,7 @@ def headline(graph: Graph, accounting: str, seconds: float) -> list[str]:
     everything = graph if accounting == DEFAULTS else by_outputs(graph)
     kept = plan(everything, "100%", method="keep-all", alignment=1, outputs="arena")
     third = kept.peak_bytes / 3 / 2**30
-    made = planned(graph, third, "optimal", seconds)
+    made = planned(graph, third, "auto", seconds)
     cells = [accounting, f"{kept.peak_bytes / 2**30:.2f}", f"{third:.2f}", "-", "-"]
     if made is not None:
         cells[3] = f"{made.cost_us / kept.cost_us - 1:.1%}"
@@ -124,7 +124,7 @@ def main() -> None:
     for name in asked.only or MONET:
         graph = load_graph(asked.graphs / f"{name}.json")
         for gib in asked.budgets or MONET[name]:
-            made = planned(graph, gib, "optimal", asked.seconds)
+            made = planned(graph, gib, "auto", asked.seconds)
             bound = made.lower_bound_us if made is not None else None
             cells = [name, f"{gib:g}", str(MONET[name].get(gib, "-")), ms(made)]
             cells += ["-", "-"]
