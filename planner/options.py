@@ -142,11 +142,10 @@ class PlanOptions(Model, frozen=True, kw_only=True):
         """The switches that are turned off."""
         return frozenset(switch for switch, on in self.switches.items() if not on)
 
-    def in_program_order(self) -> Self:
-        """The same options, for first runs in the order of the program."""
-        if "reorder" not in self.info.switches:
-            return self
-        return replace(self, switches=self.switches | {"reorder": False})
+    def without(self, *switches: str) -> Self:
+        """The same options with these switches off, as far as the method has them."""
+        off = dict.fromkeys((name for name in switches if name in self.info.switches), False)
+        return replace(self, switches=self.switches | off) if off else self
 
     def on(self, graph: Graph) -> Graph:
         """The graph that is planned: with the link that was asked for."""

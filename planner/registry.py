@@ -24,6 +24,10 @@ CHECKMATE_SWITCHES = {
 
 REORDER_SWITCHES = {"reorder": "ops run for the first time in program order, always"}
 
+COOP_OFFLINE_SWITCHES = REORDER_SWITCHES | {
+    "walk": "no walk among orders of runs ends the search, or finds what fits where no run does"
+}
+
 
 def _keep_all(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.keep_all import solve_keep_all
@@ -127,7 +131,7 @@ METHODS: Mapping[str, MethodInfo] = {
             _coop_offline,
             transfers=True,
             variants=True,
-            switches=REORDER_SWITCHES,
+            switches=COOP_OFFLINE_SWITCHES,
         ),
         MethodInfo(
             "dtr",

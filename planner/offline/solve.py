@@ -41,6 +41,7 @@ class CoopOffline:
         self._online: OnlineRun | None = None
         self._swapped: PlacedSchedule | None = None
         self._links = "transfers" in problem.beyond_recomputation
+        self._walks = "walk" not in request.off
         self._sequence: Ints | None = None
         self._joint_searches = 0
 
@@ -50,13 +51,12 @@ class CoopOffline:
         portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_the_unplaced()
-        if portfolio.best.found is None and not request.out_of_time():
-            lean = portfolio.leanest
-            ops = np.arange(self.problem.op_count) if lean is None else lean.run.ops
-            Resequencing(portfolio, ops).squeeze()
+        if not self._links:
+            self._squeeze()
         if request.any_schedule:
             if portfolio.best.found is None and self._links:
                 self._search_jointly(request.deadline)
+                self._squeeze()
             if portfolio.best.found is not None or self._swapped is not None:
                 return
         with contextlib.suppress(DoesNotFitError, TimeLimitError, TooDearError):
@@ -65,12 +65,24 @@ class CoopOffline:
         if portfolio.best.found is not None:
             climb(portfolio)
             portfolio.place_the_unplaced()
-            if request.deadline is None:
+            if request.deadline is None and self._walks and not self._links:
                 Resequencing(portfolio, portfolio.best.found.run.ops).settle()
         if request.deadline is not None:
             self.improve(request.deadline)
         elif self._links:
-            self._search_jointly(None)
+            self._search_jointly(None)  # a walk as well
+        if self._links:
+            self._squeeze()
+
+    def _squeeze(self) -> None:
+        """Where nothing was found that fits, walk to it from the leanest run."""
+        portfolio = self.portfolio
+        found = portfolio.best.found is not None or self._swapped is not None
+        if found or not self._walks or self.request.out_of_time():
+            return
+        lean = portfolio.leanest
+        ops = np.arange(self.problem.op_count) if lean is None else lean.run.ops
+        Resequencing(portfolio, ops).squeeze()
 
     @cached_property
     def _alike(self) -> Ints:
@@ -96,8 +108,9 @@ class CoopOffline:
         until = now + (1 - joint) * (deadline - now)
         if portfolio.best.found is not None and now < until and not done():
             weights = now + self.params.weights_share * (until - now)
-            Annealing(portfolio, self._alike, weights).run(done)
-            Resequencing(portfolio, portfolio.best.found.run.ops, until).run(done)
+            Annealing(portfolio, self._alike, weights if self._walks else until).run(done)
+            if self._walks:
+                Resequencing(portfolio, portfolio.best.found.run.ops, until).run(done)
         if self._links and time.monotonic() < deadline and not done():
             self._search_jointly(deadline, enough)
 

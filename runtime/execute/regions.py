@@ -72,7 +72,8 @@ def plan_regions(
     layout = _Layout(calls, events, between)
     if calls[0].captured.device.type == "cuda":
         options = options.on_cuda()
-    options = replace(options, plan=options.plan.in_program_order())  # each in its own call
+    # Each run in its own call: a walk might move it to another one's.
+    options = replace(options, plan=options.plan.without("reorder", "walk"))
     try:
         made, cached = plan_for(layout.graph, options)
     except InfeasibleBudgetError as error:
