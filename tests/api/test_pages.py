@@ -198,7 +198,8 @@ def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
     data = {"name": "mlp", "cells": [cell, refused], "once": once}
     (tmp_path / "report.html").write_text(whole_page("report.js", "Plans", data))
     page.goto((tmp_path / "report.html").as_uri())
-    assert "24.84 %" in page.locator("tbody tr").first.inner_text()
+    overhead = 100 * plans["within 50%"].overhead
+    assert f"{overhead:.2f} %" in page.locator("tbody tr").first.inner_text()
     page.get_by_role("button", name="map of coop-offline, 50%").press("Enter")
     page.locator(".map canvas").wait_for()
     assert page.locator("h2").inner_text() == "coop-offline within 50%"
