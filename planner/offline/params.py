@@ -285,14 +285,11 @@ class ResequencingParams(Params):
     worth_placing: Share = 1e-4
     """Share of the incumbent's cost that a sequence must save to have its layout tried."""
 
-    settling_steps: Count = 15_000
+    settling_steps: Count = 50_000
     """Steps of the walk that ends every search without a deadline."""
 
     settling_chunks: Count = 40
     """Looks at the result in these."""
-
-    settling_work: Count = 150_000_000
-    """The same times the events of the sequence, as a step looks at all of them."""
 
     settling_blocks: Count = 100_000
     """Layouts times events, at most, but for one at the end."""
@@ -305,9 +302,6 @@ class ResequencingParams(Params):
 
     squeezing_steps: Count = 10_000
     """Steps of a walk to a sequence that fits, where no run does."""
-
-    squeezing_work: Count = 4_000_000
-    """The same times the events of the sequence, as a step looks at all of them."""
 
     squeezing_layouts: Count = 3
     """Layouts that it searches."""

@@ -95,11 +95,13 @@ class Resequencing:
         base = portfolio.problem.base_cost_us
         heat = params.settling_heat * base / portfolio.problem.op_count
         steep, chunks, events = params.steep, params.settling_chunks, max(1, self.fits.size)
-        steps = min(params.settling_steps, params.settling_work // events)
+        steps = -(-params.settling_steps // chunks)
         layouts = max(1, min(chunks, params.settling_blocks // events))
         for chunk in range(chunks):
             cold = (1 - chunk / chunks) ** params.cooling
-            cost, too_much = self._walk(-(-steps // chunks), heat * cold, steep * base)
+            cost, too_much = self._walk(
+                -(-params.settling_steps // chunks), heat * cold, steep * base
+            )
             if too_much > 0:
                 steep *= params.settling_steeper
                 continue
@@ -115,10 +117,10 @@ class Resequencing:
         params, state = self.params, self.state
         go_to(state, self.fits)
         steep = params.squeezing_steep * self.portfolio.problem.base_cost_us
-        steps = min(params.squeezing_steps, params.squeezing_work // max(1, self.fits.size))
+        steps = -(-params.squeezing_steps // params.squeezing_chunks)
         layouts = 0
         for _ in range(params.squeezing_chunks):
-            _, too_much = self._walk(-(-steps // params.squeezing_chunks), 0.0, steep)
+            _, too_much = self._walk(steps, 0.0, steep)
             if too_much == 0:
                 layouts += 1
                 if self._place(WORK) or layouts == params.squeezing_layouts:

@@ -1,26 +1,35 @@
 """
 Editing the trial: events put in, taken out and moved; then accepted as current, or undone.
 
-What a change costs follows what it touches. Only places of events are moved along, as an array.
+What a change costs follows what it touches.
 """
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.orders.blocks import (
+    event_at,
+    insert,
+    keep_changes,
+    remove,
+    spread,
+    take_back,
+)
 from coop_plan.planner.orders.lives import link, settle, unlink, wanted, withdraw
 from coop_plan.planner.orders.sequence import (
     ACCEPTED,
     ALONG,
-    AT,
+    BLOCKS,
     BORN,
     BORN_COUNT,
-    CHANGED,
     CODE,
     COMPUTE,
     COPY,
     CURRENT,
+    DIFFER_COUNT,
     DOES,
     DOWN,
     EVENT,
+    EVENTS,
     FIRST_RUN,
     FREE,
     FREE_COUNT,
@@ -29,7 +38,6 @@ from coop_plan.planner.orders.sequence import (
     GONE,
     GONE_COUNT,
     HEAD,
-    HOLES,
     LAST,
     LENGTH,
     MAKE,
@@ -72,23 +80,19 @@ def enter(a: Program, s: WalkState) -> bool:
     s.touch[touches - 1, ALONG] = NONE
     s.counts[FREE_COUNT], s.counts[FREE_TOUCH], s.counts[FREE_TOUCHES] = room, 0, touches
     s.counts[BORN_COUNT] = s.counts[GONE_COUNT] = s.counts[MOVED_COUNT] = 0
-    s.counts[STALE_COUNT] = s.counts[QUEUE_COUNT] = s.counts[HOLES] = 0
-    s.counts[TRIAL] = size
+    s.counts[STALE_COUNT] = s.counts[QUEUE_COUNT] = s.counts[DIFFER_COUNT] = 0
     s.bytes[room, UP] = s.bytes[room, DOWN] = s.bytes[room, ONCE] = s.bytes[room, SAVED] = 0
-    s.event[room, AT] = size
-    s.trial[size] = room
     s.sums[COMPUTE] = 0.0
     for at in range(size):
         e = _new(a, s, s.sequence[at])
         if e == NONE:
             return False
-        s.trial[at] = e
-        s.event[e, AT] = at
-        _attach(a, s, e)
+        s.lists[MOVED, at] = e
+    spread(s, size)
+    for at in range(size):
+        _attach(a, s, s.lists[MOVED, at])
     if not settle(a, s):
         return False
-    s.counts[CHANGED] = 0
-    s.counts[CURRENT] = size
     accept(s)
     return True
 
@@ -96,24 +100,25 @@ def enter(a: Program, s: WalkState) -> bool:
 @inner
 def leave(s: WalkState) -> None:
     """The current sequence is the one at hand."""
-    s.counts[LENGTH] = s.counts[CURRENT]
-    for at in range(s.counts[CURRENT]):
-        s.sequence[at] = s.event[s.current[at], CODE]
+    size = 0
+    for b in range(s.counts[BLOCKS]):
+        for i in range(s.block[b, EVENTS]):
+            s.sequence[size] = s.event[s.row[b, i], CODE]
+            size += 1
+    s.counts[LENGTH] = size
 
 
 @inner
 def accept(s: WalkState) -> None:
     """The trial becomes the current sequence."""
-    size = s.counts[TRIAL]
-    for at in range(s.counts[CHANGED], size + 1):
-        s.current[at] = s.trial[at]
+    keep_changes(s)
     for i in range(s.counts[BORN_COUNT]):
         s.event[s.lists[BORN, i], NEW] = 0
         if s.event[s.lists[BORN, i], PRESENT] == 0:
             _free(s, s.lists[BORN, i])
     for i in range(s.counts[GONE_COUNT]):
         _free(s, s.lists[GONE, i])
-    s.counts[CURRENT] = size
+    s.counts[CURRENT] = s.counts[TRIAL]
     s.sums[ACCEPTED] = s.sums[COMPUTE]
     _forget(s)
 
@@ -129,11 +134,7 @@ def undo(a: Program, s: WalkState) -> None:
     for i in range(s.counts[MOVED_COUNT]):
         if s.event[s.lists[MOVED, i], PRESENT] == 1:
             _detach(a, s, s.lists[MOVED, i])
-    size = s.counts[TRIAL] = s.counts[CURRENT]
-    s.counts[HOLES] = 0
-    for at in range(s.counts[CHANGED], size + 1):
-        s.trial[at] = s.current[at]
-        s.event[s.current[at], AT] = at
+    take_back(s)
     for i in range(s.counts[MOVED_COUNT]):
         e = s.lists[MOVED, i]
         if s.event[e, PRESENT] == 0 and s.event[e, NEW] == 0:
@@ -152,13 +153,12 @@ def _forget(s: WalkState) -> None:
     for i in range(s.counts[QUEUE_COUNT]):
         s.tensor[s.lists[QUEUE, i], QUEUED] = 0
     s.counts[QUEUE_COUNT] = 0
-    s.counts[CHANGED] = s.counts[CURRENT] + 1
 
 
 @inlined
 def changed(s: WalkState) -> bool:
     """Whether the trial may differ from the current sequence."""
-    return bool(s.counts[CHANGED] <= s.counts[CURRENT] or s.counts[BORN_COUNT] > 0)
+    return bool(s.counts[DIFFER_COUNT] > 0 or s.counts[BORN_COUNT] > 0)
 
 
 @inlined
@@ -220,7 +220,7 @@ def _attach(a: Program, s: WalkState, e: int) -> None:
     """An event is in the trial, at its place."""
     x = s.event[e, TOUCHES]
     while x != NONE:
-        withdraw(a, s, s.touch[x, TENSOR])
+        withdraw(s, s.touch[x, TENSOR])
         link(s, x)
         x = s.touch[x, ALONG]
     s.event[e, PRESENT] = 1
@@ -232,8 +232,8 @@ def _detach(a: Program, s: WalkState, e: int) -> None:
     """An event is not in the trial any more."""
     x = s.event[e, TOUCHES]
     while x != NONE:
-        withdraw(a, s, s.touch[x, TENSOR])
-        unlink(s, x)
+        withdraw(s, s.touch[x, TENSOR])
+        unlink(a, s, x)
         x = s.touch[x, ALONG]
     s.event[e, PRESENT] = 0
     s.sums[COMPUTE] -= a.cost[s.event[e, CODE]]
@@ -242,8 +242,8 @@ def _detach(a: Program, s: WalkState, e: int) -> None:
 @inner
 def put_in(a: Program, s: WalkState, codes: int, at: int) -> bool:
     """Put the first `codes` of `inserted` before event `at`; false where there is no room."""
-    size, count = s.counts[TRIAL], 0
-    if size + codes > s.sequence.size:
+    count = 0
+    if s.counts[TRIAL] + codes > s.sequence.size:
         return False
     for i in range(codes):
         e = _new(a, s, s.inserted[i])
@@ -254,77 +254,45 @@ def put_in(a: Program, s: WalkState, codes: int, at: int) -> bool:
         count += 1
     if count < codes:
         return False
-    for place in range(size, at - 1, -1):
-        e = s.trial[place]
-        s.trial[place + codes] = e
-        s.event[e, AT] = place + codes
     born = s.counts[BORN_COUNT] - codes
-    for i in range(codes):
-        e = s.lists[BORN, born + i]
-        s.trial[at + i] = e
-        s.event[e, AT] = at + i
+    if not insert(s, BORN, born, codes, at):
+        return False
     for i in range(codes):
         _attach(a, s, s.lists[BORN, born + i])
-    s.counts[TRIAL] = size + codes
-    s.counts[CHANGED] = min(s.counts[CHANGED], at)
     return True
 
 
 @inner
-def move(a: Program, s: WalkState, begin: int, end: int, to: int) -> None:
-    """Move the events `begin` to `end` - 1 so that the first of them is event `to` then."""
-    count = end - begin
+def move(a: Program, s: WalkState, begin: int, end: int, to: int) -> bool:
+    """
+    Move the events `begin` to `end` - 1 so that the first of them is event `to` then.
+
+    False where there is no room; they are nowhere then.
+    """
     if to == begin:
-        return
-    low, high = min(begin, to), max(end, to + count)
-    for at in range(begin, end):
-        e = s.trial[at]
+        return True
+    moved = s.counts[MOVED_COUNT]
+    for _ in range(begin, end):
+        e = event_at(s, begin)
         _detach(a, s, e)
+        remove(s, e)
         s.lists[MOVED, s.counts[MOVED_COUNT]] = e
         s.counts[MOVED_COUNT] += 1
-    moved = s.counts[MOVED_COUNT] - count
-    if to < begin:
-        for at in range(begin - 1, to - 1, -1):
-            s.trial[at + count] = s.trial[at]
-    else:
-        for at in range(end, to + count):
-            s.trial[at - count] = s.trial[at]
-    for i in range(count):
-        s.trial[to + i] = s.lists[MOVED, moved + i]
-    for at in range(low, high):
-        s.event[s.trial[at], AT] = at
-    for i in range(count):
+    if not insert(s, MOVED, moved, end - begin, to):
+        return False
+    for i in range(end - begin):
         _attach(a, s, s.lists[MOVED, moved + i])
-    s.counts[CHANGED] = min(s.counts[CHANGED], low)
+    return True
 
 
 @inner
 def take_out(a: Program, s: WalkState, e: int) -> None:
-    """Take an event out; its place stays free until `close`."""
+    """Take an event out."""
     _detach(a, s, e)
-    place = s.event[e, AT]
-    s.trial[place] = NONE
-    s.counts[HOLES] += 1
-    s.counts[CHANGED] = min(s.counts[CHANGED], place)
+    remove(s, e)
     if s.event[e, NEW] == 0:
         s.lists[GONE, s.counts[GONE_COUNT]] = e
         s.counts[GONE_COUNT] += 1
-
-
-@inner
-def close(s: WalkState) -> None:
-    """There are no free places any more."""
-    if s.counts[HOLES] == 0:
-        return
-    filled = s.counts[CHANGED]
-    for at in range(s.counts[CHANGED], s.counts[TRIAL] + 1):
-        e = s.trial[at]
-        if e != NONE:
-            s.trial[filled] = e
-            s.event[e, AT] = filled
-            filled += 1
-    s.counts[TRIAL] = filled - 1
-    s.counts[HOLES] = 0
 
 
 @inner
@@ -349,7 +317,6 @@ def collect(a: Program, s: WalkState) -> None:
             elif a.evictable[t] == 1:
                 needed = False
             x = last
-    close(s)
 
 
 @inlined

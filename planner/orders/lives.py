@@ -2,15 +2,16 @@
 The lives of the copies of a tensor, from its touches: what reads and makes it, in order.
 
 An event touches the tensors that it reads and makes. The touches of each tensor are linked in the
-order of the trial, so what a change does to memory is found from the tensors it touches alone: what
-their copies added to events is taken back before the links change, and added anew after.
+order of the trial, so what a change does to memory is found from the tensors it touches alone. A
+touch that is its own `COPY` began one, and what that needs is counted at its `END`, until both are
+found anew.
 """
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.orders.blocks import mark, place
 from coop_plan.planner.orders.sequence import (
     ALONG,
-    AT,
     CODE,
     COPY,
     DOES,
@@ -38,8 +39,8 @@ from coop_plan.planner.orders.sequence import (
 
 
 @inlined
-def withdraw(a: Program, s: WalkState, t: int) -> None:
-    """A tensor's touches will change: what its copies need is taken from events, once."""
+def withdraw(s: WalkState, t: int) -> None:
+    """A tensor's touches will change: its copies must be found anew."""
     if s.tensor[t, QUEUED] == 0:
         s.tensor[t, QUEUED] = 1
         s.lists[QUEUE, s.counts[QUEUE_COUNT]] = t
@@ -48,20 +49,36 @@ def withdraw(a: Program, s: WalkState, t: int) -> None:
         s.tensor[t, STALE] = 1
         s.lists[STALES, s.counts[STALE_COUNT]] = t
         s.counts[STALE_COUNT] += 1
-        _add(a, s, t, -1)
 
 
 @inlined
-def _add(a: Program, s: WalkState, t: int, sign: int) -> None:
-    """Count the copies of a tensor at the events with which they begin and end, or no longer."""
-    size = sign * a.size[t]
-    x = s.tensor[t, HEAD]
-    while x != NONE:
-        e = s.touch[x, EVENT]
-        if s.touch[x, COPY] == x:
-            s.bytes[e, UP] += size
-            s.bytes[s.touch[x, END], DOWN] += size
-        x = s.touch[x, NEXT]
+def _count(a: Program, s: WalkState, x: int, end: int) -> None:
+    """A touch begins a copy that ends with an event."""
+    e, size, before = s.touch[x, EVENT], a.size[s.touch[x, TENSOR]], s.touch[x, END]
+    if s.touch[x, COPY] == x:
+        if before == end:
+            return
+        s.bytes[before, DOWN] -= size
+        mark(s, before)
+    else:
+        s.touch[x, COPY] = x
+        s.bytes[e, UP] += size
+    s.touch[x, END] = end
+    s.bytes[end, DOWN] += size
+    mark(s, e)
+    mark(s, end)
+
+
+@inlined
+def _discount(a: Program, s: WalkState, x: int) -> None:
+    """A touch does not begin a copy."""
+    if s.touch[x, COPY] == x:
+        size = a.size[s.touch[x, TENSOR]]
+        s.bytes[s.touch[x, EVENT], UP] -= size
+        s.bytes[s.touch[x, END], DOWN] -= size
+        mark(s, s.touch[x, EVENT])
+        mark(s, s.touch[x, END])
+    s.touch[x, COPY] = NONE
 
 
 @inner
@@ -73,13 +90,15 @@ def settle(a: Program, s: WalkState) -> bool:
             return False
         s.tensor[t, STALE] = 0
         s.counts[STALE_COUNT] -= 1
-        _add(a, s, t, 1)
         x = s.tensor[t, HEAD]
         while x != NONE:
             e = s.touch[x, EVENT]
             code = s.event[e, CODE]
             if a.pairs_ptr[code] < a.pairs_ptr[code + 1]:
-                s.bytes[e, SAVED] = _saved(a, s, e, code)
+                saved = _saved(a, s, e, code)
+                if saved != s.bytes[e, SAVED]:
+                    s.bytes[e, SAVED] = saved
+                    mark(s, e)
             x = s.touch[x, NEXT]
     return True
 
@@ -87,25 +106,27 @@ def settle(a: Program, s: WalkState) -> bool:
 @inlined
 def _live(a: Program, s: WalkState, t: int) -> bool:
     """Find out where the copies of a tensor begin and end; false where that is no schedule."""
-    copy = NONE
+    copy = end = NONE
     x = s.tensor[t, HEAD]
     while x != NONE:
         e = s.touch[x, EVENT]
         if s.touch[x, DOES] == READ:
             if copy == NONE:
                 return False
-            s.touch[copy, END] = e
-            s.touch[x, COPY] = copy
+            s.touch[x, COPY], end = copy, e
         elif copy != NONE and a.overwritten[t] == 1:
-            s.touch[x, COPY] = NONE  # it writes elsewhere, for this event only
+            _discount(a, s, x)  # it writes elsewhere, for this event only
         else:
-            s.touch[x, COPY] = copy = x
-            s.touch[x, END] = e
+            if copy != NONE:
+                _count(a, s, copy, end)
+            copy, end = x, e
         x = s.touch[x, NEXT]
     if s.needed[t] == 1:
         if copy == NONE:
             return False
-        s.touch[copy, END] = s.sequence.size
+        end = s.sequence.size
+    if copy != NONE:
+        _count(a, s, copy, end)
     return True
 
 
@@ -126,10 +147,10 @@ def _saved(a: Program, s: WalkState, e: int, code: int) -> int:
 @inlined
 def link(s: WalkState, x: int) -> None:
     """Put a touch among those of its tensor, at its event's place: it reads before it makes."""
-    t, at = s.touch[x, TENSOR], s.event[s.touch[x, EVENT], AT]
+    t, at = s.touch[x, TENSOR], place(s, s.touch[x, EVENT])
     at -= s.touch[x, DOES] == READ
     last = s.tensor[t, TAIL]
-    while last != NONE and s.event[s.touch[last, EVENT], AT] > at:
+    while last != NONE and place(s, s.touch[last, EVENT]) > at:
         last = s.touch[last, LAST]
     following = s.tensor[t, HEAD] if last == NONE else s.touch[last, NEXT]
     s.touch[x, LAST], s.touch[x, NEXT] = last, following
@@ -144,8 +165,13 @@ def link(s: WalkState, x: int) -> None:
 
 
 @inlined
-def unlink(s: WalkState, x: int) -> None:
+def unlink(a: Program, s: WalkState, x: int) -> None:
     """Take a touch out of those of its tensor."""
+    copy = s.touch[x, COPY]
+    if copy == x:
+        _discount(a, s, x)
+    elif copy != NONE and s.touch[copy, END] == s.touch[x, EVENT]:
+        mark(s, s.touch[copy, EVENT])  # it may end in another block
     t, last, following = s.touch[x, TENSOR], s.touch[x, LAST], s.touch[x, NEXT]
     if last == NONE:
         s.tensor[t, HEAD] = following
@@ -175,7 +201,7 @@ def wanted_at(a: Program, s: WalkState, t: int, at: int) -> bool:
     """Whether a tensor is needed when the trial's event `at` begins."""
     y = s.tensor[t, TAIL]
     needed = bool(s.needed[t] == 1)
-    while y != NONE and s.event[s.touch[y, EVENT], AT] >= at:
+    while y != NONE and place(s, s.touch[y, EVENT]) >= at:
         if s.touch[y, DOES] == READ:
             needed = True
         elif a.evictable[t] == 1:
@@ -187,9 +213,9 @@ def wanted_at(a: Program, s: WalkState, t: int, at: int) -> bool:
 @inlined
 def next_read(s: WalkState, t: int, at: int) -> int:
     """The first event of the trial from `at` on that reads a tensor; its end if none does."""
-    x, found = s.tensor[t, TAIL], s.event[s.sequence.size, AT]
-    while x != NONE and s.event[s.touch[x, EVENT], AT] >= at:
+    x, found = s.tensor[t, TAIL], place(s, s.sequence.size)
+    while x != NONE and place(s, s.touch[x, EVENT]) >= at:
         if s.touch[x, DOES] == READ:
-            found = s.event[s.touch[x, EVENT], AT]
+            found = place(s, s.touch[x, EVENT])
         x = s.touch[x, LAST]
-    return int(found)
+    return found

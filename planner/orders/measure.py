@@ -5,21 +5,43 @@ import numpy as np
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
 from coop_plan.planner.orders.lives import settle
+from coop_plan.planner.orders.repair import weights_of
 from coop_plan.planner.orders.sequence import (
+    ALONG,
     AREA,
+    BLOCK,
+    BLOCKS,
     CODE,
     COMPUTE,
+    COPY,
+    DIRTY,
+    DOES,
     DOWN,
+    END,
+    EVENTS,
     FIRST_RUN,
+    FIRSTS,
+    LATER,
+    LIVED,
+    LONG,
     MARGINS,
+    MOST,
+    NET,
+    NONE,
     ONCE,
     OVER,
+    REACH,
+    READ,
     SAVED,
-    TRIAL,
+    TENSOR,
+    TOUCHES,
     UP,
     WORST,
     WalkState,
 )
+
+NOTHING = -(1 << 62)
+"""What an empty block needs, bytes."""
 
 
 @inlined
@@ -31,33 +53,74 @@ def cost_of(a: Program, s: WalkState, limit: float) -> float:
 
 
 @inner
-def excess(s: WalkState, capacity: int) -> float:
+def excess(a: Program, s: WalkState, capacity: int) -> float:
     """
     How much more than `capacity` (bytes) a trial needs, as a share; leaves the fullest event.
 
     The trial is one whose cost is finite.
     """
     live, most, total, area = 0, -1, 0.0, 0.0
-    tight, position = s.counts[MARGINS] > 0, 0
-    for at in range(s.counts[TRIAL]):
-        e = s.trial[at]
-        live += s.bytes[e, UP]
-        over = live + s.bytes[e, ONCE] - s.bytes[e, SAVED] - capacity
-        area += live
-        live -= s.bytes[e, DOWN]
-        if tight:
-            if s.tight[position] == 1:
-                over += _margin(s, position, s.event[e, CODE])
-            position += s.event[e, FIRST_RUN]
-        if over > 0:
-            total += over
-            if over > most:
-                most = over
-                s.counts[WORST], s.counts[OVER] = at, over
+    margins, position = s.counts[MARGINS] > 0, 0
+    for b in range(s.counts[BLOCKS]):
+        if s.block[b, DIRTY] == 1:
+            _look_at(a, s, b)
+        tight = margins and s.tight[position] < s.tight[position + s.block[b, FIRSTS] + 1]
+        if tight or live + s.block[b, MOST] > capacity:
+            within, here = live, position
+            for i in range(s.block[b, EVENTS]):
+                e = s.row[b, i]
+                within += s.bytes[e, UP]
+                over = within + s.bytes[e, ONCE] - s.bytes[e, SAVED] - capacity
+                within -= s.bytes[e, DOWN]
+                if tight:
+                    if s.tight[here] < s.tight[here + 1]:
+                        over += _margin(s, here, s.event[e, CODE])
+                    here += s.event[e, FIRST_RUN]
+                if over > 0:
+                    total += over
+                    if over > most:
+                        most = over
+                        s.counts[WORST], s.counts[OVER] = s.begin[b] + i, over
+        area += live * s.block[b, EVENTS] + s.block[b, LIVED]
+        live += s.block[b, NET]
+        position += s.block[b, FIRSTS]
     s.sums[AREA] = area
     if most < 0:
         return 0.0
     return float(s.numbers.least_excess + (most + s.numbers.spread * total) / max(1, capacity))
+
+
+@inlined
+def _look_at(a: Program, s: WalkState, b: int) -> None:
+    """Find what a block needs."""
+    live = area = firsts = 0
+    most, last = NOTHING, NONE
+    s.block[b, LONG] = s.block[b, REACH] = NONE
+    wide = narrow = 0.0
+    for i in range(s.block[b, EVENTS]):
+        e = s.row[b, i]
+        live += s.bytes[e, UP]
+        most = max(most, live + s.bytes[e, ONCE] - s.bytes[e, SAVED])
+        area += live
+        live -= s.bytes[e, DOWN]
+        firsts += s.event[e, FIRST_RUN]
+        x = s.event[e, TOUCHES]
+        while x != NONE and s.touch[x, DOES] != READ:
+            t, end = s.touch[x, TENSOR], s.event[s.touch[x, END], BLOCK]
+            if s.touch[x, COPY] == x and end != b and s.spare[t] == 1:
+                s.touch[x, LATER] = NONE
+                if last == NONE:
+                    s.block[b, LONG] = x
+                else:
+                    s.touch[last, LATER] = x
+                last = x
+                s.block[b, REACH] = max(s.block[b, REACH], end)
+                wide += weights_of(a, t)[0]
+                narrow += weights_of(a, t)[1]
+            x = s.touch[x, ALONG]
+    s.block[b, NET], s.block[b, MOST], s.block[b, LIVED] = live, most, area
+    s.block[b, FIRSTS], s.block[b, DIRTY] = firsts, 0
+    s.weight[b, 0], s.weight[b, 1] = wide, narrow
 
 
 @inlined

@@ -8,16 +8,19 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.orders.blocks import event_at, place
 from coop_plan.planner.orders.edit import move, put_in, take_out
 from coop_plan.planner.orders.lives import wanted_at
 from coop_plan.planner.orders.sequence import (
     ALONG,
-    AT,
+    BLOCK,
     CODE,
     DOES,
     EVENT,
+    EVENTS,
     FIRST_RUN,
     HEAD,
+    INDEX,
     NEXT,
     NONE,
     READ,
@@ -55,13 +58,13 @@ def change(a: Program, s: WalkState) -> bool:
 
 @inlined
 def _is_first(s: WalkState, at: int) -> bool:
-    return bool(s.event[s.trial[at], FIRST_RUN] == 1)
+    return bool(s.event[event_at(s, at), FIRST_RUN] == 1)
 
 
 @inner
 def _serve(a: Program, s: WalkState, event: int) -> bool:
     """Something that an event reads is computed again for it."""
-    op = s.event[s.trial[event], CODE]
+    op = s.event[event_at(s, event), CODE]
     count = a.reads_ptr[op + 1] - a.reads_ptr[op]
     if count == 0:
         return False
@@ -69,7 +72,7 @@ def _serve(a: Program, s: WalkState, event: int) -> bool:
     maker, at = a.producer[t], event
     if np.random.random() < s.numbers.early_chance:
         at -= int(s.numbers.earliest ** np.random.random())
-    if s.again[maker] == 0 or at < 0 or at <= s.event[s.op[maker], AT]:
+    if s.again[maker] == 0 or at < 0 or at <= place(s, s.op[maker]):
         return False
     return recompute(a, s, maker, at)
 
@@ -85,12 +88,11 @@ def _move(a: Program, s: WalkState, begin: int) -> bool:
     if to < 0 or to > size - (end - begin):
         return False
     for at in range(begin, end):
-        code = s.event[s.trial[at], CODE]
-        first = s.event[s.op[code], AT]
+        code = s.event[event_at(s, at), CODE]
+        first = place(s, s.op[code])
         if s.again[code] == 0 or first - (end - begin if first > begin else 0) >= to:
             return False
-    move(a, s, begin, end, to)
-    return True
+    return move(a, s, begin, end, to)
 
 
 @inner
@@ -110,35 +112,44 @@ def move_first(a: Program, s: WalkState) -> bool:
     else:
         distance = int(s.numbers.furthest ** np.random.random())
         to = min(high, begin + distance) if later else max(low, begin - distance)
-    op, step = s.event[s.trial[begin], CODE], 1 if later else -1
-    at = begin
-    while at != to and not _keeps(s, op, at + step):
-        at += step
-    if at == begin:
-        return False
-    move(a, s, begin, begin + 1, at)
-    return True
+    at = _as_far_as(s, begin, to)
+    return at != begin and move(a, s, begin, begin + 1, at)
+
+
+@inlined
+def _as_far_as(s: WalkState, begin: int, to: int) -> int:
+    """How far the first run at `begin` comes on its way to a place."""
+    e = event_at(s, begin)
+    op, b, i = s.event[e, CODE], s.event[e, BLOCK], s.event[e, INDEX]
+    step = 1 if to > begin else -1
+    for at in range(begin, to, step):
+        i += step
+        while i < 0 or i == s.block[b, EVENTS]:
+            b += step
+            i = 0 if step > 0 else s.block[b, EVENTS] - 1
+        if _keeps(s, op, s.row[b, i]):
+            return at
+    return to
 
 
 @inlined
 def _bounds(s: WalkState, at: int) -> tuple[int, int]:
     """The first and the last place where the first run at `at` finds and leaves what is needed."""
     low, high = 0, s.counts[TRIAL] - 1
-    x = s.event[s.trial[at], TOUCHES]
+    x = s.event[event_at(s, at), TOUCHES]
     while x != NONE:
         t = s.touch[x, TENSOR]
         if s.touch[x, DOES] == READ:
-            low = max(low, s.event[s.touch[s.tensor[t, HEAD], EVENT], AT] + 1)
+            low = max(low, place(s, s.touch[s.tensor[t, HEAD], EVENT]) + 1)
         elif s.touch[x, NEXT] != NONE:
-            high = min(high, s.event[s.touch[s.touch[x, NEXT], EVENT], AT] - 1)
+            high = min(high, place(s, s.touch[s.touch[x, NEXT], EVENT]) - 1)
         x = s.touch[x, ALONG]
     return low, high
 
 
 @inlined
-def _keeps(s: WalkState, op: int, at: int) -> bool:
-    """Whether the first run of an op must stay on its side of the event at `at`."""
-    e = s.trial[at]
+def _keeps(s: WalkState, op: int, e: int) -> bool:
+    """Whether the first run of an op must stay on its side of an event."""
     other, first = s.event[e, CODE], s.event[e, FIRST_RUN] == 1
     if first and s.phase[other] != s.phase[op]:
         return True
@@ -148,8 +159,8 @@ def _keeps(s: WalkState, op: int, at: int) -> bool:
 @inner
 def _take_out(a: Program, s: WalkState, begin: int) -> bool:
     """Take out a block of recomputes."""
-    for at in range(begin, _block_end(s, begin, s.numbers.removed_block)):
-        take_out(a, s, s.trial[at])
+    for _ in range(begin, _block_end(s, begin, s.numbers.removed_block)):
+        take_out(a, s, event_at(s, begin))
     return True
 
 

@@ -4,17 +4,20 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
+from coop_plan.planner.orders.blocks import block_at, event_at, place
 from coop_plan.planner.orders.lives import next_read
 from coop_plan.planner.orders.moves import recompute
 from coop_plan.planner.orders.sequence import (
     ALONG,
-    AT,
     CODE,
     COPY,
     DOES,
     END,
+    LATER,
+    LONG,
     NONE,
     OVER,
+    REACH,
     READ,
     TENSOR,
     TOUCHES,
@@ -24,6 +27,8 @@ from coop_plan.planner.orders.sequence import (
 
 LEAST_US = 1e-9
 """What costs less is as good as free."""
+DRAWS = 16
+"""Copies drawn from all that may be there before each is looked at."""
 
 
 @inner
@@ -34,26 +39,80 @@ def repair(a: Program, s: WalkState) -> bool:
     Each is as likely as what it costs a byte is low.
     """
     worst, over = s.counts[WORST], s.counts[OVER]
-    best, total = NONE, 0.0  # the weights of what could be done up to here
-    for begin in range(worst):
-        x = s.event[s.trial[begin], TOUCHES]
+    t = _drawn(a, s, worst, over)
+    return t != NONE and recompute(a, s, a.producer[t], next_read(s, t, worst + 1))
+
+
+@inlined
+def _drawn(a: Program, s: WalkState, worst: int, over: int) -> int:
+    """
+    A tensor that is only kept at event `worst`, where bytes are `over`; NONE if there is none.
+
+    Of the blocks before that event's it is known what all that they leave is worth, `WEIGHTS`, be
+    it gone by then or not: a copy drawn by that is taken with the chance that it is worth so much.
+    """
+    op, last = s.event[event_at(s, worst), CODE], block_at(s, worst)
+    near, nearest = 0.0, NONE
+    for i in range(worst - s.begin[last]):
+        x = s.event[s.row[last, i], TOUCHES]
         while x != NONE and s.touch[x, DOES] != READ:
-            copy, x = x, s.touch[x, ALONG]
-            t = s.touch[copy, TENSOR]
-            if s.touch[copy, COPY] != copy or s.event[s.touch[copy, END], AT] <= worst:
-                continue
-            maker = a.producer[t]
-            if a.size[t] == 0 or s.again[maker] == 0 or a.evictable[t] == 0:
-                continue
-            if _held(a, s.event[s.trial[worst], CODE], t):
-                continue
-            weight = min(a.size[t], over) / max(a.cost[maker], LEAST_US)
-            total += weight
-            if np.random.random() * total < weight:
-                best = t
-    if best == NONE:
-        return False
-    return recompute(a, s, a.producer[best], next_read(s, best, worst + 1))
+            weight = _worth(a, s, x, worst, over, op)
+            near += weight
+            if weight > 0.0 and np.random.random() * near < weight:
+                nearest = s.touch[x, TENSOR]
+            x = s.touch[x, ALONG]
+    wide = narrow = 0.0
+    for b in range(last):
+        if s.block[b, REACH] >= last:
+            wide += s.weight[b, 0]
+            narrow += s.weight[b, 1]
+    by, scale = (0, 1.0) if wide <= narrow * over else (1, float(over))
+    total = near + min(wide, narrow * over)
+    for _ in range(DRAWS if total > near else 0):
+        left = np.random.random() * total - near
+        if left < 0.0:
+            return int(nearest)
+        b = 0
+        while b < last and (s.block[b, REACH] < last or left >= scale * s.weight[b, by]):
+            if s.block[b, REACH] >= last:
+                left -= scale * s.weight[b, by]
+            b += 1
+        x = s.block[b, LONG] if b < last else NONE
+        while x != NONE:
+            weight = scale * weights_of(a, s.touch[x, TENSOR])[by]
+            if left < weight:
+                break
+            left -= weight
+            x = s.touch[x, LATER]
+        if x != NONE and np.random.random() * weight < _worth(a, s, x, worst, over, op):
+            return int(s.touch[x, TENSOR])
+    for b in range(last):
+        x = s.block[b, LONG]
+        while x != NONE:
+            weight = _worth(a, s, x, worst, over, op)
+            near += weight
+            if weight > 0.0 and np.random.random() * near < weight:
+                nearest = s.touch[x, TENSOR]
+            x = s.touch[x, LATER]
+    return int(nearest)
+
+
+@inlined
+def weights_of(a: Program, t: int) -> tuple[float, float]:
+    """What a copy is worth at most, bytes a µs, and that for a byte of it."""
+    cost = max(a.cost[a.producer[t]], LEAST_US)
+    return a.size[t] / cost, 1.0 / cost
+
+
+@inlined
+def _worth(a: Program, s: WalkState, x: int, worst: int, over: int, op: int) -> float:
+    """What it is worth not to keep the copy that a touch began while an op runs: bytes a µs."""
+    t = s.touch[x, TENSOR]
+    if s.spare[t] == 0 or s.touch[x, COPY] != x or place(s, s.touch[x, END]) <= worst:
+        return 0.0
+    if _held(a, op, t):
+        return 0.0
+    return float(min(a.size[t], over) / max(a.cost[a.producer[t]], LEAST_US))
 
 
 @inlined

@@ -6,6 +6,7 @@ whose reads find what they need is a schedule, if `Problem.chained` ops and thos
 phases run for the first time in program order.
 """
 
+import math
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -16,27 +17,35 @@ from coop_plan.planner.core.arrays import Flags, Ints, to_arrays
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.orders.params import OrderParams
 
-# Columns of `WalkState.event`: the op that runs; its place in the trial; the first of its touches;
-# whether it is in the trial; whether it is the op's first run; whether the current sequence does
-# not have it.
-CODE, AT, TOUCHES, PRESENT, FIRST_RUN, NEW = range(6)
+# Columns of `WalkState.event`: the op that runs; its block, and its place among those of the block;
+# the first of its touches; whether it is in the trial; whether it is the op's first run; whether
+# the current sequence does not have it.
+CODE, BLOCK, INDEX, TOUCHES, PRESENT, FIRST_RUN, NEW = range(7)
 # Columns of `WalkState.bytes`, per event: of copies that begin with it, of those that end with it,
 # of what is live for it only, of what it needs less because an output takes the place of an input.
 UP, DOWN, ONCE, SAVED = range(4)
+# Columns of `WalkState.block`: its events, and how many they were in the current sequence if it has
+# changed, else NONE; whether what follows must be found anew: by how many bytes more are live after
+# it than before it; what an event of it needs at most and what lives in all its events, both beyond
+# what is live before it; how many of them are first runs; the first touch of those which begin a
+# copy that outlives the block and could be spared, and the last block in which one ends.
+EVENTS, KEPT, DIRTY, NET, MOST, LIVED, FIRSTS, LONG, REACH = range(9)
 # Columns of `WalkState.touch`: tensor and event; what the event does to it, READ or MAKE; the next
 # and the last touch of the tensor, in the order of the trial; the next of the event; the touch that
-# began the copy it is of, and the event with which one that it began ends.
-TENSOR, DOES, EVENT, NEXT, LAST, ALONG, COPY, END = range(8)
+# began the copy it is of, and the event with which one that it began ends; the next one like this
+# of the block that outlives it.
+TENSOR, DOES, EVENT, NEXT, LAST, ALONG, COPY, END, LATER = range(9)
 READ, MAKE = range(2)
 # Columns of `WalkState.tensor`: the first and the last touch; whether its copies must be found
 # anew, and whether its events may serve nothing.
 HEAD, TAIL, STALE, QUEUED = range(4)
 # Rows of `WalkState.lists`: events that are free; that the trial has and the current sequence has
-# not, the other way round, and at another place; tensors that are stale, and queued.
-FREE, BORN, GONE, MOVED, STALES, QUEUE = range(6)
-# Entries of `WalkState.counts`: events of the sequence at hand, the current one and the trial;
-# of the lists; holes in the trial; from which event on it differs from the current one; the free
-# touch to be taken next; the fullest event and by how many bytes it is too full.
+# not, the other way round, and at another place; tensors that are stale, and queued; blocks in
+# which the trial differs from the current sequence.
+FREE, BORN, GONE, MOVED, STALES, QUEUE, DIFFER = range(7)
+# Entries of `WalkState.counts`: events of the sequence at hand, the current one and the trial; of
+# the lists; blocks in use, and whether one had no room; the free touch to be taken next; the
+# fullest event and by how many bytes it is too full.
 (
     LENGTH,
     CURRENT,
@@ -47,20 +56,23 @@ FREE, BORN, GONE, MOVED, STALES, QUEUE = range(6)
     MOVED_COUNT,
     STALE_COUNT,
     QUEUE_COUNT,
-    HOLES,
-    CHANGED,
+    DIFFER_COUNT,
+    BLOCKS,
+    FULL,
     FREE_TOUCH,
     FREE_TOUCHES,
     WORST,
     OVER,
     MARGINS,
     COUNTS,
-) = range(17)
+) = range(18)
 # Entries of `WalkState.sums`: what computes in the trial, and in the current sequence, µs; bytes
 # that live in the trial, from event to event, times events.
 COMPUTE, ACCEPTED, AREA = range(3)
 NONE = -1
 """No event, no touch."""
+MIN_FILL = 16
+"""Events that a block holds at least, if there are as many."""
 
 
 class MoveNumbers(NamedTuple):
@@ -100,24 +112,31 @@ class WalkState(NamedTuple):
     Where the walk is, and what it needs besides.
 
     `sequence` is the one at hand as ops, of which `counts[LENGTH]` are in use. In a walk its
-    events have numbers: `current` lists them as they are, `trial` as they may become, with the
-    number `sequence.size` at the end of each. `event`, `bytes`, `touch` and `tensor` know them and
+    events have numbers, and `sequence.size` is the number of its end. They lie in blocks, a `row`
+    of each with its events in order, so that a change and a look at what it did to memory cost the
+    square root of their number: `begin` has the place of a block's first event, and that of the end
+    last, `kept` what the row was before the step, and `weight` what all that outlives a block is
+    worth (`planner.orders.repair`). `event`, `bytes`, `block`, `touch` and `tensor` know them and
     what they do to tensors; see above. `op` tells the event of its first run. `inserted` lists what
     one change puts in. `again` says of an op whether it may run anywhere after its first run,
-    `needed` of a tensor whether it is there in the end, `chained` and `phase` of ops what keeps
-    their first runs in order. `margin` lists (position, op, bytes to
-    leave free while it runs between the first runs before and of that position), and `tight` flags
-    the positions in it.
+    `spare` of a tensor whether it may be computed again, `needed` whether it is there in the end,
+    `chained` and `phase` of ops what keeps their first runs in order. `margin` lists (position, op,
+    bytes to leave free while it runs between the first runs before and of that position), and
+    `tight` counts the positions in it before each.
     """
 
     numbers: MoveNumbers
     again: Flags
     needed: Flags
+    spare: Flags
     chained: Flags
     phase: Flags
     sequence: Ints
-    current: Ints
-    trial: Ints
+    row: Numbers
+    kept: Numbers
+    begin: Ints
+    block: Ints
+    weight: npt.NDArray[np.float64]
     event: Numbers
     bytes: Ints
     touch: Numbers
@@ -126,7 +145,7 @@ class WalkState(NamedTuple):
     lists: Ints
     inserted: Ints
     margin: Ints
-    tight: Flags
+    tight: Ints
     counts: Ints
     sums: npt.NDArray[np.float64]
 
@@ -137,24 +156,32 @@ def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
     n, count = a.ops, a.size.size
     touches = int(a.reads_ptr[n] + a.makes_ptr[n])
     most = int((np.diff(a.reads_ptr[: n + 1]) + np.diff(a.makes_ptr[: n + 1])).max(initial=1))
+    again = np.array(problem.repeatable(problem.evictable), dtype=np.uint8)
+    spare = (a.size > 0) & (a.evictable == 1) & (again[a.producer] == 1)
+    fill = max(MIN_FILL, math.isqrt(room) // 2)
+    blocks, width = room // fill + 2, 2 * fill + params.insertion
     return WalkState(
         numbers=MoveNumbers(**asdict(params)),
-        again=np.array(problem.repeatable(problem.evictable), dtype=np.uint8),
+        again=again,
         needed=a.is_output & (1 - a.outside),
+        spare=np.array(spare, dtype=np.uint8),
         chained=np.array(problem.chained, dtype=np.uint8),
         phase=np.array(problem.phase, dtype=np.uint8),
         sequence=np.zeros(room, dtype=np.int64),
-        current=np.zeros(room + 1, dtype=np.int64),
-        trial=np.zeros(room + 1, dtype=np.int64),
-        event=np.zeros((room + 1, 6), dtype=np.int32),
+        row=np.zeros((blocks, width), dtype=np.int32),
+        kept=np.zeros((blocks, width), dtype=np.int32),
+        begin=np.zeros(blocks + 1, dtype=np.int64),
+        block=np.zeros((blocks + 1, 9), dtype=np.int64),
+        weight=np.zeros((blocks, 2)),
+        event=np.zeros((room + 1, 7), dtype=np.int32),
         bytes=np.zeros((room + 1, 4), dtype=np.int64),
-        touch=np.zeros((min(room * most, 4 * touches + 64 * most + room), 8), dtype=np.int32),
+        touch=np.zeros((min(room * most, 4 * touches + 64 * most + room), 9), dtype=np.int32),
         tensor=np.zeros((count, 4), dtype=np.int32),
         op=np.zeros(n, dtype=np.int64),
-        lists=np.zeros((6, max(room + 2, count + 1)), dtype=np.int64),
+        lists=np.zeros((7, max(room + 2, count + 1)), dtype=np.int64),
         inserted=np.zeros(params.insertion, dtype=np.int64),
         margin=np.zeros((3, params.margins), dtype=np.int64),
-        tight=np.zeros(n + 1, dtype=np.uint8),
+        tight=np.zeros(n + 2, dtype=np.int64),
         counts=np.zeros(COUNTS, dtype=np.int64),
         sums=np.zeros(3),
     )
@@ -181,5 +208,5 @@ def leave_room(state: WalkState, event: int, margin: int) -> None:
         known[2, same[0]] = margin
     elif known.shape[1] < state.margin.shape[1]:
         state.margin[:, known.shape[1]] = position, op, margin
-        state.tight[position] = 1
+        state.tight[position + 1 :] += 1
         state.counts[MARGINS] += 1

@@ -10,11 +10,12 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, njit
+from coop_plan.planner.orders.blocks import even
 from coop_plan.planner.orders.edit import accept, changed, collect, enter, leave, undo
 from coop_plan.planner.orders.measure import cost_of, excess
 from coop_plan.planner.orders.moves import change, move_first
 from coop_plan.planner.orders.repair import repair
-from coop_plan.planner.orders.sequence import AREA, WalkState
+from coop_plan.planner.orders.sequence import AREA, FULL, WalkState
 
 
 @njit
@@ -22,7 +23,7 @@ def measured(a: Program, s: WalkState, capacity: int) -> tuple[float, float]:
     """Cost (µs) of the sequence at hand, and how much more than the capacity (bytes) it needs."""
     if not enter(a, s):
         return np.inf, np.inf
-    return cost_of(a, s, np.inf), excess(s, capacity)
+    return cost_of(a, s, np.inf), excess(a, s, capacity)
 
 
 @inlined
@@ -54,7 +55,7 @@ def walk(
     np.random.seed(seed)
     if not enter(a, s):
         return np.inf, np.inf
-    kept, needs = cost_of(a, s, np.inf), excess(s, capacity)
+    kept, needs = cost_of(a, s, np.inf), excess(a, s, capacity)
     accept(s)
     area = s.sums[AREA]
     for _ in range(steps):
@@ -68,7 +69,7 @@ def walk(
                 cost = cost_of(a, s, limit)
                 if cost == np.inf:
                     break
-                over = excess(s, capacity)
+                over = excess(a, s, capacity)
                 worth = cost + steep * over
                 good = worth <= limit
                 if good and moved and worth >= kept + steep * needs and _strays(s, area):
@@ -82,5 +83,7 @@ def walk(
             accept(s)
         elif changed(s):
             undo(a, s)
+        if s.counts[FULL] == 1:
+            even(s)
     leave(s)
     return kept, needs
