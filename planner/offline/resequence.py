@@ -99,9 +99,7 @@ class Resequencing:
         layouts = max(1, min(chunks, params.settling_blocks // events))
         for chunk in range(chunks):
             cold = (1 - chunk / chunks) ** params.cooling
-            cost, too_much = self._walk(
-                -(-params.settling_steps // chunks), heat * cold, steep * base
-            )
+            cost, too_much = self._walk(steps, heat * cold, steep * base)
             if too_much > 0:
                 steep *= params.settling_steeper
                 continue
