@@ -21,7 +21,7 @@ from coop_plan.planner.offline.resequence import Resequencing
 from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.orders.params import DEFAULTS
-from coop_plan.planner.orders.sequence import go_to, here, start
+from coop_plan.planner.orders.sequence import go_to, here, leave_room, start
 from coop_plan.planner.orders.walk import measured, walk
 from coop_plan.planner.planning import written
 from tests.strategies import graphs
@@ -110,6 +110,28 @@ def test_what_fits_keeps_fitting(portfolio):
         assert measured(program, state, arena)[0] <= cost * (1 + 1e-9)
         cost = measured(program, state, arena)[0]
     assert cost < portfolio.best.cost_us
+
+
+def test_small_blocks_that_run_full(portfolio):
+    """What a walk says of where it ends is what a fresh look says, however events lie in blocks."""
+    program, arena = to_program(portfolio.arrays), portfolio.request.arena_bytes
+    base = portfolio.problem.base_cost_us
+    state = start(portfolio.problem, 3000, replace(DEFAULTS, insertion=4))
+    row, kept = (np.ascontiguousarray(each[:, :12]) for each in (state.row, state.kept))
+    state = state._replace(row=row, kept=kept)
+    go_to(state, portfolio.best.found.run.ops)
+    over = []
+    for seed in range(40):
+        heat = base * [0.0, 0.01, 0.1][seed % 3]
+        found = walk(program, state, 200, int(arena * [1.0, 0.9][seed % 2]), heat, base, seed)
+        if seed % 5 == 0:
+            leave_room(state, seed, arena // 10)
+        else:
+            at = int(arena * [1.0, 0.9][seed % 2])
+            assert measured(program, state, at) == pytest.approx(found)
+        over.append(found[1] > 0)
+    assert any(over)
+    assert not all(over)
 
 
 def test_plans_get_cheaper_and_fit(portfolio, clock):
