@@ -302,6 +302,9 @@ class PlannedStep:
             self._tell(counters)
             if not watched:
                 code.watch = True
+            # What lies beside the plan, and not only what the budget lacks: the next one may use
+            # what this one left free.
+            over += max(0, self.report.budget_bytes - self.report.peak_bytes)
         else:
             over = 0
         with _planning:
