@@ -285,14 +285,8 @@ class ResequencingParams(Params):
     worth_placing: Share = 1e-4
     """Share of the incumbent's cost that a sequence must save to have its layout tried."""
 
-    settling_steps: Count = 15_000
+    settling_steps: Count = 50_000
     """Steps of the walk that ends every search without a deadline."""
-
-    settling_more: Count = 10
-    """And so many more for each event of the sequence."""
-
-    settling_most: Count = 50_000
-    """Both together at most."""
 
     settling_chunks: Count = 40
     """Looks at the result in these."""

@@ -95,11 +95,11 @@ class Resequencing:
         base = portfolio.problem.base_cost_us
         heat = params.settling_heat * base / portfolio.problem.op_count
         steep, chunks, events = params.steep, params.settling_chunks, max(1, self.fits.size)
-        steps = min(params.settling_steps + params.settling_more * events, params.settling_most)
+        steps = -(-params.settling_steps // chunks)
         layouts = max(1, min(chunks, params.settling_blocks // events))
         for chunk in range(chunks):
             cold = (1 - chunk / chunks) ** params.cooling
-            cost, too_much = self._walk(-(-steps // chunks), heat * cold, steep * base)
+            cost, too_much = self._walk(steps, heat * cold, steep * base)
             if too_much > 0:
                 steep *= params.settling_steeper
                 continue
