@@ -18,7 +18,6 @@ from coop_plan.planner.orders.sequence import (
     KEPT,
     MOVED,
     NONE,
-    TRIAL,
     WalkState,
 )
 
@@ -27,6 +26,12 @@ from coop_plan.planner.orders.sequence import (
 def place(s: WalkState, e: int) -> int:
     """Where an event of the trial, or its end, is."""
     return int(s.begin[s.event[e, BLOCK]] + s.event[e, INDEX])
+
+
+@inlined
+def length(s: WalkState) -> int:
+    """How many events the trial has."""
+    return int(s.begin[s.counts[BLOCKS]])
 
 
 @inlined
@@ -60,15 +65,13 @@ def spread(s: WalkState, size: int) -> None:
     """Put so many events, which the row `MOVED` of the lists has in order, into even blocks."""
     fill = max((s.row.shape[1] - s.inserted.size) // 2, -(-size // s.row.shape[0]))
     blocks = max(1, -(-size // fill))
-    s.counts[BLOCKS], s.counts[TRIAL], s.counts[FULL] = blocks, size, 0
+    s.counts[BLOCKS], s.counts[FULL] = blocks, 0
     for b in range(blocks):
         s.begin[b] = b * fill
         s.block[b, EVENTS], s.block[b, KEPT] = min(fill, size - b * fill), NONE
         s.block[b, DIRTY] = 1
         for i in range(s.block[b, EVENTS]):
-            e = s.lists[MOVED, b * fill + i]
-            s.row[b, i] = e
-            s.event[e, BLOCK], s.event[e, INDEX] = b, i
+            _set(s, b, i, s.lists[MOVED, b * fill + i])
     end = s.sequence.size
     s.begin[blocks] = size
     s.event[end, BLOCK], s.event[end, INDEX] = blocks, 0
@@ -77,12 +80,31 @@ def spread(s: WalkState, size: int) -> None:
 @inner
 def even(s: WalkState) -> None:
     """Make room in every block again, between two steps."""
-    size = 0
+    listed(s)
+    spread(s, length(s))
+
+
+@inlined
+def listed(s: WalkState) -> None:
+    """List the trial's events in order, in the row `MOVED` of the lists; between two steps."""
     for b in range(s.counts[BLOCKS]):
         for i in range(s.block[b, EVENTS]):
-            s.lists[MOVED, size] = s.row[b, i]
-            size += 1
-    spread(s, size)
+            s.lists[MOVED, s.begin[b] + i] = s.row[b, i]
+
+
+@inlined
+def _set(s: WalkState, b: int, i: int, e: int) -> None:
+    """An event has this place in a block."""
+    s.row[b, i] = e
+    s.event[e, BLOCK], s.event[e, INDEX] = b, i
+
+
+@inlined
+def _resize(s: WalkState, b: int, more: int) -> None:
+    """A block has so many more events."""
+    s.block[b, EVENTS] += more
+    for later in range(b + 1, s.counts[BLOCKS] + 1):
+        s.begin[later] += more
 
 
 @inlined
@@ -112,17 +134,10 @@ def insert(s: WalkState, events: int, first: int, count: int, at: int) -> bool:
         return False
     _differs(s, b)
     for i in range(size - 1, begin - 1, -1):
-        e = s.row[b, i]
-        s.row[b, i + count] = e
-        s.event[e, INDEX] = i + count
+        _set(s, b, i + count, s.row[b, i])
     for i in range(count):
-        e = s.lists[events, first + i]
-        s.row[b, begin + i] = e
-        s.event[e, BLOCK], s.event[e, INDEX] = b, begin + i
-    s.block[b, EVENTS] += count
-    for later in range(b + 1, s.counts[BLOCKS] + 1):
-        s.begin[later] += count
-    s.counts[TRIAL] += count
+        _set(s, b, begin + i, s.lists[events, first + i])
+    _resize(s, b, count)
     return True
 
 
@@ -131,14 +146,9 @@ def remove(s: WalkState, e: int) -> None:
     """Take an event out."""
     b = s.event[e, BLOCK]
     _differs(s, b)
-    s.block[b, EVENTS] -= 1
+    _resize(s, b, -1)
     for i in range(s.event[e, INDEX], s.block[b, EVENTS]):
-        other = s.row[b, i + 1]
-        s.row[b, i] = other
-        s.event[other, INDEX] = i
-    for later in range(b + 1, s.counts[BLOCKS] + 1):
-        s.begin[later] -= 1
-    s.counts[TRIAL] -= 1
+        _set(s, b, i, s.row[b, i + 1])
 
 
 @inlined
@@ -156,10 +166,7 @@ def take_back(s: WalkState) -> None:
         b = s.lists[DIFFER, i]
         s.block[b, EVENTS], s.block[b, KEPT], s.block[b, DIRTY] = s.block[b, KEPT], NONE, 1
         for k in range(s.block[b, EVENTS]):
-            e = s.kept[b, k]
-            s.row[b, k] = e
-            s.event[e, BLOCK], s.event[e, INDEX] = b, k
+            _set(s, b, k, s.kept[b, k])
     s.counts[DIFFER_COUNT] = 0
     for b in range(s.counts[BLOCKS]):
         s.begin[b + 1] = s.begin[b] + s.block[b, EVENTS]
-    s.counts[TRIAL] = s.begin[s.counts[BLOCKS]]

@@ -10,6 +10,8 @@ from coop_plan.planner.orders.blocks import (
     event_at,
     insert,
     keep_changes,
+    length,
+    listed,
     remove,
     spread,
     take_back,
@@ -18,18 +20,15 @@ from coop_plan.planner.orders.lives import link, settle, unlink, wanted, withdra
 from coop_plan.planner.orders.sequence import (
     ACCEPTED,
     ALONG,
-    BLOCKS,
     BORN,
     BORN_COUNT,
     CODE,
     COMPUTE,
     COPY,
-    CURRENT,
     DIFFER_COUNT,
     DOES,
     DOWN,
     EVENT,
-    EVENTS,
     FIRST_RUN,
     FREE,
     FREE_COUNT,
@@ -57,7 +56,6 @@ from coop_plan.planner.orders.sequence import (
     TAIL,
     TENSOR,
     TOUCHES,
-    TRIAL,
     UP,
     WalkState,
 )
@@ -100,12 +98,10 @@ def enter(a: Program, s: WalkState) -> bool:
 @inner
 def leave(s: WalkState) -> None:
     """The current sequence is the one at hand."""
-    size = 0
-    for b in range(s.counts[BLOCKS]):
-        for i in range(s.block[b, EVENTS]):
-            s.sequence[size] = s.event[s.row[b, i], CODE]
-            size += 1
-    s.counts[LENGTH] = size
+    listed(s)
+    s.counts[LENGTH] = length(s)
+    for at in range(length(s)):
+        s.sequence[at] = s.event[s.lists[MOVED, at], CODE]
 
 
 @inner
@@ -118,7 +114,6 @@ def accept(s: WalkState) -> None:
             _free(s, s.lists[BORN, i])
     for i in range(s.counts[GONE_COUNT]):
         _free(s, s.lists[GONE, i])
-    s.counts[CURRENT] = s.counts[TRIAL]
     s.sums[ACCEPTED] = s.sums[COMPUTE]
     _forget(s)
 
@@ -243,7 +238,7 @@ def _detach(a: Program, s: WalkState, e: int) -> None:
 def put_in(a: Program, s: WalkState, codes: int, at: int) -> bool:
     """Put the first `codes` of `inserted` before event `at`; false where there is no room."""
     count = 0
-    if s.counts[TRIAL] + codes > s.sequence.size:
+    if length(s) + codes > s.sequence.size:
         return False
     for i in range(codes):
         e = _new(a, s, s.inserted[i])

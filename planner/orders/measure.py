@@ -5,7 +5,6 @@ import numpy as np
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
 from coop_plan.planner.orders.lives import settle
-from coop_plan.planner.orders.repair import weights_of
 from coop_plan.planner.orders.sequence import (
     ALONG,
     AREA,
@@ -53,7 +52,7 @@ def cost_of(a: Program, s: WalkState, limit: float) -> float:
 
 
 @inner
-def excess(a: Program, s: WalkState, capacity: int) -> float:
+def excess(s: WalkState, capacity: int) -> float:
     """
     How much more than `capacity` (bytes) a trial needs, as a share; leaves the fullest event.
 
@@ -63,7 +62,7 @@ def excess(a: Program, s: WalkState, capacity: int) -> float:
     margins, position = s.counts[MARGINS] > 0, 0
     for b in range(s.counts[BLOCKS]):
         if s.block[b, DIRTY] == 1:
-            _look_at(a, s, b)
+            _look_at(s, b)
         tight = margins and s.tight[position] < s.tight[position + s.block[b, FIRSTS] + 1]
         if tight or live + s.block[b, MOST] > capacity:
             within, here = live, position
@@ -91,7 +90,7 @@ def excess(a: Program, s: WalkState, capacity: int) -> float:
 
 
 @inlined
-def _look_at(a: Program, s: WalkState, b: int) -> None:
+def _look_at(s: WalkState, b: int) -> None:
     """Find what a block needs."""
     live = area = firsts = 0
     most, last = NOTHING, NONE
@@ -107,7 +106,7 @@ def _look_at(a: Program, s: WalkState, b: int) -> None:
         x = s.event[e, TOUCHES]
         while x != NONE and s.touch[x, DOES] != READ:
             t, end = s.touch[x, TENSOR], s.event[s.touch[x, END], BLOCK]
-            if s.touch[x, COPY] == x and end != b and s.spare[t] == 1:
+            if s.touch[x, COPY] == x and end != b and s.worth[t, 1] > 0.0:
                 s.touch[x, LATER] = NONE
                 if last == NONE:
                     s.block[b, LONG] = x
@@ -115,8 +114,8 @@ def _look_at(a: Program, s: WalkState, b: int) -> None:
                     s.touch[last, LATER] = x
                 last = x
                 s.block[b, REACH] = max(s.block[b, REACH], end)
-                wide += weights_of(a, t)[0]
-                narrow += weights_of(a, t)[1]
+                wide += s.worth[t, 0]
+                narrow += s.worth[t, 1]
             x = s.touch[x, ALONG]
     s.block[b, NET], s.block[b, MOST], s.block[b, LIVED] = live, most, area
     s.block[b, FIRSTS], s.block[b, DIRTY] = firsts, 0

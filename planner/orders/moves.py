@@ -8,7 +8,7 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
-from coop_plan.planner.orders.blocks import event_at, place
+from coop_plan.planner.orders.blocks import event_at, length, place
 from coop_plan.planner.orders.edit import move, put_in, take_out
 from coop_plan.planner.orders.lives import wanted_at
 from coop_plan.planner.orders.sequence import (
@@ -26,7 +26,6 @@ from coop_plan.planner.orders.sequence import (
     READ,
     TENSOR,
     TOUCHES,
-    TRIAL,
     WalkState,
 )
 
@@ -38,7 +37,7 @@ def change(a: Program, s: WalkState) -> bool:
 
     False where the change drawn is none; the trial may have been changed in part then.
     """
-    numbers, size = s.numbers, s.counts[TRIAL]
+    numbers, size = s.numbers, length(s)
     if size == 0:
         return False
     kind = np.random.random()
@@ -80,7 +79,7 @@ def _serve(a: Program, s: WalkState, event: int) -> bool:
 @inner
 def _move(a: Program, s: WalkState, begin: int) -> bool:
     """Move a block of events that are no first runs."""
-    size = s.counts[TRIAL]
+    size = length(s)
     more = s.numbers.moved_block if np.random.random() < s.numbers.moved_block_chance else 0.0
     end = _block_end(s, begin, more)
     distance = int(s.numbers.furthest ** np.random.random())
@@ -99,8 +98,8 @@ def _move(a: Program, s: WalkState, begin: int) -> bool:
 def move_first(a: Program, s: WalkState) -> bool:
     """Move a first run to where data, effects and phases allow it; false where that is nowhere."""
     begin = NONE
-    for _ in range(s.numbers.tries if s.counts[TRIAL] > 0 else 0):
-        begin = np.random.randint(s.counts[TRIAL])
+    for _ in range(s.numbers.tries if length(s) > 0 else 0):
+        begin = np.random.randint(length(s))
         if _is_first(s, begin):
             break
     if begin == NONE or not _is_first(s, begin):
@@ -135,7 +134,7 @@ def _as_far_as(s: WalkState, begin: int, to: int) -> int:
 @inlined
 def _bounds(s: WalkState, at: int) -> tuple[int, int]:
     """The first and the last place where the first run at `at` finds and leaves what is needed."""
-    low, high = 0, s.counts[TRIAL] - 1
+    low, high = 0, length(s) - 1
     x = s.event[event_at(s, at), TOUCHES]
     while x != NONE:
         t = s.touch[x, TENSOR]
@@ -168,7 +167,7 @@ def _take_out(a: Program, s: WalkState, begin: int) -> bool:
 def _block_end(s: WalkState, begin: int, more: float) -> int:
     """Where a block of events that are no first runs ends; each goes on with chance `more`."""
     end = begin + 1
-    while np.random.random() < more and end < s.counts[TRIAL] and not _is_first(s, end):
+    while np.random.random() < more and end < length(s) and not _is_first(s, end):
         end += 1
     return end
 

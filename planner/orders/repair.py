@@ -4,7 +4,7 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
-from coop_plan.planner.orders.blocks import block_at, event_at, place
+from coop_plan.planner.orders.blocks import block_at, place
 from coop_plan.planner.orders.lives import next_read
 from coop_plan.planner.orders.moves import recompute
 from coop_plan.planner.orders.sequence import (
@@ -25,8 +25,6 @@ from coop_plan.planner.orders.sequence import (
     WalkState,
 )
 
-LEAST_US = 1e-9
-"""What costs less is as good as free."""
 DRAWS = 16
 """Copies drawn from all that may be there before each is looked at."""
 
@@ -38,28 +36,26 @@ def repair(a: Program, s: WalkState) -> bool:
 
     Each is as likely as what it costs a byte is low.
     """
-    worst, over = s.counts[WORST], s.counts[OVER]
-    t = _drawn(a, s, worst, over)
+    worst = s.counts[WORST]
+    t = _drawn(a, s, worst)
     return t != NONE and recompute(a, s, a.producer[t], next_read(s, t, worst + 1))
 
 
 @inlined
-def _drawn(a: Program, s: WalkState, worst: int, over: int) -> int:
+def _drawn(a: Program, s: WalkState, worst: int) -> int:
     """
-    A tensor that is only kept at event `worst`, where bytes are `over`; NONE if there is none.
+    A tensor that is only kept at the fullest event; NONE if there is none.
 
-    Of the blocks before that event's it is known what all that they leave is worth, `WEIGHTS`, be
-    it gone by then or not: a copy drawn by that is taken with the chance that it is worth so much.
+    Of the blocks before that event's it is known what all that they leave is worth, be it gone by
+    then or not: a copy drawn by that is taken with the chance that it is worth so much.
     """
-    op, last = s.event[event_at(s, worst), CODE], block_at(s, worst)
+    last, over = block_at(s, worst), s.counts[OVER]
+    op = s.event[s.row[last, worst - s.begin[last]], CODE]
     near, nearest = 0.0, NONE
     for i in range(worst - s.begin[last]):
         x = s.event[s.row[last, i], TOUCHES]
         while x != NONE and s.touch[x, DOES] != READ:
-            weight = _worth(a, s, x, worst, over, op)
-            near += weight
-            if weight > 0.0 and np.random.random() * near < weight:
-                nearest = s.touch[x, TENSOR]
+            near, nearest = _either(s, near, nearest, x, _worth(a, s, x, worst, op))
             x = s.touch[x, ALONG]
     wide = narrow = 0.0
     for b in range(last):
@@ -72,47 +68,51 @@ def _drawn(a: Program, s: WalkState, worst: int, over: int) -> int:
         left = np.random.random() * total - near
         if left < 0.0:
             return int(nearest)
-        b = 0
-        while b < last and (s.block[b, REACH] < last or left >= scale * s.weight[b, by]):
-            if s.block[b, REACH] >= last:
-                left -= scale * s.weight[b, by]
-            b += 1
-        x = s.block[b, LONG] if b < last else NONE
-        while x != NONE:
-            weight = scale * weights_of(a, s.touch[x, TENSOR])[by]
-            if left < weight:
-                break
-            left -= weight
-            x = s.touch[x, LATER]
-        if x != NONE and np.random.random() * weight < _worth(a, s, x, worst, over, op):
+        x = _left_by_blocks(s, last, by, left / scale)
+        if x == NONE:
+            continue
+        most = scale * s.worth[s.touch[x, TENSOR], by]
+        if np.random.random() * most < _worth(a, s, x, worst, op):
             return int(s.touch[x, TENSOR])
     for b in range(last):
         x = s.block[b, LONG]
         while x != NONE:
-            weight = _worth(a, s, x, worst, over, op)
-            near += weight
-            if weight > 0.0 and np.random.random() * near < weight:
-                nearest = s.touch[x, TENSOR]
+            near, nearest = _either(s, near, nearest, x, _worth(a, s, x, worst, op))
             x = s.touch[x, LATER]
     return int(nearest)
 
 
 @inlined
-def weights_of(a: Program, t: int) -> tuple[float, float]:
-    """What a copy is worth at most, bytes a µs, and that for a byte of it."""
-    cost = max(a.cost[a.producer[t]], LEAST_US)
-    return a.size[t] / cost, 1.0 / cost
+def _either(s: WalkState, total: float, t: int, x: int, worth: float) -> tuple[float, int]:
+    """One tensor of those before, worth `total` together, and of one more; and what all are."""
+    total += worth
+    if worth > 0.0 and np.random.random() * total < worth:
+        t = s.touch[x, TENSOR]
+    return total, t
 
 
 @inlined
-def _worth(a: Program, s: WalkState, x: int, worst: int, over: int, op: int) -> float:
+def _left_by_blocks(s: WalkState, last: int, by: int, left: float) -> int:
+    """Where what the blocks before one leave up to it adds up to `left`; NONE if it is less."""
+    b = 0
+    while b < last and (s.block[b, REACH] < last or left >= s.weight[b, by]):
+        if s.block[b, REACH] >= last:
+            left -= s.weight[b, by]
+        b += 1
+    x = s.block[b, LONG] if b < last else NONE
+    while x != NONE and left >= s.worth[s.touch[x, TENSOR], by]:
+        left -= s.worth[s.touch[x, TENSOR], by]
+        x = s.touch[x, LATER]
+    return int(x)
+
+
+@inlined
+def _worth(a: Program, s: WalkState, x: int, worst: int, op: int) -> float:
     """What it is worth not to keep the copy that a touch began while an op runs: bytes a µs."""
     t = s.touch[x, TENSOR]
-    if s.spare[t] == 0 or s.touch[x, COPY] != x or place(s, s.touch[x, END]) <= worst:
+    if s.touch[x, COPY] != x or place(s, s.touch[x, END]) <= worst or _held(a, op, t):
         return 0.0
-    if _held(a, op, t):
-        return 0.0
-    return float(min(a.size[t], over) / max(a.cost[a.producer[t]], LEAST_US))
+    return float(min(s.worth[t, 0], s.counts[OVER] * s.worth[t, 1]))
 
 
 @inlined

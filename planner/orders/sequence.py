@@ -43,13 +43,11 @@ HEAD, TAIL, STALE, QUEUED = range(4)
 # not, the other way round, and at another place; tensors that are stale, and queued; blocks in
 # which the trial differs from the current sequence.
 FREE, BORN, GONE, MOVED, STALES, QUEUE, DIFFER = range(7)
-# Entries of `WalkState.counts`: events of the sequence at hand, the current one and the trial; of
-# the lists; blocks in use, and whether one had no room; the free touch to be taken next; the
-# fullest event and by how many bytes it is too full.
+# Entries of `WalkState.counts`: events of the sequence at hand; of the lists; blocks in use, and
+# whether one had no room; the free touch to be taken next; the fullest event and by how many bytes
+# it is too full.
 (
     LENGTH,
-    CURRENT,
-    TRIAL,
     FREE_COUNT,
     BORN_COUNT,
     GONE_COUNT,
@@ -65,7 +63,7 @@ FREE, BORN, GONE, MOVED, STALES, QUEUE, DIFFER = range(7)
     OVER,
     MARGINS,
     COUNTS,
-) = range(18)
+) = range(16)
 # Entries of `WalkState.sums`: what computes in the trial, and in the current sequence, µs; bytes
 # that live in the trial, from event to event, times events.
 COMPUTE, ACCEPTED, AREA = range(3)
@@ -73,6 +71,8 @@ NONE = -1
 """No event, no touch."""
 MIN_FILL = 16
 """Events that a block holds at least, if there are as many."""
+LEAST_US = 1e-9
+"""What costs less to compute again is as good as free."""
 
 
 class MoveNumbers(NamedTuple):
@@ -115,11 +115,12 @@ class WalkState(NamedTuple):
     events have numbers, and `sequence.size` is the number of its end. They lie in blocks, a `row`
     of each with its events in order, so that a change and a look at what it did to memory cost the
     square root of their number: `begin` has the place of a block's first event, and that of the end
-    last, `kept` what the row was before the step, and `weight` what all that outlives a block is
-    worth (`planner.orders.repair`). `event`, `bytes`, `block`, `touch` and `tensor` know them and
+    last, `kept` what the row was before the step, and `weight` the sums of `worth` of what outlives
+    a block. `event`, `bytes`, `block`, `touch` and `tensor` know them and
     what they do to tensors; see above. `op` tells the event of its first run. `inserted` lists what
     one change puts in. `again` says of an op whether it may run anywhere after its first run,
-    `spare` of a tensor whether it may be computed again, `needed` whether it is there in the end,
+    `needed` of a tensor whether it is there in the end, `worth` what it is worth not to keep it,
+    bytes a µs, and that for a byte of it: 0 where it cannot be computed again.
     `chained` and `phase` of ops what keeps their first runs in order. `margin` lists (position, op,
     bytes to leave free while it runs between the first runs before and of that position), and
     `tight` counts the positions in it before each.
@@ -128,7 +129,7 @@ class WalkState(NamedTuple):
     numbers: MoveNumbers
     again: Flags
     needed: Flags
-    spare: Flags
+    worth: npt.NDArray[np.float64]
     chained: Flags
     phase: Flags
     sequence: Ints
@@ -158,13 +159,14 @@ def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
     most = int((np.diff(a.reads_ptr[: n + 1]) + np.diff(a.makes_ptr[: n + 1])).max(initial=1))
     again = np.array(problem.repeatable(problem.evictable), dtype=np.uint8)
     spare = (a.size > 0) & (a.evictable == 1) & (again[a.producer] == 1)
+    each = spare / np.maximum(a.cost[a.producer], LEAST_US)
     fill = max(MIN_FILL, math.isqrt(room) // 2)
     blocks, width = room // fill + 2, 2 * fill + params.insertion
     return WalkState(
         numbers=MoveNumbers(**asdict(params)),
         again=again,
         needed=a.is_output & (1 - a.outside),
-        spare=np.array(spare, dtype=np.uint8),
+        worth=np.stack([a.size * each, each], axis=1),
         chained=np.array(problem.chained, dtype=np.uint8),
         phase=np.array(problem.phase, dtype=np.uint8),
         sequence=np.zeros(room, dtype=np.int64),

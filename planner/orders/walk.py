@@ -23,7 +23,7 @@ def measured(a: Program, s: WalkState, capacity: int) -> tuple[float, float]:
     """Cost (µs) of the sequence at hand, and how much more than the capacity (bytes) it needs."""
     if not enter(a, s):
         return np.inf, np.inf
-    return cost_of(a, s, np.inf), excess(a, s, capacity)
+    return cost_of(a, s, np.inf), excess(s, capacity)
 
 
 @inlined
@@ -55,7 +55,7 @@ def walk(
     np.random.seed(seed)
     if not enter(a, s):
         return np.inf, np.inf
-    kept, needs = cost_of(a, s, np.inf), excess(a, s, capacity)
+    kept, needs = cost_of(a, s, np.inf), excess(s, capacity)
     accept(s)
     area = s.sums[AREA]
     for _ in range(steps):
@@ -69,7 +69,7 @@ def walk(
                 cost = cost_of(a, s, limit)
                 if cost == np.inf:
                     break
-                over = excess(a, s, capacity)
+                over = excess(s, capacity)
                 worth = cost + steep * over
                 good = worth <= limit
                 if good and moved and worth >= kept + steep * needs and _strays(s, area):
