@@ -109,15 +109,15 @@ class Residents:
         self.circumstances = Circumstances(frozenset(found), frozenset(beside), now.reserve)
         return True
 
-    def learn(self, *, over: int = 0, beside: Iterable[int] = ()) -> bool:
-        """Take into account that a step had `over` bytes too much, or kept gradients twice.
+    def learn(self, *, outside: int = 0, beside: Iterable[int] = ()) -> bool:
+        """Take into account that so many bytes lay outside the plan, or gradients were kept twice.
 
         Returns:
             Whether the circumstances are others than before.
         """
         now = self.circumstances
         self.circumstances = Circumstances(
-            now.lasting.difference(beside), now.beside.union(beside), now.reserve + over
+            now.lasting.difference(beside), now.beside.union(beside), now.reserve + outside
         )
         return self.circumstances != now
 

@@ -291,24 +291,24 @@ class PlannedStep:
         if code is not self._code:  # another plan has taken its place, in the report too
             return
         self._measure(counters, sum(flight.beside.values()), flight.copies)
-        over = self.report.measured_peak_bytes - self.report.budget_bytes
+        peak = self.report.measured_peak_bytes
+        over = peak > self.report.budget_bytes + TOLERANCE
         if self._clock is not None:
             return
         if not flight.alone:
-            if over > TOLERANCE:
+            if over:
                 self._warn(f"{self._taken()}, beside others that wait for their backward")
             return
-        if over > TOLERANCE:
+        outside = 0
+        if over:
             self._tell(counters)
             if not watched:
                 code.watch = True
-            # What lies beside the plan, and not only what the budget lacks: the next one may use
-            # what this one left free.
-            over += max(0, self.report.budget_bytes - self.report.peak_bytes)
-        else:
-            over = 0
+            # All of it, and not only what the budget lacks: the next plan may use what this one
+            # left free.
+            outside = peak - self.report.peak_bytes
         with _planning:
-            if not self._gave_up and self._residents.learn(over=over, beside=kept_twice):
+            if not self._gave_up and self._residents.learn(outside=outside, beside=kept_twice):
                 self._learned = True
 
     def _taken(self) -> str:

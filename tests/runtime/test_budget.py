@@ -31,6 +31,11 @@ def test_a_loop_keeps_to_its_budget(loop, model, budget):
     assert found["measured"][0] <= found["budgets"][0] + TOLERANCE
 
 
+def test_what_lies_outside_is_planned_for_at_once():
+    loops.measure("loss_outside", "mlp", "60%")
+    assert all(report.plans_made <= 2 for report in runtime.reports())
+
+
 class Wide(nn.Module):
     """Its gradients are larger than its activations."""
 
