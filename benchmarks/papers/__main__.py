@@ -112,12 +112,13 @@ SECTIONS = (
     Section(
         "checkmate",
         "Checkmate (MLSys 2020): the largest batch at one extra forward",
-        "A V100 of 16 GB, less 512 MiB for CUDA's context. The largest batch whose step is"
-        " recomputed at no more than the cost of its forward, ÷ the largest that fits with nothing"
-        " recomputed; with costs of FLOPs alone, as in the paper (products and convolutions: all"
-        " else is free), and with a V100's roofline. Published: inputs up to 5.1 times as large"
-        " (abstract).",
-        ("network", "costs", "keep-all", "one extra forward", "ratio", "published"),
+        "A V100 of 16 * 10^9 bytes and no context, as the authors' code has it. The largest batch"
+        " whose step is recomputed at no more than the cost of its forward, ÷ the largest that fits"
+        " with nothing recomputed: of whole samples in `ratio`, and in `of parts` against one that"
+        " may have parts of a sample, as the batch of their program may. Costs are FLOPs alone, as"
+        " in the paper (products and convolutions: all else is free), or a V100's roofline."
+        " Published: inputs up to 5.1 times as large (abstract).",
+        ("network", "costs", "keep-all", "one extra forward", "ratio", "of parts", "published"),
         tuple(
             partial(measures.batches, name, first, "-", flops)
             for flops in (True, False)
@@ -145,7 +146,8 @@ SECTIONS = (
     Section(
         "delta",
         "DELTA (2022): the largest batch at ten percent",
-        "A V100 of 16 GB, roofline costs; by recomputation alone, and with tensors on the host, as"
+        "A V100 of 16 GiB, less 512 MiB for CUDA's context, roofline costs; by recomputation alone,"
+        " and with tensors on the host, as"
         " DELTA has them, over a link of so many GB/s each way.",
         ("network", "link", "keep-all", "at most 10 %", "ratio", "published"),
         tuple(

@@ -19,6 +19,10 @@ from coop_plan.schemas import Graph, InvalidInputError, Plan, format_bytes, load
 CONTEXT_BYTES = 512 << 20
 """About what a process on CUDA takes before it has any tensor, as `coop-plan fit` has it."""
 
+CHECKMATE_BYTES = 16 * 10**9
+"""The V100 of Checkmate's authors: `p32xlarge` in experiments/common/profile/platforms.py of
+parasj/checkmate (before commit 3e0ec9c), less parameters and their gradients, and no context."""
+
 SEARCH_SECONDS = 60.0
 
 V100 = device("v100-16gb")
@@ -217,39 +221,46 @@ def batches(
 ) -> list[str]:
     """The largest batches in a V100: with nothing recomputed, and within a limit of overhead.
 
-    Without a `limit` that is one extra forward. `link` is in bytes/s each way; 0: nothing is moved.
+    Without a `limit` that is one extra forward, as Checkmate has it. `link` is in bytes/s each way;
+    0: nothing is moved.
     """
     spec = FLOPS if flops else V100
 
     def graph_at(batch: int) -> Graph:
         return captured(network, spec.name, batch)
 
-    memory = spec.memory_bytes - CONTEXT_BYTES
+    memory = CHECKMATE_BYTES if limit is None else spec.memory_bytes - CONTEXT_BYTES
     name = ONE_FORWARD if limit is None else "limit"
     limits = {} if limit is None else {"limit": limit}
     found = fit(graph_at, first, memory, limits, link).largest[name]
     kept = _largest_kept(graph_at(first), graph_at(2 * first), first, memory)
-    ratio = f"{found.batch / kept:.2f}" if kept else "-"
-    costs = "FLOPs" if flops else "roofline"
+    whole = int(kept)
+    ratio = f"{found.batch / whole:.2f}" if whole else "-"
     if limit is not None:
-        costs = _speed(link)
-    return [network, costs, str(kept), str(found.batch), ratio, published]
+        return [network, _speed(link), str(whole), str(found.batch), ratio, published]
+    costs = "FLOPs" if flops else "roofline"
+    parts = f"{found.batch / kept:.2f}"
+    return [network, costs, f"{kept:.1f}", str(found.batch), ratio, parts, published]
 
 
-def _largest_kept(small: Graph, large: Graph, first: int, memory: int) -> int:
-    """The largest batch that fits with nothing recomputed, between steps of two batches."""
+def _largest_kept(small: Graph, large: Graph, first: int, memory: int) -> float:
+    """The largest batch that fits with nothing recomputed, in parts of a sample, too.
 
-    def fits(batch: int) -> bool:
+    Steps of other batches lie between those of two, and peaks between those of whole samples.
+    """
+
+    def peak(batch: int) -> int:
         graph = scaled(small, large, (batch - first) / first)
-        return plan(graph, "100%", method="keep-all").peak_bytes <= memory
+        return plan(graph, "100%", method="keep-all").peak_bytes
 
     low, high = 0, 1
-    while fits(high):
+    while peak(high) <= memory:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+        low, high = (middle, high) if peak(middle) <= memory else (low, middle)
+    below, above = peak(low) if low else 0, peak(high)
+    return low + (memory - below) / (above - below)
 
 
 def _planned(
