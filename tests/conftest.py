@@ -28,11 +28,32 @@ def compiled_kernels(tmp_path_factory):
         plan(graph, "min", method="coop-offline", time_limit=1)  # what a deadline alone runs
 
 
-@pytest.fixture
-def own_cache(tmp_path_factory, monkeypatch):
-    """Profiles and plans of this test only; the extension stays in the user's cache."""
+@pytest.fixture(scope="session")
+def no_device(tmp_path_factory):
+    """The folder of the library that stands for a device, compiled once for all workers."""
     pytest.importorskip("torch")
+    from coop_plan.runtime.capture.deviceless import libraries
+    from coop_plan.runtime.capture.devices import device
+    from coop_plan.runtime.errors import CaptureError
+
+    shared = tmp_path_factory.getbasetemp().parent
+    with (shared / "no_device.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("XDG_CACHE_HOME", str(shared / "no_device"))
+        try:
+            return libraries(device("l4"))[-1].parent
+        except CaptureError:  # PyTorch is built for CUDA
+            return None
+
+
+@pytest.fixture
+def own_cache(tmp_path_factory, monkeypatch, no_device):
+    """Profiles and plans of this test only; the extension stays in the user's cache."""
     from coop_plan.runtime.device import build
 
     build.arena()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    if no_device is not None:
+        (folder / "coop-plan").mkdir()
+        (folder / "coop-plan" / no_device.name).symlink_to(no_device)

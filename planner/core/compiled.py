@@ -40,8 +40,8 @@ with _without("coverage", *(() if Path(".numba_config.yaml").exists() else ("yam
 
 log = logging.getLogger("coop-plan")
 
-SHARED = ("arrays.py", "compiled.py", "inplace.py", "lifetimes.py")
-"""Modules beside this one that kernels elsewhere are made of."""
+SHARED = ("arrays.py", "compiled.py", "inplace.py", "lifetimes.py", "../orders/*.py")
+"""From here, the modules that kernels elsewhere are made of."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,9 +144,10 @@ def _link_runtime() -> None:
 @functools.cache
 def _sources(folder: Path) -> str:
     """Digest of what a kernel in `folder` may be made of: its neighbours, and those in core."""
-    shared = (Path(__file__).with_name(name) for name in SHARED)
+    core = Path(__file__).resolve().parent
+    shared = (path.resolve() for name in SHARED for path in core.glob(name))
     digest = hashlib.sha256()
-    for path in sorted({*folder.glob("*.py"), *shared}):
+    for path in sorted({*folder.resolve().glob("*.py"), *shared}):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

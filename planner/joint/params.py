@@ -59,14 +59,17 @@ class JointParams(Params):
     steps: Size = 8_000
     """The search's length without a time limit, in steps, and so many more:"""
 
-    steps_per_event: Size = 35
+    steps_per_event: Size = 560
     """for each event of a sequence."""
 
-    events: Size = 80_000_000
+    events: Size = 100_000_000
     """The same in events gone through, at most, about."""
 
-    events_per_second: Count = 15_000_000
+    events_per_second: Count = 30_000_000
     """About how many of them a second is."""
+
+    longer: Count = 4
+    """With a time limit a search is longer than without one by this factor, if there is time."""
 
     searches: Count = 10
     """So often it is searched at most; on small graphs for longer, then."""
@@ -74,7 +77,7 @@ class JointParams(Params):
     hurried: Count = 10
     """The search is shorter by this factor where any schedule will do."""
 
-    start_share: Share = 0.4
+    start_share: Share = 0.55
     """Share of the search for all of its starts, before the best one is annealed again:"""
 
     last_heats: tuple[Positive, ...] = (1.0, 0.3)

@@ -69,7 +69,7 @@ class JointSearch:
             return
         begin = time.monotonic()
         events = (deadline - begin) * self.params.events_per_second
-        times = int(events / max(1, self.steps * self.events))
+        times = int(events / max(1, self.params.longer * self.steps * self.events))
         count = min(max(1, times), self.params.searches)
         for number in range(count):
             if enough():

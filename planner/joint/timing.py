@@ -11,18 +11,13 @@ times, and no copy is left behind by a change elsewhere.
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Program
+from coop_plan.planner.core.arrays import Ints, Program
 from coop_plan.planner.core.compiled import inlined, inner
 from coop_plan.planner.joint.marks import (
     ARRIVE,
     BEFORE,
-    BEGIN,
-    COPIES,
-    EVENTS,
     FETCH,
-    FETCHED,
     FETCHES,
-    FIRST,
     GO,
     HELD,
     HOST_LIVE,
@@ -30,298 +25,298 @@ from coop_plan.planner.joint.marks import (
     HOST_TOTAL,
     IN_FREE,
     KIND,
-    LAST,
     LAST_FETCH,
+    LAST_READ,
     LEAVE,
     LEAVING,
     LEFT,
     LEFT_COUNT,
     LIVE,
+    MADE,
+    MAKES,
+    MOVED_COUNT,
     MOVES,
-    NEXT,
-    NONE,
+    NEXT_MADE,
+    NEXT_READ,
     NOW,
     OUT_FREE,
-    OVER,
     QUEUED,
-    TENSOR,
+    READS,
+    SIZE,
     TRANSFERS,
     WHAT,
-    WORST,
     MarkState,
+)
+from coop_plan.planner.orders.blocks import place
+from coop_plan.planner.orders.measure import cost_of
+from coop_plan.planner.orders.sequence import (
+    ALONG,
+    BLOCKS,
+    CODE,
+    COPY,
+    DOES,
+    DOWN,
+    END,
+    EVENT,
+    EVENTS,
+    HEAD,
+    LAST,
+    NEXT,
+    NONE,
+    ONCE,
+    OVER,
+    READ,
+    SAVED,
+    TENSOR,
+    TOUCHES,
+    UP,
+    WORST,
 )
 
 
 @inner
 def evaluate(
-    a: Program, s: MarkState, side: int, capacity: int, host: int, limit: float
+    a: Program, m: MarkState, capacity: int, host: int, limit: float
 ) -> tuple[float, float]:
     """
-    The makespan, µs, and how much more than the capacities (bytes) are needed, as shares of them.
+    The trial's makespan, µs, and how much more than the capacities (bytes) it needs, as shares.
 
     Infinite if the sequence is no schedule, or ends after `limit`. `host` below 0 is no limit.
     """
-    if not _find_copies(a, s, side, limit):
+    if cost_of(a, m.orders, limit) == np.inf:
         return np.inf, np.inf
-    _find_latest(s, side)
-    return _go(a, s, side, capacity, host, limit)
-
-
-@inner
-def _find_copies(a: Program, s: MarkState, side: int, limit: float) -> bool:
-    """
-    The copies of each tensor, the fetched ones in order, and when events begin if nobody waits.
-
-    False where an event reads what is not there, or for want of room.
-    """
-    size, code, copy = s.counts[side, EVENTS], s.code[side], s.copy[side]
-    begins, head, tail = s.begins, s.head[side], s.tail
-    for t in range(a.size.size):
-        head[t] = tail[t] = NONE
-        s.tensor[t, MOVES] = s.tensor[t, LEFT] = 0
-    s.counts[side, COPIES] = fetches = 0
-    now = 0.0
-    for e in range(size):
-        c, begins[e] = code[e], now
-        if c >= a.ops:
-            if head[c - a.ops] == NONE or not _begin_copy(s, side, c - a.ops, e, 1):
-                return False
-            continue
-        now += a.cost[c]
-        for k in range(a.reads_ptr[c], a.reads_ptr[c + 1]):
-            read = tail[a.reads[k]]
-            if read == NONE:
-                return False
-            if copy[read, FIRST] == NONE:
-                copy[read, FIRST] = e
-                if copy[read, FETCHED] == 1:
-                    s.fetched[fetches] = read
-                    fetches += 1
-                    s.tensor[a.reads[k], MOVES], s.tensor[a.reads[k], LAST_FETCH] = 1, read
-            copy[read, LAST] = e
-        for k in range(a.makes_ptr[c], a.makes_ptr[c + 1]):
-            t = a.makes[k]
-            # What is overwritten later is made again elsewhere, for its event alone.
-            elsewhere = a.overwritten[t] == 1 and tail[t] != NONE
-            if a.outside[t] == 0 and not elsewhere and not _begin_copy(s, side, t, e, 0):
-                return False
-    begins[size], s.counts[side, FETCHES] = now, fetches
-    for e in range(size + 1):
-        s.ending[e] = NONE
-    for x in range(s.counts[side, COPIES]):
-        s.beside[x] = s.ending[copy[x, LAST]]
-        s.ending[copy[x, LAST]] = x
-    return now <= limit
+    _list_events(a, m)
+    _list_moved(m)
+    _find_latest(m)
+    return _go(a, m, capacity, host, limit)
 
 
 @inlined
-def _begin_copy(s: MarkState, side: int, t: int, e: int, fetched: int) -> bool:
-    x, copy = s.counts[side, COPIES], s.copy[side]
-    if x == copy.shape[0]:
-        return False
-    s.counts[side, COPIES] = x + 1
-    copy[x, TENSOR], copy[x, BEGIN], copy[x, FETCHED] = t, e, fetched
-    copy[x, FIRST], copy[x, LAST], copy[x, NEXT] = NONE, e, NONE
-    if s.tail[t] == NONE:
-        s.head[side, t] = x
-    else:
-        copy[s.tail[t], NEXT] = x
-    s.tail[t] = x
-    return True
+def _list_events(a: Program, m: MarkState) -> None:
+    """The trial's events in order, when they begin if nobody waits, and the marks that are read."""
+    s = m.orders
+    now, at, fetches = 0.0, 0, 0
+    for b in range(s.counts[BLOCKS]):
+        for i in range(s.block[b, EVENTS]):
+            e = s.row[b, i]
+            m.order[at], m.begins[at] = e, now
+            at += 1
+            code = s.event[e, CODE]
+            if code < a.ops:
+                now += a.cost[code]
+                continue
+            x = s.event[e, TOUCHES]
+            read = s.touch[x, NEXT]
+            if read == NONE or s.touch[read, DOES] != READ:
+                continue
+            first, k = place(s, s.touch[read, EVENT]), fetches
+            while k > 0 and m.reader[k - 1] > first:
+                m.reader[k], m.fetched[k] = m.reader[k - 1], m.fetched[k - 1]
+                k -= 1
+            m.reader[k], m.fetched[k] = first, x
+            fetches += 1
+    m.begins[at] = now
+    m.flow[SIZE], m.flow[FETCHES] = at, fetches
 
 
-@inner
-def _find_latest(s: MarkState, side: int) -> None:
-    """The events before which fetches begin so late that nobody waits."""
-    begins, at, late = s.begins, s.counts[side, EVENTS] - 1, np.inf
-    for i in range(s.counts[side, FETCHES] - 1, -1, -1):
-        x = s.fetched[i]
-        late = min(late, begins[s.copy[side, x, FIRST]]) - s.in_us[s.copy[side, x, TENSOR]]
-        while at > 0 and begins[at] > late:
+@inlined
+def _list_moved(m: MarkState) -> None:
+    """What the host gets, by the events that make it and that read last what was made."""
+    s, flow = m.orders, m.flow
+    for i in range(flow[MOVED_COUNT]):
+        t = m.moved[i]
+        m.first_of[m.mover[t, MADE], MAKES] = m.first_of[m.mover[t, LAST_READ], READS] = NONE
+        m.mover[t, MOVES] = m.mover[t, LEFT] = 0
+    flow[MOVED_COUNT] = 0
+    for i in range(flow[FETCHES]):
+        t = s.touch[m.fetched[i], TENSOR]
+        m.mover[t, LAST_FETCH] = i
+        if m.mover[t, MOVES] == 1:
+            continue
+        x = s.tensor[t, HEAD]
+        made, read = s.touch[x, EVENT], s.touch[x, END]
+        m.mover[t, MOVES], m.mover[t, MADE], m.mover[t, LAST_READ] = 1, made, read
+        m.mover[t, NEXT_MADE], m.first_of[made, MAKES] = m.first_of[made, MAKES], t
+        m.mover[t, NEXT_READ], m.first_of[read, READS] = m.first_of[read, READS], t
+        m.moved[flow[MOVED_COUNT]] = t
+        flow[MOVED_COUNT] += 1
+
+
+@inlined
+def _find_latest(m: MarkState) -> None:
+    """The places before which fetches begin so late that nobody waits."""
+    at, late = m.flow[SIZE] - 1, np.inf
+    for i in range(m.flow[FETCHES] - 1, -1, -1):
+        late = min(late, m.begins[m.reader[i]]) - m.in_us[m.orders.touch[m.fetched[i], TENSOR]]
+        while at > 0 and m.begins[at] > late:
             at -= 1
-        s.latest[i] = at
+        m.latest[i] = at
 
 
 @inner
-def _go(
-    a: Program, s: MarkState, side: int, capacity: int, host: int, limit: float
-) -> tuple[float, float]:
+def _go(a: Program, m: MarkState, capacity: int, host: int, limit: float) -> tuple[float, float]:
     """Go through the events as the engines do; see `evaluate`."""
-    code, copy, head, clock, flow = s.code[side], s.copy[side], s.head[side], s.clock, s.flow
-    s.counts[side, WORST], s.counts[side, OVER] = NONE, 0
-    clock[:], flow[:] = 0.0, 0
+    s, clock, flow = m.orders, m.clock, m.flow
+    s.counts[WORST], s.counts[OVER] = NONE, 0
+    clock[:] = 0.0
+    flow[:SIZE] = 0
     fetching = waited = most = 0
-    total = 0.0
-    for e in range(s.counts[side, EVENTS]):
-        c = code[e]
+    total, end = 0.0, m.begins[flow[SIZE]]
+    for at in range(flow[SIZE]):
+        e = m.order[at]
+        c = s.event[e, CODE]
         if c >= a.ops:
             continue
-        needs, stays = _needs(a, s, side, e)
+        needs = s.bytes[e, UP] + s.bytes[e, ONCE]
+        if s.bytes[e, SAVED] > 0:
+            needs -= s.bytes[e, SAVED] if flow[MOVED_COUNT] == 0 else _saved(a, m, e, c)
         while flow[QUEUED] > 0 and clock[OUT_FREE] <= clock[NOW] + a.cost[c]:
-            _send(a, s, e, host)
-        while flow[LEFT_COUNT] < flow[LEAVING] and s.leaves[flow[LEFT_COUNT]] <= clock[NOW]:
-            _leave(a, s, side, e, host)
-        while fetching < s.counts[side, FETCHES] and s.latest[fetching] <= e:
-            x = s.fetched[fetching]
-            t = copy[x, TENSOR]
-            if copy[x, FIRST] > e and (
-                s.tensor[t, LEFT] == 0
+            _send(m, at, host, a.size)
+        while flow[LEFT_COUNT] < flow[LEAVING] and m.leaves[flow[LEFT_COUNT]] <= clock[NOW]:
+            _leave(m, at, host, a.size)
+        while fetching < flow[FETCHES] and m.latest[fetching] <= at:
+            x = m.fetched[fetching]
+            t = s.touch[x, TENSOR]
+            if m.reader[fetching] > at and (
+                m.mover[t, LEFT] == 0
                 or flow[LIVE] + needs + a.size[t] > capacity
-                or _still_read(s, side, x, e)
+                or place(s, s.touch[s.touch[x, LAST], EVENT]) >= at
             ):
                 break
-            while s.tensor[t, LEFT] == 0 and _may_leave(s):
-                _leave(a, s, side, e, host)
-            _make_room(a, s, side, e, needs + a.size[t], capacity, host)
-            clock[IN_FREE] = s.back[x] = max(clock[NOW], clock[IN_FREE]) + s.in_us[t]
-            _list(s, e, FETCH, t)
+            while m.mover[t, LEFT] == 0 and _may_leave(m):
+                _leave(m, at, host, a.size)
+            _make_room(m, at, needs + a.size[t], capacity, host, a.size)
+            clock[IN_FREE] = m.back[fetching] = max(clock[NOW], clock[IN_FREE]) + m.in_us[t]
+            _list(m, at, FETCH, t)
             flow[LIVE] += a.size[t]
             fetching += 1
-        _make_room(a, s, side, e, needs, capacity, host)
-        while waited < fetching and copy[s.fetched[waited], FIRST] == e:
-            x = s.fetched[waited]
-            t = copy[x, TENSOR]
-            clock[NOW] = max(clock[NOW], s.back[x])
-            _list(s, e, ARRIVE, t)
-            flow[HOST_LIVE] -= a.size[t] if s.tensor[t, LAST_FETCH] == x else 0
+        _make_room(m, at, needs, capacity, host, a.size)
+        while waited < fetching and m.reader[waited] == at:
+            t = s.touch[m.fetched[waited], TENSOR]
+            clock[NOW] = max(clock[NOW], m.back[waited])
+            _list(m, at, ARRIVE, t)
+            flow[HOST_LIVE] -= a.size[t] if m.mover[t, LAST_FETCH] == waited else 0
             waited += 1
         clock[NOW] += a.cost[c]
-        if clock[NOW] > limit:
+        if clock[NOW] + (end - m.begins[at + 1]) > limit:
             return np.inf, np.inf
         over = flow[LIVE] + needs - capacity
         if over > 0:
             total += over
             if over > most:
                 most = over
-                s.counts[side, WORST], s.counts[side, OVER] = e, over
-        flow[LIVE] += stays
-        x = s.ending[e]
-        while x != NONE:
-            t = copy[x, TENSOR]
-            waits = s.tensor[t, MOVES] == 1 and s.tensor[t, LEFT] == 0 and x == head[t]
-            flow[HELD if waits else LIVE] += a.size[t] if waits else -a.size[t]
-            x = s.beside[x]
-        for k in range(a.makes_ptr[c], a.makes_ptr[c + 1] if s.first_run[side, e] == 1 else 0):
-            t = a.makes[k]
-            if s.tensor[t, MOVES] == 1 and a.outside[t] == 0:
-                _queue(s, copy[head[t], LAST], t)
-    excess = _share(s, most, total, capacity)
+                s.counts[WORST], s.counts[OVER] = at, over
+        flow[LIVE] += s.bytes[e, UP] - s.bytes[e, DOWN]
+        t = m.first_of[e, READS]
+        while t != NONE:
+            if m.mover[t, LEFT] == 0:
+                flow[LIVE] += a.size[t]
+                flow[HELD] += a.size[t]
+            t = m.mover[t, NEXT_READ]
+        t = m.first_of[e, MAKES]
+        while t != NONE:
+            _queue(m, place(s, m.mover[t, LAST_READ]), t)
+            t = m.mover[t, NEXT_MADE]
+    excess = _share(m, most, total, capacity)
     if host >= 0:
-        excess += _share(s, flow[HOST_MOST], clock[HOST_TOTAL], host)
+        excess += _share(m, flow[HOST_MOST], clock[HOST_TOTAL], host)
     return clock[NOW], excess
 
 
 @inlined
-def _needs(a: Program, s: MarkState, side: int, e: int) -> tuple[int, int]:
-    """Bytes that an event needs beside what is live before it, and those of them that stay."""
-    c, copy = s.code[side, e], s.copy[side]
-    once, stays = a.workspace[c], 0
-    for k in range(a.makes_ptr[c], a.makes_ptr[c + 1]):
-        t = a.makes[k]
-        if s.first_run[side, e] == 0 and (a.outside[t] == 1 or a.overwritten[t] == 1):
-            once += a.size[t]
-        elif a.outside[t] == 0:
-            stays += a.size[t]
-    for k in range(a.pairs_ptr[c], a.pairs_ptr[c + 1]):  # an output in the place of an input
+def _saved(a: Program, m: MarkState, e: int, code: int) -> int:
+    """Bytes that a run needs less as an output takes the place of an input that does not wait."""
+    s, saved = m.orders, 0
+    for k in range(a.pairs_ptr[code], a.pairs_ptr[code + 1]):
         t = a.pairs_in[k]
-        x = s.head[side, t]
-        while x != NONE and copy[x, LAST] < e:
-            x = copy[x, NEXT]
-        held = x == s.head[side, t] and s.tensor[t, MOVES] == 1 and s.tensor[t, LEFT] == 0
-        if x != NONE and copy[x, LAST] == e and copy[x, BEGIN] < e and not held:
-            once -= a.size[a.pairs_out[k]]
+        x = s.event[e, TOUCHES]
+        while x != NONE and (s.touch[x, TENSOR] != t or s.touch[x, DOES] != READ):
+            x = s.touch[x, ALONG]
+        x = s.touch[x, COPY] if x != NONE else NONE
+        waits = x == s.tensor[t, HEAD] and m.mover[t, MOVES] == 1 and m.mover[t, LEFT] == 0
+        if x != NONE and s.touch[x, END] == e and not waits:
+            saved = a.size[a.pairs_out[k]]
             break
-    return stays + once, stays
+    return saved
 
 
 @inlined
-def _share(s: MarkState, most: int, total: float, capacity: int) -> float:
+def _share(m: MarkState, most: int, total: float, capacity: int) -> float:
     if most <= 0:
         return 0.0
-    return s.numbers.least_excess + (most + s.numbers.spread * total) / max(1, capacity)
+    return m.numbers.least_excess + (most + m.numbers.spread * total) / max(1, capacity)
 
 
 @inlined
-def _list(s: MarkState, e: int, kind: int, t: int) -> None:
-    row = s.transfer[s.flow[TRANSFERS]]
-    row[BEFORE], row[KIND], row[WHAT] = e, kind, t
-    s.flow[TRANSFERS] += 1
+def _list(m: MarkState, at: int, kind: int, t: int) -> None:
+    row = m.transfer[m.flow[TRANSFERS]]
+    row[BEFORE], row[KIND], row[WHAT] = at, kind, t
+    m.flow[TRANSFERS] += 1
 
 
 @inlined
-def _still_read(s: MarkState, side: int, fetched: int, e: int) -> bool:
-    """Whether the copy before a fetched one is still read at event `e` or later."""
-    x = s.head[side, s.copy[side, fetched, TENSOR]]
-    while s.copy[side, x, NEXT] != fetched:
-        x = s.copy[side, x, NEXT]
-    return bool(s.copy[side, x, LAST] >= e)
-
-
-@inlined
-def _may_leave(s: MarkState) -> bool:
+def _may_leave(m: MarkState) -> bool:
     """Whether any tensor is being copied to the host, or waits for it."""
-    return bool(s.flow[LEFT_COUNT] < s.flow[LEAVING] or s.flow[QUEUED] > 0)
+    return bool(m.flow[LEFT_COUNT] < m.flow[LEAVING] or m.flow[QUEUED] > 0)
 
 
-@inner
-def _make_room(
-    a: Program, s: MarkState, side: int, e: int, bytes_: int, capacity: int, host: int
-) -> None:
-    """Before event `e` wait for as many bytes to leave as are missing, if that is enough."""
-    flow = s.flow
-    while flow[LIVE] + bytes_ > capacity >= flow[LIVE] + bytes_ - flow[HELD] and _may_leave(s):
-        _leave(a, s, side, e, host)
+@inlined
+def _make_room(m: MarkState, at: int, bytes_: int, capacity: int, host: int, size: Ints) -> None:
+    """Before an event wait for as many bytes to leave as are missing, if that is enough."""
+    flow = m.flow
+    while flow[LIVE] + bytes_ > capacity >= flow[LIVE] + bytes_ - flow[HELD] and _may_leave(m):
+        _leave(m, at, host, size)
 
 
-@inner
-def _leave(a: Program, s: MarkState, side: int, e: int, host: int) -> None:
-    """Before event `e` the next tensor has left: compute waits for that, if it has not yet."""
-    flow = s.flow
+@inlined
+def _leave(m: MarkState, at: int, host: int, size: Ints) -> None:
+    """Before an event the next tensor has left: compute waits for that, if it has not yet."""
+    flow = m.flow
     if flow[LEFT_COUNT] == flow[LEAVING]:
-        _send(a, s, e, host)
-    t = s.leaving[flow[LEFT_COUNT]]
-    s.clock[NOW] = max(s.clock[NOW], s.leaves[flow[LEFT_COUNT]])
+        _send(m, at, host, size)
+    t = m.leaving[flow[LEFT_COUNT]]
+    m.clock[NOW] = max(m.clock[NOW], m.leaves[flow[LEFT_COUNT]])
     flow[LEFT_COUNT] += 1
-    s.tensor[t, LEFT] = 1
-    _list(s, e, LEAVE, t)
-    if s.copy[side, s.head[side, t], LAST] < e:
-        flow[LIVE] -= a.size[t]
-        flow[HELD] -= a.size[t]
+    m.mover[t, LEFT] = 1
+    _list(m, at, LEAVE, t)
+    if place(m.orders, m.mover[t, LAST_READ]) < at:
+        flow[LIVE] -= size[t]
+        flow[HELD] -= size[t]
 
 
-@inner
-def _send(a: Program, s: MarkState, e: int, host: int) -> None:
+@inlined
+def _send(m: MarkState, at: int, host: int, size: Ints) -> None:
     """The first of the queue begins to be copied to the host."""
-    flow, clock = s.flow, s.clock
+    flow, clock = m.flow, m.clock
     flow[QUEUED] -= 1
-    t, last = s.queue[0, 1], flow[QUEUED]
-    key, moved = s.queue[last, 0], s.queue[last, 1]
-    at, below = 0, 1
+    t, last = m.queue[0, 1], flow[QUEUED]
+    key, moved = m.queue[last, 0], m.queue[last, 1]
+    here, below = 0, 1
     while below < last:
-        if below + 1 < last and s.queue[below + 1, 0] < s.queue[below, 0]:
+        if below + 1 < last and m.queue[below + 1, 0] < m.queue[below, 0]:
             below += 1
-        if s.queue[below, 0] >= key:
+        if m.queue[below, 0] >= key:
             break
-        s.queue[at, 0], s.queue[at, 1] = s.queue[below, 0], s.queue[below, 1]
-        at, below = below, 2 * below + 1
-    s.queue[at, 0], s.queue[at, 1] = key, moved
-    clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + s.out_us[t]
-    s.leaving[flow[LEAVING]], s.leaves[flow[LEAVING]] = t, clock[OUT_FREE]
+        m.queue[here, 0], m.queue[here, 1] = m.queue[below, 0], m.queue[below, 1]
+        here, below = below, 2 * below + 1
+    m.queue[here, 0], m.queue[here, 1] = key, moved
+    clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + m.out_us[t]
+    m.leaving[flow[LEAVING]], m.leaves[flow[LEAVING]] = t, clock[OUT_FREE]
     flow[LEAVING] += 1
-    _list(s, e, GO, t)
-    flow[HOST_LIVE] += a.size[t]
+    _list(m, at, GO, t)
+    flow[HOST_LIVE] += size[t]
     if flow[HOST_LIVE] > host:
         flow[HOST_MOST] = max(flow[HOST_MOST], flow[HOST_LIVE] - host)
         clock[HOST_TOTAL] += flow[HOST_LIVE] - host
 
 
 @inlined
-def _queue(s: MarkState, key: int, t: int) -> None:
+def _queue(m: MarkState, key: int, t: int) -> None:
     """A tensor waits to be copied to the host; the least key comes first."""
-    at = s.flow[QUEUED]
-    while at > 0 and s.queue[(at - 1) >> 1, 0] > key:
+    at = m.flow[QUEUED]
+    while at > 0 and m.queue[(at - 1) >> 1, 0] > key:
         above = (at - 1) >> 1
-        s.queue[at, 0], s.queue[at, 1] = s.queue[above, 0], s.queue[above, 1]
+        m.queue[at, 0], m.queue[at, 1] = m.queue[above, 0], m.queue[above, 1]
         at = above
-    s.queue[at, 0], s.queue[at, 1] = key, t
-    s.flow[QUEUED] += 1
+    m.queue[at, 0], m.queue[at, 1] = key, t
+    m.flow[QUEUED] += 1

@@ -1,7 +1,8 @@
 """
 The walk: a random walk among sequences with marks, by Metropolis' rule.
 
-A step draws one of the moves (`planner.joint.moves`) and evaluates what comes of it as a whole
+A step draws one of the moves (`planner.joint.moves`). What that does to the lives of tensors is
+seen from what it touches (`planner.orders`); what the engines do then, by going through all events
 (`planner.joint.timing`). After Metropolis et al., Equation of State Calculations by Fast Computing
 Machines, J. Chem. Phys. 1953.
 """
@@ -9,24 +10,49 @@ Machines, J. Chem. Phys. 1953.
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
-from coop_plan.planner.core.compiled import njit
-from coop_plan.planner.joint.marks import EVENTS, MarkState, collect
+from coop_plan.planner.core.compiled import inner, njit
+from coop_plan.planner.joint.marks import MarkState
 from coop_plan.planner.joint.moves import change
 from coop_plan.planner.joint.repair import repair
 from coop_plan.planner.joint.timing import evaluate
+from coop_plan.planner.orders.blocks import even
+from coop_plan.planner.orders.edit import accept, changed, collect, enter, leave, undo
+from coop_plan.planner.orders.lives import settle, withdraw
+from coop_plan.planner.orders.sequence import FULL
+
+
+@inner
+def _enter(a: Program, m: MarkState) -> bool:
+    """Make the sequence, without what serves nothing, the current one; false where it is none."""
+    s = m.orders
+    if not enter(a, s):
+        return False
+    for t in range(a.size.size):
+        withdraw(s, t)
+    collect(a, s)
+    if not settle(a, s):
+        return False
+    accept(s)
+    return True
 
 
 @njit
-def measured(a: Program, s: MarkState, capacity: int, host: int) -> tuple[float, float]:
-    """Makespan (µs) of the sequence at hand, and how much more than the capacities it needs."""
-    collect(a, s, 0)
-    return evaluate(a, s, 0, capacity, host, np.inf)
+def measured(a: Program, m: MarkState, capacity: int, host: int) -> tuple[float, float]:
+    """
+    Makespan (µs) of the sequence at hand, and how much more than the capacities it needs.
+
+    Runs and marks that serve nothing are taken out of it.
+    """
+    if not _enter(a, m):
+        return np.inf, np.inf
+    leave(m.orders)
+    return evaluate(a, m, capacity, host, np.inf)
 
 
 @njit
 def walk(
     a: Program,
-    s: MarkState,
+    m: MarkState,
     steps: int,
     capacity: int,
     host: int,
@@ -41,30 +67,31 @@ def walk(
     need e times the capacity (bytes), roughly. `host` below 0 is no limit.
     """
     np.random.seed(seed)
-    current, trial = 0, 1
-    collect(a, s, current)
-    kept, needs = evaluate(a, s, current, capacity, host, np.inf)
-    if kept == np.inf:
-        return kept, needs
+    s = m.orders
+    if not _enter(a, m):
+        return np.inf, np.inf
+    kept, needs = evaluate(a, m, capacity, host, np.inf)
     for _ in range(steps):
         limit = kept + steep * needs + heat * np.random.exponential()
-        if not change(a, s, current, trial):
-            continue
-        eager = np.random.random() < s.numbers.mend_chance
-        for mended in range(s.numbers.repairs + 1):
-            collect(a, s, trial)
-            cost, over = evaluate(a, s, trial, capacity, host, limit)
-            if cost == np.inf:
-                break
-            good = cost + steep * over <= limit
-            if good and not (eager and over > 0.0 and mended < s.numbers.repairs):
-                kept, needs = cost, over
-                current, trial = trial, current
-                break
-            if over == 0.0 or mended == s.numbers.repairs or not repair(a, s, trial):
-                break
-    if current == 1:
-        for e in range(s.counts[1, EVENTS]):
-            s.code[0, e] = s.code[1, e]
-        s.counts[0, EVENTS] = s.counts[1, EVENTS]
+        taken = False
+        if change(a, m):
+            eager = np.random.random() < m.numbers.mend_chance
+            for mended in range(m.numbers.repairs + 1):
+                collect(a, s)
+                cost, over = evaluate(a, m, capacity, host, limit)
+                if cost == np.inf:
+                    break
+                good = cost + steep * over <= limit
+                if good and not (eager and over > 0.0 and mended < m.numbers.repairs):
+                    kept, needs, taken = cost, over, True
+                    break
+                if over == 0.0 or mended == m.numbers.repairs or not repair(a, m):
+                    break
+        if taken:
+            accept(s)
+        elif changed(s):
+            undo(a, s)
+        if s.counts[FULL] == 1:
+            even(s)
+    leave(s)
     return kept, needs

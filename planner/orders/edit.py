@@ -16,7 +16,7 @@ from coop_plan.planner.orders.blocks import (
     spread,
     take_back,
 )
-from coop_plan.planner.orders.lives import link, settle, unlink, wanted, withdraw
+from coop_plan.planner.orders.lives import link, renews, settle, unlink, wanted, withdraw
 from coop_plan.planner.orders.sequence import (
     ACCEPTED,
     ALONG,
@@ -306,10 +306,10 @@ def collect(a: Program, s: WalkState) -> None:
             elif does == READ:
                 needed = True
             elif s.event[e, FIRST_RUN] == 0 and not (
-                (needed and a.evictable[t] == 1) or _serves(a, s, e)
+                (needed and renews(a, s, x)) or _serves(a, s, e)
             ):
                 take_out(a, s, e)
-            elif a.evictable[t] == 1:
+            elif renews(a, s, x):
                 needed = False
             x = last
 
@@ -319,7 +319,7 @@ def _serves(a: Program, s: WalkState, e: int) -> bool:
     """Whether a run makes something that is needed after it, and was not kept anyway."""
     x, found = s.event[e, TOUCHES], False
     while x != NONE and not found:
-        if s.touch[x, DOES] == MAKE and a.evictable[s.touch[x, TENSOR]] == 1:
+        if s.touch[x, DOES] == MAKE and renews(a, s, x):
             found = wanted(a, s, x)
         x = s.touch[x, ALONG]
     return found

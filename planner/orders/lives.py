@@ -116,6 +116,8 @@ def _live(a: Program, s: WalkState, t: int) -> bool:
             s.touch[x, COPY], end = copy, e
         elif copy != NONE and a.overwritten[t] == 1:
             _discount(a, s, x)  # it writes elsewhere, for this event only
+        elif copy == NONE and s.event[e, CODE] >= a.ops:
+            return False  # it is fetched before it is made
         else:
             if copy != NONE:
                 _count(a, s, copy, end)
@@ -184,13 +186,19 @@ def unlink(a: Program, s: WalkState, x: int) -> None:
 
 
 @inlined
+def renews(a: Program, s: WalkState, x: int) -> bool:
+    """Whether a touch that makes its tensor does so wherever it is, computed again or fetched."""
+    return bool(a.evictable[s.touch[x, TENSOR]] == 1 or s.event[s.touch[x, EVENT], CODE] >= a.ops)
+
+
+@inlined
 def wanted(a: Program, s: WalkState, x: int) -> bool:
     """Whether its tensor is needed right after a touch."""
     t, y = s.touch[x, TENSOR], s.touch[x, NEXT]
     while y != NONE:
         if s.touch[y, DOES] == READ:
             return True
-        if a.evictable[t] == 1:
+        if renews(a, s, y):
             return False
         y = s.touch[y, NEXT]
     return bool(s.needed[t] == 1)
@@ -204,7 +212,7 @@ def wanted_at(a: Program, s: WalkState, t: int, at: int) -> bool:
     while y != NONE and place(s, s.touch[y, EVENT]) >= at:
         if s.touch[y, DOES] == READ:
             needed = True
-        elif a.evictable[t] == 1:
+        elif renews(a, s, y):
             needed = False
         y = s.touch[y, LAST]
     return needed

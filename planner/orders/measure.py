@@ -62,7 +62,7 @@ def excess(s: WalkState, capacity: int) -> float:
     margins, position = s.counts[MARGINS] > 0, 0
     for b in range(s.counts[BLOCKS]):
         if s.block[b, DIRTY] == 1:
-            _look_at(s, b)
+            look_at(s, b)
         tight = margins and s.tight[position] < s.tight[position + s.block[b, FIRSTS] + 1]
         if tight or live + s.block[b, MOST] > capacity:
             within, here = live, position
@@ -90,7 +90,7 @@ def excess(s: WalkState, capacity: int) -> float:
 
 
 @inlined
-def _look_at(s: WalkState, b: int) -> None:
+def look_at(s: WalkState, b: int) -> None:
     """Find what a block needs."""
     live = area = firsts = 0
     most, last = NOTHING, NONE

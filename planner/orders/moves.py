@@ -45,18 +45,18 @@ def change(a: Program, s: WalkState) -> bool:
     if kind < numbers.recompute_chance:
         return _serve(a, s, begin)
     for _ in range(numbers.tries):
-        if not _is_first(s, begin):
+        if not is_first(s, begin):
             break
         begin = np.random.randint(size)
-    if _is_first(s, begin):
+    if is_first(s, begin):
         return False
     if kind < numbers.recompute_chance + numbers.move_chance:
         return _move(a, s, begin)
-    return _take_out(a, s, begin)
+    return take_out_block(a, s, begin, numbers.removed_block)
 
 
 @inlined
-def _is_first(s: WalkState, at: int) -> bool:
+def is_first(s: WalkState, at: int) -> bool:
     return bool(s.event[event_at(s, at), FIRST_RUN] == 1)
 
 
@@ -81,7 +81,7 @@ def _move(a: Program, s: WalkState, begin: int) -> bool:
     """Move a block of events that are no first runs."""
     size = length(s)
     more = s.numbers.moved_block if np.random.random() < s.numbers.moved_block_chance else 0.0
-    end = _block_end(s, begin, more)
+    end = block_end(s, begin, more)
     distance = int(s.numbers.furthest ** np.random.random())
     to = begin + (distance if np.random.random() < s.numbers.later_chance else -distance)
     if to < 0 or to > size - (end - begin):
@@ -100,9 +100,9 @@ def move_first(a: Program, s: WalkState) -> bool:
     begin = NONE
     for _ in range(s.numbers.tries if length(s) > 0 else 0):
         begin = np.random.randint(length(s))
-        if _is_first(s, begin):
+        if is_first(s, begin):
             break
-    if begin == NONE or not _is_first(s, begin):
+    if begin == NONE or not is_first(s, begin):
         return False
     low, high = _bounds(s, begin)
     later = np.random.random() < s.numbers.later_chance
@@ -156,18 +156,18 @@ def _keeps(s: WalkState, op: int, e: int) -> bool:
 
 
 @inner
-def _take_out(a: Program, s: WalkState, begin: int) -> bool:
-    """Take out a block of recomputes."""
-    for _ in range(begin, _block_end(s, begin, s.numbers.removed_block)):
+def take_out_block(a: Program, s: WalkState, begin: int, more: float) -> bool:
+    """Take out a block of recomputes; see `block_end`."""
+    for _ in range(begin, block_end(s, begin, more)):
         take_out(a, s, event_at(s, begin))
     return True
 
 
 @inlined
-def _block_end(s: WalkState, begin: int, more: float) -> int:
+def block_end(s: WalkState, begin: int, more: float) -> int:
     """Where a block of events that are no first runs ends; each goes on with chance `more`."""
     end = begin + 1
-    while np.random.random() < more and end < length(s) and not _is_first(s, end):
+    while np.random.random() < more and end < length(s) and not is_first(s, end):
         end += 1
     return end
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from coop_plan.planner.core.arrays import Flags, Ints, to_arrays
+from coop_plan.planner.core.arrays import Flags, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.orders.params import OrderParams
 
@@ -153,22 +153,38 @@ class WalkState(NamedTuple):
 
 def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
     """A walk at no sequence yet, with room for so many events."""
-    a = to_arrays(problem)
-    n, count = a.ops, a.size.size
-    touches = int(a.reads_ptr[n] + a.makes_ptr[n])
-    most = int((np.diff(a.reads_ptr[: n + 1]) + np.diff(a.makes_ptr[: n + 1])).max(initial=1))
+    arrays = to_arrays(problem)
     again = np.array(problem.repeatable(problem.evictable), dtype=np.uint8)
-    spare = (a.size > 0) & (a.evictable == 1) & (again[a.producer] == 1)
-    each = spare / np.maximum(a.cost[a.producer], LEAST_US)
+    spare = (arrays.size > 0) & (arrays.evictable == 1) & (again[arrays.producer] == 1)
+    each = spare / np.maximum(arrays.cost[arrays.producer], LEAST_US)
+    state = allocate(to_program(arrays), room, params, again, each)
+    return state._replace(
+        needed=arrays.is_output & (1 - arrays.outside),
+        chained=np.array(problem.chained, dtype=np.uint8),
+        phase=np.array(problem.phase, dtype=np.uint8),
+    )
+
+
+def allocate(
+    a: Program, room: int, params: OrderParams, again: Flags, worth: npt.NDArray[np.float64]
+) -> WalkState:
+    """
+    A state with room for so many events of a program; nothing is needed in the end, or chained.
+
+    `worth` is that of a byte of each tensor, as in `WalkState`.
+    """
+    codes, count = a.reads_ptr.size - 1, a.size.size
+    touches = int(a.reads_ptr[codes] + a.makes_ptr[codes])
+    most = int((np.diff(a.reads_ptr) + np.diff(a.makes_ptr)).max(initial=1))
     fill = max(MIN_FILL, math.isqrt(room) // 2)
     blocks, width = room // fill + 2, 2 * fill + params.insertion
     return WalkState(
         numbers=MoveNumbers(**asdict(params)),
         again=again,
-        needed=a.is_output & (1 - a.outside),
-        worth=np.stack([a.size * each, each], axis=1),
-        chained=np.array(problem.chained, dtype=np.uint8),
-        phase=np.array(problem.phase, dtype=np.uint8),
+        needed=np.zeros(count, dtype=np.uint8),
+        worth=np.stack([a.size * worth, worth], axis=1),
+        chained=np.zeros(codes, dtype=np.uint8),
+        phase=np.zeros(codes, dtype=np.uint8),
         sequence=np.zeros(room, dtype=np.int64),
         row=np.zeros((blocks, width), dtype=np.int32),
         kept=np.zeros((blocks, width), dtype=np.int32),
@@ -179,11 +195,11 @@ def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
         bytes=np.zeros((room + 1, 4), dtype=np.int64),
         touch=np.zeros((min(room * most, 4 * touches + 64 * most + room), 9), dtype=np.int32),
         tensor=np.zeros((count, 4), dtype=np.int32),
-        op=np.zeros(n, dtype=np.int64),
+        op=np.zeros(codes, dtype=np.int64),
         lists=np.zeros((7, max(room + 2, count + 1)), dtype=np.int64),
         inserted=np.zeros(params.insertion, dtype=np.int64),
         margin=np.zeros((3, params.margins), dtype=np.int64),
-        tight=np.zeros(n + 2, dtype=np.int64),
+        tight=np.zeros(codes + 2, dtype=np.int64),
         counts=np.zeros(COUNTS, dtype=np.int64),
         sums=np.zeros(3),
     )

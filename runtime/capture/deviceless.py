@@ -65,7 +65,7 @@ def capture_for(asked: Question) -> Graph:
         question, answered = Path(folder, "question"), Path(folder, "answer")
         question.write_bytes(msgspec.json.encode(asked))
         command = [sys.executable, "-c", START, str(question), str(answered)]
-        command += map(str, _libraries(asked.spec))
+        command += map(str, libraries(asked.spec))
         path = os.pathsep.join(map(os.path.abspath, sys.path))
         ended = subprocess.run(  # noqa: S603
             command, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr.fileno(), check=False
@@ -81,7 +81,7 @@ def capture_for(asked: Question) -> Graph:
     return parse_graph(found.graph, source="captured graph")
 
 
-def _libraries(spec: DeviceSpec) -> list[Path]:
+def libraries(spec: DeviceSpec) -> list[Path]:
     """What the process loads before PyTorch, in order."""
     if spec.kind == "cpu":
         return []
