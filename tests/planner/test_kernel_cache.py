@@ -23,6 +23,29 @@ def test_the_key_changes_with_any_file_beside_the_kernel(tmp_path):
     assert kernels._sources.__wrapped__(tmp_path) != before
 
 
+def test_the_key_knows_kernels_that_other_folders_take():
+    """They are compiled into the caller's: an old copy would write where lists lay before."""
+    root = Path(coop_plan.planner.__file__).resolve().parent
+    door = "from coop_plan.planner.core.compiled import"
+    texts = {path: path.read_text() for path in root.rglob("*.py")}
+    have_kernels = {path for path, text in texts.items() if door in text}
+    known = {path.resolve() for name in kernels.SHARED for path in (root / "core").glob(name)}
+    taken = set()
+    for path in have_kernels:
+        for node in ast.walk(ast.parse(texts[path])):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("coop_plan."):
+                module = root.joinpath(*node.module.split(".")[2:]).with_suffix(".py")
+                if module in have_kernels and module.parent != path.parent:
+                    taken.add(module)
+    assert taken
+    assert taken - have_called_alone(texts) <= known
+
+
+def have_called_alone(texts):
+    """Modules whose kernels Python calls, and no other kernel."""
+    return {path for path, text in texts.items() if "@inner" not in text and "@linked" not in text}
+
+
 def test_an_index_that_names_a_class_that_moved_is_an_empty_one(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 
