@@ -12,11 +12,15 @@ from pathlib import Path
 import torch
 
 from coop_plan.runtime.device.build import compiled
+from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.torch_internals import (
     MERSENNE_TWISTER_OFFSETS,
     FakeTensor,
     unset_fake_temporarily,
 )
+
+_ONE_AT_A_TIME = fork_safe_lock()
+"""Steps of two threads would else draw the same: ATen's own lock is not held between two calls."""
 
 _FEWEST = 1024
 """Elements below which to save and load the state of the generator would take longer."""
@@ -36,11 +40,12 @@ def bernoulli_(mask: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def _drawn(mask: torch.Tensor, p: float) -> torch.Tensor:
-    state = torch.get_rng_state()
-    block, left, following = (state.data_ptr() + at for at in MERSENNE_TWISTER_OFFSETS)
     limit = math.ceil(p * 2**53)  # exact: a float64 has 53 bits
-    _library().coop_bernoulli(block, left, following, mask.numel(), limit, mask.data_ptr())
-    torch.set_rng_state(state)
+    with _ONE_AT_A_TIME:
+        state = torch.get_rng_state()
+        block, left, following = (state.data_ptr() + at for at in MERSENNE_TWISTER_OFFSETS)
+        _library().coop_bernoulli(block, left, following, mask.numel(), limit, mask.data_ptr())
+        torch.set_rng_state(state)
     return mask
 
 

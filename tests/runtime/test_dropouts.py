@@ -1,6 +1,8 @@
 """Dropout of ours on the CPU: the numbers of ATen's, from the same state of the generator."""
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -41,6 +43,28 @@ def test_draws_are_atens_and_so_is_the_state_after_them(seed, count, p, drawn):
     torch.set_rng_state(state)
     assert torch.equal(draws._drawn(torch.empty(count, dtype=torch.bool), p), expected)
     assert all(map(torch.equal, (torch.get_rng_state(), torch.randn(3), torch.rand(3)), rest))
+
+
+def test_threads_draw_one_after_the_other():
+    """No number is drawn twice: the state after it all is that of as many draws of one thread."""
+    if not draws.draws_as_aten():
+        pytest.skip("MKL draws here")
+    count, each, threads = 20_000, 40, 4
+    torch.manual_seed(2)
+    for _ in range(each * threads):
+        torch.empty(count, dtype=torch.bool).bernoulli_(0.5)
+    expected = torch.get_rng_state()
+    torch.manual_seed(2)
+    start = threading.Barrier(threads)
+
+    def work(_):
+        start.wait()
+        for _ in range(each):
+            draws.bernoulli_(torch.empty(count, dtype=torch.bool), 0.5)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, range(threads)))
+    assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_where_another_draws_it_is_asked(monkeypatch):
