@@ -249,6 +249,7 @@ def _largest_kept(small: Graph, large: Graph, first: int, memory: int) -> float:
     Steps of other batches lie between those of two, and peaks between those of whole samples.
     """
 
+    @cache
     def peak(batch: int) -> int:
         graph = scaled(small, large, (batch - first) / first)
         return plan(graph, "100%", method="keep-all").peak_bytes

@@ -143,7 +143,7 @@ def _link_runtime() -> None:
 
 @functools.cache
 def _sources(folder: Path) -> str:
-    """Digest of what a kernel in `folder` may be made of: its neighbours, and those in core."""
+    """Digest of what a kernel in `folder` may be made of: its neighbours, and what is shared."""
     core = Path(__file__).resolve().parent
     shared = (path.resolve() for name in SHARED for path in core.glob(name))
     digest = hashlib.sha256()

@@ -12,7 +12,13 @@ from coop_plan.planner.joint.marks import MarkState
 from coop_plan.planner.orders.blocks import event_at, length, place
 from coop_plan.planner.orders.edit import move, put_in, take_out
 from coop_plan.planner.orders.lives import next_read, wanted_at
-from coop_plan.planner.orders.moves import block_end, is_first, take_out_block
+from coop_plan.planner.orders.moves import (
+    block_end,
+    gather,
+    is_first,
+    put_in_order,
+    take_out_block,
+)
 from coop_plan.planner.orders.sequence import CODE
 
 
@@ -132,16 +138,5 @@ def recompute(a: Program, m: MarkState, op: int, at: int) -> bool:
             code = maker
             if moves and not (again and np.random.random() >= n.fetched_chance):
                 code = a.ops + t
-            new = True
-            for other in range(count):
-                new = new and s.inserted[other] != code
-            if new:
-                s.inserted[count] = code
-                count += 1
-    for i in range(1, count):  # marks, then ops in program order
-        o, k = s.inserted[i], i
-        while k > 0 and s.inserted[k - 1] < a.ops and (o >= a.ops or s.inserted[k - 1] > o):
-            s.inserted[k] = s.inserted[k - 1]
-            k -= 1
-        s.inserted[k] = o
-    return put_in(a, s, count, at)
+            count = gather(s, count, code)
+    return put_in_order(a, s, count, at)

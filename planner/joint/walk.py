@@ -15,10 +15,8 @@ from coop_plan.planner.joint.marks import MarkState
 from coop_plan.planner.joint.moves import change
 from coop_plan.planner.joint.repair import repair
 from coop_plan.planner.joint.timing import evaluate
-from coop_plan.planner.orders.blocks import even
-from coop_plan.planner.orders.edit import accept, changed, collect, enter, leave, undo
+from coop_plan.planner.orders.edit import accept, collect, end_step, enter, leave
 from coop_plan.planner.orders.lives import settle, withdraw
-from coop_plan.planner.orders.sequence import FULL
 
 
 @inner
@@ -87,11 +85,6 @@ def walk(
                     break
                 if over == 0.0 or mended == m.numbers.repairs or not repair(a, m):
                     break
-        if taken:
-            accept(s)
-        elif changed(s):
-            undo(a, s)
-        if s.counts[FULL] == 1:
-            even(s)
+        end_step(a, s, taken)
     leave(s)
     return kept, needs

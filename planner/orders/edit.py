@@ -7,6 +7,7 @@ What a change costs follows what it touches.
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
 from coop_plan.planner.orders.blocks import (
+    even,
     event_at,
     insert,
     keep_changes,
@@ -34,6 +35,7 @@ from coop_plan.planner.orders.sequence import (
     FREE_COUNT,
     FREE_TOUCH,
     FREE_TOUCHES,
+    FULL,
     GONE,
     GONE_COUNT,
     HEAD,
@@ -143,17 +145,22 @@ def undo(a: Program, s: WalkState) -> None:
 
 
 @inlined
+def end_step(a: Program, s: WalkState, taken: bool) -> None:
+    """The trial is the current sequence, as it has become or as it was, and has room again."""
+    if taken:
+        accept(s)
+    elif s.counts[DIFFER_COUNT] > 0 or s.counts[BORN_COUNT] > 0:
+        undo(a, s)
+    if s.counts[FULL] == 1:
+        even(s)
+
+
+@inlined
 def _forget(s: WalkState) -> None:
     s.counts[BORN_COUNT] = s.counts[GONE_COUNT] = s.counts[MOVED_COUNT] = 0
     for i in range(s.counts[QUEUE_COUNT]):
         s.tensor[s.lists[QUEUE, i], QUEUED] = 0
     s.counts[QUEUE_COUNT] = 0
-
-
-@inlined
-def changed(s: WalkState) -> bool:
-    """Whether the trial may differ from the current sequence."""
-    return bool(s.counts[DIFFER_COUNT] > 0 or s.counts[BORN_COUNT] > 0)
 
 
 @inlined

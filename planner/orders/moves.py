@@ -193,16 +193,26 @@ def recompute(a: Program, s: WalkState, op: int, at: int) -> bool:
             chance = kept if wanted_at(a, s, a.reads[k], at) else gone
             if s.again[maker] == 0 or count == s.inserted.size or np.random.random() >= chance:
                 continue
-            known = False
-            for other in range(count):
-                known = known or s.inserted[other] == maker
-            if not known:
-                s.inserted[count] = maker
-                count += 1
-    for i in range(1, count):  # in program order
-        o = s.inserted[i]
-        k = i
-        while k > 0 and s.inserted[k - 1] > o:
+            count = gather(s, count, maker)
+    return put_in_order(a, s, count, at)
+
+
+@inlined
+def gather(s: WalkState, count: int, code: int) -> int:
+    """Have one more among the first `count` of `inserted`, if it is none of them; how many are."""
+    for other in range(count):
+        if s.inserted[other] == code:
+            return count
+    s.inserted[count] = code
+    return count + 1
+
+
+@inner
+def put_in_order(a: Program, s: WalkState, count: int, at: int) -> bool:
+    """Put the first `count` of `inserted` in as `put_in` does: marks, then ops in program order."""
+    for i in range(1, count):
+        o, k = s.inserted[i], i
+        while k > 0 and s.inserted[k - 1] < a.ops and (o >= a.ops or s.inserted[k - 1] > o):
             s.inserted[k] = s.inserted[k - 1]
             k -= 1
         s.inserted[k] = o

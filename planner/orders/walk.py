@@ -10,12 +10,11 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, njit
-from coop_plan.planner.orders.blocks import even
-from coop_plan.planner.orders.edit import accept, changed, collect, enter, leave, undo
+from coop_plan.planner.orders.edit import accept, collect, end_step, enter, leave
 from coop_plan.planner.orders.measure import cost_of, excess
 from coop_plan.planner.orders.moves import change, move_first
 from coop_plan.planner.orders.repair import repair
-from coop_plan.planner.orders.sequence import AREA, FULL, WalkState
+from coop_plan.planner.orders.sequence import AREA, WalkState
 
 
 @njit
@@ -79,11 +78,6 @@ def walk(
                     break
                 if over == 0.0 or mended == s.numbers.repairs or not repair(a, s):
                     break
-        if taken:
-            accept(s)
-        elif changed(s):
-            undo(a, s)
-        if s.counts[FULL] == 1:
-            even(s)
+        end_step(a, s, taken)
     leave(s)
     return kept, needs

@@ -38,12 +38,8 @@ def test_the_key_knows_kernels_that_other_folders_take():
                 if module in have_kernels and module.parent != path.parent:
                     taken.add(module)
     assert taken
-    assert taken - have_called_alone(texts) <= known
-
-
-def have_called_alone(texts):
-    """Modules whose kernels Python calls, and no other kernel."""
-    return {path for path, text in texts.items() if "@inner" not in text and "@linked" not in text}
+    for_python = {p for p, text in texts.items() if "@inner" not in text and "@linked" not in text}
+    assert taken - for_python <= known
 
 
 def test_an_index_that_names_a_class_that_moved_is_an_empty_one(tmp_path, monkeypatch):
