@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,41 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu_checks import CHECKS, MEGA, ROOT, Row
+from benchmarks.gpu_checks import CHECKS as STEPS
+from benchmarks.gpu_checks import LOCK, MEGA, ROOT, Row, alone
+from benchmarks.gpu_scenarios import SCENARIOS
+from coop_plan.runtime.capture import profile
 from coop_plan.runtime.device.arena import process_bytes
 
-LIMIT_S = 150
+CHECKS = STEPS | SCENARIOS
+LIMIT_S = 300
 """A check that takes longer on a device is stopped and counts as failed."""
+
+CHECKS_AT_ONCE = 14
+
+GIB = {
+    "gpt2-fp32": 10,
+    "gpt2-bf16": 9,
+    "accumulation": 9,
+    "resnet50": 8,
+    "llama-1b": 20,
+    "bert-large": 20,
+    "unet": 32,
+    "methods": 20,
+    "roofline": 10,
+    "peers": 12,
+    "graph": 8,
+    "swap": 9,
+    "batches": 9,
+    "memory": 6,
+    "fraction": 6,
+    "settings": 2,
+    "largest": 1000,
+}
+"""What a check takes of the device at most, about."""
+
+LITTLE = 2
+"""And all others."""
 
 
 def show(name: str, rows: list[Row]) -> None:
@@ -67,31 +98,76 @@ def show(name: str, rows: list[Row]) -> None:
             print(f"{name}, {row['mode']}: {row['said']}")
 
 
+def _in_turn(measure: Callable[..., Any]) -> Callable[..., Any]:
+    def measured(*given: Any) -> Any:
+        with alone():
+            return measure(*given)
+
+    return measured
+
+
 def one(name: str, device: str, small: bool) -> dict[str, Any]:
     """Run a check in this process."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = os.environ.get("COOP_GPU_BENCHMARK") == "1"
+    profile._measure = _in_turn(profile._measure)
     process_bytes()  # from here on every allocation on the CPU is counted
     rows, faults = CHECKS[name](device, small)
     show(name, rows)
     return {"check": name, "rows": rows, "faults": faults}
 
 
-def apart(name: str, given: list[str], limit_s: float | None) -> dict[str, Any]:
-    """Run a check in a process of its own: a crash costs that check alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "benchmarks.gpu_step", "--only", name, *given]
-        try:
-            done = subprocess.run(
-                [*command, "--json", str(result)], cwd=ROOT, timeout=limit_s, check=False
+class Apart:
+    """A check in a process of its own: a crash costs that check alone."""
+
+    def __init__(self, name: str, given: list[str], folder: Path) -> None:
+        self.name, self.began = name, time.monotonic()
+        self._result, self._log = folder / f"{name}.json", folder / f"{name}.log"
+        command = [sys.executable, "-X", "faulthandler", "-m", "benchmarks.gpu_step"]
+        command += ["--only", name, *given, "--json", str(self._result)]
+        turn = {LOCK: str(folder / "turn"), "OMP_NUM_THREADS": "2"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | turn, stdout=log, stderr=subprocess.STDOUT
             )
-        except subprocess.TimeoutExpired:
-            return {"check": name, "rows": [], "faults": [f"stopped after {limit_s} s"]}
-        if result.exists():
-            found: dict[str, Any] = json.loads(result.read_text())["checks"][0]
-            return found
-        return {"check": name, "rows": [], "faults": [f"exit code {done.returncode}, no result"]}
+
+    def found(self, limit_s: float | None) -> dict[str, Any] | None:
+        """What it has found; None: it goes on."""
+        code, faults = self._process.poll(), []
+        if code is None:
+            if limit_s is None or time.monotonic() - self.began < limit_s:
+                return None
+            self._process.kill()
+            faults = [f"stopped after {limit_s} s"]
+        print(self._log.read_text(), flush=True)
+        took = round(time.monotonic() - self.began, 1)
+        if not faults and self._result.exists():
+            found: dict[str, Any] = json.loads(self._result.read_text())["checks"][0]
+            return {**found, "took_s": took}
+        faults = faults or [f"exit code {code}, no result"]
+        return {"check": self.name, "rows": [], "faults": faults, "took_s": took}
+
+
+def side_by_side(
+    names: list[str], given: list[str], limit_s: float | None, room: float
+) -> Iterator[dict[str, Any]]:
+    """What each check found, as they end; no more at once than have room (GiB) together."""
+    waiting, running = list(names), list[Apart]()
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            free = room - sum(GIB.get(check.name, LITTLE) for check in running)
+            for name in list(waiting):
+                need = min(room, GIB.get(name, LITTLE))
+                if need <= free and len(running) < CHECKS_AT_ONCE:
+                    waiting.remove(name)
+                    running.append(Apart(name, given, Path(folder)))
+                    free -= need
+            for check in list(running):
+                if (found := check.found(limit_s)) is not None:
+                    running.remove(check)
+                    yield found
+            time.sleep(0.1)
 
 
 def main() -> int:
@@ -113,11 +189,13 @@ def main() -> int:
     told = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     began, found = time.perf_counter(), []
     given = [f"--device={device}", *(["--small"] if arguments.small else [])]
-    for name in names:
-        if arguments.only:
-            found.append(one(name, device, arguments.small))
-        else:
-            found.append(apart(name, given, LIMIT_S if device == "cuda" else None))
+    results: Iterable[dict[str, Any]] = (one(name, device, arguments.small) for name in names)
+    if not arguments.only:
+        cuda = device == "cuda"
+        room = torch.cuda.get_device_properties(0).total_memory / 2**30 if cuda else 64.0
+        results = side_by_side(names, given, LIMIT_S if cuda else None, room)
+    for each in results:
+        found.append(each)
         if arguments.json:  # after each: what is done is kept
             about = {"device": told, "torch": torch.__version__, "checks": found}
             arguments.json.write_text(json.dumps(about, indent=1))

@@ -1006,6 +1006,18 @@ def cuda_allocator() -> int | None:
     return ctypes.c_void_p.in_dll(ctypes.CDLL(str(CUDA_LIBRARY)), CUDA_ALLOCATOR).value
 
 
+def cuda_function(name: str) -> int:
+    """The address of a function of the CUDA runtime that PyTorch uses.
+
+    Assumed: libc10_cuda is linked to it, so that what it is made of is found with it (dlsym).
+
+    Raises:
+        OSError, AttributeError: no such library, or no such name.
+    """
+    function = getattr(ctypes.CDLL(str(CUDA_LIBRARY)), name)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def keep_busy(cycles: int) -> None:
     """Occupy the current stream for so many cycles of the device's clock."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]

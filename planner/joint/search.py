@@ -185,7 +185,8 @@ class JointSearch:
             self.capacity = min(self.capacity * params.looser, float(arena))
         else:
             self.failed += 1
-            self.capacity /= params.tighter
+            over = layout.placed.arena_bytes / arena if self.placed is None else 1.0
+            self.capacity /= max(params.tighter, over)
         self.seconds += time.monotonic() - begin
 
     def _report(self) -> None:

@@ -28,6 +28,7 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals import (
     OpOverload,
+    argument_names,
     has_no_memory,
     negative_view,
     real_world,
@@ -178,8 +179,7 @@ def stand_in_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> tu
     known = ((None, 0), (False, 0), (True, 0), (None, 1), *((n, n) for n in totals))
     for truth, number in known:
         given, named = _stand_in((args, kwargs), truth, number)
-        if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
-            given = (*given[:22], _rnn_workspace(given))
+        given = _as_forwards_leave(target, given)
         try:
             target(*given, **named)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -195,6 +195,27 @@ def _totals(value: object) -> tuple[int, ...]:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape[:1])
     return (value,) if type(value) is int and value > 1 else ()
+
+
+EFFICIENT_ATTENTION_BACKWARDS = (
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
+    torch.ops.aten._efficient_attention_backward.default,
+)
+
+
+def _as_forwards_leave(target: Callable[..., Any], given: Any) -> Any:
+    """Stand-ins for what an op's forward leaves to it alone, which crashes on anything else.
+
+    Efficient attention with dropout leaves its seed and offset on the CPU, whatever its fake result
+    says, and its backward reads them there (aten/native/transformers/cuda/attention_backward.cu).
+    """
+    if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        return (*given[:22], _rnn_workspace(given))
+    if target in EFFICIENT_ATTENTION_BACKWARDS:
+        at = map(argument_names(target).index, ("philox_seed", "philox_offset"))
+        read = {i: given[i].cpu() for i in at}
+        return tuple(read.get(i, value) for i, value in enumerate(given))
+    return given
 
 
 def _rnn_workspace(args: Any) -> torch.Tensor:

@@ -147,14 +147,22 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+TIMED_FIRST, TIMED_EVERY = 8, 16
+"""So many steps are timed to begin with, and then one in so many."""
+
+
 class Clock:
     """Time of steps on the device in first computations and in recomputations, by events.
 
-    A step is read when the device is through with it; the CPU never waits.
+    A step is read when the device is through with it; the CPU never waits. To record events takes
+    the CPU some time in steps of many copies, so not every step is timed.
     """
 
     def __init__(self, device: int) -> None:
         self._device = device
+        self._steps = 0
+        self._timed = True
+        self._spare: list[torch.cuda.Event] = []
         self._marks: list[tuple[Any, int]] = []
         self._done: list[list[tuple[Any, int]]] = []
         self.stall_us = [0.0, 0.0]
@@ -163,17 +171,22 @@ class Clock:
     def begin(self) -> None:
         """A step begins; what the one before left unfinished is dropped."""
         self._marks = []
+        self._timed = self._steps < TIMED_FIRST or self._steps % TIMED_EVERY == 0
+        self._steps += 1
 
     def mark(self, kind: int) -> None:
         """What the current stream does from here on is of this kind."""
-        if not capturing():
-            event = _event()
+        if self._timed and not capturing():
+            event = self._spare.pop() if self._spare else _event()
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append((event, kind))
 
     @contextmanager
     def waiting(self, direction: int) -> Iterator[None]:
         """The current stream waits for a copy in that direction (0: to the host)."""
+        if not self._timed:
+            yield
+            return
         before = self._marks[-1][1] if self._marks else NEITHER
         self.mark(AWAY + direction)
         yield
@@ -197,4 +210,5 @@ class Clock:
                 times[kind] += event.elapsed_time(following) * 1e3
             found = times[FIRST], times[AGAIN]
             self.stall_us = times[AWAY:]
+            self._spare += [event for event, _ in marks]
         return found

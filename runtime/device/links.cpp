@@ -226,7 +226,73 @@ PyObject* link_settle(PyObject*, PyObject* handle) {
   Py_RETURN_NONE;
 }
 
+// The CUDA runtime's own calls, given by their addresses: what is compiled here needs no CUDA. Through
+// PyTorch's objects a copy takes the CPU as long as a few ops.
+struct Device {
+  int (*create)(void** event, unsigned flags);
+  int (*record)(void* event, void* stream);
+  int (*wait)(void* stream, void* event, unsigned flags);
+  int (*copy)(void* to, const void* from, size_t bytes, int kind, void* stream);
+} device;
+
+constexpr unsigned kNoTimes = 2;  // cudaEventDisableTiming
+constexpr int kByAddress = 4;     // cudaMemcpyDefault
+
+void* as_pointer(unsigned long long address) { return reinterpret_cast<void*>(address); }
+
+PyObject* none_or(int code) {
+  if (code != 0) return PyErr_Format(PyExc_RuntimeError, "CUDA says %d to a copy", code);
+  Py_RETURN_NONE;
+}
+
+PyObject* cuda_bind(PyObject*, PyObject* args) {
+  unsigned long long create, record, wait, copy;
+  if (!PyArg_ParseTuple(args, "KKKK", &create, &record, &wait, &copy)) return nullptr;
+  device.create = reinterpret_cast<decltype(device.create)>(create);
+  device.record = reinterpret_cast<decltype(device.record)>(record);
+  device.wait = reinterpret_cast<decltype(device.wait)>(wait);
+  device.copy = reinterpret_cast<decltype(device.copy)>(copy);
+  Py_RETURN_NONE;
+}
+
+PyObject* cuda_event(PyObject*, PyObject*) {
+  void* event = nullptr;
+  const int code = device.create(&event, kNoTimes);
+  return code == 0 ? PyLong_FromVoidPtr(event) : none_or(code);
+}
+
+PyObject* cuda_copy(PyObject*, PyObject* args) {
+  unsigned long long target, source, current, stream, before, after;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(args, "KKnKKKK", &target, &source, &bytes, &current, &stream, &before,
+                        &after)) {
+    return nullptr;
+  }
+  int code = 0;
+  Py_BEGIN_ALLOW_THREADS;
+  code = device.record(as_pointer(before), as_pointer(current));
+  if (code == 0) code = device.wait(as_pointer(stream), as_pointer(before), 0);
+  if (code == 0) {
+    code = device.copy(as_pointer(target), as_pointer(source), static_cast<size_t>(bytes),
+                       kByAddress, as_pointer(stream));
+  }
+  if (code == 0) code = device.record(as_pointer(after), as_pointer(stream));
+  Py_END_ALLOW_THREADS;
+  return none_or(code);
+}
+
+PyObject* cuda_wait(PyObject*, PyObject* args) {
+  unsigned long long stream, event;
+  if (!PyArg_ParseTuple(args, "KK", &stream, &event)) return nullptr;
+  return none_or(device.wait(as_pointer(stream), as_pointer(event), 0));
+}
+
 PyMethodDef methods[] = {
+    {"cuda_bind", cuda_bind, METH_VARARGS, "(addresses: create, record, wait, copy)"},
+    {"cuda_event", cuda_event, METH_NOARGS, "() -> handle of an event on the current device"},
+    {"cuda_copy", cuda_copy, METH_VARARGS,
+     "(to, from, bytes, current stream, stream, event before, event after)"},
+    {"cuda_wait", cuda_wait, METH_VARARGS, "(stream, event): it goes on after it."},
     {"open", link_open, METH_NOARGS, "() -> handle of a thread that copies"},
     {"close", link_close, METH_O, "End the thread once its copies are over."},
     {"ask", link_ask, METH_VARARGS, "(handle, to, from, bytes, least us) -> ticket"},

@@ -18,7 +18,7 @@ import torch
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import Memory
 from coop_plan.runtime.device.cuda import capturing
-from coop_plan.runtime.torch_internals import unset_fake_temporarily
+from coop_plan.runtime.torch_internals import cuda_function, unset_fake_temporarily
 
 AWAY, BACK = range(2)
 """Directions: to the host, from the host."""
@@ -72,9 +72,11 @@ class Links:
         On the CPU it takes at least so many µs. Both ends are kept until it is over.
         """
         assert self._slab is not None
-        there = self._slab[offset : offset + storage.nbytes()]
-        ticket = Ticket(direction, self._begin(direction, storage, there, least_us))
-        self._held[ticket] = storage, there
+        here, there = storage.data_ptr(), self._slab.data_ptr() + offset
+        target, source = (there, here) if direction == AWAY else (here, there)
+        name = self._begin(direction, target, source, storage.nbytes(), least_us)
+        ticket = Ticket(direction, name)
+        self._held[ticket] = storage, self._slab
         return ticket
 
     def wait(self, ticket: Ticket) -> Over | None:
@@ -97,8 +99,9 @@ class Links:
         raise NotImplementedError
 
     def _begin(
-        self, direction: int, storage: torch.UntypedStorage, there: torch.Tensor, least_us: float
+        self, direction: int, target: int, source: int, size: int, least_us: float
     ) -> Any:
+        """Copy `size` bytes from address to address; what the copy is known by."""
         raise NotImplementedError
 
     def _wait(self, ticket: Ticket) -> Over | None:
@@ -112,15 +115,13 @@ class CpuLinks(Links):
     """Threads that copy in memory, as slowly as they are told: a device's engines, pretended."""
 
     def _new_slab(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def _begin(
-        self, direction: int, storage: torch.UntypedStorage, there: torch.Tensor, least_us: float
+        self, direction: int, target: int, source: int, size: int, least_us: float
     ) -> tuple[int, int]:
         engine = cpu_engines()[direction]
-        ends = there.data_ptr(), storage.data_ptr()
-        target, source = ends if direction == AWAY else reversed(ends)
-        return engine, build.links().ask(engine, target, source, storage.nbytes(), least_us)
+        return engine, build.links().ask(engine, target, source, size, least_us)
 
     def _wait(self, ticket: Ticket) -> Over:
         engine, number = ticket.name
@@ -159,34 +160,65 @@ class CudaLinks(Links):
         super().__init__()
         self._captured: torch.Tensor | None = None
         self._device = device
+        self._before = self._new_event()
+        self._free: list[int] = []
+
+    def __del__(self) -> None:
+        super().__del__()
+        self._quiet()
+
+    def reserve(self, size: int) -> None:
+        if self._slab is None or self._slab.numel() < size:
+            self._quiet()
+        super().reserve(size)
+
+    def _quiet(self) -> None:
+        """The slab is out of use: PyTorch's cache of pinned memory does not know of our copies."""
+        if self._slab is not None and self._captured is not self._slab:
+            for stream in cuda_streams(self._device):
+                stream.synchronize()
+
+    def _new_event(self) -> int:
+        with torch.cuda.device(self._device):
+            return int(_cuda_calls().cuda_event())
 
     def _new_slab(self, size: int) -> torch.Tensor:
         return pinned(size)
 
     def _begin(
-        self, direction: int, storage: torch.UntypedStorage, there: torch.Tensor, least_us: float
-    ) -> Any:
+        self, direction: int, target: int, source: int, size: int, least_us: float
+    ) -> int:
         if capturing() and self._captured is not self._slab:
+            assert self._slab is not None
             self._captured = self._slab
-            _captured.append(there)
-        device = f"cuda:{self._device}"
-        here = torch.empty(0, dtype=torch.uint8, device=device)
-        here.set_(storage, 0, (storage.nbytes(),), (1,))
-        stream = cuda_streams(self._device)[direction]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            target, source = (there, here) if direction == AWAY else (here, there)
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
+            _captured.append(self._slab)
+        event = self._free.pop() if self._free else self._new_event()
+        streams = self._current(), cuda_streams(self._device)[direction].cuda_stream
+        _cuda_calls().cuda_copy(target, source, size, *streams, self._before, event)
         return event
 
+    def _current(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
     def _wait(self, ticket: Ticket) -> None:
-        torch.cuda.current_stream(self._device).wait_event(ticket.name)
+        _cuda_calls().cuda_wait(self._current(), ticket.name)
+        self._free.append(ticket.name)  # a wait is for what was recorded when it was asked for
 
     def _settle(self) -> None:
         for ticket in self._held:
             self._wait(ticket)
+
+
+@functools.cache
+def _cuda_calls() -> Any:
+    """The extension module, bound to the CUDA runtime that PyTorch uses."""
+    ext: Any = build.links()
+    ext.cuda_bind(*map(cuda_function, CALLS))
+    return ext
+
+
+CALLS = ("cudaEventCreateWithFlags", "cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync")
+"""What copies ask of the CUDA runtime."""
 
 
 @functools.cache
@@ -200,7 +232,7 @@ _captured: list[torch.Tensor] = []
 
 def pinned(size: int) -> torch.Tensor:
     """Memory of the host that a device copies to and from by itself."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 _links: "weakref.WeakKeyDictionary[Memory, Links]" = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
-from coop_plan.runtime.errors import BudgetExceededError
+from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.copies import Copies
 from coop_plan.runtime.execute.course import TOLERANCE, addresses
@@ -99,7 +99,9 @@ class PlannedStep:
                 if (times := self._clock.read()) is not None:
                     self._take_times(*times, self._clock.stall_us)
             pool = self._pools.here()
-            flight = Flight(self.report.name, self._code, pool, self._room, self._generators)
+            # PyTorch does not say where they stand while a CUDA graph is captured.
+            generators = [] if self._clock is not None and cuda.capturing() else self._generators
+            flight = Flight(self.report.name, self._code, pool, self._room, generators)
             passing = [i for i in self._passable if _is_made(inputs[i])]
             call = Call(self._captured, self._clock, passing)
             whole = pool.joins(flight, self, call, lambda: self._addresses(inputs))
@@ -180,6 +182,12 @@ class PlannedStep:
                 *(self.lines.begin, self.report.name, flight.why_again),
             )
         self.report.forwards_again += 1
+        if self._clock is not None and self._generators and cuda.capturing():
+            raise CudaGraphError(
+                f"the forward of '{self.report.name}' would have to run again in a CUDA graph,"
+                f" because {flight.why_again}, and PyTorch does not let its random numbers be drawn"
+                " again there"
+            )
         with flight.rewound():
             flight.home.admit(flight)
             if flight.copies is not None:

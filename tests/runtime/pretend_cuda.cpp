@@ -14,6 +14,12 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
 
 #include "no_device.h"
 
@@ -141,3 +147,69 @@ extern "C" int64_t pretended_statistic(int which) {
   return static_cast<Pretended*>(allocator())->statistic(which);
 }
 extern "C" void pretended_reset() { static_cast<Pretended*>(allocator())->reset(); }
+
+// What copies ask of the CUDA runtime. They happen at once, or as late as can be: when something
+// waits for an event that was recorded behind them.
+namespace {
+
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+struct Queue {
+  std::deque<Copy> copies;
+  size_t asked = 0;
+  size_t done = 0;
+};
+struct Mark {
+  void* stream = nullptr;
+  size_t asked = 0;
+};
+std::mutex held;
+std::map<void*, Queue> queues;
+std::vector<std::pair<void*, void*>> waits;
+bool late = false;
+
+}  // namespace
+
+extern "C" int cudaEventCreateWithFlags(void** event, unsigned) {
+  *event = new Mark();
+  return 0;
+}
+extern "C" int cudaEventRecord(void* event, void* stream) {
+  const std::lock_guard<std::mutex> lock(held);
+  *static_cast<Mark*>(event) = {stream, queues[stream].asked};
+  return 0;
+}
+extern "C" int cudaStreamWaitEvent(void* stream, void* event, unsigned) {
+  const std::lock_guard<std::mutex> lock(held);
+  const Mark& mark = *static_cast<Mark*>(event);
+  waits.emplace_back(stream, mark.stream);
+  Queue& queue = queues[mark.stream];
+  for (; queue.done < mark.asked; ++queue.done) {
+    const Copy& copy = queue.copies.front();
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    queue.copies.pop_front();
+  }
+  return 0;
+}
+extern "C" int cudaMemcpyAsync(void* to, const void* from, size_t bytes, int, void* stream) {
+  const std::lock_guard<std::mutex> lock(held);
+  Queue& queue = queues[stream];
+  queue.copies.push_back({to, from, bytes});
+  ++queue.asked;
+  if (!late) {
+    std::memcpy(to, from, bytes);
+    queue.copies.pop_front();
+    ++queue.done;
+  }
+  return 0;
+}
+extern "C" void pretended_late(int flag) { late = flag != 0; }
+extern "C" int64_t pretended_wait(int64_t number, int which) {
+  const std::lock_guard<std::mutex> lock(held);
+  if (number >= static_cast<int64_t>(waits.size())) return -1;
+  const auto& [stream, other] = waits[number];
+  return reinterpret_cast<int64_t>(which == 0 ? stream : other);
+}

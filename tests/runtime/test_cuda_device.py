@@ -1,6 +1,7 @@
 """Steps on a CUDA device. Without one, test_cuda.py runs these on a pretended one."""
 
 import copy
+import ctypes
 import functools
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
+from coop_plan.runtime import torch_internals
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
@@ -265,16 +267,8 @@ def test_a_cuda_graph_of_a_step_gives_its_numbers():
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as can be"])
 def test_copies_whenever_they_happen(late, monkeypatch):
     """A copy may happen at any time from where it is asked for to the wait for it."""
-    moments = []
-    begin, event = CudaLinks._begin, torch.cuda.Event
-
-    def later(links, direction, storage, there, least_us):
-        asked = event()
-        asked.waited = lambda: moments.append(begin(links, direction, storage, there, least_us))
-        return asked
-
-    if late and torch.cuda.get_device_name() == "Pretended":  # a device decides for itself
-        monkeypatch.setattr(CudaLinks, "_begin", later)
+    if torch.cuda.get_device_name() == "Pretended":  # a device decides for itself
+        ctypes.CDLL(str(torch_internals.CUDA_LIBRARY)).pretended_late(late)
     monkeypatch.setattr(planning, "plan", swap_plan)
     model = Mlp(0.3).cuda()
     other, batch = copy.deepcopy(model), torch.randn(256, 64, device="cuda")
@@ -290,25 +284,36 @@ def test_copies_whenever_they_happen(late, monkeypatch):
     assert report.measured_makespan_us >= report.last_step_us
 
 
+def waits():
+    """Of a pretended device, which stream waited for which."""
+    library = ctypes.CDLL(str(torch_internals.CUDA_LIBRARY))
+    found = []
+    while torch.cuda.get_device_name() == "Pretended":
+        found.append((library.pretended_wait(len(found), 0), library.pretended_wait(len(found), 1)))
+        if found[-1] == (-1, -1):
+            return found[:-1]
+    return found
+
+
 def test_each_direction_has_a_stream_that_waits_for_the_step(monkeypatch):
     monkeypatch.setattr(planning, "plan", swap_plan)
     other, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
     begun, begin = [], CudaLinks._begin
 
-    def seen(links, direction, storage, there, least_us):
+    def seen(links, direction, *copy):
         begun.append(direction)
-        return begin(links, direction, storage, there, least_us)
+        return begin(links, direction, *copy)
 
     monkeypatch.setattr(CudaLinks, "_begin", seen)
-    waits = getattr(torch.cuda.Stream, "waits", [])
-    waits.clear()
+    before = len(waits())
     compiled(other, "100%", link="1GB/s")(batch).backward()
     assert set(begun) == {AWAY, BACK}
     streams = cuda_streams(0)
     assert streams[AWAY] != streams[BACK]
     if torch.cuda.get_device_name() == "Pretended":
-        current = torch.cuda.current_stream()
-        assert waits == [(streams[direction], current) for direction in begun]
+        current = torch.cuda.current_stream().cuda_stream
+        asked = [(streams[direction].cuda_stream, current) for direction in begun]
+        assert [wait for wait in waits()[before:] if wait[0] != current] == asked
 
 
 def test_the_link_is_measured():
