@@ -115,7 +115,7 @@ def resnet50(small: bool) -> Task:
 
 
 def unet(small: bool) -> Task:
-    """Two levels down and up, a batch of 32 x 416 x 608 pixels."""
+    """Two levels down and up, a batch of 16 x 416 x 608 pixels."""
 
     def loss(model: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
         labels = torch.zeros(len(pixels), *pixels.shape[2:], dtype=torch.long, device=pixels.device)
@@ -125,7 +125,7 @@ def unet(small: bool) -> Task:
     return (
         UNet(8 if small else 32),
         loss,
-        torch.randn((2, 3, 32, 32) if small else (32, 3, 416, 608)),
+        torch.randn((2, 3, 32, 32) if small else (16, 3, 416, 608)),
     )
 
 
@@ -139,17 +139,20 @@ TASKS: dict[str, Callable[[bool], Task]] = {
 }
 
 
+ROOM = "COOP_GPU_ROOM"
+"""Environment variable with a file that checks share; who needs all the memory has it alone."""
+
 LOCK = "COOP_GPU_LOCK"
 """Environment variable with the file that says whose turn the device is."""
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """The device for oneself: checks plan side by side, but what one of them times nothing may disturb."""
+    """The device for oneself: checks plan side by side, and nothing disturbs what one times."""
     if LOCK not in os.environ:
         yield
         return
-    with open(os.environ[LOCK], "w") as file:
+    with Path(os.environ[LOCK]).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -235,6 +238,7 @@ def _train(device: str, task: Task, mode: str, steps: int, micro: int = 1, **com
             "arena_as_planned": report.measured_arena_bytes == report.planned_arena_bytes,
             "recomputed": report.plan.recomputed_ops,
             "swapped": report.plan.swapped_bytes,
+            "copies": sum(step.do in ("offload", "prefetch") for step in report.plan.steps),
             "ops": len(report.graph.ops),
             "profiled_s": report.profile_seconds,
             "planned_s": report.plan_seconds,
@@ -269,11 +273,14 @@ def model(name: str, device: str, small: bool, micro: int = 1) -> Result:
     eager = train(device, task, "eager", steps, micro)
     joint = train(device, task, "joint", steps, micro, backend="aot_eager")
     joint["difference"] = difference(joint["numbers"], eager["numbers"])  # not demanded
-    again = train(device, task, "joint again", steps, micro, backend="aot_eager")
-    again["difference"] = difference(again["numbers"], joint["numbers"])
-    # Where kernels have no order of their own, two runs of the same code tell how far they go.
-    tolerance = max(TOLERANCE, NOISE * again["difference"])
-    rows, faults = [eager, joint, again], []
+    rows, faults, tolerance = [eager, joint], [], TOLERANCE
+    if torch.is_deterministic_algorithms_warn_only_enabled():
+        # Where kernels have no order of their own, two runs of the same code tell how far they go.
+        again = train(device, task, "joint again", steps, micro, backend="aot_eager")
+        again["difference"] = difference(again["numbers"], joint["numbers"])
+        tolerance = max(TOLERANCE, NOISE * again["difference"])
+        rows.append(again)
+    references = list(rows)
     for budget in ("100%", "60%", "40%", "min"):
         mode, options = f"coop {budget}", {"budget": budget}
         try:
@@ -283,7 +290,7 @@ def model(name: str, device: str, small: bool, micro: int = 1) -> Result:
                 raise
             rows.append({"mode": mode, "said": str(error.inner_exception).splitlines()[0]})
             continue
-        faults += held(row, eager, joint, again, tolerance=tolerance)
+        faults += held(row, *references, tolerance=tolerance)
         rows.append(row)
     for row in rows:
         row.pop("numbers", None)
@@ -460,7 +467,7 @@ def peers(device: str, small: bool) -> Result:
 def run(command: list[str]) -> Result:
     """A command's own verdict, with the end of what it said."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+    said = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
     row = {"mode": " ".join(Path(part).name for part in command[:4]), "said": said}
     return [row], [] if done.returncode == 0 else [f"exit code {done.returncode}"]
 

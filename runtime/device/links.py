@@ -98,9 +98,7 @@ class Links:
     def _new_slab(self, size: int) -> torch.Tensor:
         raise NotImplementedError
 
-    def _begin(
-        self, direction: int, target: int, source: int, size: int, least_us: float
-    ) -> Any:
+    def _begin(self, direction: int, target: int, source: int, size: int, least_us: float) -> Any:
         """Copy `size` bytes from address to address; what the copy is known by."""
         raise NotImplementedError
 
@@ -185,9 +183,7 @@ class CudaLinks(Links):
     def _new_slab(self, size: int) -> torch.Tensor:
         return pinned(size)
 
-    def _begin(
-        self, direction: int, target: int, source: int, size: int, least_us: float
-    ) -> int:
+    def _begin(self, direction: int, target: int, source: int, size: int, least_us: float) -> int:
         if capturing() and self._captured is not self._slab:
             assert self._slab is not None
             self._captured = self._slab
