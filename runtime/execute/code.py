@@ -31,8 +31,9 @@ class Code:
     tangents)` gradients; each empties the list it is given, so that nothing lives longer than it is
     needed. `saved_inputs` and `read` are as in `partition.Halves`. `replayed` are
     the generators of the random ops that run more than once, by op. Gradients by their position
-    among the primals: `slots[position]` is the slot of one that is added to its home, `left` where
-    in the arena the others lie when the step is over.
+    among the primals: `slots[position]` is the slot of one that is added to its home, None where
+    it has come back from the host by then; `left` is where in the arena the others lie when the
+    step is over.
     """
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
@@ -137,19 +138,19 @@ def _gradient_slots(
     steps: Sequence[Compute],
     program: Sequence[Slots],
     over: Mapping[int, Over],
-) -> dict[int, int]:
-    """The slot, counted over all occurrences, in which each lasting gradient is made."""
+) -> dict[int, int | None]:
+    """The slot, counted over all occurrences, in which each lasting gradient is made, if it is."""
     first = 0
     made: dict[int, int] = {}
-    found: dict[int, int] = {}
+    found: dict[int, int | None] = {}
     for number, (step, slots) in enumerate(zip(steps, program, strict=True)):
         node = captured.ops[step.op]
         if node.target is accumulate:
             position = node.args[1]
             assert isinstance(position, int)
             buffer = step.reads[0]
-            if buffer in made:
-                found[position] = made[buffer]
+            assert isinstance(buffer, int)
+            found[position] = made.get(buffer)
         buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
         taken = captured.body(step).facts.allocated_beside(over.get(number, ()))
         for i, allocation in enumerate(taken):

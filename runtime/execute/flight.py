@@ -33,7 +33,7 @@ class Runnable(Protocol):
     replayed: Mapping[int, Generator]
     saved_inputs: Sequence[int | None]
     read: Sequence[int]
-    slots: dict[int, int]
+    slots: dict[int, int | None]
     left: dict[int, int]
     watch: bool
     forward: Callable[..., Any]
@@ -174,7 +174,10 @@ class Flight:
         """Add a new gradient to the one held, or let autograd have it."""
         held = self.held.get(position)
         if held is None:
-            return gradient
+            if self.code.slots[position] is not None:
+                return gradient
+            self.code.arena.pause()
+            return gradient.clone()  # where it lies is the arena's
         held.add_(gradient)
         return None
 

@@ -148,8 +148,9 @@ class PlannedStep:
             flight.meet()
             self._note_graph()
             flight.held = held_in_place(flight.leaves)
-            slots = flight.code.slots
-            flight.run.serve_elsewhere([slots[p] for p in slots if p not in flight.held])
+            slots = flight.code.slots.items()
+            elsewhere = [slot for p, slot in slots if slot is not None and p not in flight.held]
+            flight.run.serve_elsewhere(elsewhere)
             course.given(flight, tangents)
             given = [*saved, *tangents]
             del saved, tangents

@@ -7,13 +7,14 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.layout import lay_out, lay_out_host
 
 
-def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False):
+def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False, added=False):
     """
     Every tensor of the forward that the backward reads goes to the host and comes back.
 
     Copied away once the forward is through with it, waited for an op later, and back `ahead` ops
     before it is read. With a `share` the largest ones alone, so much of their bytes. With
-    `gradients` these go as well, and come back when the step ends.
+    `gradients` these go as well, and come back when the step ends. If they are `added` to what is
+    there, they go and come back in between.
     """
     graph = options.on(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
@@ -40,6 +41,9 @@ def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False):
     for op in range(problem.op_count):
         orders += [("prefetch", t) for t, (_, late) in moved.items() if late == op + ahead]
         orders += [("wait", t) for t, (_, late) in moved.items() if late == op]
+        if added and graph.ops[op].name == "coop_plan.accumulate":
+            new = graph.ops[op].inputs[0]
+            orders += [(do, new) for do in ("offload", "wait", "prefetch", "wait")]
         orders.append(("run", op))
         orders += [("wait", t) for t, (last, _) in moved.items() if last == op - 1]
         orders += [("offload", t) for t, (last, _) in moved.items() if last == op]

@@ -19,6 +19,7 @@ from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.device.links import AWAY, BACK, CpuLinks, cpu_engines
 from coop_plan.runtime.execute import planning
 from coop_plan.schemas import Prefetch
+from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
 from tests.runtime.test_training import CASES, assert_same, compiled, train
 
@@ -71,6 +72,25 @@ def test_gradients_may_be_away_until_the_step_ends(case, monkeypatch):
     back = [s for s in report.plan.steps if isinstance(s, Prefetch)]
     assert [s for s in back if kinds[s.tensor] == "output"]
     assert (report.measured_arena_bytes, report.outside_bytes) == (report.plan.arena_bytes, 0)
+
+
+def test_gradients_that_were_away_before_they_are_added_lie_outside_the_arena(monkeypatch):
+    """Kept by the user there, they would be where the next step has its tensors."""
+    monkeypatch.setattr(planning, "plan", functools.partial(swap_plan, added=True))
+    model, batch = Mlp(), torch.randn(256, 64)
+    eager = copy.deepcopy(model)
+    step = torch.compile(model, backend="coop", options={"budget": "100%", "link": "1GB/s"})
+    for _ in range(3):
+        for part in (batch, batch + 1):
+            step(part).backward()
+            eager(part).backward()
+            (report,) = runtime.reports()
+            assert report.outside_bytes == 0
+            assert report.measured_peak_bytes <= report.budget_bytes
+        expected = [parameter.grad for parameter in eager.parameters()]
+        assert all(map(torch.equal, [p.grad for p in model.parameters()], expected))
+        model.zero_grad()
+        eager.zero_grad()
 
 
 def test_copies_take_as_long_as_the_link_says():
