@@ -157,7 +157,7 @@ def _gpus() -> list[object]:
         *sorted({torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}),
         torch.version.cuda,
         backend.version(),
-        backend.enabled and backend.benchmark,
+        backend.enabled,
         backend.deterministic,
         backend.conv.fp32_precision,
         torch.backends.cuda.matmul.fp32_precision,

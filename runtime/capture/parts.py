@@ -113,9 +113,6 @@ class _Called:
         given, along = self._cuts(), self._cut.arguments
         if any(max(along[name]) >= value.dim() for name, value in given.items()):
             return
-        on_cuda = any(value.is_cuda for value in given.values())
-        if on_cuda and torch.backends.cudnn.benchmark:  # its choice of a kernel may change
-            return
         slices = slices_of(self._cut, given)
         for name, value in given.items():
             sizes = [value.shape[dim] for dim in along[name]]

@@ -5,6 +5,7 @@ Nothing here is imported or called before a graph with CUDA tensors is captured.
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import BuildError, CudaGraphError
+from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals import cuda_allocator, keep_busy, unset_fake_temporarily
+
+log = logging.getLogger("coop-plan")
 
 FIRST, AGAIN, NEITHER, AWAY, BACK = range(5)
 """Kinds of time that `Clock` tells apart: first computations, recomputations, and the rest; waits
@@ -113,6 +117,45 @@ _captured: list[Block] = []
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
+
+
+_tried = fork_safe_lock()
+_untried = 0
+_wanted = False
+
+
+@contextmanager
+def kernels_untried() -> Iterator[None]:
+    """While this lasts, cuDNN goes by its heuristics, whatever `cudnn.benchmark` says.
+
+    What it finds by trying, it finds for each thread anew, backward threads too, and not always the
+    same: other workspaces than were planned, and recomputed results that are not those of before.
+    """
+    global _untried, _wanted
+    backend: Any = torch.backends.cudnn
+    with _tried:
+        if _untried == 0:
+            _wanted = backend.benchmark
+            if _wanted:
+                warn_of_benchmark()
+            backend.benchmark = False
+        _untried += 1
+    try:
+        yield
+    finally:
+        with _tried:
+            _untried -= 1
+            if _untried == 0:
+                backend.benchmark = _wanted
+
+
+@functools.cache
+def warn_of_benchmark() -> None:
+    """Say once that steps run without it."""
+    log.warning(
+        "planned steps run as without torch.backends.cudnn.benchmark: it tries kernels in each"
+        " thread anew, with other workspaces than were planned"
+    )
 
 
 def refuse_capture_of(names: Sequence[str]) -> None:

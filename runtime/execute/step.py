@@ -1,10 +1,10 @@
 """A planned step as AOTAutograd calls it: any number of calls, in any order of their halves."""
 
+import contextlib
 import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -200,17 +200,19 @@ class PlannedStep:
         assert saved is not None
         return saved
 
-    @contextmanager
+    @contextlib.contextmanager
     def _running(self, flight: Flight, *, fresh: bool) -> Iterator[None]:
         """Keep this thread in the arena."""
         assert flight.memory is not None
         flight.memory.tenant = None
+        on_cuda = self._clock is not None
         try:
             flight.run.begin(flight.memory, fresh=fresh, watch=flight.code.watch)
             if self._clock is not None and fresh:
                 self._clock.begin()
             try:
-                yield
+                with cuda.kernels_untried() if on_cuda else contextlib.nullcontext():
+                    yield
             finally:
                 flight.go_on()
                 if self._clock is not None:

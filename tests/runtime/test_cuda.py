@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan import runtime
 from coop_plan.runtime.capture.joint import _device_of_step, _take_over
+from coop_plan.runtime.capture.profile import _as_forwards_leave
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.generators import CpuGenerator, CudaGenerator, default_generator
 from tests.runtime import pretend
@@ -249,3 +250,15 @@ def test_only_a_capture_refuses_random_ops(device):
     cuda.refuse_capture_of([])
     with pytest.raises(runtime.CudaGraphError, match=r"2 random ops \(aten.native_dropout"):
         cuda.refuse_capture_of(["aten.native_dropout.default"] * 2)
+
+
+def test_stand_ins_of_efficient_attention_lie_where_its_forward_leaves_them():
+    """Its backward reads the seed on the CPU; on the device it ended the process."""
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    with FakeTensorMode():
+        heads = [torch.empty(2, 4, 64, 64, device="cuda") for _ in range(4)]
+        rows, number = torch.empty(2, 4, 64, device="cuda"), torch.empty((), device="cuda")
+        given = (*heads, None, heads[0], rows, number.long(), number.long(), 0.1, [True] * 4)
+        made = _as_forwards_leave(backward, given)
+    places = [value.device.type for value in made if isinstance(value, torch.Tensor)]
+    assert places == ["cuda"] * 6 + ["cpu"] * 2

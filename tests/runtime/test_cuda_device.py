@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import functools
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.device.links import AWAY, BACK, CudaLinks, cuda_streams, measured_link
 from coop_plan.runtime.execute import planning
+from coop_plan.runtime.execute.generators import CudaGenerator
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
 
@@ -226,6 +228,37 @@ def test_recomputed_dropout_cannot_be_captured(capturing):
         step(batch)
 
 
+def test_dropout_that_runs_once_can_be_captured(capturing, monkeypatch):
+    """PyTorch does not tell the state of a generator meanwhile."""
+    step, batch = compiled(Mlp(0.2).cuda(), "100%"), torch.randn(256, 64, device="cuda")
+    step(batch).backward()
+    capturing(True)
+    refused = RuntimeError("Cannot call CUDAGeneratorImpl::get_offset during CUDA graph capture")
+    monkeypatch.setattr(CudaGenerator, "state", Mock(side_effect=refused))
+    loss = step(batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(runtime.CudaGraphError, match="would have to run again"):
+        loss.backward()
+
+
+def test_cudnn_tries_no_kernels_in_a_step(monkeypatch, caplog):
+    """It would do so in each thread, with any workspace."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    cuda.warn_of_benchmark.cache_clear()
+    found, mark = [], cuda.Clock.mark
+
+    def seen(clock, kind):
+        found.append(torch.backends.cudnn.benchmark)
+        mark(clock, kind)
+
+    monkeypatch.setattr(cuda.Clock, "mark", seen)
+    compiled(Mlp().cuda(), "100%")(torch.randn(256, 64, device="cuda")).backward()
+    assert len(found) > 2
+    assert found.count(True) == 2  # the mark that ends each half
+    assert torch.backends.cudnn.benchmark
+    assert "cudnn.benchmark" in caplog.text
+
+
 def test_an_arena_does_not_move_once_it_was_captured(capturing):
     model = Mlp()
     model.cuda()
@@ -264,11 +297,16 @@ def test_a_cuda_graph_of_a_step_gives_its_numbers():
     assert all(map(torch.equal, found, expected))
 
 
+def pretended():
+    return ctypes.CDLL(str(torch_internals.CUDA_LIBRARY))
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as can be"])
-def test_copies_whenever_they_happen(late, monkeypatch):
+def test_copies_whenever_they_happen(late, monkeypatch, request):
     """A copy may happen at any time from where it is asked for to the wait for it."""
     if torch.cuda.get_device_name() == "Pretended":  # a device decides for itself
-        ctypes.CDLL(str(torch_internals.CUDA_LIBRARY)).pretended_late(late)
+        request.addfinalizer(lambda: pretended().pretended_late(False))
+        pretended().pretended_late(late)
     monkeypatch.setattr(planning, "plan", swap_plan)
     model = Mlp(0.3).cuda()
     other, batch = copy.deepcopy(model), torch.randn(256, 64, device="cuda")
@@ -286,8 +324,7 @@ def test_copies_whenever_they_happen(late, monkeypatch):
 
 def waits():
     """Of a pretended device, which stream waited for which."""
-    library = ctypes.CDLL(str(torch_internals.CUDA_LIBRARY))
-    found = []
+    library, found = pretended(), []
     while torch.cuda.get_device_name() == "Pretended":
         found.append((library.pretended_wait(len(found), 0), library.pretended_wait(len(found), 1)))
         if found[-1] == (-1, -1):

@@ -1,12 +1,10 @@
 """Ops run in parts are ATen's to the bit, and results lie in the place of what was cut as they."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 
 import coop_plan
@@ -210,14 +208,3 @@ def test_results_that_leave_the_step_lie_in_no_place():
     kinds = {tensor.id: tensor.kind for tensor in graph.tensors}
     pairs = [pair for op in graph.ops for v in op.variants for pair in v.inplace]
     assert all(kinds[t] == "activation" for pair in pairs for t in pair)
-
-
-def test_no_kernel_is_cut_whose_choice_may_change(monkeypatch):
-    """With `cudnn.benchmark` what was the same when tried need not be so afterwards."""
-    with FakeTensorMode():
-        x, w = torch.empty(8, 8, 16, 16, device="cuda"), torch.empty(8, 8, 3, 3, device="cuda")
-    facts = SimpleNamespace(outputs=(object(),))
-    called = parts._Called(aten.convolution.default, (x, w, None, *CONVOLUTION), {}, facts)
-    assert list(called._parts())
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert not list(called._parts())

@@ -93,6 +93,13 @@ def test_gradients_that_were_away_before_they_are_added_lie_outside_the_arena(mo
         eager.zero_grad()
 
 
+def test_the_slab_is_the_hosts_whatever_the_default_device():
+    links = CpuLinks()
+    with torch.device("meta"):
+        links.reserve(64)
+    assert links._slab.device.type == "cpu"
+
+
 def test_copies_take_as_long_as_the_link_says():
     """In each direction one after the other."""
     _, other, step, batch = pair("mlp", "200MB/s")
@@ -113,12 +120,12 @@ def fails_once(monkeypatch, direction):
     begin = CpuLinks._begin
     left = [direction]
 
-    def broken(links, towards, storage, there, least_us):
+    def broken(links, towards, target, source, size, least_us):
         if towards not in left:
-            return begin(links, towards, storage, there, least_us)
+            return begin(links, towards, target, source, size, least_us)
         left.clear()
         engine = cpu_engines()[towards]
-        return engine, build.links().ask(engine, 0, 0, storage.nbytes(), least_us)
+        return engine, build.links().ask(engine, 0, 0, size, least_us)
 
     monkeypatch.setattr(CpuLinks, "_begin", broken)
 
