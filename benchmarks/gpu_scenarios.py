@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_checks import (
+    CHECKS,
     MEGA,
     ROOM,
     SLACK_BYTES,
@@ -66,29 +67,32 @@ def roofline(device: str, small: bool) -> Result:
         if name == "gpt2-fp32":
             continue
         torch.manual_seed(0)
-        model, loss, batch = TASKS[name](small)
-        model.to(device)
+        network, loss, batch = TASKS[name](small)
+        network.to(device)
 
-        def step(batch: torch.Tensor, model: Any = model, loss: Any = loss) -> torch.Tensor:
+        def step(batch: torch.Tensor, model: Any = network, loss: Any = loss) -> torch.Tensor:
             made: torch.Tensor = loss(model, batch)
             return made
 
         given = (batch.to(device),)
         measured, modelled = capture(step, given), capture(step, given, model=Roofline(spec))
         pairs = [
-            (said.cost_us, took.cost_us)
+            (said.cost_us, took.cost_us, took.name)
             for said, took in zip(modelled.ops, measured.ops, strict=True)
             if took.cost_us > spec.launch_us and said.cost_us
         ]
-        ratios = sorted(max(said / took, took / said) for said, took in pairs)
-        total = sum(said for said, _ in pairs) / sum(took for _, took in pairs)
+        ratios = sorted(max(said / took, took / said) for said, took, _ in pairs)
+        total = sum(said for said, *_ in pairs) / sum(took for _, took, _ in pairs)
+        far = sorted(set(pairs), key=lambda pair: -abs(pair[0] - pair[1]))[:10]
+        listed = ", ".join(f"{name} {said:.0f} for {took:.0f}" for said, took, name in far)
         said = (
             f"{len(ratios)} ops; modelled and measured times differ by a factor of"
             f" {statistics.median(ratios):.2f} (median), {ratios[len(ratios) * 9 // 10]:.2f}"
-            f" (90th percentile); sum of all modelled / measured {total:.2f}"
+            f" (90th percentile); sum of all modelled / measured {total:.2f};"
+            f" farthest, us: {listed}"
         )
         rows.append({"mode": name, "said": said})
-        del model, measured, modelled
+        del network, measured, modelled
         gc.collect()
     return rows, []
 
@@ -412,23 +416,23 @@ def memory(device: str, small: bool) -> Result:
 
 
 def settings(device: str, small: bool) -> Result:
-    """GPT-2 once more under other allocators' settings, ResNet with `cudnn.benchmark`."""
+    """A small GPT-2 under other settings of PyTorch's allocator."""
     rows: list[Row] = []
     faults: list[str] = []
-    for name, value, check in (
-        ("PLAIN", "1", "gpt2-bf16"),
-        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "gpt2-bf16"),
-        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "gpt2-bf16"),
-        ("COOP_GPU_BENCHMARK", "1", "resnet50"),
-    ):
-        command = [sys.executable, "-m", "benchmarks.gpu_step", "--only", check]
-        command += ["--small"]
-        os.environ[name] = value
+    for value in ("expandable_segments:True", "backend:cudaMallocAsync"):
+        os.environ["PYTORCH_ALLOC_CONF"] = value
+        command = [sys.executable, "-m", "benchmarks.gpu_step", "--small", "--only", "gpt2-bf16"]
         made, wrong = run(command)
-        del os.environ[name]
-        rows.append({"mode": f"{name}={value}", "said": made[0]["said"]})
-        faults += [f"{name}={value}: {fault}" for fault in wrong]
+        rows.append({"mode": value, "said": made[0]["said"]})
+        faults += [f"{value}: {fault}" for fault in wrong]
+    del os.environ["PYTORCH_ALLOC_CONF"]
     return rows, faults
+
+
+def tried(device: str, small: bool) -> Result:
+    """ResNet-50 where the user wants cuDNN to try its kernels."""
+    torch.backends.cudnn.benchmark = True
+    return CHECKS["resnet50"](device, small)
 
 
 SCENARIOS: dict[str, Callable[[str, bool], Result]] = {
@@ -441,4 +445,5 @@ SCENARIOS: dict[str, Callable[[str, bool], Result]] = {
     "loops": loops,
     "memory": memory,
     "settings": settings,
+    "tried": tried,
 }
