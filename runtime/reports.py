@@ -67,7 +67,8 @@ class StepReport:
     """From Dynamo's graph to running code: AOTAutograd's tracing, profiling and planning in it."""
     last_step_us: float | None = None
     """Time inside the ops of the last step, forward and backward, µs. On CUDA this and
-    `measured_overhead` are times on the device, of the last step that was over when one began."""
+    `measured_overhead` are times on the device, of the last step that was over when one began; the
+    first steps are timed there, and then some."""
 
     measured_host_arena_bytes: int = 0
     """How far the slab on the host was used in the last step."""
