@@ -13,7 +13,7 @@ from math import fsum
 import msgspec
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError
-from coop_plan.planner.planning import plan
+from coop_plan.planner.planning import plan, plan_if_it_fits
 from coop_plan.schemas import Graph, InvalidInputError, Plan
 
 MAX_CAPTURES = 6
@@ -184,7 +184,8 @@ class _Search:
         if key not in self._guesses:
             small, large = (self._capture(b) for b in pair)
             position = (batch - pair[0]) / (pair[1] - pair[0])
-            self._guesses[key] = self.within(scaled(small, large, position))
+            guessed = scaled(small, large, position)
+            self._guesses[key] = plan_if_it_fits(guessed, self._memory, link=self._link)
         return self._guesses[key]
 
     def _planned(self, batch: int) -> Plan | None:

@@ -159,8 +159,30 @@ def plan(
         InfeasibleBudgetError: the method cannot meet the budget.
         TimeLimitError: no plan before the time limit.
     """
+    return _plan(graph, PlanOptions.given(budget, fields), progress)
+
+
+def plan_if_it_fits(graph: Graph, budget: str | int, **fields: Unpack[OptionFields]) -> Plan | None:
+    """
+    As `plan`; None where the method finds nothing, without a search for the smallest budget.
+
+    Of a method that is not monotone that search may find a plan within a budget after all.
+    """
+    try:
+        return _plan(graph, PlanOptions.given(budget, fields), None, at_once=True)
+    except DoesNotFitError:
+        return None
+
+
+def _plan(
+    graph: Graph,
+    options: PlanOptions,
+    progress: Callable[[Progress], None] | None,
+    *,
+    at_once: bool = False,
+) -> Plan:
+    """`at_once`, what finds nothing raises `DoesNotFitError`."""
     started = time.monotonic()
-    options = PlanOptions.given(budget, fields)
     info = options.info
     graph = options.on(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
@@ -199,6 +221,8 @@ def plan(
     except DoesNotFitError as error:
         if fits:
             return finish(kept(everything), budget_bytes)
+        if at_once:
+            raise
         blocking = None if limit < 0 else error.op
     least = task.minimum(everything)
     if least.placed.arena_bytes <= limit:  # the method is not monotone: a smaller arena worked
