@@ -41,6 +41,10 @@ PATIENCE = 50
 """Looks, 1 ms apart, at gradients that nobody may hold any more, before a step is planned anew."""
 
 
+FIRST_STEPS = 2
+"""On CUDA, steps in which libraries may take their workspaces."""
+
+
 class PlannedStep:
     """One compiled step; `lines` are the user's lines of its graph, `call` what it is compiled for.
 
@@ -305,6 +309,7 @@ class PlannedStep:
         peak = self.report.measured_peak_bytes
         over = peak > self.report.budget_bytes + TOLERANCE
         if self._clock is not None:
+            self._tell_of_strays(counters)
             return
         if not flight.alone:
             if over:
@@ -333,6 +338,22 @@ class PlannedStep:
         text = self._taken()
         if counters.stray_count:
             text += f"; outside the plan: {self.report.outside_plan}"
+        if self._strict:
+            raise BudgetExceededError(text)
+        self._warn(text)
+
+    def _tell_of_strays(self, counters: Counters) -> None:
+        """Of what lay outside the plan on CUDA; how much of it at once, nobody counts there.
+
+        In the first steps libraries take workspaces, once for each thread.
+        """
+        if not counters.outside_bytes or self.report.steps_run <= FIRST_STEPS:
+            return
+        text = (
+            f"{self.lines.begin}: ops of '{self.report.name}' took"
+            f" {format_bytes(counters.outside_bytes)}, one after the other, that do not lie where"
+            " they were planned: its budget may not have been kept"
+        )
         if self._strict:
             raise BudgetExceededError(text)
         self._warn(text)

@@ -1,8 +1,10 @@
 """Steps on a CUDA device. Without one, test_cuda.py runs these on a pretended one."""
 
+import contextlib
 import copy
 import ctypes
 import functools
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -257,6 +259,40 @@ def test_cudnn_tries_no_kernels_in_a_step(monkeypatch, caplog):
     assert found.count(True) == 2  # the mark that ends each half
     assert torch.backends.cudnn.benchmark
     assert "cudnn.benchmark" in caplog.text
+
+
+KEPT = None
+"""What `keeps` keeps, if it is to."""
+
+
+@torch.library.custom_op("coop_tests::keeps", mutates_args=())
+def keeps(x: torch.Tensor) -> torch.Tensor:
+    made = x.clone()
+    if KEPT is not None:
+        KEPT.append(made.detach())
+    return made
+
+
+keeps.register_fake(torch.empty_like)
+keeps.register_autograd(lambda _, gradient: gradient.clone())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_lies_elsewhere_than_planned_is_told(strict, monkeypatch, caplog):
+    model, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
+    step = compiled(lambda x: model(keeps(model.layers[0](x))), "100%", strict=strict)
+    for _ in range(4):
+        step(batch).backward()
+        model.zero_grad()
+    assert "may not have been kept" not in caplog.text
+    monkeypatch.setattr(sys.modules[__name__], "KEPT", [])
+    told = pytest.raises(runtime.BudgetExceededError, match="may not have been kept")
+    with told if strict else contextlib.nullcontext():
+        step(batch).backward()
+        step(batch).backward()
+    if not strict:
+        assert runtime.reports()[-1].outside_bytes > 0
+        assert "may not have been kept" in caplog.text
 
 
 def test_an_arena_does_not_move_once_it_was_captured(capturing):
