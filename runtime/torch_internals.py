@@ -758,6 +758,15 @@ FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backwar
 EFFICIENT_BACKWARD: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 """Attention's backwards on CUDA, whose arguments are the gradient, query, key, value, ..."""
 
+SEEDS_ON_CPU = (
+    EFFICIENT_BACKWARD.default,
+    torch.ops.aten._efficient_attention_backward.default,
+)
+"""Backwards that dereference `philox_seed` and `philox_offset` outside a capture.
+
+Assumed: aten/native/transformers/cuda/attention_backward.cu, where there is dropout.
+"""
+
 FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention
 FLASH_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

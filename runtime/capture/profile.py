@@ -27,6 +27,7 @@ from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals import (
+    SEEDS_ON_CPU,
     OpOverload,
     argument_names,
     has_no_memory,
@@ -197,21 +198,15 @@ def _totals(value: object) -> tuple[int, ...]:
     return (value,) if type(value) is int and value > 1 else ()
 
 
-EFFICIENT_ATTENTION_BACKWARDS = (
-    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default,
-    torch.ops.aten._efficient_attention_backward.default,
-)
-
-
 def _as_forwards_leave(target: Callable[..., Any], given: Any) -> Any:
     """Stand-ins for what an op's forward leaves to it alone, which crashes on anything else.
 
     Efficient attention with dropout leaves its seed and offset on the CPU, whatever its fake result
-    says, and its backward reads them there (aten/native/transformers/cuda/attention_backward.cu).
+    says, and its backward reads them there.
     """
     if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
         return (*given[:22], _rnn_workspace(given))
-    if target in EFFICIENT_ATTENTION_BACKWARDS:
+    if target in SEEDS_ON_CPU:
         at = map(argument_names(target).index, ("philox_seed", "philox_offset"))
         read = {i: given[i].cpu() for i in at}
         return tuple(read.get(i, value) for i, value in enumerate(given))
