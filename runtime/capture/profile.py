@@ -206,7 +206,7 @@ def _as_forwards_leave(target: Callable[..., Any], given: Any) -> Any:
     """
     if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
         return (*given[:22], _rnn_workspace(given))
-    if target in SEEDS_ON_CPU:
+    if isinstance(target, OpOverload) and target in SEEDS_ON_CPU:
         at = map(argument_names(target).index, ("philox_seed", "philox_offset"))
         read = {i: given[i].cpu() for i in at}
         return tuple(read.get(i, value) for i, value in enumerate(given))
