@@ -185,7 +185,7 @@ class JointSearch:
             self.capacity = min(self.capacity * params.looser, float(arena))
         else:
             self.failed += 1
-            over = layout.placed.arena_bytes / arena if self.placed is None else 1.0
+            over = layout.placed.arena_bytes / max(1, arena) if self.placed is None else 1.0
             self.capacity /= max(params.tighter, over)
         self.seconds += time.monotonic() - begin
 

@@ -16,7 +16,7 @@ import torch
 from coop_plan.runtime.capture.devices import DeviceSpec
 from coop_plan.runtime.capture.profile import profile
 from coop_plan.runtime.capture.roofline import Work, work_of
-from coop_plan.runtime.device.cuda import device_us
+from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals import FLASH, FLASH_ON_CPU, FakeTensorMode, OpOverload
@@ -28,6 +28,14 @@ Measured = list[tuple[Work, float]]
 
 LARGE = 1 << 24
 """Elements that no cache holds, of float32."""
+
+
+SIZES = {
+    "cpu": ((256, 512, 1024), (1024,), 8),
+    "cuda": ((1024, 2048, 4096), (2048, 4096, 8192), 64),
+}
+"""Sides of matrix products in float32 and in bfloat16, and images, that fill a device: a GPU
+reaches a third of its peak at 1024."""
 
 
 def calibrated(kind: str, name: str = "") -> DeviceSpec:
@@ -55,7 +63,7 @@ def calibrated(kind: str, name: str = "") -> DeviceSpec:
     link: dict[str, float] = {}
     if kind == "cuda":
         here = torch.cuda.current_device()
-        link = measured_link(torch.device(kind, here), partial(device_us, here))
+        link = measured_link(torch.device(kind, here), partial(cuda.device_us, here))
     return DeviceSpec(
         name=name or _name(kind),
         kind="cuda" if kind == "cuda" else "cpu",
@@ -94,12 +102,8 @@ def _calls() -> list[tuple[OpOverload, tuple[Any, ...]]]:
         return torch.empty(shape, dtype=dtype)
 
     half = torch.bfloat16
-    cuda = made(1).device.type == "cuda"
-    # What fills the device: a GPU reaches a third of its peak at 1024.
-    sides, half_sides = (
-        ((1024, 2048, 4096), (2048, 4096, 8192)) if cuda else ((256, 512, 1024), (1024,))
-    )
-    images = 64 if cuda else 8
+    kind = made(1).device.type
+    sides, half_sides, images = SIZES[kind]
     image, kernel, narrow = made(images, 64, 56, 56), made(64, 64, 3, 3), made(128, 64, 1, 1)
     options = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     closed = (None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
@@ -120,7 +124,7 @@ def _calls() -> list[tuple[OpOverload, tuple[Any, ...]]]:
         (aten.add.Tensor, (made(1), made(1))),
         (aten.relu.default, (made(1),)),
     ]
-    if not cuda:
+    if kind == "cpu":
         calls.append((FLASH_ON_CPU.default, tuple(heads)))
     else:
         narrowed = tuple(head.to(half) for head in heads)

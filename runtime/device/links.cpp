@@ -262,21 +262,21 @@ PyObject* cuda_event(PyObject*, PyObject*) {
 }
 
 PyObject* cuda_copy(PyObject*, PyObject* args) {
-  unsigned long long target, source, current, stream, before, after;
+  unsigned long long target, source, current, stream, event;
   Py_ssize_t bytes;
-  if (!PyArg_ParseTuple(args, "KKnKKKK", &target, &source, &bytes, &current, &stream, &before,
-                        &after)) {
+  if (!PyArg_ParseTuple(args, "KKnKKK", &target, &source, &bytes, &current, &stream, &event)) {
     return nullptr;
   }
+  // Twice the same event: a wait is for what was recorded when it was asked for.
   int code = 0;
   Py_BEGIN_ALLOW_THREADS;
-  code = device.record(as_pointer(before), as_pointer(current));
-  if (code == 0) code = device.wait(as_pointer(stream), as_pointer(before), 0);
+  code = device.record(as_pointer(event), as_pointer(current));
+  if (code == 0) code = device.wait(as_pointer(stream), as_pointer(event), 0);
   if (code == 0) {
     code = device.copy(as_pointer(target), as_pointer(source), static_cast<size_t>(bytes),
                        kByAddress, as_pointer(stream));
   }
-  if (code == 0) code = device.record(as_pointer(after), as_pointer(stream));
+  if (code == 0) code = device.record(as_pointer(event), as_pointer(stream));
   Py_END_ALLOW_THREADS;
   return none_or(code);
 }
@@ -291,7 +291,7 @@ PyMethodDef methods[] = {
     {"cuda_bind", cuda_bind, METH_VARARGS, "(addresses: create, record, wait, copy)"},
     {"cuda_event", cuda_event, METH_NOARGS, "() -> handle of an event on the current device"},
     {"cuda_copy", cuda_copy, METH_VARARGS,
-     "(to, from, bytes, current stream, stream, event before, event after)"},
+     "(to, from, bytes, current stream, stream, event): on stream, after what is on the current one."},
     {"cuda_wait", cuda_wait, METH_VARARGS, "(stream, event): it goes on after it."},
     {"open", link_open, METH_NOARGS, "() -> handle of a thread that copies"},
     {"close", link_close, METH_O, "End the thread once its copies are over."},

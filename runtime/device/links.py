@@ -158,8 +158,6 @@ class CudaLinks(Links):
         super().__init__()
         self._captured: torch.Tensor | None = None
         self._device = device
-        self._before = self._new_event()
-        self._free: list[int] = []
 
     def __del__(self) -> None:
         super().__del__()
@@ -176,10 +174,6 @@ class CudaLinks(Links):
             for stream in cuda_streams(self._device):
                 stream.synchronize()
 
-    def _new_event(self) -> int:
-        with torch.cuda.device(self._device):
-            return int(_cuda_calls().cuda_event())
-
     def _new_slab(self, size: int) -> torch.Tensor:
         return pinned(size)
 
@@ -188,9 +182,9 @@ class CudaLinks(Links):
             assert self._slab is not None
             self._captured = self._slab
             _captured.append(self._slab)
-        event = self._free.pop() if self._free else self._new_event()
+        event = _event(self._device)
         streams = self._current(), cuda_streams(self._device)[direction].cuda_stream
-        _cuda_calls().cuda_copy(target, source, size, *streams, self._before, event)
+        _cuda_calls().cuda_copy(target, source, size, *streams, event)
         return event
 
     def _current(self) -> int:
@@ -198,11 +192,15 @@ class CudaLinks(Links):
 
     def _wait(self, ticket: Ticket) -> None:
         _cuda_calls().cuda_wait(self._current(), ticket.name)
-        self._free.append(ticket.name)  # a wait is for what was recorded when it was asked for
+        _spare_events(self._device).append(ticket.name)  # what it waits for is settled
 
     def _settle(self) -> None:
         for ticket in self._held:
             self._wait(ticket)
+
+
+CALLS = ("cudaEventCreateWithFlags", "cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync")
+"""What copies ask of the CUDA runtime."""
 
 
 @functools.cache
@@ -213,8 +211,18 @@ def _cuda_calls() -> Any:
     return ext
 
 
-CALLS = ("cudaEventCreateWithFlags", "cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync")
-"""What copies ask of the CUDA runtime."""
+@functools.cache
+def _spare_events(device: int) -> list[int]:
+    """Events of a device that no copy has: there are as many as were ever in flight at once."""
+    return []
+
+
+def _event(device: int) -> int:
+    try:
+        return _spare_events(device).pop()  # another thread may have taken the last one
+    except IndexError:
+        with torch.cuda.device(device):
+            return int(_cuda_calls().cuda_event())
 
 
 @functools.cache

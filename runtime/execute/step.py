@@ -40,7 +40,6 @@ _planning = fork_safe_lock()
 PATIENCE = 50
 """Looks, 1 ms apart, at gradients that nobody may hold any more, before a step is planned anew."""
 
-
 FIRST_STEPS = 2
 """On CUDA, steps in which libraries may take their workspaces."""
 
@@ -104,7 +103,7 @@ class PlannedStep:
                     self._take_times(*times, self._clock.stall_us)
             pool = self._pools.here()
             # PyTorch does not say where they stand while a CUDA graph is captured.
-            generators = [] if self._clock is not None and cuda.capturing() else self._generators
+            generators = [] if self._is_captured() else self._generators
             flight = Flight(self.report.name, self._code, pool, self._room, generators)
             passing = [i for i in self._passable if _is_made(inputs[i])]
             call = Call(self._captured, self._clock, passing)
@@ -167,6 +166,9 @@ class PlannedStep:
 
         return boxed(backward)
 
+    def _is_captured(self) -> bool:
+        return self._clock is not None and cuda.capturing()
+
     def _note_graph(self) -> None:
         """Say what to write instead before PyTorch refuses a double backward without it."""
         if self._noted or not makes_a_graph():
@@ -181,18 +183,18 @@ class PlannedStep:
 
     def _forward_again(self, flight: Flight) -> Sequence[Any]:
         """The saved tensors of a flight whose memory was given to another."""
+        if self._generators and self._is_captured():
+            raise CudaGraphError(
+                f"the forward of '{self.report.name}' would have to run again in a CUDA graph,"
+                f" because {flight.why_again}, and PyTorch does not let its random numbers be drawn"
+                " again there"
+            )
         if not self.report.forwards_again:
             log.warning(
                 "%s: '%s' runs its forward again before its backward, because %s",
                 *(self.lines.begin, self.report.name, flight.why_again),
             )
         self.report.forwards_again += 1
-        if self._clock is not None and self._generators and cuda.capturing():
-            raise CudaGraphError(
-                f"the forward of '{self.report.name}' would have to run again in a CUDA graph,"
-                f" because {flight.why_again}, and PyTorch does not let its random numbers be drawn"
-                " again there"
-            )
         with flight.rewound():
             flight.home.admit(flight)
             if flight.copies is not None:
@@ -209,13 +211,13 @@ class PlannedStep:
         """Keep this thread in the arena."""
         assert flight.memory is not None
         flight.memory.tenant = None
-        on_cuda = self._clock is not None
+        untried = contextlib.nullcontext() if self._clock is None else cuda.kernels_untried()
         try:
             flight.run.begin(flight.memory, fresh=fresh, watch=flight.code.watch)
             if self._clock is not None and fresh:
                 self._clock.begin()
             try:
-                with cuda.kernels_untried() if on_cuda else contextlib.nullcontext():
+                with untried:
                     yield
             finally:
                 flight.go_on()
@@ -338,9 +340,7 @@ class PlannedStep:
         text = self._taken()
         if counters.stray_count:
             text += f"; outside the plan: {self.report.outside_plan}"
-        if self._strict:
-            raise BudgetExceededError(text)
-        self._warn(text)
+        self._refuse(text)
 
     def _tell_of_strays(self, counters: Counters) -> None:
         """Of what lay outside the plan on CUDA; how much of it at once, nobody counts there.
@@ -354,6 +354,10 @@ class PlannedStep:
             f" {format_bytes(counters.outside_bytes)}, one after the other, that do not lie where"
             " they were planned: its budget may not have been kept"
         )
+        self._refuse(text)
+
+    def _refuse(self, text: str) -> None:
+        """An error where the budget is strict, else a warning."""
         if self._strict:
             raise BudgetExceededError(text)
         self._warn(text)
