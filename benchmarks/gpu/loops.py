@@ -1,0 +1,96 @@
+"""Training loops that are not one step after the other: eager's numbers come of them, too."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.tasks import gpt2
+from benchmarks.gpu.training import TOLERANCE, Result, difference, fresh
+
+
+def scaled(device: str, small: bool) -> Result:
+    """Autocast to float16 with a GradScaler whose first scales overflow."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for mode, given in _three():
+        fresh(device)
+        torch.manual_seed(0)
+        model, loss_of, batch = gpt2(small, torch.float16)
+        model, batch = model.to(device), batch.to(device)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**40, enabled=True)
+
+        run: Any = torch.compile(loss_of, dynamic=False, **given) if given else loss_of
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        torch.manual_seed(1)
+        losses, scales = [], []
+        for _ in range(8):
+            loss = run(model, batch)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+            scales.append(torch.tensor(scaler.get_scale()))
+            del loss
+        state = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+        found[mode] = [*losses, *scales, state, *(p.detach().cpu() for p in model.parameters())]
+    return _compared(found)
+
+
+def _three() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Eager, the joint graph, and ours under little."""
+    yield "eager", {}
+    yield "joint", {"backend": "aot_eager"}
+    yield "coop 50%", {"backend": "coop", "options": {"budget": "50%"}}
+
+
+def _compared(found: dict[str, list[torch.Tensor]]) -> Result:
+    ours = found["coop 50%"]
+    least = min(difference(ours, found[mode]) for mode in ("eager", "joint"))
+    said = f"numbers, states and scales differ from eager's or the joint graph's by {least:.1e}"
+    return [{"mode": "coop 50%", "said": said}], [] if least <= TOLERANCE else ["numbers"]
+
+
+def loops(device: str, small: bool) -> Result:
+    """Two models by turns, batches copied on a side stream, a kept gradient, the generator."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for mode, given in _three():
+        fresh(device)
+        torch.manual_seed(0)
+        torch.set_default_device(device)
+        kept: list[Any] = []
+        numbers: list[torch.Tensor] = []
+        models = [gpt2(True)[0].to(device) for _ in range(2)]
+        batches = [torch.randint(0, 100, (4, 64), device="cpu") for _ in range(6)]
+        batches = batches if small else [batch.pin_memory() for batch in batches]
+
+        loss_of = gpt2(True)[1]
+        run: Any = torch.compile(loss_of, dynamic=False, **given) if given else loss_of
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.manual_seed(1)
+        for batch in batches:
+            with torch.cuda.stream(side):
+                there = batch.to(device, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(side)
+            there.record_stream(torch.cuda.current_stream())
+            for model in models:
+                loss = run(model, there)
+                loss.backward()
+                numbers.append(loss.detach().cpu())
+                kept.append([(p.grad, p.grad.clone()) for p in model.parameters()])
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 1e-2 * parameter.grad
+                        parameter.grad = None
+        numbers += [p.detach().cpu() for model in models for p in model.parameters()]
+        found[mode] = [*numbers, torch.cuda.get_rng_state()]
+        torch.set_default_device("cpu")
+        if not all(torch.equal(a, b) for pairs in kept for a, b in pairs):
+            return [], [f"{mode}: a gradient that was kept has changed"]
+    return _compared(found)
+
+
+LOOPS: dict[str, Callable[[str, bool], Result]] = {"scaled": scaled, "loops": loops}
