@@ -20,10 +20,16 @@ from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.copies import Copies
 from coop_plan.runtime.execute.generators import Generator
 from coop_plan.runtime.torch_internals import tensor_version
+from coop_plan.schemas import Plan
 
 _numbers = itertools.count()
 _flights: "dict[int, Flight]" = {}
 """By number. One operation of a dict at a time: a ticket may be dropped on any thread."""
+
+
+def room(plan: Plan) -> int:
+    """Bytes that a plan's budget has for arenas, beside what lies outside of them."""
+    return plan.budget_bytes - (plan.peak_bytes - plan.arena_bytes)
 
 
 class Runnable(Protocol):
@@ -73,7 +79,7 @@ class Home(Protocol):
 class Flight:
     """One call of a step, named `name`, that runs as `code` in a memory from `home`.
 
-    `room` is how many bytes its budget has for its arena and outputs.
+    `room` is how many bytes its budget has for arenas (`room`).
 
     Between the halves it waits, with `saved` tensors in `memory`, unless another took that: then
     they are computed again, from the inputs and the states of `generators` at the start.

@@ -18,6 +18,7 @@ from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.runtime.capture.joint import RUNTIME, Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.code import Code
+from coop_plan.runtime.execute.flight import room
 from coop_plan.runtime.execute.partition import inputs_of, tangents_of
 from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.options import Options
@@ -112,7 +113,7 @@ def plan_regions(
         plan_cached=cached,
     )
     add(report)
-    return Regions(codes, made.budget_bytes - made.resident_bytes, between, report)
+    return Regions(codes, room(made), between, report)
 
 
 class _Layout:

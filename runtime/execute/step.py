@@ -18,7 +18,7 @@ from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.copies import Copies
 from coop_plan.runtime.execute.course import TOLERANCE, addresses
-from coop_plan.runtime.execute.flight import Flight, Runnable, flight_of
+from coop_plan.runtime.execute.flight import Flight, Runnable, flight_of, room
 from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
 from coop_plan.runtime.execute.pool import Pools, claim
@@ -74,7 +74,7 @@ class PlannedStep:
         self._noted = False
         self._gave_up = False
         self._learned = False
-        self._room = plan.budget_bytes - plan.resident_bytes
+        self._room = room(plan)
         self._outputs = captured.num_fwd_outputs
         self._copied = copied(captured)
         self._parameters = _parameters(captured)
@@ -280,7 +280,7 @@ class PlannedStep:
     def _plan_anew(self) -> None:
         captured, plan, cached = self._residents.plan()
         self._code = Code(captured, plan, self._clock)
-        self._room = plan.budget_bytes - plan.resident_bytes
+        self._room = room(plan)
         self.report.replace_plan(captured, plan, cached=cached)
 
     @staticmethod
@@ -310,9 +310,9 @@ class PlannedStep:
         self._measure(counters, sum(flight.beside.values()), flight.copies)
         peak = self.report.measured_peak_bytes
         over = peak > self.report.budget_bytes + TOLERANCE
-        if self._clock is not None:
+        if self._clock is not None:  # where the counters do not know how much there was at once
             self._tell_of_strays(counters)
-            return
+            over = False
         if not flight.alone:
             if over:
                 self._warn(f"{self._taken()}, beside others that wait for their backward")
