@@ -178,7 +178,7 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
 
     def overheads(name: str, rules: tuple[Rule, ...]) -> list[float]:
         graph, peak = graphs[name]
-        problem = Problem.from_graph(graph, args.alignment, args.outputs)
+        problem = Problem.from_graph(graph, args.alignment, args.outputs, host_budget=0)
         params = replace(DEFAULTS, portfolio=replace(DEFAULTS.portfolio, rules=rules))
         found = []
         for share in shares:
