@@ -62,19 +62,17 @@ def captured(network: str, name: str, batch: int | None = None) -> Graph:
 
 
 def methods(network: str, spec: str) -> list[str]:
-    """Overheads at half of the peak, the smallest share, two measures of fragmentation."""
+    """Overheads at half of the peak, and two measures of fragmentation."""
     graph = captured(network, spec)
     kept = plan(graph, "100%", method="keep-all")
     half = kept.peak_bytes // 2
     made = {name: _planned(graph, half, name) for name in ("dtr", "dte", "coop", "coop-offline")}
-    least = plan(graph, "min", method="coop-offline", host_budget=0)
     offline, coop = made["coop-offline"], made["coop"]
     return [
         network,
         str(inspect.signature(getattr(networks, network)).parameters["batch"].default),
         format_bytes(kept.peak_bytes),
         *map(_overhead, made.values()),
-        f"{least.peak_bytes / kept.peak_bytes:.1%}",
         "-" if offline is None else f"{offline.fragmentation:.2%}",
         "-"
         if coop is None or coop.eviction_free_ratio is None
