@@ -21,8 +21,9 @@ def climb(portfolio: Portfolio) -> None:
     evictions took. Each has its own steps, so that neither takes from the other.
     """
     params = portfolio.params.climb
-    steps = params.ops // max(1, portfolio.problem.op_count)
-    steps = min(params.most_steps, max(params.fewest_steps, steps))
+    ops = max(1, portfolio.problem.op_count)
+    most = min(params.most_steps, params.steps_per_op * ops)
+    steps = max(params.fewest_steps, min(most, params.ops // ops))
     climbs = _starts(portfolio)
     turns = -(-steps // max(1, len(climbs) // 2))
     for done, one in enumerate(climbs * turns):

@@ -136,6 +136,7 @@ class ClimbParams(Params):
     """The same as steps, at least."""
 
     most_steps: Size = 500
+    steps_per_op: Count = 4
     """The same as steps, at most: not below `fewest_steps`."""
 
     spacing: Count = 2
@@ -286,7 +287,8 @@ class ResequencingParams(Params):
     """Share of the incumbent's cost that a sequence must save to have its layout tried."""
 
     settling_steps: Count = 50_000
-    """Steps of the walk that ends every search without a deadline."""
+    settling_steps_per_event: Count = 400
+    """The walk that ends every search without a deadline has so many steps at most."""
 
     settling_chunks: Count = 40
     """Looks at the result in these."""
@@ -301,13 +303,17 @@ class ResequencingParams(Params):
     """Factor on the price of memory where a look finds too much."""
 
     squeezing_steps: Count = 10_000
-    """Steps of a walk to a sequence that fits, where no run does."""
+    squeezing_steps_per_event: Count = 100
+    """So many steps at most has a walk to a sequence that fits, where no run does."""
 
     squeezing_layouts: Count = 3
     """Layouts that it searches."""
 
     squeezing_chunks: Count = 20
     """Looks at the result in these."""
+
+    squeezing_patience: Count = 6
+    """So many of them in a row that find no less to need than before are the last."""
 
     squeezing_steep: Positive = 50.0
     """What an arena that is too small by a factor e costs there, in base costs."""
@@ -333,7 +339,7 @@ class CoopOfflineParams(Params):
 
     joint: JointParams = JOINT
 
-    between: tuple[Share, ...] = (0.5,)
+    between: tuple[Share, ...] = (0.25, 0.5, 0.75)
     """
     Where between the arena and all that could be kept there are more sequences to start it from.
     """
@@ -342,7 +348,10 @@ class CoopOfflineParams(Params):
     """Share of the time for annealing the weights, before the sequence."""
 
     joint_share: Share = 0.75
-    """Share of the time, where there is a link, for recomputes and transfers as one."""
+    """Share of the time, where there is a link, for recomputes and transfers as one;"""
+
+    hopeless: Ratio = 0.03
+    """all of it where recomputes alone cost more than those by so much."""
 
 
 DEFAULTS = CoopOfflineParams()

@@ -89,13 +89,13 @@ class Resequencing:
             chunks += 1
 
     def settle(self) -> None:
-        """Cool down in a fixed number of steps, whatever time that takes."""
+        """Cool down in as many steps as the sequence asks for, whatever time that takes."""
         params, portfolio, state = self.params, self.portfolio, self.state
         go_to(state, self.fits)
         base = portfolio.problem.base_cost_us
         heat = params.settling_heat * base / portfolio.problem.op_count
         steep, chunks, events = params.steep, params.settling_chunks, max(1, self.fits.size)
-        steps = -(-params.settling_steps // chunks)
+        steps = -(-min(params.settling_steps, params.settling_steps_per_event * events) // chunks)
         layouts = max(1, min(chunks, params.settling_blocks // events))
         for chunk in range(chunks):
             cold = (1 - chunk / chunks) ** params.cooling
@@ -111,19 +111,22 @@ class Resequencing:
                 return
 
     def squeeze(self) -> None:
-        """Walk from a sequence that needs too much to one that fits; a fixed number of steps."""
-        params, state = self.params, self.state
+        """Walk from a sequence that needs too much to one that fits, as long as it comes nearer."""
+        params, state, events = self.params, self.state, max(1, self.fits.size)
         go_to(state, self.fits)
         steep = params.squeezing_steep * self.portfolio.problem.base_cost_us
-        steps = -(-params.squeezing_steps // params.squeezing_chunks)
-        layouts = 0
+        steps = min(params.squeezing_steps, params.squeezing_steps_per_event * events)
+        layouts = stale = 0
+        least = math.inf
         for _ in range(params.squeezing_chunks):
-            _, too_much = self._walk(steps, 0.0, steep)
+            _, too_much = self._walk(-(-steps // params.squeezing_chunks), 0.0, steep)
             if too_much == 0:
                 layouts += 1
                 if self._place(WORK) or layouts == params.squeezing_layouts:
                     return
-            if self.portfolio.request.out_of_time():
+            stale = 0 if too_much < least or too_much == 0 else stale + 1
+            least = min(least, too_much)
+            if stale == params.squeezing_patience or self.portfolio.request.out_of_time():
                 return
 
     def _walk(self, steps: int, heat: float, steep: float) -> tuple[float, float]:
