@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.processors import processors
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import Incumbent
@@ -115,12 +116,17 @@ class _OptimalSolve:
             self.params,
         )
         placed = self._iterate(rounds)
+        linked = self.program.links is not None
         if rounds.gave_way:
-            self._climb(1.0, lambda: self.finished() or self.bounding.ended)
-            placed = self._iterate(rounds)
+            share = self.params.search.linked_bounding_share if linked else 1.0
+            self._climb(share, lambda: self.finished() or self.bounding.ended)
+            if linked:
+                self.bounding.kill()
+            else:
+                placed = self._iterate(rounds)
         if rounds.infeasible:
             return
-        if self.program.links is not None:
+        if linked:
             self._go_on_with_transfers()
             return
         if not placed:
@@ -184,6 +190,7 @@ class _OptimalSolve:
     def _climb(self, share: float, enough: Callable[[], bool]) -> None:
         """Let coop-offline look longer: until `enough`, for this share of the time left at most."""
         now = time.monotonic()
+        self.offline.processors = max(1, processors() - self.bounding.running)
         try:
             self.offline.improve(now + (self.deadline - now) * share, enough)
         finally:

@@ -41,6 +41,10 @@ class SearchParams(Params):
     climb_share: Share = 0.2
     """Share of the time left for more of coop-offline once a model took all of its own."""
 
+    linked_bounding_share: Share = 0.4
+    """With transfers, share of the time left for which bounds are looked for beside the search;
+    after that all processors search."""
+
     fix_share: Share = 0.9
     """Share of the time left that one run of fix-and-refine may take."""
 

@@ -4,7 +4,8 @@ import time
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from coop_plan.planner.exact.dual.background import BoundingProcess, processors
+from coop_plan.planner.core.processors import processors
+from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import PROOF, Incumbent
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.paths import PathCuts

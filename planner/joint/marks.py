@@ -41,7 +41,7 @@ NOW, OUT_FREE, IN_FREE, HOST_TOTAL = range(4)
 # Entries of `MarkState.flow`: bytes that are live, those of them that wait to leave and are of no
 # use any more, bytes on the host, and by how many it has too much at most; the tensors queued,
 # those that have begun to leave and those of them that have left, and transfers; events, fetches,
-# and the tensors that are moved.
+# and the tensors that are moved; and whether fetches wait for what comes before their reads.
 (
     LIVE,
     HELD,
@@ -54,8 +54,9 @@ NOW, OUT_FREE, IN_FREE, HOST_TOTAL = range(4)
     SIZE,
     FETCHES,
     MOVED_COUNT,
+    AHEAD,
     FLOWS,
-) = range(12)
+) = range(13)
 # Columns of `MarkState.mover`, of a tensor: whether the host gets it, whether it has left the
 # device, its last fetch; the event of its first run, and the last one that reads what that made;
 # the next tensor with the same one of the first and of the last.

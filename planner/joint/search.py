@@ -8,14 +8,16 @@ Simulated annealing after Kirkpatrick et al., Optimization by Simulated Annealin
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.joint.marks import go_to, here, start, to_closed_program, to_events
+from coop_plan.planner.joint.marks import AHEAD, go_to, here, start, to_closed_program, to_events
 from coop_plan.planner.joint.params import DEFAULTS, JointParams
 from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.layout import WORK, lay_out, lay_out_host
@@ -77,24 +79,28 @@ class JointSearch:
             self._search(begin + (number + 1) / count * (deadline - begin), enough)
 
     def _search(self, deadline: float | None, enough: Callable[[], bool]) -> None:
-        """Anneal each start, and what is best by then again."""
+        """Anneal each start, by either rule for fetches in turn, and what is best by then again."""
         begin, params = time.monotonic(), self.params
         first, last = len(self.starts), len(params.last_heats)
+        starts = self.starts * 2 if first == 1 else self.starts
         rounds: list[tuple[Ints | None, float, float]] = [
-            *((sequence, params.start_share / first, 1.0) for sequence in self.starts),
+            *((sequence, params.start_share / len(starts), 1.0) for sequence in starts),
             *((None, (1 - params.start_share) / last, heat) for heat in params.last_heats),
         ]
-        ends: list[tuple[float, int, Ints]] = []
+        ends: list[tuple[float, int, Ints, int]] = []
         spent = 0.0
         for number, (sequence, share, heat) in enumerate(rounds):
             spent += share
             until = None if deadline is None else begin + spent * (deadline - begin)
+            ahead = (number + self.request.seed) % 2
             if sequence is None:
-                sequence = min(ends, key=lambda end: end[:2])[2]
+                *_, sequence, ahead = min(ends, key=lambda end: end[:2])
+            self.state.flow[AHEAD] = ahead
             value, end = self._anneal(sequence, share, heat, until, enough)
-            ends.append((value, number, end))
-        cost, _, end = min(ends, key=lambda end: end[:2])
+            ends.append((value, number, end, ahead))
+        cost, _, end, ahead = min(ends, key=lambda end: end[:2])
         if cost < self.cost_us and not enough():
+            self.state.flow[AHEAD] = ahead
             self._place(end, params.last_work * WORK)
 
     def _anneal(
@@ -116,7 +122,7 @@ class JointSearch:
         fits: tuple[float, Ints] | None = None
         self.failed, self.seconds = 0, 0.0
         cost, over = measured(self.program, state, int(self.capacity), self.host)
-        while not self._at_the_floor() and not enough():
+        while not self.at_the_floor() and not enough():
             if deadline is None:
                 left = 1.0 - done / max(1, steps)
             else:
@@ -161,7 +167,7 @@ class JointSearch:
             self._place(fits[1], WORK)
         return fits
 
-    def _at_the_floor(self) -> bool:
+    def at_the_floor(self) -> bool:
         """Whether no schedule of default bodies costs less: every op once, and nobody waits."""
         return self.cost_us <= self.problem.base_cost_us * (1 + 1e-9)
 
@@ -194,3 +200,33 @@ class JointSearch:
             overhead = self.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
             message = f"recomputes and transfers: overhead {overhead:.2%}"
             self.request.progress(Progress(message, overhead=overhead))
+
+
+def run_beside(
+    searches: Sequence[JointSearch], deadline: float | None, enough: Callable[[], bool]
+) -> JointSearch:
+    """
+    Let searches run in threads of their own; the one whose schedule is the cheapest.
+
+    Only the first asks whether it is `enough`, which is then so for all.
+    """
+    first, *others = searches
+    over = Event()
+
+    def all_enough() -> bool:
+        if enough():
+            over.set()
+        return over.is_set()
+
+    with ThreadPoolExecutor(max(1, len(others))) as pool:
+        try:
+            running = [pool.submit(search.run, deadline, over.is_set) for search in others]
+            first.run(deadline, all_enough)
+            if first.at_the_floor():
+                over.set()
+        except BaseException:
+            over.set()
+            raise
+        for search in running:
+            search.result()
+    return min(searches, key=lambda search: search.cost_us)

@@ -5,8 +5,9 @@ The engines go by the rules of `planner.core.timeline`. Of the tensors that wait
 host, the one whose last read before its fetch comes first goes as soon as the engine is free, and
 leaves the device when that is over. A tensor is fetched as late as nobody waits for it, in the
 order of the reads. Where memory is short, fetches come later, and compute waits for bytes that are
-leaving; what is too much even so is counted. So a change of the sequence needs to say nothing of
-times, and no copy is left behind by a change elsewhere.
+leaving; what is too much even so is counted. With `AHEAD` they come later, too, where memory will
+be short before the read: that costs time where the other rule costs memory. So a change of the
+sequence needs to say nothing of times, and no copy is left behind by a change elsewhere.
 """
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints, Program
 from coop_plan.planner.core.compiled import inlined, inner
 from coop_plan.planner.joint.marks import (
+    AHEAD,
     ARRIVE,
     BEFORE,
     FETCH,
@@ -161,6 +163,7 @@ def _go(a: Program, m: MarkState, capacity: int, host: int, limit: float) -> tup
     clock[:] = 0.0
     flow[:SIZE] = 0
     fetching = waited = most = 0
+    crowded = NONE
     total, end = 0.0, m.begins[flow[SIZE]]
     for at in range(flow[SIZE]):
         e = m.order[at]
@@ -177,12 +180,17 @@ def _go(a: Program, m: MarkState, capacity: int, host: int, limit: float) -> tup
         while fetching < flow[FETCHES] and m.latest[fetching] <= at:
             x = m.fetched[fetching]
             t = s.touch[x, TENSOR]
-            if m.reader[fetching] > at and (
-                m.mover[t, LEFT] == 0
-                or flow[LIVE] + needs + a.size[t] > capacity
-                or place(s, s.touch[s.touch[x, LAST], EVENT]) >= at
-            ):
-                break
+            if m.reader[fetching] > at:
+                if at <= crowded or m.mover[t, LEFT] == 0:
+                    break
+                if flow[LIVE] + needs + a.size[t] > capacity:
+                    break
+                if place(s, s.touch[s.touch[x, LAST], EVENT]) >= at:
+                    break
+                if flow[AHEAD] == 1:
+                    crowded = _crowded(a, m, at, m.reader[fetching], capacity - a.size[t])
+                    if at <= crowded:
+                        break
             while m.mover[t, LEFT] == 0 and _may_leave(m):
                 _leave(m, at, host, a.size)
             _make_room(m, at, needs + a.size[t], capacity, host, a.size)
@@ -221,6 +229,24 @@ def _go(a: Program, m: MarkState, capacity: int, host: int, limit: float) -> tup
     if host >= 0:
         excess += _share(m, flow[HOST_MOST], clock[HOST_TOTAL], host)
     return clock[NOW], excess
+
+
+@inlined
+def _crowded(a: Program, m: MarkState, at: int, until: int, capacity: int) -> int:
+    """The last of the events from one on at which too much will be live, or NONE.
+
+    What waits to leave has left after the first of them.
+    """
+    s, found, live = m.orders, NONE, m.flow[LIVE]
+    for k in range(at, until):
+        e = m.order[k]
+        if s.event[e, CODE] < a.ops:
+            if live + s.bytes[e, UP] + s.bytes[e, ONCE] - s.bytes[e, SAVED] > capacity:
+                found = k
+            live += s.bytes[e, UP] - s.bytes[e, DOWN]
+        if k == at:
+            live -= m.flow[HELD]
+    return found
 
 
 @inlined

@@ -16,8 +16,9 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.processors import processors
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.joint.search import JointSearch
+from coop_plan.planner.joint.search import JointSearch, run_beside
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.anneal import Annealing, alike
 from coop_plan.planner.offline.climb import climb
@@ -29,7 +30,11 @@ from coop_plan.planner.online.run import OnlineRun, TooDearError
 
 
 class CoopOffline:
-    """The method on one request, for those who ask for more than one plan."""
+    """
+    The method on one request, for those who ask for more than one plan.
+
+    `processors` is how many it may use at once.
+    """
 
     def __init__(
         self, problem: Problem, request: Request, params: CoopOfflineParams = DEFAULTS
@@ -38,6 +43,7 @@ class CoopOffline:
         self.request = request
         self.params = params
         self.portfolio = Portfolio(problem, request, params)
+        self.processors = processors()
         self._online: OnlineRun | None = None
         self._swapped: PlacedSchedule | None = None
         self._links = "transfers" in problem.beyond_recomputation
@@ -105,6 +111,8 @@ class CoopOffline:
 
         now = time.monotonic()
         joint = self.params.joint_share if self._links else 0.0
+        if portfolio.best.cost_us > self._cost_us * (1 + self.params.hopeless):
+            joint = 1.0
         until = now + (1 - joint) * (deadline - now)
         if portfolio.best.found is not None and now < until and not done():
             weights = now + self.params.weights_share * (until - now)
@@ -117,18 +125,24 @@ class CoopOffline:
     def _search_jointly(
         self, deadline: float | None, enough: Callable[[], bool] = lambda: False
     ) -> None:
-        """Look for a schedule with transfers that costs less than the best so far."""
+        """Look for a schedule with transfers that costs less than the best so far.
+
+        With a deadline on `processors` at once: where searches end differs, the cheapest counts.
+        """
         starts = self._starts() + ([] if self._sequence is None else [self._sequence])
-        seed = self.request.seed + self._joint_searches
-        self._joint_searches += 1
-        search = JointSearch(
-            self.problem,
-            replace(self.request, seed=seed),
-            starts,
-            self._cost_us,
-            self.params.joint,
-        )
-        search.run(deadline, enough)
+        at_once = min(self.processors, self.params.joint.searches)
+        searches = [
+            JointSearch(
+                self.problem,
+                replace(self.request, seed=self.request.seed + self._joint_searches + number),
+                starts,
+                self._cost_us,
+                self.params.joint,
+            )
+            for number in range(1 if deadline is None else at_once)
+        ]
+        self._joint_searches += len(searches)
+        search = run_beside(searches, deadline, enough)
         if search.placed is not None:
             self._swapped, self._sequence = search.placed, search.sequence
 
@@ -141,18 +155,13 @@ class CoopOffline:
         starts = [np.arange(self.problem.op_count)]
         if self.portfolio.best.found is not None:
             starts.append(self.portfolio.best.found.run.ops)
-        return starts + self._between
-
-    @cached_property
-    def _between(self) -> list[Ints]:
         portfolio, arena = self.portfolio, self.request.arena_bytes
-        everything = Schedule.of(self.problem, np.arange(self.problem.op_count)).blocks().live
+        everything = Schedule.of(self.problem, starts[0]).blocks().live
         rules = range(len(portfolio.settings))
-        found: list[Ints] = []
         for share in self.params.between if everything > arena else ():
             budget = int(arena + share * (everything - arena))
-            found += [run.ops for _, _, run in portfolio.runs(budget, rules, 1)]
-        return found
+            starts += [run.ops for _, _, run in portfolio.runs(budget, rules, 1)]
+        return starts
 
     @property
     def _cost_us(self) -> float:

@@ -1,5 +1,7 @@
 """coop-offline with a link: what transfers cost is what the verifier says, and they only help."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -7,10 +9,12 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.joint.marks import go_to, start, to_closed_program, to_events
+from coop_plan.planner.joint.marks import AHEAD, go_to, start, to_closed_program, to_events
 from coop_plan.planner.joint.params import MarkParams
+from coop_plan.planner.joint.search import JointSearch, run_beside
 from coop_plan.planner.joint.walk import measured, walk
 from coop_plan.planner.joint.worth import unworthy_link
+from coop_plan.planner.method import Request
 from coop_plan.schemas import Device
 from tests.strategies import graphs
 from tests.support import make_graph
@@ -244,3 +248,43 @@ def test_compute_waits_for_bytes_that_are_leaving_only_where_there_is_no_other_r
         assert schedule.cost_us == pytest.approx(cost)
         stalls.append(cost - problem.base_cost_us)
     assert stalls[0] == 0 < stalls[1]
+
+
+def test_a_fetch_waits_where_it_fits_now_but_not_beside_what_comes_before_its_read():
+    tensors = dict.fromkeys((0, 1, 2, 3), ("activation", 8))
+    ops = [
+        {"outputs": [0], "cost_us": 3.0},
+        {"outputs": [1], "cost_us": 3.0, "recomputable": False},
+        {"outputs": [], "cost_us": 3.0},
+        {"outputs": [2, 3], "cost_us": 0.0, "recomputable": False},
+        {"inputs": [0, 1], "outputs": [], "cost_us": 1.0},
+    ]
+    problem = Problem.from_graph(linked(make_graph(tensors, ops), 4.0), 1)
+    program = to_closed_program(problem)
+    state = start(problem, program, 400, MarkParams())
+    go_to(state, np.array([0, 1, 2, 3, program.ops, 4]))
+    cost, over = measured(program, state, 24, -1)
+    assert (cost, over > 0) == (10.0, True)
+    state.flow[AHEAD] = 1
+    assert measured(program, state, 24, -1) == (12.0, 0.0)  # it takes 2 µs that are not hidden
+    do, what = to_events(state)
+    assert list(zip(do, what, strict=True))[-3:] == [(2, 0), (3, 0), (0, 4)]
+
+
+def test_searches_beside_each_other_end_together_and_the_cheapest_counts():
+    problem = Problem.from_graph(linked(pyramid(8), 8.0), 1)
+    program = np.arange(problem.op_count)
+    asked = iter(range(3))
+
+    def enough():
+        return next(asked, None) is None
+
+    searches = [JointSearch(problem, Request(350, seed=s), [program], INFINITE) for s in range(3)]
+    best = run_beside(searches, time.monotonic() + 600.0, enough)
+    assert best.cost_us == min(search.cost_us for search in searches)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_beside(searches, time.monotonic() + 600.0, interrupted)

@@ -1,6 +1,5 @@
 """Bounds from a process beside the search for plans, which runs `planner.exact.dual.bounding`."""
 
-import os
 import queue
 from dataclasses import dataclass
 
@@ -8,13 +7,6 @@ from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.solver.process import Child
-
-
-def processors() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
