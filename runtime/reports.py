@@ -49,7 +49,8 @@ class StepReport:
     """Gradients that were there when the last step began; `measured_peak_bytes` contains them."""
     outside_plan: str = ""
     """What the process had beside the plan at its highest, in words, as it was last looked at: in
-    the first step of a plan, and in the one after a step that took more than its budget."""
+    the first step of a plan, and in the one after a step that took more than its budget; and what
+    lies where the plan has something else by then."""
     plans_made: int = 1
     """The figures and documents here are of the last one."""
     measured_overhead: float | None = None

@@ -139,6 +139,7 @@ def reported() -> Row:
         "planned": report.planned_overhead,
         "in_step": report.measured_overhead,
         "outside": report.outside_bytes,
+        "outside_plan": report.outside_plan,
         "own_peak": report.measured_peak_bytes,
         "arena_as_planned": report.measured_arena_bytes == report.planned_arena_bytes,
         "recomputed": report.plan.recomputed_ops,
@@ -167,7 +168,10 @@ def held(row: Row, *references: Row, tolerance: float = TOLERANCE) -> list[str]:
         "peak by our counters": row["own_peak"] <= row["budget"],
         "peak by PyTorch's": row["peak"] <= row["budget"],
     }
-    return [f"{row['mode']}: {what}" for what, holds in promises.items() if not holds]
+    faults = [f"{row['mode']}: {what}" for what, holds in promises.items() if not holds]
+    if row["outside"] and row["outside_plan"]:
+        faults.append(f"{row['mode']}: {row['outside_plan']}")
+    return faults
 
 
 def within(device: str, task: Task, mode: str, steps: int, micro: int = 1, **options: Any) -> Row:

@@ -221,7 +221,7 @@ PyObject* memory_there(PyObject*, PyObject* handle) {
   std::vector<int64_t> found;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    for (const auto& [begin, end] : as<Memory>(handle)->there) found.push_back(begin);
+    for (const auto& [begin, living] : as<Memory>(handle)->there) found.push_back(begin);
   }
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(found.size()));
   for (size_t i = 0; i < found.size(); ++i) {
@@ -309,6 +309,7 @@ PyObject* begin(PyObject*, PyObject* args) {
     active->high_water = 0;
     active->outside = active->beside = 0;
     active->kept = false;
+    active->wanted = -1;
     active->elapsed_us[0] = active->elapsed_us[1] = 0;
   }
   inside_op = false;
@@ -355,12 +356,17 @@ PyObject* counters(PyObject*, PyObject* handle) {
   const Run* run = as<Run>(handle);
   const Window& window = run->window;
   const int64_t bytes = run->arena_bytes < 0 ? window.peak : run->arena_bytes + run->beside;
-  return Py_BuildValue("LLLLddLLLs", static_cast<long long>(run->high_water),
+  const bool ours = run->wanted >= 0 && run->keeper.program == run->program;
+  const int64_t kept = run->wanted < 0 ? 0 : run->keeper.end - run->kept_from;
+  return Py_BuildValue("LLLLddLLLsLLL", static_cast<long long>(run->high_water),
                        static_cast<long long>(run->outside), static_cast<long long>(bytes),
                        static_cast<long long>(window.before), run->elapsed_us[0],
                        run->elapsed_us[1], static_cast<long long>(window.stray_count),
                        static_cast<long long>(window.stray_bytes),
-                       static_cast<long long>(window.largest.size), window.largest.line.c_str());
+                       static_cast<long long>(window.largest.size), window.largest.line.c_str(),
+                       static_cast<long long>(run->wanted),
+                       static_cast<long long>(ours ? run->keeper.slot : -1),
+                       static_cast<long long>(kept));
 }
 
 // How many owners a node of autograd has that is written in C++, 0 if this PyTorch does not say:
@@ -456,7 +462,8 @@ PyMethodDef methods[] = {
     {"leave", leave, METH_NOARGS, "This thread is out of the arena, in that of the run around, if any."},
     {"counters", counters, METH_O,
      "(run) -> high water, outside bytes, bytes of the step, bytes before it, first us, again us,"
-     " count and bytes of strays at the peak, bytes and line of the largest"},
+     " count and bytes of strays at the peak, bytes and line of the largest, the first slot whose"
+     " place was kept, the slot of what lay there (-1: of another step), its bytes"},
     {"node_owners", node_owners, METH_O, "(autograd's node, written in C++) -> owners of it"},
     {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
     {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},

@@ -40,13 +40,21 @@ struct Slot {
 constexpr int kCpu = -1;  // in place of the number of a CUDA device
 constexpr int kPatience = 300;  // looks, 100 µs apart, at a place that is to come free
 
+struct Program;
+
+struct Living {
+  int64_t end;             // offset
+  const Program* program;  // whose slot it has
+  int64_t slot;
+};
+
 struct Memory {
   int device = kCpu;
   char* base = nullptr;
   size_t bytes = 0;    // as asked for
   size_t counted = 0;  // of them in current_bytes
   size_t mapped = 0;
-  std::map<int64_t, int64_t> there;  // what lives in it: offset, end
+  std::map<int64_t, Living> there;  // what lives in it, by offset
   bool retired = false;
   int64_t ceiling = -1;  // no run is in it: its pages go before the process has more than this
   int64_t tail = 0;      // from here on they have gone
@@ -67,6 +75,9 @@ struct Run {
   int64_t high_water = 0;
   int64_t outside = 0;
   bool kept = false;  // a tensor lies where the plan wants another
+  int64_t wanted = -1;  // the first slot that was waited for in vain
+  Living keeper{-1, nullptr, -1};  // what lay there, from offset `kept_from`
+  int64_t kept_from = -1;
   int64_t beside = 0;  // bytes that PyTorch's CUDA allocator gave to the ops
   Window window;
   std::vector<uint8_t> elsewhere;   // slots that PyTorch's allocator serves in this run
@@ -122,10 +133,10 @@ int64_t give_back(Memory* memory, int64_t from, int64_t to) {
     given += end - begin;
   };
   auto next = memory->there.lower_bound(from);
-  if (next != memory->there.begin()) from = std::max(from, std::prev(next)->second);
+  if (next != memory->there.begin()) from = std::max(from, std::prev(next)->second.end);
   for (; next != memory->there.end() && next->first < to; ++next) {
     give(from, next->first);
-    from = std::max(from, next->second);
+    from = std::max(from, next->second.end);
   }
   give(from, to);
   return given;
@@ -159,9 +170,9 @@ void retire(Memory* memory) {
   give_back(memory, 0, static_cast<int64_t>(memory->mapped));
   int64_t held = 0;
   int64_t last = 0;  // pages below are counted
-  for (const auto& [begin, end] : memory->there) {
+  for (const auto& [begin, living] : memory->there) {
     const int64_t from = std::max(last, page_below(begin));
-    last = std::max(last, page_above(end));
+    last = std::max(last, page_above(living.end));
     held += last - from;
   }
   discount(memory, static_cast<int64_t>(memory->counted) - held);
@@ -189,7 +200,8 @@ bool freed_in_memory(void* pointer) {
   if (p >= memory->base + memory->mapped) return false;
   const auto entry = memory->there.find(p - memory->base);
   if (entry == memory->there.end()) return true;
-  const auto [begin, end] = *entry;
+  const int64_t begin = entry->first;
+  const int64_t end = entry->second.end;
   memory->there.erase(entry);
   if (!memory->retired) return true;
   if (memory->there.empty()) {
@@ -210,10 +222,16 @@ void log_free(void* pointer) { events->push_back({false, pointer, 0}); }
 
 enum class Served { kByNobody, kInArena, kOutsideAsPlanned };
 
-bool is_free(const Memory& memory, int64_t begin, int64_t end) {
+// What lives between two offsets, or the end.
+std::map<int64_t, Living>::const_iterator living(const Memory& memory, int64_t begin, int64_t end) {
   const auto next = memory.there.lower_bound(begin);
-  return (next == memory.there.end() || next->first >= end) &&
-         (next == memory.there.begin() || std::prev(next)->second <= begin);
+  if (next != memory.there.end() && next->first < end) return next;
+  if (next == memory.there.begin() || std::prev(next)->second.end <= begin) return memory.there.end();
+  return std::prev(next);
+}
+
+bool is_free(const Memory& memory, int64_t begin, int64_t end) {
+  return living(memory, begin, end) == memory.there.end();
 }
 
 // Whether the place of a slot is free, or comes free while another thread lets go of what a
@@ -229,10 +247,17 @@ bool comes_free(size_t slot, int64_t begin, int64_t end) {
     if (state != nullptr) PyEval_RestoreThread(state);
     mutex.lock();
   }
-  const bool free = is_free(memory, begin, end);
-  if (!free) active->kept = true;
-  vain = !free;
-  return free;
+  const auto found = living(memory, begin, end);
+  vain = found != memory.there.end();
+  if (vain) {
+    active->kept = true;
+    if (active->wanted < 0) {
+      active->wanted = static_cast<int64_t>(slot);
+      active->kept_from = found->first;
+      active->keeper = found->second;
+    }
+  }
+  return !vain;
 }
 
 // Where the plan puts the allocation that comes next on this thread, if it does; may let go of the
@@ -256,7 +281,8 @@ std::pair<Served, char*> planned(size_t size, bool cuda) {
     active->outside += static_cast<int64_t>(size);  // somebody keeps what the plan gave up
     return {Served::kByNobody, nullptr};
   }
-  active->memory->there.emplace(slot.offset, end);
+  active->memory->there.emplace(
+      slot.offset, Living{end, active->program, static_cast<int64_t>(number)});
   if (end > active->high_water) active->high_water = end;
   return {Served::kInArena, active->memory->base + slot.offset};
 }

@@ -25,7 +25,8 @@ class Counters:
     had at its highest beyond what it had before, the arena counted whole; what the process had
     before; time in first computations and in recomputations. Of a step that was watched: how many
     allocations beside the plan there were at its highest, their bytes, the bytes of the largest and
-    the line of the user's that took it.
+    the line of the user's that took it. The first slot in whose place something lay that the plan
+    had given up, -1 if none; the slot of that, -1 if it is none of this step's, and its bytes.
     """
 
     high_water_bytes: int
@@ -38,6 +39,9 @@ class Counters:
     stray_bytes: int
     largest_bytes: int
     largest_line: str
+    wanted_slot: int
+    kept_slot: int
+    kept_bytes: int
 
 
 class Memory:
@@ -138,7 +142,7 @@ class Arena:
         self._ext: Any = extension()
         self.size = size
         self.device = device
-        first = np.zeros(len(program) + 1, dtype=np.int64)
+        self._first = first = np.zeros(len(program) + 1, dtype=np.int64)
         np.cumsum([len(slots) for slots in program], out=first[1:])
         flat = np.array([slot for slots in program for slot in slots], dtype=np.int64)
         flat = flat.reshape(-1, 2)
@@ -151,6 +155,10 @@ class Arena:
         self.enter = self._ext.enter
         self.pause = self._ext.pause
         self.leave = self._ext.leave
+
+    def occurrence(self, slot: int) -> int:
+        """Whose slot it is; slots are counted over all occurrences."""
+        return int(np.searchsorted(self._first, slot, side="right")) - 1
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):

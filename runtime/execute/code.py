@@ -43,6 +43,7 @@ class Code:
         for step in steps:
             self._again.append(step.op in seen)
             seen.add(step.op)
+        self._graph = captured.graph
         self._ops = [step.op for step in steps]
         repeated = {op for op, again in zip(self._ops, self._again, strict=True) if again}
         devices = {op: device_of(captured.ops[op]) for op in repeated if captured.graph.ops[op].rng}
@@ -78,6 +79,14 @@ class Code:
         self.read = halves.read
         self.forward = self._code(captured.module, halves.forward)
         self.backward = self._code(captured.module, halves.backward)
+
+    def maker(self, slot: int) -> str:
+        """What takes a slot, in words."""
+        number = self.arena.occurrence(slot)
+        if number >= len(self._ops):
+            return "a tensor from the host"
+        op = self._graph.ops[self._ops[number]]
+        return f"what '{op.name}' made" + (f" at {op.source}" if op.source else "")
 
     def copies(self) -> Copies | None:
         """What carries out the plan's transfers for one flight, if it has any."""

@@ -354,6 +354,8 @@ class PlannedStep:
             f" {format_bytes(counters.outside_bytes)}, one after the other, that do not lie where"
             " they were planned: its budget may not have been kept"
         )
+        if counters.wanted_slot >= 0:
+            text += f"; {self.report.outside_plan}"
         self._refuse(text)
 
     def _refuse(self, text: str) -> None:
@@ -373,12 +375,22 @@ class PlannedStep:
         report.measured_peak_bytes = report.resident_bytes + held_bytes + counters.process_bytes
         report.held_bytes = held_bytes
         report.outside_bytes = counters.outside_bytes
+        found = []
         if counters.stray_count:
             many = "s" if counters.stray_count > 1 else ""
-            report.outside_plan = (
+            found.append(
                 f"{format_bytes(counters.stray_bytes)} in {counters.stray_count} tensor{many}, the"
                 f" largest ({format_bytes(counters.largest_bytes)}) from {counters.largest_line}"
             )
+        if counters.wanted_slot >= 0:
+            maker, kept = self._code.maker, counters.kept_slot
+            of = "another step" if kept < 0 else maker(kept)
+            found.append(
+                f"where {maker(counters.wanted_slot)} was to lie there still are"
+                f" {format_bytes(counters.kept_bytes)} of {of}, which somebody keeps"
+            )
+        if found:
+            report.outside_plan = "; ".join(found)
         if self._clock is None:
             stalls = (0.0, 0.0) if copies is None else copies.stall_us
             self._take_times(counters.first_us, counters.again_us, stalls)

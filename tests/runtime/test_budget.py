@@ -249,6 +249,8 @@ def test_what_an_op_keeps_is_not_overwritten(caplog):
     assert torch.equal(Observer.seen, expected)
     for p, g in zip(model.parameters(), grads, strict=True):
         assert torch.equal(p.grad, g)
+    (report,) = runtime.reports()
+    assert "of what 'aten.tanh.default' made at " in report.outside_plan
     Observer.seen = None
 
 

@@ -305,9 +305,12 @@ def test_what_lies_elsewhere_than_planned_is_told(strict, monkeypatch, caplog):
     with told if strict else contextlib.nullcontext():
         step(batch).backward()
         step(batch).backward()
+    report = runtime.reports()[-1]
+    assert "which somebody keeps" in report.outside_plan
     if not strict:
-        assert runtime.reports()[-1].outside_bytes > 0
+        assert report.outside_bytes > 0
         assert "may not have been kept" in caplog.text
+        assert "of what 'coop_tests.keeps.default' made at " in caplog.text
 
 
 def test_an_arena_does_not_move_once_it_was_captured(capturing):
