@@ -68,7 +68,7 @@ def headline(graph: Graph, accounting: str, seconds: float) -> list[str]:
     if made is not None:
         cells[3] = f"{made.cost_us / kept.cost_us - 1:.1%}"
         bound = made.lower_bound_us
-        cells[4] = "-" if bound is None else f"{bound / kept.cost_us - 1:.1%}"
+        cells[4] = "-" if bound is None else f"{max(0.0, bound / kept.cost_us - 1):.1%}"
     return cells
 
 

@@ -189,7 +189,8 @@ SECTIONS = (
         " placement of keeping everything; overheads are against its step. *Default bodies* keep"
         " what the profiled ones read; *gradients from outputs* is what PyTorch keeps, which reads"
         " an activation's output for its gradient: nearest to what the paper compares with."
-        f" `optimal`, {measures.MONET_SECONDS:.0f} s a plan.",
+        f" `auto`, {measures.MONET_SECONDS:.0f} s a plan; one whose first runs leave the program's"
+        " order, for less than that order's bound, has the bound of every op once.",
         ("graph", "keeping everything", "GiB", "a third", "overhead there", "at least"),
         tuple(
             partial(measures.third, name, accounting)
