@@ -24,6 +24,14 @@ CHECKMATE_BYTES = 16 * 10**9
 parasj/checkmate (before commit 3e0ec9c), less parameters and their gradients, and no context."""
 
 SEARCH_SECONDS = 60.0
+MONET_SECONDS = 40.0
+
+
+def hurry() -> None:
+    """Give searches half of their time, in this process."""
+    global SEARCH_SECONDS, MONET_SECONDS
+    SEARCH_SECONDS, MONET_SECONDS = SEARCH_SECONDS / 2, MONET_SECONDS / 2
+
 
 V100 = device("v100-16gb")
 FLOPS = DeviceSpec(
@@ -175,9 +183,6 @@ def speed_up(network: str, spec: str) -> list[str]:
         known = other is not None and ours is not None
         cells.append(f"{other.cost_us / ours.cost_us:.2f}" if known else "does not fit")
     return cells
-
-
-MONET_SECONDS = 40.0
 
 
 def variants(name: str, gib: float) -> list[str]:
