@@ -71,7 +71,7 @@ class CoopOffline:
         if portfolio.best.found is not None:
             climb(portfolio)
             portfolio.place_the_unplaced()
-            if request.deadline is None and self._walks and not self._links:
+            if request.deadline is None and self._walks:
                 Resequencing(portfolio, portfolio.best.found.run.ops).settle()
         if request.deadline is not None:
             self.improve(request.deadline)
