@@ -122,10 +122,10 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
 @settings(SETTINGS, max_examples=20)
 @given(graph=graphs(max_ops=5, mutates=False, variants=False, inplace=False), host=HOSTS, **BUDGETS)
 def test_coop_offline_finds_the_shortest_makespan(graph, host, outputs, share, alignment):
-    """Where nothing is in place; among outputs of the step too, which may go and come back."""
+    """In program order, nothing in place; among outputs too, which may go and come back."""
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
     try:
-        found = CoopOffline(problem, Request(arena))
+        found = CoopOffline(problem, Request(arena, off=frozenset({"reorder"})))
         found.begin()
         cost_us = found.solution().placed.cost_us
     except DoesNotFitError:
