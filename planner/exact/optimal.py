@@ -120,7 +120,7 @@ class _OptimalSolve:
         if rounds.gave_way:
             share = self.params.search.linked_bounding_share if linked else 1.0
             self._climb(share, lambda: self.finished() or self.bounding.ended)
-            if linked:
+            if linked and self.bounding.running:
                 self.bounding.kill()
             else:
                 placed = self._iterate(rounds)

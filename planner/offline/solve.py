@@ -125,7 +125,8 @@ class CoopOffline:
     def _search_jointly(
         self, deadline: float | None, enough: Callable[[], bool] = lambda: False
     ) -> None:
-        """Look for a schedule with transfers that costs less than the best so far.
+        """
+        Look for a schedule with transfers that costs less than the best so far.
 
         With a deadline on `processors` at once: where searches end differs, the cheapest counts.
         """
@@ -155,13 +156,18 @@ class CoopOffline:
         starts = [np.arange(self.problem.op_count)]
         if self.portfolio.best.found is not None:
             starts.append(self.portfolio.best.found.run.ops)
+        return starts + self._between
+
+    @cached_property
+    def _between(self) -> list[Ints]:
         portfolio, arena = self.portfolio, self.request.arena_bytes
-        everything = Schedule.of(self.problem, starts[0]).blocks().live
+        everything = Schedule.of(self.problem, np.arange(self.problem.op_count)).blocks().live
         rules = range(len(portfolio.settings))
+        found: list[Ints] = []
         for share in self.params.between if everything > arena else ():
             budget = int(arena + share * (everything - arena))
-            starts += [run.ops for _, _, run in portfolio.runs(budget, rules, 1)]
-        return starts
+            found += [run.ops for _, _, run in portfolio.runs(budget, rules, 1)]
+        return found
 
     @property
     def _cost_us(self) -> float:

@@ -247,6 +247,10 @@ PyObject* program_create(PyObject*, PyObject* args) {
   }
   program->again.assign(again, again + n_again);
   program->vain.assign(slots, 0);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    program->number = ++programs;
+  }
   return PyLong_FromVoidPtr(program);
 }
 
@@ -308,8 +312,8 @@ PyObject* begin(PyObject*, PyObject* args) {
   if (fresh) {
     active->high_water = 0;
     active->outside = active->beside = 0;
-    active->kept = false;
-    active->wanted = -1;
+    active->wanted = active->kept_slot = -1;
+    active->kept_bytes = 0;
     active->elapsed_us[0] = active->elapsed_us[1] = 0;
   }
   inside_op = false;
@@ -356,8 +360,6 @@ PyObject* counters(PyObject*, PyObject* handle) {
   const Run* run = as<Run>(handle);
   const Window& window = run->window;
   const int64_t bytes = run->arena_bytes < 0 ? window.peak : run->arena_bytes + run->beside;
-  const bool ours = run->wanted >= 0 && run->keeper.program == run->program;
-  const int64_t kept = run->wanted < 0 ? 0 : run->keeper.end - run->kept_from;
   return Py_BuildValue("LLLLddLLLsLLL", static_cast<long long>(run->high_water),
                        static_cast<long long>(run->outside), static_cast<long long>(bytes),
                        static_cast<long long>(window.before), run->elapsed_us[0],
@@ -365,8 +367,8 @@ PyObject* counters(PyObject*, PyObject* handle) {
                        static_cast<long long>(window.stray_bytes),
                        static_cast<long long>(window.largest.size), window.largest.line.c_str(),
                        static_cast<long long>(run->wanted),
-                       static_cast<long long>(ours ? run->keeper.slot : -1),
-                       static_cast<long long>(kept));
+                       static_cast<long long>(run->kept_slot),
+                       static_cast<long long>(run->kept_bytes));
 }
 
 // How many owners a node of autograd has that is written in C++, 0 if this PyTorch does not say:

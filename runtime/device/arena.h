@@ -40,12 +40,10 @@ struct Slot {
 constexpr int kCpu = -1;  // in place of the number of a CUDA device
 constexpr int kPatience = 300;  // looks, 100 µs apart, at a place that is to come free
 
-struct Program;
-
 struct Living {
-  int64_t end;             // offset
-  const Program* program;  // whose slot it has
-  int64_t slot;
+  int64_t end;      // offset
+  int64_t program;  // its number
+  int64_t slot;     // in that
 };
 
 struct Memory {
@@ -61,6 +59,7 @@ struct Memory {
 };
 
 struct Program {
+  int64_t number = 0;
   std::vector<int64_t> first;  // occurrence k owns slots [first[k], first[k + 1])
   std::vector<Slot> slots;
   std::vector<uint8_t> again;  // occurrence k is a recomputation
@@ -74,10 +73,9 @@ struct Run {
   int64_t arena_bytes = -1;  // of memory on CUDA
   int64_t high_water = 0;
   int64_t outside = 0;
-  bool kept = false;  // a tensor lies where the plan wants another
-  int64_t wanted = -1;  // the first slot that was waited for in vain
-  Living keeper{-1, nullptr, -1};  // what lay there, from offset `kept_from`
-  int64_t kept_from = -1;
+  int64_t wanted = -1;     // the first slot where a tensor lies that the plan does not want there
+  int64_t kept_slot = -1;  // of that tensor, if it is one of this program
+  int64_t kept_bytes = 0;
   int64_t beside = 0;  // bytes that PyTorch's CUDA allocator gave to the ops
   Window window;
   std::vector<uint8_t> elsewhere;   // slots that PyTorch's allocator serves in this run
@@ -87,6 +85,7 @@ struct Run {
 constexpr int64_t kPage = 4096;
 auto& memories = *new std::map<char*, Memory*>();  // by where they begin; by mutex
 auto& idle = *new std::vector<Memory*>();          // by mutex
+int64_t programs = 0;                              // made so far; by mutex
 
 struct Event {
   bool is_alloc;
@@ -240,7 +239,7 @@ bool is_free(const Memory& memory, int64_t begin, int64_t end) {
 bool comes_free(size_t slot, int64_t begin, int64_t end) {
   const Memory& memory = *active->memory;
   uint8_t& vain = active->program->vain[slot];
-  for (int i = 0; i < kPatience && !vain && !active->kept && !is_free(memory, begin, end); ++i) {
+  for (int i = 0; i < kPatience && !vain && active->wanted < 0 && !is_free(memory, begin, end); ++i) {
     mutex.unlock();
     PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -249,13 +248,11 @@ bool comes_free(size_t slot, int64_t begin, int64_t end) {
   }
   const auto found = living(memory, begin, end);
   vain = found != memory.there.end();
-  if (vain) {
-    active->kept = true;
-    if (active->wanted < 0) {
-      active->wanted = static_cast<int64_t>(slot);
-      active->kept_from = found->first;
-      active->keeper = found->second;
-    }
+  if (vain && active->wanted < 0) {
+    active->wanted = static_cast<int64_t>(slot);
+    const Living& kept = found->second;
+    active->kept_slot = kept.program == active->program->number ? kept.slot : -1;
+    active->kept_bytes = kept.end - found->first;
   }
   return !vain;
 }
@@ -282,7 +279,7 @@ std::pair<Served, char*> planned(size_t size, bool cuda) {
     return {Served::kByNobody, nullptr};
   }
   active->memory->there.emplace(
-      slot.offset, Living{end, active->program, static_cast<int64_t>(number)});
+      slot.offset, Living{end, active->program->number, static_cast<int64_t>(number)});
   if (end > active->high_water) active->high_water = end;
   return {Served::kInArena, active->memory->base + slot.offset};
 }

@@ -79,7 +79,7 @@ class Home(Protocol):
 class Flight:
     """One call of a step, named `name`, that runs as `code` in a memory from `home`.
 
-    `room` is how many bytes its budget has for arenas (`room`).
+    `room` is how many bytes its budget has for arenas (`room(plan)`).
 
     Between the halves it waits, with `saved` tensors in `memory`, unless another took that: then
     they are computed again, from the inputs and the states of `generators` at the start.
