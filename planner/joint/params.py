@@ -68,11 +68,12 @@ class JointParams(Params):
     events_per_second: Count = 30_000_000
     """About how many of them a second is."""
 
-    longer: Count = 4
-    """With a time limit a search is longer than without one by this factor, if there is time."""
+    searches: Count = 60
+    """With a time limit it is searched as often as there is time for, so often at most; on small
+    graphs for longer, then."""
 
-    searches: Count = 10
-    """So often it is searched at most; on small graphs for longer, then."""
+    hotter: tuple[Positive, ...] = (1.0, 3.0)
+    """Factors on the temperature, in turn: which is better is another one on each graph."""
 
     hurried: Count = 10
     """The search is shorter by this factor where any schedule will do."""

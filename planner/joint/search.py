@@ -71,16 +71,23 @@ class JointSearch:
             return
         begin = time.monotonic()
         events = (deadline - begin) * self.params.events_per_second
-        times = int(events / max(1, self.params.longer * self.steps * self.events))
+        times = int(events / max(1, self.steps * self.events))
         count = min(max(1, times), self.params.searches)
         for number in range(count):
             if enough():
                 return
-            self._search(begin + (number + 1) / count * (deadline - begin), enough)
+            self._search(begin + (number + 1) / count * (deadline - begin), enough, number)
 
-    def _search(self, deadline: float | None, enough: Callable[[], bool]) -> None:
-        """Anneal each start, by either rule for fetches in turn, and what is best by then again."""
-        begin, params = time.monotonic(), self.params
+    def _search(
+        self, deadline: float | None, enough: Callable[[], bool], number: int = 0
+    ) -> None:
+        """
+        Anneal each start, by either rule for fetches in turn, and what is best by then again.
+
+        Of several searches each second one is hotter.
+        """
+        begin, params, turn = time.monotonic(), self.params, self.request.seed + number
+        hotter = params.hotter[turn // 2 % len(params.hotter)]
         first, last = len(self.starts), len(params.last_heats)
         starts = self.starts * 2 if first == 1 else self.starts
         rounds: list[tuple[Ints | None, float, float]] = [
@@ -89,15 +96,15 @@ class JointSearch:
         ]
         ends: list[tuple[float, int, Ints, int]] = []
         spent = 0.0
-        for number, (sequence, share, heat) in enumerate(rounds):
+        for lap, (sequence, share, heat) in enumerate(rounds):
             spent += share
             until = None if deadline is None else begin + spent * (deadline - begin)
-            ahead = (number + self.request.seed) % 2
+            ahead = (lap + turn) % 2
             if sequence is None:
                 *_, sequence, ahead = min(ends, key=lambda end: end[:2])
             self.state.flow[AHEAD] = ahead
-            value, end = self._anneal(sequence, share, heat, until, enough)
-            ends.append((value, number, end, ahead))
+            value, end = self._anneal(sequence, share, heat * hotter, until, enough)
+            ends.append((value, lap, end, ahead))
         cost, _, end, ahead = min(ends, key=lambda end: end[:2])
         if cost < self.cost_us and not enough():
             self.state.flow[AHEAD] = ahead
