@@ -140,6 +140,34 @@ def _training(draft, max_ops):
         draft.op([weight, weight_gradient], [], "optimizer", [weight])
 
 
+def _overwriting(draft, max_ops):
+    """Buffers that ops make and others overwrite, readers of any version, some of them late."""
+    draw = draft.draw
+    there = [draft.tensor("parameter")]
+    made = []
+    for _ in range(draw(st.integers(3, max(3, max_ops)))):
+        recent = st.sampled_from(there[-3:])
+        inputs = draw(st.lists(recent, min_size=1, max_size=2))
+        mutates = [t for t in inputs if t in made and draft.chance(45)][:1]
+        outputs = [] if mutates and draft.chance(75) else [draft.made()]
+        if not mutates and draft.chance(15):
+            outputs.append(draft.made())
+        if made and draft.chance(40):
+            late = draw(st.sampled_from(made))
+            inputs += [] if late in mutates else [late]
+        draft.op(inputs, outputs, draw(st.sampled_from(["forward", "backward"])), mutates)
+        there += outputs
+        made += outputs
+
+
+@st.composite
+def overwriting_graphs(draw, max_ops=8, *, bandwidth=False):
+    """Valid graphs in which most ops make, overwrite or read what is overwritten in the arena."""
+    draft = _Draft(draw, mutates=True, inplace=True, variants=False, rng=False)
+    _overwriting(draft, max_ops)
+    return draft.finish(bandwidth)
+
+
 @st.composite
 def graphs(draw, max_ops=8, *, mutates=True, inplace=True, variants=True, rng=True, bandwidth=True):
     """Valid graphs of about `max_ops` ops and tensors of 0 to 16 bytes.

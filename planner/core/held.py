@@ -19,8 +19,9 @@ def most_held(problem: Problem, arena_bytes: int) -> Held | None:
     """
     The op that needs most together with what is kept through it, if that is beyond `arena_bytes`.
 
-    A tensor is kept from the op on beyond which its maker cannot run again (`Problem.until`) to its
-    last use, in every schedule without transfers. None where nothing is kept, or where it fits.
+    A tensor is kept from the op on beyond which its maker, or one that overwrites it, cannot run
+    again (`Problem.until`) to its last use, in every schedule without transfers. None where nothing
+    is kept, or where it fits.
     """
     n = problem.op_count
     kept = {t: _kept_from(problem, t) for t in range(problem.tensor_count)}
@@ -71,15 +72,17 @@ def outputs_held(problem: Problem) -> list[int]:
 
 
 def reason(problem: Problem, held: Held) -> str:
-    """Why the largest tensor is kept: what its maker reads is overwritten, or it runs once."""
+    """Why the largest tensor is kept: what a writer of it reads is overwritten, or it runs once."""
     graph = problem.graph
-    maker = graph.ops[problem.producer[held.tensor]]
+    position = min(_writers(problem, held.tensor), key=lambda op: _lost_from(problem, op))
+    writer = graph.ops[position]
     size = f"{held.bytes} bytes that are kept for later"
-    what = f"{size}: op {maker.id} ({maker.name}) cannot run again"
-    if not maker.recomputable:
+    what = f"{size}: op {writer.id} ({writer.name}) cannot run again"
+    if not writer.recomputable:
         return what
-    read = {*maker.inputs, graph.tensors[held.tensor].id}
-    for op in graph.ops[problem.producer[held.tensor] :]:
+    in_arena = {t.id for t, yes in zip(graph.tensors, problem.overwritten, strict=True) if yes}
+    read = set(writer.inputs) - in_arena
+    for op in graph.ops[position:]:
         overwritten = sorted(read & set(op.mutates))
         if overwritten:
             name = next(t.name for t in graph.tensors if t.id == overwritten[0])
@@ -90,10 +93,17 @@ def reason(problem: Problem, held: Held) -> str:
 
 def _kept_from(problem: Problem, tensor: int) -> int:
     """The first op through which a tensor is kept until its last use; beyond it if none is."""
-    maker = problem.producer[tensor]
     outside = problem.resident[tensor] or problem.outside[tensor]
-    if maker < 0 or outside or not problem.size[tensor]:
+    if problem.producer[tensor] < 0 or outside or not problem.size[tensor]:
         return problem.last_use[tensor] + 1
-    if problem.overwritten[tensor]:
-        return maker + 1
-    return max(problem.until[maker], maker + 1)
+    return min(_lost_from(problem, op) for op in _writers(problem, tensor))
+
+
+def _writers(problem: Problem, tensor: int) -> list[int]:
+    """The op that makes a tensor, and those that overwrite it."""
+    return [problem.producer[tensor], *problem.overwriters.get(tensor, ())]
+
+
+def _lost_from(problem: Problem, op: int) -> int:
+    """The first op from which on it cannot run again."""
+    return max(problem.until[op], op + 1)

@@ -99,15 +99,27 @@ class Problem:
                 f"alignment {alignment} is not a power of two between 1 and {MAX_ALIGNMENT}",
                 "/alignment",
             )
-        index = {tensor.id: position for position, tensor in enumerate(graph.tensors)}
-        resident = [tensor.resident for tensor in graph.tensors]
-        is_output = [tensor.kind == "output" for tensor in graph.tensors]
         late = {t for op in graph.ops if op.phase != "forward" for t in op.outputs}
         outside = [
             tensor.kind == "output"
             and (outputs == "outside" or (outputs == "gradients" and tensor.id not in late))
             for tensor in graph.tensors
         ]
+        return cls.with_places(graph, alignment, outputs, host_budget, outside)
+
+    @classmethod
+    def with_places(
+        cls,
+        graph: Graph,
+        alignment: int,
+        outputs: Outputs,
+        host_budget: int | None,
+        outside: list[bool],
+    ) -> "Problem":
+        """As `from_graph`, told by position which tensors leave the arena (`outside`)."""
+        index = {tensor.id: position for position, tensor in enumerate(graph.tensors)}
+        resident = [tensor.resident for tensor in graph.tensors]
+        is_output = [tensor.kind == "output" for tensor in graph.tensors]
         in_arena = [not (r or o) for r, o in zip(resident, outside, strict=True)]
         tensor_bytes = [tensor.bytes for tensor in graph.tensors]
 
@@ -269,7 +281,7 @@ class Problem:
     # What may run again: one rule, from which everybody takes what they need.
 
     @cached_property
-    def _overwriters(self) -> dict[int, list[int]]:
+    def overwriters(self) -> dict[int, list[int]]:
         """By tensor the ops that overwrite it, in program order."""
         index = {tensor.id: t for t, tensor in enumerate(self.graph.tensors)}
         found: dict[int, list[int]] = {}
@@ -280,9 +292,14 @@ class Problem:
 
     @cached_property
     def overwritten(self) -> list[bool]:
-        """Tensors in the arena that an op overwrites: kept to their last use, never made again."""
+        """
+        Tensors in the arena that an op overwrites.
+
+        All methods but the exact ones (see `planner.core.versions`) keep them from their production
+        to their last use, and never make them again.
+        """
         return [
-            t in self._overwriters and not (self.resident[t] or self.outside[t])
+            t in self.overwriters and not (self.resident[t] or self.outside[t])
             for t in range(self.tensor_count)
         ]
 
@@ -291,7 +308,7 @@ class Problem:
         limit = self.op_count if self.graph.ops[body.op].recomputable else body.op
         for t in body.inputs:
             if arena or self.resident[t] or self.outside[t]:
-                later = [p for p in self._overwriters.get(t, ()) if p >= body.op]
+                later = [p for p in self.overwriters.get(t, ()) if p >= body.op]
                 limit = min([limit, *later])
         return limit
 
@@ -310,11 +327,9 @@ class Problem:
         """
         return [self.until_of(body) for body in self._defaults]
 
-    def once(self, op: int) -> bool:
-        """Whether methods run the op once: it must be, or it touches an overwritten tensor."""
-        return self.until[op] <= op or any(
-            self.overwritten[t] for t in self.reads[op] + self.makes[op]
-        )
+    def touches_overwritten(self, op: int) -> bool:
+        """Whether the op reads or makes what some op overwrites in the arena."""
+        return any(self.overwritten[t] for t in self.reads[op] + self.makes[op])
 
     @cached_property
     def evictable(self) -> list[bool]:
@@ -340,14 +355,14 @@ class Problem:
             makers = (self.producer[t] for t in self.op_inputs[op])
             limits = [deadline[maker] for maker in makers if maker >= 0]
             overwritten = [
-                p for t in self.op_inputs[op] for p in self._overwriters.get(t, ()) if p >= op
+                p for t in self.op_inputs[op] for p in self.overwriters.get(t, ()) if p >= op
             ]
             deadline.append(min([n + 1, *limits, *overwritten]))
         return [
             not self.outside[t]
             and (maker := self.producer[t]) >= 0
             and self.graph.ops[maker].recomputable
-            and t not in self._overwriters
+            and t not in self.overwriters
             and deadline[maker] > self.last_use[t]
             for t in range(self.tensor_count)
         ]
@@ -389,7 +404,7 @@ class Problem:
         and that make or read an output outside the arena that is read.
         """
         shared = {t for t in range(self.tensor_count) if self.outside[t] and self.consumers[t]}
-        shared.update(self._overwriters)
+        shared.update(self.overwriters)
         return [
             op.rng or not op.recomputable or any(t in shared for t in (*body.inputs, *body.outputs))
             for op, body in zip(self.graph.ops, self._defaults, strict=True)

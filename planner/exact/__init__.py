@@ -7,11 +7,12 @@ Exact planners: mixed-integer and constraint models with proved bounds.
 
 1. **Start.** `coop-offline` (`planner.offline`) makes a plan. `incumbent.py` holds the best plan
    and the best bound from here on and tells the caller when they move. `model/program.py` is the
-   problem as the models see it.
+   problem as the models see it, with a tensor for each version of what ops overwrite.
 2. **First model.** `model/points.py` chooses a few time points, `model/timepoint.py` builds the
    MILP that checks memory there only (`model/milp.py` holds it; with a link, `model/transfers.py`
-   adds what is on the host and what the copy engines have time for), and `solver/process.py` has it
-   solved in a child process, which it kills at the deadline. Its optimum is a lower bound for good.
+   adds what is on the host and what the copy engines have time for; `model/overwriting.py`, that
+   each run which overwrites a tensor takes a buffer), and `solver/process.py` has it solved in a
+   child process, which it kills at the deadline. Its optimum is a lower bound for good.
 3. **Readout.** `primal/readout.py` makes a schedule of the solution, through
    `primal/schedule_builder.py`. If it fits everywhere, `primal/packing.py` looks for a layout, and
    a schedule with a layout is a plan: within the tolerance of the bound it is proved optimal.

@@ -9,9 +9,9 @@ a stage ops run in program order, each at most once. Stage n, the end of the ste
     U[t, i]        share of the arena in use in stage t once op i has its outputs
     FREE[t, i, d]  tensor d is freed in stage t right after op i
 
-Beyond the paper: S and FREE are per storage and not per op, as ops have several outputs; workspace,
-outputs that survive, in-place pairs and ops that run once are modelled; and only what is there is
-freed, without which the model exceeds its own budget.
+Beyond the paper: S and FREE are per storage and not per op, as ops have several outputs, and per
+version of what is overwritten; workspace, outputs that survive, in-place pairs and ops that run
+once are modelled; and only what is there is freed, without which the model exceeds its own budget.
 
 The stages are a restriction: a schedule that computes an op twice in one stage, or out of program
 order, may be cheaper. The optimum is that of the paper's class, no bound for all schedules, so the
@@ -82,9 +82,7 @@ class CheckmateModel:
         for i in range(t):
             for d in program.makes[i]:
                 assert producer[d] == i
-                if program.overwritten[d]:
-                    self.s[t, d] = int(program.problem.last_use[d] >= t)
-                elif program.useful[d] >= t:
+                if program.useful[d] >= t:
                     self.s[t, d] = self._binary(f"S_{t}_{d}")
 
     def _correctness(self, t: int) -> None:
@@ -106,6 +104,11 @@ class CheckmateModel:
                 # [Constraint] nothing is computed beside itself.
                 if len(program.makes[i]) == 1 and (t, i) in r:
                     self._add(r[t, i] + s[t, d] <= 1)
+        # [Constraint] what an op overwrites ends: R[t, i] + S[t+1, d] ≤ 1; no later op reads it.
+        for i in range(min(t + 1, program.n)):
+            for _, d in program.overwrites[i]:
+                if (t, i) in r and (t + 1, d) in s:
+                    self._add(r[t, i] + s[t + 1, d] <= 1)
 
     def _add(self, constraint: Any) -> None:
         """Add a constraint, unless it is between constants: then it holds or nothing does."""
@@ -141,7 +144,7 @@ class CheckmateModel:
             self._add(u - used + freed - r[t, i] * made == 0)
             free = {}
             for d in dict.fromkeys(program.reads[i] + program.makes[i]):
-                if program.overwritten[d] or not size[d]:
+                if not size[d]:
                     continue
                 # [Constraint] FREE[t, i, d] = 1 exactly if op i runs, no later op of the stage
                 # reads d, and d is not kept: the paper's num_hazards.
@@ -228,7 +231,7 @@ def solve_checkmate(
             schedule = _solve(process, program, capacity, request, integral, solver)
             placed = place_or_pack(process, schedule, request.arena_bytes, request.deadline)
             if placed is not None:
-                return Solution(placed)
+                return Solution(program.versions.placed(placed))
     raise DoesNotFitError(largest_working_set(problem).op)
 
 
@@ -306,4 +309,6 @@ def _complete(
             if (t, i) in computed:
                 for d in program.reads[i]:
                     demand(t, d)
+                if any((t + 1, d) in kept for _, d in program.overwrites[i]):
+                    raise blocked
     return computed

@@ -49,6 +49,7 @@ class _OptimalSolve:
         self.request = request
         self.params = params
         self.process = process
+        self.problem = problem
         self.program = Program.of(problem)
         self.follower = PlanFollower(problem, request, params.follow)
         self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
@@ -72,7 +73,7 @@ class _OptimalSolve:
         else:
             limit = now + left * params.heuristic_share
         request = replace(self.request.in_program_order(), deadline=limit)
-        self.offline = CoopOffline(self.program.problem, request)
+        self.offline = CoopOffline(self.problem, request)
         self.offline.begin()
         self._offer_heuristic()
         if self.incumbent.solution is None:
@@ -214,7 +215,7 @@ class _OptimalSolve:
             )
             placed = search.run(rounds.outline, self.incumbent.cost_us)
             if placed is not None:
-                self.incumbent.offer(placed)
+                self._offer(placed)
             if placed is not None or not search.margins:
                 return
 
@@ -237,6 +238,10 @@ class _OptimalSolve:
         work = min(self.params.search.place_work, int(left * WORK_PER_SECOND))
         return place_or_tell(schedule, self.request.arena_bytes, work)
 
+    def _offer(self, placed: PlacedSchedule) -> None:
+        """Offer a placed schedule of the program, whose tensors are versions."""
+        self.incumbent.offer(self.program.versions.placed(placed))
+
     def _use(self, readout: Readout) -> bool:
         """Make a plan of a readout if it is worth it; whether it was placed as it is."""
         schedule = readout.schedule
@@ -247,9 +252,10 @@ class _OptimalSolve:
             packing = self.params.packing
             placed = place_or_pack(self.process, schedule, arena, self.deadline, packing)
             if placed is not None:
-                self.incumbent.offer(placed)
+                self._offer(placed)
                 return True
-        followed = self.follower.follow(schedule, self.incumbent.cost_us)
+        restored = self.program.versions.restored(schedule)
+        followed = self.follower.follow(restored, self.incumbent.cost_us)
         if followed is not None:
             self.incumbent.offer(followed)
         return False

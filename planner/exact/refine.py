@@ -91,7 +91,7 @@ class Refinement:
                 self.outline = Outline.of(model, answer.values)
                 return read_out(self.program, self.outline, self.capacity)
             except UnreadableError as error:
-                if error.position is None or error.position in self.points:
+                if error.position in self.points:
                     return None
                 self.points = sorted([*self.points, error.position])
 

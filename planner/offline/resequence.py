@@ -168,9 +168,12 @@ def reordered(
     A cheaper schedule of default bodies than one that costs `cost_us`, in whatever order.
 
     It begins at a `sequence` of ops, and ends at the deadline, which the request has; None where it
-    finds nothing.
+    finds nothing, or where the sequence runs an op again that touches what is overwritten.
     """
     assert request.deadline is not None
+    runs = np.bincount(sequence, minlength=problem.op_count)
+    if any(problem.touches_overwritten(op) for op in np.flatnonzero(runs > 1).tolist()):
+        return None
     portfolio = Portfolio(problem, request)
     worth = portfolio.params.resequencing.worth_placing
     portfolio.best.cost_us = cost_us

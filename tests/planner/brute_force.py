@@ -1,7 +1,9 @@
 """The cheapest schedule by exhaustive search, for tiny graphs: what exact planners must agree on.
 
 Dijkstra over states (ops run for the first time, tensors live in the arena with their versions).
-Memory is logical: the sum of live sizes, wherever they may lie. Ops first run in program order.
+Memory is logical: the sum of live sizes, wherever they may lie. Ops first run in program order. Of
+a version that an op overwrites there may be several buffers, up to `BUFFERS`. What is overwritten
+outside the arena is read there only.
 """
 
 import heapq
@@ -9,12 +11,16 @@ from itertools import combinations
 
 from coop_plan.planner import Problem
 
+BUFFERS = 3
+"""Of one version, at once."""
+
 
 def cheapest(problem: Problem, arena_bytes: int, *, staged: bool = False) -> float | None:
     """Least cost in µs of any schedule whose live bytes stay within the arena; None: there is none.
 
     Sizes are rounded up to the alignment, and so is the arena, whose last block may end early.
-    `staged` allows only Checkmate's class: between two first runs, recomputes in program order.
+    `staged` allows only Checkmate's class: between two first runs, recomputes in program order, and
+    of each version one buffer.
     """
     return _Search(problem, arena_bytes, staged).run()
 
@@ -32,6 +38,7 @@ class _Search:
         ]
         self.n = problem.op_count
         self.staged = staged
+        self.overwritten = set().union(*self.mutates)
 
     def version(self, t, done):
         """How often the first `done` ops overwrite t."""
@@ -41,7 +48,17 @@ class _Search:
         return not (self.problem.resident[t] or self.problem.outside[t])
 
     def size(self, live):
-        return sum(self.problem.size[t] for t, _ in live)
+        return sum(self.problem.size[t] for t, _, _ in live)
+
+    def without(self, live, t, version):
+        """One buffer less; they are alike, and so numbered from 0."""
+        return live - {(t, version, sum((t, version) == (a, b) for a, b, _ in live) - 1)}
+
+    def beside(self, live, t, version):
+        """One buffer more; the older one ends where a second one is of no use."""
+        count = sum((t, version) == (a, b) for a, b, _ in live)
+        several = t in self.overwritten and not self.staged
+        return live | {(t, version, min(count, BUFFERS - 1 if several else 0))}
 
     def run(self):
         start = (0, frozenset(), -1)  # the last is the op run last, if it was run again
@@ -51,7 +68,7 @@ class _Search:
             if cost > best[state]:
                 continue
             done, live, last = state
-            if done == self.n and {(t, self.version(t, done)) for t in self.kept()} <= live:
+            if done == self.n and {(t, self.version(t, done), 0) for t in self.kept()} <= live:
                 return cost
             for extra, following in self.moves(done, live, last):
                 if cost + extra < best.get(following, float("inf")):
@@ -65,8 +82,8 @@ class _Search:
         return [t for t in range(problem.tensor_count) if problem.is_output[t] and self.in_arena(t)]
 
     def moves(self, done, live, last):
-        for value in live:
-            yield 0.0, (done, live - {value}, last)
+        for t, version in {(t, version) for t, version, _ in live}:
+            yield 0.0, (done, self.without(live, t, version), last)
         for o in range(min(done + 1, self.n)):
             if o == done:
                 for after in self.runs(o, done, live):
@@ -79,8 +96,8 @@ class _Search:
         """The live sets after running op o, one per choice of what shares an address."""
         problem = self.problem
         for t in set(problem.op_inputs[o]):
-            needed = (t, self.version(t, o))
-            there = needed in live if self.in_arena(t) else self.version(t, done) == needed[1]
+            needed = self.version(t, o)
+            there = (t, needed, 0) in live if self.in_arena(t) else self.version(t, done) == needed
             if not there:
                 return
         if o < done and any(not self.in_arena(t) for t in self.mutates[o]):
@@ -98,9 +115,14 @@ class _Search:
                     continue
                 if need - sum(problem.size[a] for a, _ in chosen) > self.capacity:
                     continue
-                after = live - {(b, self.version(b, o)) for _, b in chosen}
-                after |= {(t, 0) for t in made if self.in_arena(t)}
+                after = live
+                for _, b in chosen:
+                    after = self.without(after, b, self.version(b, o))
+                for t in made:
+                    if self.in_arena(t):
+                        after = self.beside(after, t, 0)
                 for t in self.mutates[o]:
                     if self.in_arena(t):
-                        after = after - {(t, self.version(t, o))} | {(t, self.version(t, o + 1))}
-                yield frozenset(after)
+                        after = self.without(after, t, self.version(t, o))
+                        after = self.beside(after, t, self.version(t, o + 1))
+                yield after

@@ -3,7 +3,8 @@
 Label setting over event sequences: what may come next is a run, a free, a copy that begins, or a
 wait. A state says what is readable, in flight and on the host; its labels are the times of compute,
 of both engines and of what is in flight, and only those that are nowhere later than another are
-kept. Memory is logical, ops first run in program order, and no tensor is overwritten.
+kept. Memory is logical, and ops first run in program order. Versions of what is overwritten in the
+arena are tensors (`planner.core.versions`), each with one buffer at a time.
 """
 
 import heapq
@@ -11,6 +12,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from coop_plan.planner import Problem
+from coop_plan.planner.core.versions import Versions
 
 
 class TooManyStatesError(Exception):
@@ -41,7 +43,10 @@ def shortest(problem: Problem, arena_bytes: int, *, most: int = 60_000) -> float
 
 class _Search:
     def __init__(self, problem, arena_bytes):
-        self.problem, self.graph = problem, problem.graph
+        versions = Versions.of(problem)
+        self.problem = problem = versions.problem
+        self.graph = problem.graph
+        self.ends = [{read for _, read in pairs} for pairs in versions.overwrites]
         step, limit = problem.alignment, problem.host_budget
         self.capacity = -(-arena_bytes // step) * step
         self.host_capacity = float("inf") if limit is None else -(-limit // step) * step
@@ -142,8 +147,8 @@ class _Search:
         if any(not self.in_arena(t) and problem.producer[t] >= done for t in problem.op_inputs[o]):
             return
         made = {t for t in problem.op_outputs[o] if self.in_arena(t) or o < done}
-        if made & set(state.back):
-            return  # fetched in vain
+        if made & set(state.back) or self.ends[o] & set(state.away):
+            return  # fetched in vain, or overwritten while it is copied
         need = self.size(state.live) + self.size(state.back)
         need += problem.workspace[o] + self.size(made)
         pairs = [
@@ -158,6 +163,9 @@ class _Search:
             for chosen in combinations(pairs, count):
                 if len({a for a, _ in chosen}) < count or len({b for _, b in chosen}) < count:
                     continue
+                taken = {b for _, b in chosen}
+                if any(problem.bytes[t] and t not in taken for t in self.ends[o]):
+                    continue  # the next version lies where it lay
                 if need - self.size(a for a, _ in chosen) <= self.capacity:
-                    after = state.live - {b for _, b in chosen}
+                    after = state.live - taken - self.ends[o]
                     yield after | {t for t in made if self.in_arena(t)}

@@ -175,7 +175,7 @@ def test_what_fix_and_refine_finds_is_a_plan(
     assert best is not None
     assert placed.schedule.live_bytes().max() <= room
     assert placed.cost_us >= best * (1 - 1e-9)
-    made = plan_of(placed.schedule)
+    made = plan_of(program.versions.placed(placed).schedule)
     assert find_faults(graph, made) == []
 
 

@@ -10,7 +10,8 @@ symbols of Jain et al., Checkmate, MLSys 2020, section 4:
     Z[k, p]   the in-place pair p of τ_k shares one address, so its input is gone afterwards
     H[k, d]   d is held through the whole of segment k (only where a cut needs it)
 
-Where tensors may be moved to the host, the columns of `planner.exact.model.transfers` join them.
+Where tensors may be moved to the host, the columns of `planner.exact.model.transfers` join them;
+elsewhere, where ops overwrite tensors in the arena, those of `planner.exact.model.overwriting`.
 
 Only what every schedule must do is asked for, so the minimum is a lower bound for any schedule that
 the verifier accepts, that first computes in program order, and that chooses no op variants: nothing
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.overwriting import Overwriting
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.transfers import Transfers
 from coop_plan.planner.exact.params import DEFAULTS, ModelParams
@@ -67,10 +69,13 @@ class TimePointModel:
         self.cost_unit = self.program.problem.base_cost_us / COST_SCALE or 1.0
         if self.program.links is not None:
             self.transfers = Transfers(self)
+        overwriting = Overwriting(self) if self.transfers is None else None
         for k in range(len(self.points)):
             self._variables(k)
             self._dependencies(k)
             self._memory(k)
+            if overwriting is not None:
+                overwriting.rows(k)
         if self.transfers is not None:
             self.transfers.finish()
         wanted: dict[int, list[int]] = {}
@@ -126,10 +131,10 @@ class TimePointModel:
         if t not in self.x[k - 1]:
             return 0, []
         column = self.x[k - 1][t]
-        gone = [(z, -1.0) for z in self._taken(k - 1, t)]
+        gone = [(z, -1.0) for z in self.taken(k - 1, t)]
         return (1, gone) if column is None else (0, [(column, 1.0), *gone])
 
-    def _taken(self, k: int, source: int) -> list[int]:
+    def taken(self, k: int, source: int) -> list[int]:
         """Columns Z[k, ·] of pairs whose input is `source`."""
         pairs = self.program.pairs[self.points[k]]
         return [z for number, z in self.z[k].items() if pairs[number][1] == source]

@@ -6,7 +6,7 @@ after each run, and the intervals fit the capacity. No order is imposed on recom
 enough copies this is exact for schedules that first compute in program order. With `joint`, every
 interval also has an address (NoOverlap2D), and eviction and layout are decided as one.
 
-Ops that touch a tensor overwritten in the arena run once, as in the other methods.
+A version that an op overwrites in the arena ends with the run (see `planner.core.versions`).
 """
 
 from coop_plan.planner.core.schedule import Schedule
@@ -42,6 +42,7 @@ def schedule_intervals(
         reads=program.reads[: program.n],
         makes=program.makes[: program.n],
         pairs=problem.inplace,
+        overwritten=[[read for _, read in pairs] for pairs in program.overwrites],
         kept=program.reads[program.n],
         until=program.until,
         cost=problem.cost,

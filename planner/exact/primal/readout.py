@@ -81,11 +81,11 @@ class UnreadableError(Exception):
     """
     The solution needs something that cannot be computed again when it is needed.
 
-    `position` is the op that overwrites what it would take, if a time point there tells the model;
-    None for tensors that are overwritten in the arena, which the model does not follow.
+    `position` is the op that overwrites what it would take, of which a time point there tells the
+    model, or the op itself, which runs once.
     """
 
-    def __init__(self, position: int | None) -> None:
+    def __init__(self, position: int) -> None:
         super().__init__()
         self.position = position
 
@@ -129,6 +129,8 @@ class _Reader:
         self.most_runs = most_runs
         self.built = ScheduleBuilder(program)
         self._runs: Counter[tuple[int, int]] = Counter()
+        self._ends = {read for pairs in program.overwrites for _, read in pairs}
+        """Versions that end with the op that overwrites them."""
 
     def read(self) -> ScheduleBuilder:
         start = -1
@@ -146,14 +148,8 @@ class _Reader:
         if point == program.n:
             self.built.keep(set(program.reads[point]))
             return
-        held = {t for t in self.built.here if self._held(t, point)}
+        held = {t for t in self.built.here if program.always[t] and program.useful[t] > point}
         self.built.keep((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
-
-    def _held(self, t: int, point: int) -> bool:
-        """Whether t stays anyway: it has no bytes, or it is overwritten and has a use to come."""
-        if self.program.overwritten[t]:
-            return self.program.problem.last_use[t] > point
-        return self.program.always[t] and self.program.useful[t] > point
 
     def _fetch(self, wanted: Iterable[int], position: int) -> None:
         """Compute for `position` what is wanted and not here, each after what it needs itself."""
@@ -165,8 +161,6 @@ class _Reader:
                     stack.pop()
                     continue
                 op = program.problem.producer[top]
-                if op < 0 or (program.until[op] > op and program.once(op)):
-                    raise UnreadableError(None)
                 if program.until[op] < position:
                     raise UnreadableError(program.until[op])
                 missing = self._missing(program.reads[op], needs)
@@ -181,21 +175,27 @@ class _Reader:
             self.built.drop(told.difference(self.program.reads[op]))
         self.built.run(op, position)
         self._runs[position, op] += 1
-        if self._runs[position, op] > self.most_runs:
+        if self.drops and self._runs[position, op] > self.most_runs:
             raise StuckError(position)
 
     def _missing(self, tensors: Iterable[int], needs: dict[int, int]) -> list[int]:
         """
         Those that are not here; the last ones need most memory beside themselves and come first.
 
-        For trees that order is the best: Liu, On the storage requirement in the out-of-core
-        multifrontal method for sparse factorization, ACM TOMS 12(3), 1986. `needs` remembers bytes
-        by op.
+        What is overwritten on the way to later versions comes after those. For trees that order is
+        the best: Liu, On the storage requirement in the out-of-core multifrontal method for sparse
+        factorization, ACM TOMS 12(3), 1986. `needs` remembers bytes by op.
         """
         missing = sorted((t for t in tensors if t not in self.built.here), reverse=True)
         if len(missing) > 1:
-            size = self.program.problem.size
-            missing.sort(key=lambda t: self._need(t, needs) - size[t])
+            size, producer = self.program.problem.size, self.program.problem.producer
+            missing.sort(
+                key=lambda t: (
+                    (False, producer[t])
+                    if t in self._ends
+                    else (True, self._need(t, needs) - size[t])
+                )
+            )
         return missing
 
     def _need(self, tensor: int, needs: dict[int, int]) -> int:

@@ -96,7 +96,7 @@ class Repair:
         size = program.problem.size
         live = {schedule.tensor[buffer] for buffer in schedule.live_buffers(event)}
         beside = live.difference(program.reads[overflow.op], program.makes[overflow.op], stay)
-        costs = {t: self._again(t, live) for t in beside if not program.always[t]}
+        costs = {t: self._again(t, live) for t in beside if size[t]}
         left = overflow.excess
         chosen: list[int] = []
         for t in sorted(costs, key=lambda t: (costs[t] / min(size[t], overflow.excess), t)):

@@ -19,8 +19,9 @@ class ScheduleBuilder:
         """(op, position in program order whose first run it serves)."""
 
     def run(self, op: int, position: int) -> None:
-        """Append a run of `op`, whose inputs are here."""
+        """Append a run of `op`, whose inputs are here; what it overwrites is not from now on."""
         self.runs.append((op, position))
+        self.here.difference_update(read for _, read in self.program.overwrites[op])
         self.here.update(self.program.makes[op])
 
     def keep(self, kept: set[int]) -> None:

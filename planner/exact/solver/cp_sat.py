@@ -149,6 +149,11 @@ class IntervalModel:
         for d in job.reads[v]:
             mine = {pair: z for pair, z in shares.items() if pair[1] == d}
             links = self._cover(d, start, active, list(mine.values()))
+            if d in job.overwritten[v]:
+                for k, link in links.items():
+                    model.add(self.end[d, k] <= start + 1).only_enforce_if(link)
+                for z in mine.values():
+                    model.add(z == active)
             for (out, source), z in mine.items():
                 self._share(v, c, out, source, z, links)
 

@@ -103,10 +103,11 @@ class ScheduleIntervals:
     Find the cheapest schedule by retention intervals (see `planner.exact.primal.intervals`).
 
     By op: `copies` (runs it may have), the tensors it `reads` and `makes`, in-place `pairs`
-    (output, input), `until` (the last position before which it can run again), `cost` (µs),
-    `workspace`, and the tensors that only a run after the first one makes in the arena (`again`).
-    `size` is by tensor; `kept` are the tensors that the end of the step reads. Sizes and capacity
-    are in one unit. With `joint` every interval has an address too.
+    (output, input), the inputs that end with its runs (`overwritten`), `until` (the last position
+    before which it can run again), `cost` (µs), `workspace`, and the tensors that only a run after
+    the first one makes in the arena (`again`). `size` is by tensor; `kept` are the tensors that the
+    end of the step reads. Sizes and capacity are in one unit. With `joint` every interval has an
+    address too.
     """
 
     capacity: int
@@ -115,6 +116,7 @@ class ScheduleIntervals:
     reads: Sequence[Sequence[int]]
     makes: Sequence[Sequence[int]]
     pairs: Sequence[Sequence[tuple[int, int]]]
+    overwritten: Sequence[Sequence[int]]
     kept: Sequence[int]
     until: list[int]
     cost: Sequence[float]
