@@ -7,7 +7,7 @@ long as they keep to its order.
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from coop_plan.runtime.device.arena import Counters, Memory, Run
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.flight import Flight
-from coop_plan.runtime.execute.regions import Call, Event, Regions, plan_regions
+from coop_plan.runtime.execute.regions import Call, Event, Made, Regions, plan_regions, stored
 from coop_plan.runtime.execute.residents import MANY_PLANS, can_be_added_to
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import drop
@@ -41,6 +41,12 @@ FIRST_ORDERS = 4
 
 MOST_TRIES = 4
 """How often an order is planned anew since it took more than was planned."""
+
+RECORDED = -1
+"""In place of the number of an event: at each one it is looked what is gone."""
+
+MOST_THERE = 8
+"""Of what is looked at, the latest first, is still there: what was made before is too, perhaps."""
 
 TOLERANCE = 4096
 """Bytes above the budget for which no step is planned anew, and no iteration a second time:
@@ -81,7 +87,7 @@ class Course:
         self._order: Order | None = None
         self._orders: weakref.WeakKeyDictionary[object, _Orders] = weakref.WeakKeyDictionary()
         self._plans: Regions | None = None
-        self._returned: tuple[int, dict[int, Callable[[], bool]]] | None = None
+        self._watched: dict[int, list[tuple[int, Made, Callable[[], bool]]]] = {}
         self._left = False
         self._tally: list[Counters] = []
         self._run: Run | None = None
@@ -178,33 +184,59 @@ class Course:
             call.inputs, call.tangents = addresses(flight.inputs), addresses(tangents)
 
     def returned(self, flight: Flight, made: Sequence[Any]) -> None:
-        """Note what the backward of a call made: the half that comes next looks what is left."""
-        number = self._numbers.get(flight)
-        call, positions = self._recording(flight), frozenset[int]()
+        """Note what the backward of a call made."""
+        call = self._recording(flight)
         if call is not None:
             call.made += addresses(made)
-            positions = frozenset(call.leaves)
-        elif number is not None and flight.whole and self._known is not None:
-            positions = self._known.calls[number].given
-        if number is not None and positions:
-            tensors = {p: made[p] for p in positions if isinstance(made[p], torch.Tensor)}
-            self._returned = (
-                number,
-                {p: when_gone(value) for p, value in tensors.items() if not has_no_memory(value)},
-            )
-
-    def _look_back(self) -> None:
-        """Note which gradients of the backward before nobody has any more."""
-        if self._returned is not None:
-            number, gradients = self._returned
-            gone = frozenset(p for p, is_gone in gradients.items() if is_gone())
-            self._calls[number].given = gone
-            self._returned = None
+        if call is not None or flight.whole:
+            # A gradient that is there at the next event lasts, as a rule.
+            leaves = call.leaves if call is not None else ()
+            self._watch(flight, True, made, dict.fromkeys(leaves, len(self._events)))
 
     def received(self, flight: Flight, made: Sequence[Any]) -> None:
-        """Note what the forward of a recorded call made."""
+        """Note what the forward of a call made."""
         if self._plans is None:
             self._calls[self._numbers[flight]].made += addresses(made)
+        self._watch(flight, False, made, dict.fromkeys(range(len(made)), RECORDED))
+
+    def _watch(
+        self, flight: Flight, backward: bool, made: Sequence[Any], when: Mapping[int, int]
+    ) -> None:
+        """Look at these events whether what a half made is gone, by position.
+
+        In a planned iteration at those by which it is to be gone.
+        """
+        number = self._numbers.get(flight)
+        if number is None:
+            return
+        if self._known is not None:
+            gone = self._known.calls[number].gone
+            when = {p: at for (half, p), at in gone.items() if half == backward}
+        for position, at in when.items():
+            if has_memory(made[position]):
+                entry = number, (backward, position), when_gone(made[position])
+                self._watched.setdefault(at, []).append(entry)
+
+    def _look_back(self) -> None:
+        """Note what the halves before gave to the user's code and nobody has any more."""
+        at = len(self._events)
+        recorded, there = self._watched.setdefault(RECORDED, []), 0
+        for entry in self._watched.pop(at, ()):
+            number, which, is_gone = entry
+            if is_gone():
+                self._calls[number].gone[which] = at
+            elif self._known is not None:
+                self._calls[number].late.add(which)
+                recorded.append(entry)
+        for entry in recorded[::-1]:
+            number, which, is_gone = entry
+            if is_gone():
+                self._calls[number].gone[which] = at
+                recorded.remove(entry)
+            else:
+                there += 1
+            if there == MOST_THERE:
+                break
 
     def _recording(self, flight: Flight) -> Call | None:
         number = self._numbers.get(flight)
@@ -254,7 +286,7 @@ class Course:
         finally:
             self._flights, self._steps, self._calls, self._events = [], [], [], []
             self._tally, self._left, self._order, self._plans = [], False, None, None
-            self._run, self._beside, self._returned = None, {}, None
+            self._run, self._beside, self._watched = None, {}, {}
             self._numbers = weakref.WeakKeyDictionary()
         known = self._orders.setdefault(step, _Orders()).known
         orders = [o for o in known if known[o].plans is not None]
@@ -281,6 +313,7 @@ class Course:
         if order not in orders.known and _pays(order, orders):
             known = orders.known[order] = _Known(self._calls)
             set_homes(known.calls)
+            keep_saved(known.calls, self._events)
             look_around(known)
             known.plans = plan_regions(known.calls, self._events, 0, self._options)
         return order
@@ -348,6 +381,21 @@ def set_homes(calls: Sequence[Call]) -> None:
         call.leaves = {p: leaf for p, leaf in call.leaves.items() if own[p][0] is call}
 
 
+def keep_saved(calls: Sequence[Call], events: Sequence[Event]) -> None:
+    """Let outputs that recorded calls need in their backward be there until that is over.
+
+    A call that gave its memory up while it was recorded had them no longer.
+    """
+    for number, call in enumerate(calls):
+        over = events.index((number, True)) + 1
+        captured = call.captured
+        read = {t for op in captured.graph.ops[captured.forward_ops :] for t in op.inputs}
+        for which, at in call.gone.items():
+            backward, position = which
+            if not backward and not read.isdisjoint(stored(call, captured.output_args[position])):
+                call.gone[which] = max(at, over)
+
+
 def look_around(known: _Known) -> bool:
     """Look at the gradients that are there when an iteration begins.
 
@@ -376,36 +424,42 @@ def learn(known: _Known, calls: Sequence[Call]) -> bool:
     """Take over what the calls of an iteration found that ran by the plan of the whole.
 
     Returns:
-        Whether gradients were kept that it was not planned for.
+        Whether gradients or outputs were kept that it was not planned for.
     """
     found = False
     for call, other in zip(known.calls, calls, strict=True):
         call.leaves = {p: other.leaves[p] for p in call.leaves}
         now, twice = call.circumstances, other.circumstances.beside
-        if twice <= now.beside and call.given <= other.given:
+        late = call.gone.keys() & other.late
+        if twice <= now.beside and not late:
             continue
         found = True
         call.circumstances = Circumstances(now.lasting - twice, now.beside | twice)
-        call.given &= other.given
+        on_time = {which: at for which, at in call.gone.items() if which not in late}
+        call.gone = on_time | {which: other.gone[which] for which in late & other.gone.keys()}
     return found and _looked(known)
 
 
 def _looked(known: _Known) -> bool:
-    """Count a look at which something new was found; after some, expect it of every gradient."""
+    """Count a look at which something new was found; after some, expect it of everything."""
     known.looks += 1
     if known.looks == MANY_PLANS:
         for call in known.calls:
             now = call.circumstances
             lasting = (now.lasting | set(call.homes) & call.leaves.keys()) - now.beside
-            call.circumstances, call.given = replace(now, lasting=lasting), frozenset()
+            call.circumstances = replace(now, lasting=lasting)
+            call.gone = {}
     return True
 
 
 def addresses(values: Sequence[Any]) -> list[int | None]:
     """Where the storage of each tensor begins; None for what has no memory."""
     return [
-        value.untyped_storage().data_ptr() or None
-        if isinstance(value, torch.Tensor) and not has_no_memory(value)
-        else None
+        value.untyped_storage().data_ptr() or None if has_memory(value) else None
         for value in values
     ]
+
+
+def has_memory(value: object) -> bool:
+    """Whether it is a tensor with a storage."""
+    return isinstance(value, torch.Tensor) and not has_no_memory(value)

@@ -2,10 +2,9 @@
 
 An iteration of several graphs is known once it has run: which steps were called, and in which order
 their forwards and backwards came. The graphs are laid side by side in that order. Between them is
-the user's code, of which only the bytes are known that it held, and which gradients it is done with
-before the next half begins. The plan of the whole is then cut into one for each call, and these
-share their arena: what one leaves where another begins is as planned, as long as the order is the
-same.
+the user's code, of which only the bytes are known that it held, and when it was done with what the
+graphs gave it. The plan of the whole is then cut into one for each call, and these share their
+arena: what one leaves where another begins is as planned, as long as the order is the same.
 """
 
 import logging
@@ -36,6 +35,12 @@ log = logging.getLogger("coop-plan")
 Event = tuple[int, bool]
 """The number of a call in its iteration, and whether its backward began, or its forward."""
 
+LEFT = "coop_plan.left"
+"""Name of an op in the place of the user's code, which has no more of what that reads from then."""
+
+Made = tuple[bool, int]
+"""Whether the backward of a call made it, or its forward, and its position among what that made."""
+
 
 @dataclass
 class Call:
@@ -44,9 +49,9 @@ class Call:
     Addresses of storages: `inputs` and `tangents` by position, `made` of all that came out of its
     halves; None for what is no tensor. `passing` are positions of inputs that autograd has made,
     which their gradients are passed on to. `leaves` are the inputs whose gradients last, and those
-    at `homes` can have a home: which do, and what else it found, is in `circumstances`. Of the
-    gradients at `given` nothing was left when the half after its backward began: they were added to
-    others, or used up.
+    at `homes` can have a home: which do, and what else it found, is in `circumstances`. `gone` has
+    the number of the event before which nobody had what its halves gave away any more: gradients
+    were added to others, or used up. What was still there when it was to be gone is `late`.
     """
 
     captured: Captured
@@ -55,7 +60,8 @@ class Call:
     leaves: Mapping[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
     homes: Collection[int] = ()
     circumstances: Circumstances = field(default_factory=Circumstances)
-    given: frozenset[int] = frozenset()
+    gone: dict[Made, int] = field(default_factory=dict)
+    late: set[Made] = field(default_factory=set)
     inputs: Sequence[int | None] = ()
     tangents: Sequence[int | None] = ()
     made: list[int | None] = field(default_factory=list)
@@ -136,9 +142,11 @@ class _Layout:
 
     What is passed back between the graphs, tangents and gradients of what autograd made, is there
     while it is passed on and not longer: it lies outside the arena, and counts for one call at a
-    time. Gradients of which nothing is left when the next half begins lie in the arena until then:
-    an op at the end of their half reads them, which is in the plan of the whole alone. `within` are
-    the resident bytes that are not there when the iteration begins.
+    time. Of what is given to the user's code, gradients and outputs of which nothing is left before
+    the iteration is over lie in the arena until then: an op reads them at the end of the last half
+    that found them, which is in the plan of the whole alone, and nothing makes them again: it is
+    the same tensor that the user's code has all the time. `within` are the resident bytes that are
+    not there when the iteration begins.
     """
 
     def __init__(
@@ -158,18 +166,20 @@ class _Layout:
         }
         self.within = 0
         given = passed = 0
-        given_away: list[set[int]] = []
+        leaving: list[dict[int, int]] = []
         for number, call in enumerate(calls):
             graph = call.captured.graph
+            leaving.append({})
+            if options.plan.outputs == "gradients":
+                leaving[number] = _leaving(call)
             shared = _shared(call, there)
             tangents = {t for node in tangents_of(call.captured) for t in stored(call, node)}
             back = _passed_back(call)
             own = _made_within(call, first=number == 0)
-            given_away.append(_given(call, options))
             self._first.append(len(tensors))
             for t in graph.tensors:
                 size = 0 if t.id in shared | tangents | back else t.bytes
-                kind = "activation" if t.id in given_away[number] else t.kind
+                kind = "activation" if t.id in leaving[number] else t.kind
                 made = {"id": len(tensors), "name": t.name, "bytes": size, "kind": kind}
                 tensors.append(made)
                 self.within += size if t.id in own else 0
@@ -179,7 +189,7 @@ class _Layout:
         self.within += size
         tensors.append({"id": len(tensors), "name": "between", "bytes": size, "kind": "input"})
         ops: list[dict[str, Any]] = []
-        for k, backward in events:
+        for event, (k, backward) in enumerate(events):
             first = self._first[k]
             for i in _half(calls[k].captured, backward):
                 op = calls[k].captured.graph.ops[i]
@@ -193,20 +203,27 @@ class _Layout:
                         "outputs": [first + t for t in op.outputs],
                         "cost_us": op.cost_us,
                         "workspace_bytes": op.workspace_bytes,
-                        "recomputable": op.recomputable,
+                        "recomputable": op.recomputable
+                        and leaving[k].keys().isdisjoint(op.outputs),
                         "rng": op.rng,
                         "mutates": [first + t for t in op.mutates],
                         "source": op.source,
                     }
                 )
-            if backward and given_away[k]:
+            last = [
+                self._first[number] + t
+                for number, found in enumerate(leaving)
+                for t, end in found.items()
+                if end == event
+            ]
+            if last:
                 self._ops.append((k, None))
                 ops.append(
                     {
                         "id": len(ops),
-                        "name": "coop_plan.given",
-                        "phase": "backward",
-                        "inputs": [first + t for t in sorted(given_away[k])],
+                        "name": LEFT,
+                        "phase": "backward" if backward else "forward",
+                        "inputs": last,
                         "outputs": [],
                         "cost_us": 0.0,
                         "recomputable": False,
@@ -304,13 +321,26 @@ def _passed_back(call: Call) -> set[int]:
     return (found & made) - kept
 
 
-def _given(call: Call, options: Options) -> set[int]:
-    """The gradients in the arena that nobody keeps beyond the half that makes them."""
-    if options.plan.outputs != "gradients":
-        return set()
-    kept = call.circumstances.lasting
-    movable = lasting.movable(call.captured)
-    return {movable[p] for p in call.given if p in movable and p not in kept}
+def _leaving(call: Call) -> dict[int, int]:
+    """What nobody has any more in the end: {tensor: the last event that finds it}."""
+    captured = call.captured
+    cut = captured.num_fwd_outputs
+    found = {
+        t: call.gone[True, p] - 1
+        for p, t in lasting.movable(captured).items()
+        if (True, p) in call.gone and p not in call.circumstances.lasting
+    }
+    made = {t for op in captured.graph.ops[: captured.forward_ops] for t in op.outputs}
+    made -= {t for node in captured.output_args[cut:] for t in stored(call, node)}
+    ends: dict[int, list[int | None]] = {}
+    for position, node in enumerate(captured.output_args[:cut]):
+        for t in stored(call, node):
+            ends.setdefault(t, []).append(call.gone.get((False, position)))
+    for t, numbers in ends.items():
+        known = [number - 1 for number in numbers if number is not None]
+        if t in made and len(known) == len(numbers):
+            found[t] = max(known)
+    return found
 
 
 def _made_within(call: Call, *, first: bool) -> set[int]:

@@ -21,8 +21,7 @@ CASES = [
     *((loop, "mlp", "60%") for loop in loops.LOOPS),
     *(("accumulate", "convolutions", "min"), ("zero_between", "transformer", "min")),
     *(("loss_outside", "transformer", "60%"), ("accumulate", "transformer", "60%")),
-    *((loop, "blocks", "min") for loop in ("accumulate", "zero_between", "step_in_backward")),
-    *(("zero_in_place", "blocks", "60%"), ("accumulate_zero_between", "blocks", "60%")),
+    *((loop, "blocks", "min") for loop in loops.LOOPS),
 ]
 
 
