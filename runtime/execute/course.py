@@ -87,6 +87,7 @@ class Course:
         self._order: Order | None = None
         self._orders: weakref.WeakKeyDictionary[object, _Orders] = weakref.WeakKeyDictionary()
         self._plans: Regions | None = None
+        self._known: _Known | None = None  # what is known of the order
         self._watched: dict[int, list[tuple[int, Made, Callable[[], bool]]]] = {}
         self._left = False
         self._tally: list[Counters] = []
@@ -247,11 +248,6 @@ class Course:
     def _present(self) -> list[Flight | None]:
         return [ref() for ref in self._flights]
 
-    @property
-    def _known(self) -> _Known | None:
-        """What is known of the order that this iteration runs by, if it does."""
-        return None if self._order is None else self._orders[self._steps[0]].known[self._order]
-
     def _next(self, number: int, backward: bool) -> Code | None:
         self._look_back()
         at = len(self._events)
@@ -276,7 +272,7 @@ class Course:
         for flight in self._present():
             if flight is not None and flight.saved is not None:
                 flight.give_up("another order of the iteration")
-        self._plans, self._order, self._left = None, None, True
+        self._plans, self._order, self._known, self._left = None, None, None, True
 
     def _begin_with(self, step: object) -> None:
         """Begin an iteration: by the last one's plan if its first step is this one."""
@@ -286,7 +282,7 @@ class Course:
         finally:
             self._flights, self._steps, self._calls, self._events = [], [], [], []
             self._tally, self._left, self._order, self._plans = [], False, None, None
-            self._run, self._beside, self._watched = None, {}, {}
+            self._run, self._beside, self._watched, self._known = None, {}, {}, None
             self._numbers = weakref.WeakKeyDictionary()
         known = self._orders.setdefault(step, _Orders()).known
         orders = [o for o in known if known[o].plans is not None]
@@ -295,7 +291,7 @@ class Course:
         if order in orders:
             if look_around(known[order]):
                 self._plan_anew(order, known[order])
-            self._order, self._plans = order, known[order].plans
+            self._order, self._known, self._plans = order, known[order], known[order].plans
 
     def _end(self) -> Order | None:
         """The order of the iteration that is over, if it can run by a plan of the whole."""
