@@ -5,7 +5,8 @@
 On the CPU, where threads copy no faster than the link. Eager and the planned step train two copies
 of a model on the same batches. Ops are profiled anew, as machines are not as fast on every day.
 Times are medians over the steps but the first, of time inside ops and waiting for copies; `hidden`
-is the time of copies in which the ops went on, of the last step. Exits 1 when a step differs from eager in a bit, or runs at other addresses than planned.
+is the time of copies in which the ops went on, of the last step. Exits 1 when a step differs from
+eager in a bit, or runs at other addresses than planned.
 """
 
 import argparse
