@@ -5,7 +5,8 @@
 runs every loop with every model, eager and within the budget, and prints one line each. In kB: the
 peak of PyTorch's CPU allocator in the first step, in the second, and in all after; eager's; the
 budget, and the peak that was measured between forward and backward; then whether every number is
-equal. Status 1 if a line breaks its promise.
+equal. Of a model with blocks these are compiled one by one; what is around them is in no budget.
+Status 1 if a line breaks its promise.
 """
 
 import argparse
@@ -82,10 +83,45 @@ class Transformer(nn.Module):
         return (h @ self.embedding.weight.T).flatten(0, 1)
 
 
+class Block(nn.Module):
+    """Of a transformer, as in GPT-2 and ViT."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.mix(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
+
+
+class Blocks(nn.Module):
+    """More weights than activations, in blocks, between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 96)
+        self.blocks = nn.Sequential(*(Block(96, 4) for _ in range(4)))
+        self.head = nn.Linear(96, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.blocks(self.embedding(x))).flatten(0, 1)
+        return out
+
+
 def _batches(name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     source = torch.Generator().manual_seed(5)
     while True:
-        if name == "transformer":
+        if name == "blocks":
+            x = torch.randint(0, 64, (2, 16), generator=source)
+            yield x, x.flatten().roll(-1)
+        elif name == "transformer":
             x = torch.randint(0, 256, (8, 64), generator=source)
             yield x, x.flatten().roll(-1)
         else:
@@ -98,6 +134,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Mlp,
     "convolutions": Convolutions,
     "transformer": Transformer,
+    "blocks": Blocks,
 }
 
 
@@ -119,7 +156,10 @@ class Run:
             return F.cross_entropy(model(x), y)
 
         self.step: Step = loss if whole else model
-        if options is not None:
+        if options is not None and isinstance(model, Blocks):
+            for block in model.blocks:
+                block.compile(backend="coop", fullgraph=True, options=options)
+        elif options is not None:
             self.step = torch.compile(self.step, backend="coop", fullgraph=True, options=options)
 
     def loss(self) -> torch.Tensor:
@@ -231,6 +271,10 @@ def measure(loop: str, model: str, budget: str | None) -> dict[str, Any]:
         LOOPS[loop](run, i)
         peaks.append(process_bytes()[1] - empty)
     grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+    beside = 0
+    if isinstance(run.model, Blocks):
+        parameters = list(run.model.parameters())
+        beside = 2 * sum(p.nbytes for p in {*parameters} - {*run.model.blocks.parameters()})
     left = [*run.model.state_dict().values(), *grads, *run.kept]
     return {
         "first": peaks[0],
@@ -238,6 +282,7 @@ def measure(loop: str, model: str, budget: str | None) -> dict[str, Any]:
         "settled": max(peaks[2:]),
         "after": process_bytes()[0] - empty,
         "kept": sum(g.untyped_storage().nbytes() for g in run.kept),
+        "beside": beside,
         "budgets": [report.budget_bytes for report in reports()],
         "measured": [report.measured_peak_bytes for report in reports()],
         "numbers": [hashlib.sha256(value.numpy().tobytes()).hexdigest() for value in left],
@@ -265,12 +310,18 @@ def main() -> int:
 
 def holds(found: dict[str, Any], eager: dict[str, Any]) -> bool:
     """Whether a loop kept to its budget, and did what eager does."""
-    within = found["settled"] <= max(found["budgets"]) + SLACK + found["kept"]
+    within = found["settled"] <= most(found)
     return (
         within
         and found["settled"] <= eager["settled"] + SLACK
         and found["numbers"] == eager["numbers"]
     )
+
+
+def most(found: dict[str, Any]) -> int:
+    """The highest peak within what was promised: budget, gradients kept, and what is outside it."""
+    bytes_: int = max(found["budgets"]) + found["kept"] + found["beside"] + SLACK
+    return bytes_
 
 
 def _told(model: str, loop: str, budget: str, found: dict[str, Any], eager: dict[str, Any]) -> str:

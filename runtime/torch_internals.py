@@ -61,6 +61,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.fx.node import _side_effectful_functions
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -659,6 +660,13 @@ def makes_a_graph() -> bool:
 def tensor_version(tensor: torch.Tensor) -> int:
     """How often a tensor, or one that it shares its counter with, has been overwritten."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def when_gone(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Says later whether its storage is gone; autograd gives that to other tensors."""
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    gone: Callable[[], bool] = reference.expired
+    return gone
 
 
 # What autograd does with a gradient when the backward is over: `AccumulateGrad` adds it to `.grad`.

@@ -7,20 +7,22 @@ long as they keep to its order.
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from coop_plan.runtime.capture.lasting import Circumstances, movable
 from coop_plan.runtime.device.arena import Counters, Memory, Run
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.code import Code
 from coop_plan.runtime.execute.flight import Flight
-from coop_plan.runtime.execute.regions import Call, Event, Regions, plan_regions
+from coop_plan.runtime.execute.regions import Call, Event, Made, Regions, plan_regions, stored
+from coop_plan.runtime.execute.residents import MANY_PLANS, can_be_added_to
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import drop
-from coop_plan.runtime.torch_internals import has_no_memory
+from coop_plan.runtime.torch_internals import has_no_memory, when_gone
 from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -40,18 +42,35 @@ FIRST_ORDERS = 4
 MOST_TRIES = 4
 """How often an order is planned anew since it took more than was planned."""
 
+RECORDED = -1
+"""In place of the number of an event: at each one it is looked what is gone."""
+
+MOST_THERE = 8
+"""Of what is looked at, the latest first, is still there: what was made before is too, perhaps."""
+
 TOLERANCE = 4096
 """Bytes above the budget for which no step is planned anew, and no iteration a second time:
 scalars, and what autograd makes of them."""
 
 
 @dataclass
+class _Known:
+    """An order that was recorded: its calls with all that was found since, and the plan of them.
+
+    `tries` counts how often it was planned anew for what it took, `looks` for what it found.
+    """
+
+    calls: list[Call]
+    plans: Regions | None = None
+    tries: int = 0
+    looks: int = 0
+
+
+@dataclass
 class _Orders:
     """The orders of iterations that begin with one step."""
 
-    known: dict[Order, Regions | None] = field(default_factory=dict)
-    recorded: dict[Order, list[Call]] = field(default_factory=dict)
-    tries: dict[Order, int] = field(default_factory=dict)
+    known: dict[Order, _Known] = field(default_factory=dict)
     met: set[Order] = field(default_factory=set)
 
 
@@ -68,6 +87,7 @@ class Course:
         self._order: Order | None = None
         self._orders: weakref.WeakKeyDictionary[object, _Orders] = weakref.WeakKeyDictionary()
         self._plans: Regions | None = None
+        self._watched: dict[int, list[tuple[int, Made, Callable[[], bool]]]] = {}
         self._left = False
         self._tally: list[Counters] = []
         self._run: Run | None = None
@@ -125,11 +145,14 @@ class Course:
         else:
             self._next(number, True)
 
-    def landed(self, flight: Flight, counters: Counters, memory: Memory | None) -> None:
+    def landed(
+        self, flight: Flight, counters: Counters, memory: Memory | None, kept_twice: Sequence[int]
+    ) -> None:
         """Add what was measured in a call that ran by the plan of the whole."""
         number = self._numbers.get(flight)
         if self._plans is None or number is None:
             return
+        self._calls[number].circumstances = Circumstances(beside=frozenset(kept_twice))
         if number == 0:
             self._run = flight.run
         if number < next(i for i, (_, backward) in enumerate(self._events) if backward):
@@ -161,15 +184,59 @@ class Course:
             call.inputs, call.tangents = addresses(flight.inputs), addresses(tangents)
 
     def returned(self, flight: Flight, made: Sequence[Any]) -> None:
-        """Note what the backward of a recorded call made."""
+        """Note what the backward of a call made."""
         call = self._recording(flight)
         if call is not None:
             call.made += addresses(made)
+        if call is not None or flight.whole:
+            # A gradient that is there at the next event lasts, as a rule.
+            leaves = call.leaves if call is not None else ()
+            self._watch(flight, True, made, dict.fromkeys(leaves, len(self._events)))
 
     def received(self, flight: Flight, made: Sequence[Any]) -> None:
-        """Note what the forward of a recorded call made."""
+        """Note what the forward of a call made."""
         if self._plans is None:
             self._calls[self._numbers[flight]].made += addresses(made)
+        self._watch(flight, False, made, dict.fromkeys(range(len(made)), RECORDED))
+
+    def _watch(
+        self, flight: Flight, backward: bool, made: Sequence[Any], when: Mapping[int, int]
+    ) -> None:
+        """Look at these events whether what a half made is gone, by position.
+
+        In a planned iteration at those by which it is to be gone.
+        """
+        number = self._numbers.get(flight)
+        if number is None:
+            return
+        if self._known is not None:
+            gone = self._known.calls[number].gone
+            when = {p: at for (half, p), at in gone.items() if half == backward}
+        for position, at in when.items():
+            if has_memory(made[position]):
+                entry = number, (backward, position), when_gone(made[position])
+                self._watched.setdefault(at, []).append(entry)
+
+    def _look_back(self) -> None:
+        """Note what the halves before gave to the user's code and nobody has any more."""
+        at = len(self._events)
+        recorded, there = self._watched.setdefault(RECORDED, []), 0
+        for entry in self._watched.pop(at, ()):
+            number, which, is_gone = entry
+            if is_gone():
+                self._calls[number].gone[which] = at
+            elif self._known is not None:
+                self._calls[number].late.add(which)
+                recorded.append(entry)
+        for entry in recorded[::-1]:
+            number, which, is_gone = entry
+            if is_gone():
+                self._calls[number].gone[which] = at
+                recorded.remove(entry)
+            else:
+                there += 1
+            if there == MOST_THERE:
+                break
 
     def _recording(self, flight: Flight) -> Call | None:
         number = self._numbers.get(flight)
@@ -180,7 +247,13 @@ class Course:
     def _present(self) -> list[Flight | None]:
         return [ref() for ref in self._flights]
 
+    @property
+    def _known(self) -> _Known | None:
+        """What is known of the order that this iteration runs by, if it does."""
+        return None if self._order is None else self._orders[self._steps[0]].known[self._order]
+
     def _next(self, number: int, backward: bool) -> Code | None:
+        self._look_back()
         at = len(self._events)
         if at <= 2 * MOST_CALLS:  # one more than an order can have
             self._events.append((number, backward))
@@ -213,20 +286,22 @@ class Course:
         finally:
             self._flights, self._steps, self._calls, self._events = [], [], [], []
             self._tally, self._left, self._order, self._plans = [], False, None, None
-            self._run, self._beside = None, {}
+            self._run, self._beside, self._watched = None, {}, {}
             self._numbers = weakref.WeakKeyDictionary()
         known = self._orders.setdefault(step, _Orders()).known
-        orders = [o for o in known if known[o] is not None]
+        orders = [o for o in known if known[o].plans is not None]
         if order not in orders and orders and not left and not recorded:
             order = orders[-1]  # a single call came between, an evaluation perhaps
         if order in orders:
-            self._order, self._plans = order, known[order]
+            if look_around(known[order]):
+                self._plan_anew(order, known[order])
+            self._order, self._plans = order, known[order].plans
 
     def _end(self) -> Order | None:
         """The order of the iteration that is over, if it can run by a plan of the whole."""
-        if self._plans is not None and self._order is not None:
+        if self._plans is not None and self._order is not None and self._known is not None:
             if len(self._tally) == len(self._plans.codes):
-                self._plan_again(self._order, self._plans)
+                self._plan_again(self._order, self._known, self._plans)
             return self._order
         calls = len(self._calls)
         complete = len(self._events) == 2 * calls == 2 * len({e for e in self._events if e[1]})
@@ -236,18 +311,24 @@ class Course:
         order = tuple(map(weakref.ref, self._steps)), tuple(self._events)
         orders = self._orders[self._steps[0]]
         if order not in orders.known and _pays(order, orders):
-            orders.recorded[order] = self._calls
-            orders.known[order] = plan_regions(self._calls, self._events, 0, self._options)
+            known = orders.known[order] = _Known(self._calls)
+            set_homes(known.calls)
+            keep_saved(known.calls, self._events)
+            look_around(known)
+            known.plans = plan_regions(known.calls, self._events, 0, self._options)
         return order
 
-    def _plan_again(self, order: Order, plans: Regions) -> None:
-        """Plan what the iteration took beyond its plan from now on."""
-        orders = self._orders[self._steps[0]]
-        report, tries = plans.report, orders.tries.get(order, 0)
+    def _plan_again(self, order: Order, known: _Known, plans: Regions) -> None:
+        """Plan what the iteration found, or took beyond its plan, from now on."""
+        if learn(known, self._calls):
+            look_around(known)
+            self._plan_anew(order, known)  # what it took beyond its plan was that, perhaps
+            return
+        report, tries = plans.report, known.tries
         beyond = report.measured_peak_bytes - report.budget_bytes
         if beyond <= (TOLERANCE if tries else 0) or tries > MOST_TRIES:
             return
-        orders.tries[order] = tries + 1
+        known.tries = tries + 1
         if tries == MOST_TRIES:
             told = (
                 f"{len(plans.codes)} graphs of one iteration and what runs between them take"
@@ -258,11 +339,16 @@ class Course:
                 raise BudgetExceededError(told)
             log.warning("%s", told)
             return
-        between = plans.between + beyond
-        again = plan_regions(orders.recorded[order], order[1], between, self._options)
+        self._plan_anew(order, known, beyond)
+
+    def _plan_anew(self, order: Order, known: _Known, beyond: int = 0) -> None:
+        """Let another plan take the place of the one there is, for so many bytes more between."""
+        assert known.plans is not None
+        between = known.plans.between + beyond
+        again = plan_regions(known.calls, order[1], between, self._options)
         if again is not None:
-            drop(report)
-            orders.known[order] = again
+            drop(known.plans.report)
+            known.plans = again
 
 
 def _pays(order: Order, orders: _Orders) -> bool:
@@ -279,11 +365,101 @@ def _pays(order: Order, orders: _Orders) -> bool:
     return False
 
 
+def set_homes(calls: Sequence[Call]) -> None:
+    """Say which gradients of recorded calls can have a home.
+
+    The gradient of a leaf that several calls share is there once: for the first of them, and
+    without a home, as autograd adds up what all of them make before it adds that to it.
+    """
+    by_use: dict[int, list[Call]] = {}
+    for call in calls:
+        for leaf in call.leaves.values():
+            by_use.setdefault(id(leaf()), []).append(call)
+    for call in calls:
+        own = {p: by_use[id(leaf())] for p, leaf in call.leaves.items()}
+        call.homes = [p for p in movable(call.captured) if len(own.get(p, ())) == 1]
+        call.leaves = {p: leaf for p, leaf in call.leaves.items() if own[p][0] is call}
+
+
+def keep_saved(calls: Sequence[Call], events: Sequence[Event]) -> None:
+    """Let outputs that recorded calls need in their backward be there until that is over.
+
+    A call that gave its memory up while it was recorded had them no longer.
+    """
+    for number, call in enumerate(calls):
+        over = events.index((number, True)) + 1
+        captured = call.captured
+        read = {t for op in captured.graph.ops[captured.forward_ops :] for t in op.inputs}
+        for which, at in call.gone.items():
+            backward, position = which
+            if not backward and not read.isdisjoint(stored(call, captured.output_args[position])):
+                call.gone[which] = max(at, over)
+
+
+def look_around(known: _Known) -> bool:
+    """Look at the gradients that are there when an iteration begins.
+
+    Returns:
+        Whether others are there than it was planned for.
+    """
+    found = False
+    for call in known.calls:
+        now = call.circumstances
+        there = now.lasting | now.beside
+        lasting: set[int] = set()
+        beside: set[int] = set()
+        for position, reference in call.leaves.items():
+            leaf = reference()
+            if leaf is None or leaf.grad is None or position in there:
+                continue
+            home = can_be_added_to(call.homes, position, leaf)
+            (lasting if home else beside).add(position)
+        if lasting or beside:
+            found = True
+            call.circumstances = Circumstances(now.lasting | lasting, now.beside | beside)
+    return found and _looked(known)
+
+
+def learn(known: _Known, calls: Sequence[Call]) -> bool:
+    """Take over what the calls of an iteration found that ran by the plan of the whole.
+
+    Returns:
+        Whether gradients or outputs were kept that it was not planned for.
+    """
+    found = False
+    for call, other in zip(known.calls, calls, strict=True):
+        call.leaves = {p: other.leaves[p] for p in call.leaves}
+        now, twice = call.circumstances, other.circumstances.beside
+        late = call.gone.keys() & other.late
+        if twice <= now.beside and not late:
+            continue
+        found = True
+        call.circumstances = Circumstances(now.lasting - twice, now.beside | twice)
+        on_time = {which: at for which, at in call.gone.items() if which not in late}
+        call.gone = on_time | {which: other.gone[which] for which in late & other.gone.keys()}
+    return found and _looked(known)
+
+
+def _looked(known: _Known) -> bool:
+    """Count a look at which something new was found; after some, expect it of everything."""
+    known.looks += 1
+    if known.looks == MANY_PLANS:
+        for call in known.calls:
+            now = call.circumstances
+            lasting = (now.lasting | set(call.homes) & call.leaves.keys()) - now.beside
+            call.circumstances = replace(now, lasting=lasting)
+            call.gone = {}
+    return True
+
+
 def addresses(values: Sequence[Any]) -> list[int | None]:
     """Where the storage of each tensor begins; None for what has no memory."""
     return [
-        value.untyped_storage().data_ptr() or None
-        if isinstance(value, torch.Tensor) and not has_no_memory(value)
-        else None
+        value.untyped_storage().data_ptr() or None if has_memory(value) else None
         for value in values
     ]
+
+
+def has_memory(value: object) -> bool:
+    """Whether it is a tensor with a storage."""
+    return isinstance(value, torch.Tensor) and not has_no_memory(value)

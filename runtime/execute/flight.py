@@ -61,8 +61,14 @@ class Course(Protocol):
     def returned(self, flight: "Flight", made: Sequence[Any]) -> None:
         """Its backward made these."""
 
-    def landed(self, flight: "Flight", counters: Counters, memory: Memory | None) -> None:
-        """It is over, and ran by the plan of the whole, in this memory."""
+    def landed(
+        self,
+        flight: "Flight",
+        counters: Counters,
+        memory: Memory | None,
+        kept_twice: Sequence[int],
+    ) -> None:
+        """It is over, and ran by the plan of the whole, in this memory; see `Step._land`."""
 
 
 class Home(Protocol):

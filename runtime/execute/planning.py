@@ -89,7 +89,7 @@ def _from_server(
         if options.server_fallback == "error":
             message = f'{error}; with server_fallback="local" the step is planned here'
             raise PlanServerError(message) from None
-        log.warning("%s; the step is planned here (server_fallback)", error)
+        log.warning("%s; the step is planned here (server_fallback)", str(error))
         return None
     except ServerError as error:
         raise PlanServerError(f"{server}: {error}") from None

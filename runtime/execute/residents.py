@@ -7,7 +7,8 @@ from then on.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,6 +83,10 @@ class Residents:
             if leaf.is_leaf and leaf.grad is not None:
                 yield position, leaf, leaf.grad
 
+    def leaves(self, inputs: Sequence[Any]) -> dict[int, "weakref.ref[torch.Tensor]"]:
+        """Those of a forward's inputs whose gradients last, by position."""
+        return {p: weakref.ref(inputs[p]) for p in self._bytes if inputs[p].is_leaf}
+
     def observe(self, inputs: Sequence[Any], left: Iterable[int]) -> bool:
         """Look at the gradients that are there when a forward begins.
 
@@ -95,10 +100,8 @@ class Residents:
         held: set[int] = set()
         beside: set[int] = set()
         for position, parameter, _ in self._gradients(inputs):
-            if position in self._movable and not gradient_hooks(parameter):
-                held.add(position)
-            else:
-                beside.add(position)
+            moves = can_be_added_to(self._movable, position, parameter)
+            (held if moves else beside).add(position)
         now = self.circumstances
         beside |= now.beside
         found = (held.union(left) | now.lasting) - beside
@@ -178,6 +181,11 @@ class Residents:
         if now.reserve:
             parts.append(f"{format_bytes(now.reserve)} are taken outside the plan")
         return " and ".join(parts)
+
+
+def can_be_added_to(movable: Container[int], position: int, leaf: torch.Tensor) -> bool:
+    """Whether a gradient that is there when a forward begins can have a home."""
+    return position in movable and not gradient_hooks(leaf)
 
 
 def held_in_place(leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -106,7 +106,8 @@ class PlannedStep:
             generators = [] if self._is_captured() else self._generators
             flight = Flight(self.report.name, self._code, pool, self._room, generators)
             passing = [i for i in self._passable if _is_made(inputs[i])]
-            call = Call(self._captured, self._clock, passing)
+            leaves = self._residents.leaves(inputs)
+            call = Call(self._captured, self._clock, passing, leaves)
             whole = pool.joins(flight, self, call, lambda: self._addresses(inputs))
             if not whole:
                 self._plan_as_learned()
@@ -264,7 +265,7 @@ class PlannedStep:
                 self._plan_anew()
             except BudgetExceededError as error:
                 self._gave_up = True
-                log.warning("%s: %s", self.lines.begin, error)
+                log.warning("%s: %s", self.lines.begin, str(error))  # keeps no frames
 
     def _is_planned_like_others(self) -> bool:
         """Plan, before the first call, for what the function's steps found at other sizes."""
@@ -297,7 +298,7 @@ class PlannedStep:
             self._clock.end()
         self.report.steps_run += 1
         if flight.whole:
-            flight.home.course.landed(flight, counters, memory)
+            flight.home.course.landed(flight, counters, memory, kept_twice)
             return
         flight.run.end()
         if memory is not None:

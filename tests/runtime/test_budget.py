@@ -14,10 +14,14 @@ from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.execute.step import TOLERANCE
 from tests.runtime.test_loops import both, data, loss_step, state_of
 
+# Of Dynamo's own, where it looks at what is no leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
 CASES = [
     *((loop, "mlp", "60%") for loop in loops.LOOPS),
     *(("accumulate", "convolutions", "min"), ("zero_between", "transformer", "min")),
     *(("loss_outside", "transformer", "60%"), ("accumulate", "transformer", "60%")),
+    *((loop, "blocks", "min") for loop in loops.LOOPS),
 ]
 
 
@@ -26,9 +30,9 @@ def test_a_loop_keeps_to_its_budget(loop, model, budget):
     eager = loops.measure(loop, model, None)
     found = loops.measure(loop, model, budget)
     assert found["numbers"] == eager["numbers"]
-    assert found["settled"] <= max(found["budgets"]) + found["kept"] + loops.SLACK
+    assert found["settled"] <= loops.most(found)
     assert found["settled"] <= eager["settled"] + loops.SLACK
-    assert found["measured"][0] <= found["budgets"][0] + TOLERANCE
+    assert found["measured"][-1] <= found["budgets"][-1] + TOLERANCE
 
 
 def test_what_lies_outside_is_planned_for_at_once():
