@@ -179,9 +179,8 @@ UNET_WIDTHS = (64, 128, 256, 512, 1024)
 class UNet(nn.Module):
     """U-Net with normalization and bilinear upsampling by transposed convolutions."""
 
-    def __init__(self, classes: int = 2) -> None:
+    def __init__(self, classes: int = 2, widths: tuple[int, ...] = UNET_WIDTHS) -> None:
         super().__init__()
-        widths = UNET_WIDTHS
         self.down = nn.ModuleList(_double(i, o) for i, o in zip((3, *widths), widths, strict=False))
         pairs = list(zip(widths[1:], widths, strict=False))[::-1]
         self.up = nn.ModuleList(nn.ConvTranspose2d(i, o, 2, stride=2) for i, o in pairs)

@@ -1,15 +1,18 @@
 """auto: keep everything if that fits; else optimal, from coop-offline on, and other orders."""
 
+import contextlib
 import time
 from dataclasses import replace
 
-from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.keep_all import solve_keep_all
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.offline.resequence import reordered, with_bound
+from coop_plan.planner.offline.solve import solve_coop_offline
 
 
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
@@ -19,15 +22,27 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
     coop-offline, which has coop in its own portfolio, is where `optimal` begins. Its plan is in
     program order, and so is what its bound is of. What is left of the time, a share of it at least,
     but no more than `optimal` took, goes into other orders of first runs; whoever finds a plan
-    below that bound has only the one that holds for all: every op once.
+    below that bound has only the one that holds for all: every op once. Where that walk cannot go
+    on from what `optimal` finds, coop-offline's plan in any order counts instead.
     """
     try:
         return solve_keep_all(problem, request)
     except DoesNotFitError:
         pass
-    links = "transfers" in problem.beyond_recomputation
-    if "reorder" in request.off or request.any_schedule or links:
+    if "reorder" in request.off or request.any_schedule:
         return solve_optimal(problem, request, params)
+    links = "transfers" in problem.beyond_recomputation
+    if links or any(problem.overwritten):
+        other = _quick_plan(problem, request, params)
+        try:
+            found = solve_optimal(problem, request, params)
+        except DoesNotFitError:
+            if other is None:
+                raise
+            return Solution(other)
+        if other is None or other.cost_us >= found.placed.cost_us:
+            return found
+        return with_bound(problem, found, other)
     begin = time.monotonic()
     deadline = request.deadline
     if deadline is None:
@@ -39,3 +54,17 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
     rest = replace(request, deadline=min(deadline, 2 * now - begin))
     other = reordered(problem, found.placed.schedule.what, found.placed.cost_us, rest)
     return found if other is None else with_bound(problem, found, other)
+
+
+def _quick_plan(problem: Problem, request: Request, params: ExactParams) -> PlacedSchedule | None:
+    """coop-offline's plan of recomputes alone, in any order; None without one, or without time."""
+    times, left = params.search, None
+    if request.deadline is not None:
+        left = request.deadline - time.monotonic()
+    enough = left is None or left > times.long_seconds
+    if problem.op_count > (times.small_ops if enough else times.tiny_ops):
+        return None
+    with contextlib.suppress(DoesNotFitError, TimeLimitError):
+        alone, quiet = replace(problem, host_budget=0), replace(request, deadline=None)
+        return solve_coop_offline(alone, quiet).placed
+    return None

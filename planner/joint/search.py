@@ -78,9 +78,7 @@ class JointSearch:
                 return
             self._search(begin + (number + 1) / count * (deadline - begin), enough, number)
 
-    def _search(
-        self, deadline: float | None, enough: Callable[[], bool], number: int = 0
-    ) -> None:
+    def _search(self, deadline: float | None, enough: Callable[[], bool], number: int = 0) -> None:
         """
         Anneal each start, by either rule for fetches in turn, and what is best by then again.
 

@@ -302,6 +302,9 @@ class Replay:
                 message = f"op {op.id} needs tensor {tensor} here, not {holds}"
                 self.fault("wrong-tensor", place, message)
                 continue
+            if number is not None and tensor in self.leaving and tensor in mutators:
+                message = f"tensor {tensor} leaves the step and is overwritten: read it there only"
+                self.fault("stale-version", place, message)
             needed = bisect_left(self.mutators.get(tensor, ()), self.position[op.id])
             if version is not None and version != needed:
                 message = f"op {op.id} needs version {needed} of tensor {tensor}, not {version}"

@@ -1,12 +1,10 @@
 """Bodies that keep masks as bits: of dropouts, whose masks are bytes, and of ReLUs.
 
-Of a ReLU the default keeps the result. Both the op and its backwards get a variant, with a tensor
-of their own between them; which run, the plan says. A `hardtanh` gets none: through NaN its kernel
-passes a gradient or not by where the element is.
+Of a ReLU the default keeps the result. A `hardtanh` gets none: through NaN its kernel passes a
+gradient or not by where the element is.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,12 +16,13 @@ from coop_plan.runtime.capture.bit_ops import (
     RELU_BITS,
     RELU_BITS_BACKWARD,
 )
-from coop_plan.runtime.capture.bodies import Offers, Other
+from coop_plan.runtime.capture.bodies import Offers
 from coop_plan.runtime.capture.builder import GETITEM, GraphBuilder, tensor_args
 from coop_plan.runtime.capture.dropouts import DROPOUT, DROPOUT_BACKWARD
 from coop_plan.runtime.capture.facts import OpProfile
+from coop_plan.runtime.capture.kept import Keeping, offer_keeping
 from coop_plan.runtime.capture.overwriting import lies_alike, written_over
-from coop_plan.runtime.capture.profile import fakes, profile, signature, stand_in_arguments
+from coop_plan.runtime.capture.profile import fakes, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
 from coop_plan.runtime.torch_internals import OpOverload, is_tangent
 
@@ -37,91 +36,31 @@ _RELU: Any = torch.ops.aten.relu.default
 _RELU_BACKWARD: Any = torch.ops.aten.threshold_backward.default
 
 
-@dataclass(frozen=True)
-class _Masked:
-    """An op that has a mask, and its backwards; nodes of the graph, and the ops that have bits.
-
-    `args` are what the first takes, `kept[reader]` the tensor in whose stead a backward reads bits.
-    """
-
-    node: fx.Node
-    target: OpOverload
-    args: tuple[Any, ...]
-    backward: OpOverload
-    kept: Mapping[fx.Node, int | None]
-
-    @property
-    def made(self) -> Any:
-        """The fake result."""
-        value = self.node.meta["val"]
-        return value if isinstance(value, torch.Tensor) else value[0]
-
-    def backward_args(self, reader: fx.Node, bits: Any) -> tuple[Any, ...]:
-        gradient, _, *scale = reader.args
-        return (
-            (gradient, bits, *scale) if self.backward is DROPOUT_BITS_BACKWARD else (gradient, bits)
-        )
-
-
 def offer_bits(builder: GraphBuilder, offers: Offers) -> None:
     """Give ops in the builder's graph that have masks, and their backwards, variants."""
-    position = {node: i for i, node in enumerate(builder.ops)}
     behind = _behind_tangents(builder)
     for node in list(builder.ops):
         masked = _dropout(builder, node) or _relu(builder, node, behind)
         if masked is not None and masked.kept and _fits(masked):
-            _offer(builder, offers, masked, position)
+            offer_keeping(builder, offers, masked, _same)
 
 
-def _offer(
-    builder: GraphBuilder, offers: Offers, masked: _Masked, position: Mapping[fx.Node, int]
-) -> None:
-    node, graph, made = masked.node, builder.module.graph, masked.made
-    with made.fake_mode:
-        bits = torch.empty(made.numel() // 8, dtype=torch.uint8, device=made.device)
-    forward = profile(masked.target, fakes(masked.args), {}, f"{node.name}_bits")
-    backward = {}
-    for reader in masked.kept:
-        given = fakes(masked.backward_args(reader, bits))
-        backward[reader] = profile(masked.backward, given, {}, f"{reader.name}_bits")
-        if backward[reader].outputs != builder.profiles[position[reader]].outputs:
-            return
-    first = builder.profiles[position[node]].outputs[0]
-    alike = forward.outputs[0] == first and forward.allocated - {-1} == {0, 1}
-    if not alike or not _same(masked, bits, forward, backward):
-        return
-    t = builder.add(f"{node.name}_bits", bits.numel(), "activation")
-    other = offers.beside(node, masked.target, masked.args)
-    with graph.inserting_after(other):
-        second = graph.call_function(GETITEM, (other, 1))
-    other.meta["val"], second.meta["val"] = (made, bits), bits
-    builder.base[t] = other, 1
-    result = builder.storages[node][0]
-    assert result is not None
-    builder.storages[other], builder.storages[second] = (result, t), (t,)
-    builder.views.add(second)
-    pairs = offers.places(node, _pairs(node, forward))
-    offers.add(node, NAME, Other(other, forward), outputs=[result, t], inplace=pairs)
-    for reader, kept in masked.kept.items():
-        given = masked.backward_args(reader, second)
-        other = offers.beside(reader, masked.backward, given)
-        reads = builder.op_fields[position[reader]]["inputs"]
-        inputs = [t if read == kept else read for read in reads]
-        pairs = offers.places(reader, _pairs(reader, backward[reader]))
-        offers.add(reader, NAME, Other(other, backward[reader]), inputs=inputs, inplace=pairs)
-
-
-def _dropout(builder: GraphBuilder, node: fx.Node) -> _Masked | None:
+def _dropout(builder: GraphBuilder, node: fx.Node) -> Keeping | None:
     if node.target not in _DROPOUTS:
         return None
     masks = [user for user in node.users if user.target is GETITEM and user.args[1] == 1]
     users = [user for mask in masks for user in mask.users]
     readers = [u for u in users if u.target in _DROPOUT_BACKWARDS and u.args[1] in masks]
     kept = dict.fromkeys(readers, builder.storages[node][1])
-    return _Masked(node, DROPOUT_BITS, node.args, DROPOUT_BITS_BACKWARD, kept)
+    return _masked(node, DROPOUT_BITS, DROPOUT_BITS_BACKWARD, _of_dropout, kept)
 
 
-def _relu(builder: GraphBuilder, node: fx.Node, behind: set[fx.Node]) -> _Masked | None:
+def _of_dropout(reader: fx.Node, bits: Any) -> tuple[Any, ...]:
+    gradient, _, scale = reader.args
+    return gradient, bits, scale
+
+
+def _relu(builder: GraphBuilder, node: fx.Node, behind: set[fx.Node]) -> Keeping | None:
     """One whose backwards are all that reads its result behind the tangents.
 
     Else the result is there for another op, and bits would be one tensor more.
@@ -142,7 +81,19 @@ def _relu(builder: GraphBuilder, node: fx.Node, behind: set[fx.Node]) -> _Masked
         if not same or kept in builder.storages[gradient] or kept not in builder.storages[source]:
             return None
         readers.append(reader)
-    return _Masked(node, RELU_BITS, node.args, RELU_BITS_BACKWARD, dict.fromkeys(readers, kept))
+    given = dict.fromkeys(readers, kept)
+    return _masked(node, RELU_BITS, RELU_BITS_BACKWARD, lambda r, bits: (r.args[0], bits), given)
+
+
+def _masked(
+    node: fx.Node,
+    target: OpOverload,
+    backward: OpOverload,
+    given: Callable[[fx.Node, Any], tuple[Any, ...]],
+    kept: Mapping[fx.Node, int | None],
+) -> Keeping:
+    count = fakes(node.args[0]).numel() // 8
+    return Keeping(NAME, node, target, node.args, backward, given, kept, count, inplace=True)
 
 
 def _reads(builder: GraphBuilder, node: fx.Node) -> set[int | None]:
@@ -158,21 +109,14 @@ def _behind_tangents(builder: GraphBuilder) -> set[fx.Node]:
     return found
 
 
-def _fits(masked: _Masked) -> bool:
+def _fits(masked: Keeping) -> bool:
     """Whether the mask is whole bytes of bits, and all is in the order of its elements."""
     made, values = masked.made, masked.args[0]
     inorder = (fakes(values), made, *(fakes(reader.args[0]) for reader in masked.kept))
     return all(v.is_contiguous() for v in inorder) and made.numel() % 8 == 0 < made.numel()
 
 
-def _pairs(node: fx.Node, facts: OpProfile) -> list[tuple[int, int]]:
-    """The result in the place of what it is computed from, the first argument, by position."""
-    return [(0, 0)] if lies_alike(fakes(node.args[0]), facts.outputs[0]) else []
-
-
-def _same(
-    masked: _Masked, bits: Any, forward: OpProfile, backward: Mapping[fx.Node, OpProfile]
-) -> bool:
+def _same(masked: Keeping, forward: OpProfile, backward: Mapping[fx.Node, OpProfile]) -> bool:
     """Whether both bodies return the same, as tried."""
     args = fakes(masked.args)
     key = signature(masked.target, args, {})

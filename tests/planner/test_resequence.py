@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import gpt
-from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, plan
+from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, find_faults, plan
 from coop_plan.planner.core.arrays import to_arrays, to_program
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
@@ -227,6 +227,16 @@ def test_first_runs_leave_the_order_of_the_program(method):
     assert (made.recomputed_ops, made.overhead) == (0, 0)
     held = plan(graph, ONE_BRANCH, switches={"reorder": False}, **asked)
     assert held.recomputed_ops == 2
+
+
+@pytest.mark.usefixtures("walks")
+def test_they_do_so_beside_a_link():
+    """Too slow to be of use: in program order the least is to recompute."""
+    slow = {"d2h_bytes_per_s": 1.0, "h2d_bytes_per_s": 1.0}
+    graph = make_graph(BRANCHES["tensors"], BRANCHES["ops"], device=slow)
+    made = plan(graph, ONE_BRANCH, method="auto", alignment=1, time_limit=4.0)
+    assert find_faults(graph, made) == []
+    assert (made.recomputed_ops, made.swapped_bytes, made.overhead) == (0, 0, 0)
 
 
 @pytest.mark.usefixtures("walks")

@@ -612,6 +612,30 @@ def test_stale_versions(change, code, place):
     assert (code, f"/steps/{place}") in [(f.code, f.pointer) for f in faults]
 
 
+def test_an_output_outside_that_is_overwritten_is_read_there_only():
+    """Else an old version could be made again in the arena, which no bound knows of."""
+    graph = make_graph(
+        {1: ("output", 4), 2: ("activation", 4), 3: ("output", 4)},
+        [
+            {"outputs": [1]},
+            {"inputs": [1], "outputs": [2]},
+            {"inputs": [1], "mutates": [1]},
+            {"inputs": [2], "outputs": [3]},
+        ],
+    )
+    before = [
+        compute(0, [], [(1, 1, None, 4)]),
+        compute(1, [{"tensor": 1}], [(2, 2, 0, 4)]),
+        compute(2, [{"tensor": 1}], []),
+    ]
+    after = [compute(3, [2], [(3, 3, None, 4)]), free(2)]
+    assert find_faults(graph, plan_of(graph, [*before, *after])) == []
+    made_again = [free(2), compute(0, [], [(4, 1, 4, 4)]), compute(1, [4], [(5, 2, 0, 4)])]
+    steps = [*before, *made_again, compute(3, [5], [(3, 3, None, 4)]), free(4, 5)]
+    (fault,) = find_faults(graph, plan_of(graph, steps))
+    assert (fault.code, fault.pointer) == ("stale-version", "/steps/5/reads/0")
+
+
 def test_random_ops_keep_their_order():
     """First runs follow the generator's stream; recomputing one replays its state."""
     graph = make_graph(
@@ -690,7 +714,8 @@ def test_output_overwritten_after_its_production():
     outside = [compute(0, [], [(1, 1, None, 4)]), compute(1, ["t1"], [])]
     assert find_faults(graph, plan_of(graph, outside)) == []
     copy_only = [*outside[:1], compute(0, [], [(2, 1, 0, 4)]), compute(1, [2], []), free(2)]
-    assert [f.code for f in find_faults(graph, plan_of(graph, copy_only))] == ["missing-output"]
+    codes = [f.code for f in find_faults(graph, plan_of(graph, copy_only))]
+    assert codes == ["stale-version", "missing-output"]
     arena = [compute(0, [], [(1, 1, 0, 4)]), compute(1, [1], [])]
     assert find_faults(graph, plan_of(graph, arena, outputs="arena")) == []
     swapped = [*arena, compute(0, [], [(2, 1, 4, 4)]), free(1)]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import coop_plan
 from coop_plan.planner import InvalidPlanError, plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture import dropouts
+from coop_plan.runtime.capture import dropouts, pools
 from coop_plan.runtime.capture.bit_ops import (
     DROPOUT_BITS,
     DROPOUT_BITS_BACKWARD,
@@ -160,15 +160,18 @@ def test_gradients_of_activations_that_read_less_are_eagers_to_the_bit(monkeypat
     assert report.measured_arena_bytes == report.planned_arena_bytes
     assert report.outside_bytes == 0
     run = [step for step in report.plan.steps if isinstance(step, Compute)]
-    names = {"bits": set(), "output": set()}
+    names = {"bits": set(), "output": set(), "places": set()}
     for step in run:
         names.setdefault(step.variant, set()).add(report.graph.ops[step.op].name)
     assert names["bits"] == {"aten.relu.default", "aten.threshold_backward.default"}
     gradients = {"aten.hardtanh_backward.default", "aten.leaky_relu_backward.default"}
     assert names["output"] == gradients
+    pool = "max_pool2d_with_indices"
+    both = {f"aten.{pool}.default", f"coop_plan.{pool}_backward_of_size.default"}
+    assert names["places"] == both or (budget == "min" and names["places"] < both)
 
 
-def test_pools_gradients_read_nothing_of_what_was_pooled():
+def test_bothgradients_read_nothing_of_what_was_pooled():
     w = torch.randn(4, 4, 3, 3, requires_grad=True)
     step = lambda x: F.avg_pool2d(F.max_pool2d(F.conv2d(x, w), 2), 2).sum()  # noqa: E731
     sizes = []
@@ -178,6 +181,52 @@ def test_pools_gradients_read_nothing_of_what_was_pooled():
     assert sizes[0]["aten.max_pool2d_with_indices_backward.default"] == 3
     assert sizes[1]["coop_plan.max_pool2d_with_indices_backward_of_size.default"] == 2
     assert sizes[1]["coop_plan.avg_pool2d_backward_of_size.default"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [[2, 2], [3, 2]])
+@pytest.mark.parametrize("stride", [[2, 2], [1, 3]])
+@pytest.mark.parametrize("padding", [[0, 0], [1, 1]])
+@pytest.mark.parametrize("dilation", [[1, 1], [2, 1]])
+@pytest.mark.parametrize("ceil", [False, True])
+def test_places_in_windows_are_atens_numbers(
+    monkeypatch, dtype, kernel, stride, padding, dilation, ceil
+):
+    """However many planes at once; equal numbers, infinities and NaN among what is pooled."""
+    monkeypatch.setattr(pools, "ELEMENTS", 64)
+    aten, window = torch.ops.aten, (kernel, stride, padding, dilation, ceil)
+    values = torch.randn(3, 2, 9, 11, dtype=dtype).mul(3).round()
+    values.view(-1)[::17] = float("nan")
+    values[0, 0] = float("-inf")
+    made, numbers = aten.max_pool2d_with_indices(values, *window)
+    gradient = torch.randn_like(made)
+    expected = aten.max_pool2d_with_indices_backward(gradient, values, *window, numbers)
+    ours, places = pools.POOL(values, [*made.shape], *window)
+    assert same_bits(ours, made)
+    assert (places.dtype, places.numel()) == (torch.uint8, made.numel())
+    sizes = [*values.shape]
+    assert same_bits(pools.POOL_BACKWARD(gradient, places, sizes, *window), expected)
+
+
+def test_places_of_no_window_stay_within_the_plane():
+    """Stand-ins are any bytes, and ATen writes wherever its numbers say."""
+    window = ([2, 2], [2, 2], [1, 1], [1, 1], False)
+    gradient, places = torch.ones(1, 2, 4, 4), torch.arange(32, dtype=torch.uint8).mul(8)
+    made = pools.POOL_BACKWARD(gradient, places, [1, 2, 6, 6], *window)
+    assert made.sum() == 32
+
+
+def test_no_places_where_numbers_are_read():
+    """By an unpooling, or whoever else has them."""
+    w = torch.randn(4, 4, 3, 3, requires_grad=True)
+
+    def step(x):
+        made, numbers = F.max_pool2d(F.conv2d(x, w), 2, return_indices=True)
+        return F.max_unpool2d(F.conv2d(made, w, padding=1), numbers, 2).square().sum()
+
+    graph = capture(step, (torch.randn(2, 4, 12, 12),), variants=True)
+    assert any("max_pool2d" in op.name for op in graph.ops)
+    assert not any(v.name == "places" for op in graph.ops for v in op.variants)
 
 
 def test_no_bits_of_what_another_gradient_reads():
