@@ -31,9 +31,10 @@ def solve_with_bodies(
     It begins with coop-offline's schedule of the default bodies. A schedule that chooses bodies
     moves nothing to the host: where there is a link, half of the time goes to `method`, which knows
     of the default bodies alone, and the cheaper one of the two counts; there is no bound of both.
-    First runs are in the program's order, as in the program that chooses bodies; what is left of
-    the time goes into other orders of the runs it chose.
     Nor is there one where an op overwrites a tensor in the arena: the program does not follow that.
+    First runs are in the program's order, as in the program that chooses bodies; what is left of
+    the time goes into other orders of the runs it chose. Without a time limit coop-offline's
+    schedule of the default bodies, in any order, counts if it costs less.
 
     Raises:
         DoesNotFitError: nothing was found.
@@ -72,6 +73,11 @@ def solve_with_bodies(
             lower_bound_us=min(search.bound_us, search.cost_us),
             bound_model="program-order",
         )
+    if end is None and not (links or request.any_schedule or "reorder" in request.off):
+        with contextlib.suppress(DoesNotFitError):
+            alone = solve_coop_offline(problem, request).placed
+            if alone.cost_us < search.placed.cost_us:
+                solution = with_bound(problem, solution, alone)
     if reorder:
         placed = _reordered(problem, replace(request, deadline=end), search.placed)
         solution = solution if placed is None else with_bound(problem, solution, placed)
