@@ -263,6 +263,7 @@ def measure(loop: str, model: str, budget: str | None) -> dict[str, Any]:
     torch._dynamo.reset()
     clear_reports()
     gc.collect()
+    torch.empty(1 << 30, dtype=torch.uint8)  # for it, idle arenas of other runs give up pages
     empty = process_bytes()[0]
     run = Run(model, {"budget": budget} if budget else None, whole=loop != "loss_outside")
     peaks = []
