@@ -53,17 +53,15 @@ class Versions:
         """
         if self.problem is self.original:
             return schedule
-        trace = self._merged(schedule, self._roots(schedule))
-        return Schedule(self.original, schedule.do, schedule.what, trace)
+        return self._merged(schedule, self._roots(schedule))
 
     def placed(self, placed: PlacedSchedule) -> PlacedSchedule:
         """As `restored`, with the same addresses."""
         if self.problem is self.original:
             return placed
-        kept = np.unique(self._roots(placed.schedule))
-        return PlacedSchedule(
-            self.restored(placed.schedule), placed.offset[kept], placed.workspace_offset
-        )
+        root = self._roots(placed.schedule)
+        restored = self._merged(placed.schedule, root)
+        return PlacedSchedule(restored, placed.offset[np.unique(root)], placed.workspace_offset)
 
     def _roots(self, schedule: Schedule) -> Ints:
         """Per buffer the one with version 0 in its place."""
@@ -81,7 +79,7 @@ class Versions:
                 root[buffer] = root[reads[version]]
         return root
 
-    def _merged(self, schedule: Schedule, root: Ints) -> Trace:
+    def _merged(self, schedule: Schedule, root: Ints) -> Schedule:
         t = schedule.trace
         kept, buffer = np.unique(root, return_inverse=True)
         last, survives = t.last[kept], t.survives[kept]
@@ -92,7 +90,7 @@ class Versions:
         stays = np.ones(t.writes.size, dtype=np.bool_)
         for end, versions in zip(ends, fewer, strict=True):
             stays[end - versions : end] = False
-        return Trace(
+        trace = Trace(
             tensor=np.array(self.tensor, dtype=np.int64)[t.tensor[kept]],
             first=t.first[kept],
             last=last,
@@ -105,6 +103,7 @@ class Versions:
             moved=_renumbered(t.moved, buffer),
             source=_renumbered(t.source, buffer),
         )
+        return Schedule(self.original, schedule.do, schedule.what, trace)
 
 
 def _renumbered(old: Ints, buffer: Ints) -> Ints:
@@ -117,14 +116,12 @@ class _Renaming:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        graph = problem.graph
-        self.tensors = list(graph.tensors)
+        self.tensors = list(problem.graph.tensors)
         self.tensor = list(range(problem.tensor_count))
         self.outside = list(problem.outside)
-        self.index = {tensor.id: t for t, tensor in enumerate(graph.tensors)}
         self.now = {self.tensors[t].id: t for t, yes in enumerate(problem.overwritten) if yes}
         """By id of an overwritten tensor its latest version so far."""
-        known = set(self.index)
+        known = {tensor.id for tensor in self.tensors}
         self.unused = (i for i in count() if i not in known)
 
     def versions(self) -> Versions:

@@ -1,18 +1,17 @@
 """auto: keep everything if that fits; else optimal, from coop-offline on, and other orders."""
 
-import contextlib
+import math
 import time
 from dataclasses import replace
 
-from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.keep_all import solve_keep_all
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.offline.resequence import reordered, with_bound
-from coop_plan.planner.offline.solve import solve_coop_offline
+from coop_plan.planner.offline.resequence import cheaper, reordered
+from coop_plan.planner.offline.solve import in_any_order
 
 
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
@@ -33,16 +32,16 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
         return solve_optimal(problem, request, params)
     links = "transfers" in problem.beyond_recomputation
     if links or any(problem.overwritten):
-        other = _quick_plan(problem, request, params)
+        left = math.inf if request.deadline is None else request.deadline - time.monotonic()
+        unhurried = params.search.unhurried(problem.op_count, left)
+        other = in_any_order(problem, request) if unhurried else None
         try:
             found = solve_optimal(problem, request, params)
         except DoesNotFitError:
             if other is None:
                 raise
             return Solution(other)
-        if other is None or other.cost_us >= found.placed.cost_us:
-            return found
-        return with_bound(problem, found, other)
+        return cheaper(problem, found, other)
     begin = time.monotonic()
     deadline = request.deadline
     if deadline is None:
@@ -53,18 +52,4 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
     now = time.monotonic()
     rest = replace(request, deadline=min(deadline, 2 * now - begin))
     other = reordered(problem, found.placed.schedule.what, found.placed.cost_us, rest)
-    return found if other is None else with_bound(problem, found, other)
-
-
-def _quick_plan(problem: Problem, request: Request, params: ExactParams) -> PlacedSchedule | None:
-    """coop-offline's plan of recomputes alone, in any order; None without one, or without time."""
-    times, left = params.search, None
-    if request.deadline is not None:
-        left = request.deadline - time.monotonic()
-    enough = left is None or left > times.long_seconds
-    if problem.op_count > (times.small_ops if enough else times.tiny_ops):
-        return None
-    with contextlib.suppress(DoesNotFitError, TimeLimitError):
-        alone, quiet = replace(problem, host_budget=0), replace(request, deadline=None)
-        return solve_coop_offline(alone, quiet).placed
-    return None
+    return cheaper(problem, found, other)

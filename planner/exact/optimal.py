@@ -67,11 +67,8 @@ class _OptimalSolve:
         params = self.params.search
         now = time.monotonic()
         left = self.deadline - now
-        small = left > params.long_seconds and self.program.n <= params.small_ops
-        if small or self.program.n <= params.tiny_ops:
-            limit = None
-        else:
-            limit = now + left * params.heuristic_share
+        unhurried = params.unhurried(self.program.n, left)
+        limit = None if unhurried else now + left * params.heuristic_share
         request = replace(self.request.in_program_order(), deadline=limit)
         self.offline = CoopOffline(self.problem, request)
         self.offline.begin()

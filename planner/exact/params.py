@@ -71,6 +71,10 @@ class SearchParams(Params):
     """How long it may look for a better plan; for any plan at all, as long as there is time. With
     transfers, which that model does not have, coop-offline goes on for so long instead."""
 
+    def unhurried(self, ops: int, left: float) -> bool:
+        """Whether coop-offline may take its own time on so many ops, with so much left (s)."""
+        return ops <= (self.small_ops if left > self.long_seconds else self.tiny_ops)
+
 
 @dataclass(frozen=True)
 class RoundShares(Params):

@@ -183,8 +183,10 @@ def reordered(
     return None if portfolio.best.found is None else portfolio.solution().placed
 
 
-def with_bound(problem: Problem, found: Solution, other: PlacedSchedule) -> Solution:
-    """A schedule in any order instead of one in program order, of which a bound is known."""
+def cheaper(problem: Problem, found: Solution, other: PlacedSchedule | None) -> Solution:
+    """What was found in program order, maybe with a bound; or a schedule in any that costs less."""
+    if other is None or other.cost_us >= found.placed.cost_us:
+        return found
     bound, model = found.lower_bound_us, found.bound_model
     if bound is not None and other.cost_us < bound:  # it holds for program order
         bound, model = problem.floor_us, "any"

@@ -205,3 +205,11 @@ def solve_coop_offline(
     method = CoopOffline(problem, request, params)
     method.begin()
     return method.solution()
+
+
+def in_any_order(problem: Problem, request: Request) -> PlacedSchedule | None:
+    """The schedule of recomputes alone, in its own time; None where it finds none that fits."""
+    with contextlib.suppress(DoesNotFitError):
+        alone, quiet = replace(problem, host_budget=0), replace(request, deadline=None)
+        return solve_coop_offline(alone, quiet).placed
+    return None

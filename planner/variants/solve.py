@@ -10,8 +10,8 @@ from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
 from coop_plan.planner.method import Request, Solution, Solve
-from coop_plan.planner.offline.resequence import reordered, with_bound
-from coop_plan.planner.offline.solve import solve_coop_offline
+from coop_plan.planner.offline.resequence import cheaper, reordered
+from coop_plan.planner.offline.solve import in_any_order, solve_coop_offline
 from coop_plan.planner.variants.params import DEFAULTS, VariantParams
 from coop_plan.planner.variants.restrict import carried_back, restricted
 from coop_plan.planner.variants.search import BodySearch
@@ -74,13 +74,10 @@ def solve_with_bodies(
             bound_model="program-order",
         )
     if end is None and not (links or request.any_schedule or "reorder" in request.off):
-        with contextlib.suppress(DoesNotFitError):
-            alone = solve_coop_offline(problem, request).placed
-            if alone.cost_us < search.placed.cost_us:
-                solution = with_bound(problem, solution, alone)
+        solution = cheaper(problem, solution, in_any_order(problem, request))
     if reorder:
         placed = _reordered(problem, replace(request, deadline=end), search.placed)
-        solution = solution if placed is None else with_bound(problem, solution, placed)
+        solution = cheaper(problem, solution, placed)
     return solution
 
 

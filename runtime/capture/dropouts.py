@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from coop_plan.runtime.capture.library import Places, define_writer
+from coop_plan.runtime.capture.library import Places, define_writer, slices
 from coop_plan.runtime.device.draws import bernoulli_
 
 _aten = torch.ops.aten
@@ -15,9 +15,7 @@ PART_ELEMENTS = 1 << 17
 
 def parts(count: int) -> Iterator[slice]:
     """Of whole bytes of bits each, but for the last."""
-    step = max(PART_ELEMENTS, -(-count // 512) * 8)
-    for begin in range(0, count, step):
-        yield slice(begin, min(begin + step, count))
+    return slices(count, max(PART_ELEMENTS, -(-count // 512) * 8))
 
 
 def made_in(places: Places, values: torch.Tensor) -> torch.Tensor:

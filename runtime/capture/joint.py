@@ -25,7 +25,7 @@ from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.fusing import fuse_cross_entropies
 from coop_plan.runtime.capture.masks import offer_bits
 from coop_plan.runtime.capture.parts import offer_parts
-from coop_plan.runtime.capture.pools import offer_places
+from coop_plan.runtime.capture.pooling import offer_places
 from coop_plan.runtime.capture.profile import measured_ops
 from coop_plan.runtime.capture.results import offer_results
 from coop_plan.runtime.capture.roofline import Roofline

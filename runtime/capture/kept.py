@@ -48,9 +48,9 @@ class Keeping:
 
     def pairs(self, node: fx.Node, facts: OpProfile) -> list[tuple[int, int]]:
         """The result in the place of what it is computed from, by position."""
-        return (
-            [(0, 0)] if self.inplace and lies_alike(fakes(node.args[0]), facts.outputs[0]) else []
-        )
+        if self.inplace and lies_alike(fakes(node.args[0]), facts.outputs[0]):
+            return [(0, 0)]
+        return []
 
 
 Same = Callable[[Keeping, OpProfile, Mapping[fx.Node, OpProfile]], bool]

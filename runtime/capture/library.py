@@ -1,6 +1,6 @@
 """The library that holds ops of ours for PyTorch's dispatcher."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ def define_writer(
     op = define(name, schema, lambda *args: run((), *args), tags=tags)
     WRITERS[op] = run
     return op
+
+
+def slices(count: int, step: int) -> Iterator[slice]:
+    """Of so many elements, so many at a time: for an op that computes in parts."""
+    for begin in range(0, count, step):
+        yield slice(begin, min(begin + step, count))
 
 
 def name_and_arguments(original: OpOverload) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from coop_plan.runtime.capture.dropouts import DROPOUT, DROPOUT_BACKWARD
-from coop_plan.runtime.capture.library import define, name_and_arguments
+from coop_plan.runtime.capture.library import define, name_and_arguments, slices
 from coop_plan.runtime.device.draws import draws_as_aten
 from coop_plan.runtime.torch_internals import below_autograd_in_grad_mode, log_softmax_backward
 
@@ -60,8 +60,7 @@ def _cross_entropy_backward(
     out = torch.empty_like(output) if out is None else out
     rows, classes = output.shape
     step = max(1, PART_BYTES // max(1, classes * output.element_size()))
-    for begin in range(0, rows, step):
-        part = slice(begin, begin + step)
+    for part in slices(rows, step):
         between = torch.ops.aten.nll_loss_backward.default(
             gradient[part] if gradient.dim() else gradient,
             output[part],

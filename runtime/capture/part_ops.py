@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.capture.library import define, name_and_arguments
+from coop_plan.runtime.capture.library import define, name_and_arguments, slices
 from coop_plan.runtime.torch_internals import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
@@ -190,8 +190,7 @@ def slices_of(cut: Cut, given: Mapping[str, Any]) -> list[int]:
 def regions(cut: Cut, given: Mapping[str, Any], part: Sequence[int]) -> Iterator[Region]:
     """The parts, as a slice for each dimension."""
     sizes = zip(slices_of(cut, given), part, strict=True)
-    ranges = ([slice(i, min(i + step, n)) for i in range(0, n, step)] for n, step in sizes)
-    return itertools.product(*ranges)
+    return itertools.product(*itertools.starmap(slices, sizes))
 
 
 def _narrowed(value: torch.Tensor, dims: Dims, region: Region) -> torch.Tensor:

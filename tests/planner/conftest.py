@@ -1,13 +1,21 @@
-"""A clock that goes on only when it is looked at: what ends at a deadline then ends after steps."""
+"""A clock that goes on only when it is looked at, and what the exact methods are tested with."""
 
 import pytest
 
 from coop_plan.planner import method
+from coop_plan.planner.exact import optimal
+from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.offline import anneal, resequence, solve
+from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
+from coop_plan.planner.offline.solve import CoopOffline
 
 
 class TickingClock:
-    """Stands for the module `time`: every look at it is a tick (s) after the one before."""
+    """
+    Stands for the module `time`: every look at it is a tick (s) after the one before.
+
+    What ends at a deadline then ends after steps.
+    """
 
     TICK = 0.01
 
@@ -26,3 +34,20 @@ def clock(monkeypatch):
     for module in (anneal, method, resequence, solve):
         monkeypatch.setattr(module, "time", ticking)
     return ticking
+
+
+@pytest.fixture(scope="module")
+def process():
+    """One worker for all models of a module."""
+    with SolverProcess() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def short_climb():
+    """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
+    short = CoopOfflineParams(climb=ClimbParams(ops=1000))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (optimal, solve):
+            patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
+        yield

@@ -14,7 +14,6 @@ from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.checkmate import CheckmateModel, solve_checkmate
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.milp import Milp, Outcome
@@ -35,13 +34,11 @@ from coop_plan.planner.exact.primal.readout import Outline
 from coop_plan.planner.exact.solver.process import Child, SolverError, SolverProcess, require
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.layout import lay_out
-from coop_plan.planner.offline import solve
-from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
-from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import InvalidInputError
 from tests.planner.brute_force import cheapest
 from tests.planner.core.test_schedule import plan_of
+from tests.planner.models import SECONDS, fixed_and_refined
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -52,7 +49,8 @@ SETTINGS = settings(
 )
 OUTPUTS = st.sampled_from(["outside", "arena", "gradients"])
 BUDGETS = {"outputs": OUTPUTS, "share": st.floats(0, 1), "alignment": st.sampled_from([1, 8])}
-SECONDS = 20.0
+
+pytestmark = pytest.mark.usefixtures("short_climb")
 
 
 def tight(graph, outputs, share, alignment):
@@ -76,23 +74,6 @@ def cost_of(solve, problem, arena, **switches):
         return solve(problem, Request(arena, off, time.monotonic() + SECONDS)).placed.cost_us
     except DoesNotFitError:
         return None
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_climb():
-    """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
-    short = CoopOfflineParams(climb=ClimbParams(ops=1000))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (optimal, solve):
-            patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
-        yield
-
-
-@pytest.fixture(scope="module")
-def process():
-    """One worker for all oracle calls of this module."""
-    with SolverProcess() as running:
-        yield running
 
 
 @settings(SETTINGS, max_examples=40)
@@ -157,21 +138,8 @@ def test_what_fix_and_refine_finds_is_a_plan(
     """
     problem, arena = tight(graph, outputs, share, alignment)
     program, best = Program.of(problem), cheapest(problem, arena)
-    points = sorted({min(point, program.n), program.n})
-    model = TimePointModel(program, arena, points, set())
-    answer = process.solve(model.milp, time.monotonic() + SECONDS)
-    assume(answer.values is not None)
     room = arena - spare * alignment
-
-    def place(schedule):
-        live = schedule.live_bytes()
-        if live.max() > room:
-            return Crowded(int(live.argmax()), 1)
-        return lay_out(schedule).placed
-
-    search = FixAndRefine(program, process, arena, time.monotonic() + 2, place)
-    placed = search.run(Outline.of(model, answer.values), math.inf)
-    assume(placed is not None)
+    placed = fixed_and_refined(process, program, arena, point, room)
     assert best is not None
     assert placed.schedule.live_bytes().max() <= room
     assert placed.cost_us >= best * (1 - 1e-9)

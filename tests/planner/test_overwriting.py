@@ -15,7 +15,6 @@ from coop_plan.planner.core.held import most_held
 from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.core.versions import Versions
-from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.checkmate import solve_checkmate
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome
@@ -23,42 +22,23 @@ from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
-from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
 from coop_plan.planner.exact.primal.intervals import schedule_intervals
-from coop_plan.planner.exact.primal.packing import Crowded, place_or_pack
-from coop_plan.planner.exact.primal.readout import Outline
-from coop_plan.planner.exact.solver.process import SolverProcess
+from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.layout import lay_out
-from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
 from coop_plan.planner.offline.resequence import reordered
-from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
 from tests.planner.brute_force_swap import TooManyStatesError, shortest
 from tests.planner.core.test_schedule import plan_of
+from tests.planner.models import SECONDS, fixed_and_refined, relaxations
 from tests.planner.test_exact import BUDGETS, SETTINGS, cost_of, tight
 from tests.strategies import overwriting_graphs
 from tests.support import make_graph
 
-SECONDS = 20.0
+pytestmark = pytest.mark.usefixtures("short_climb")
+
 GRAPHS = overwriting_graphs(max_ops=8)
-
-
-@pytest.fixture(scope="module")
-def process():
-    """One worker for all oracle calls of this module."""
-    with SolverProcess() as running:
-        yield running
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_climb():
-    """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
-    short = CoopOfflineParams(climb=ClimbParams(ops=1000))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimal, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
-        yield
 
 
 def overwriting(graph, outputs, share, alignment):
@@ -169,14 +149,11 @@ def test_no_schedule_is_cheaper_than_the_model_says(
     problem, arena = overwriting(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
     assume(best is not None)
-    program, told = Program.of(problem), []
-    for points in ({p for p in chosen if p < program.n}, range(program.n)):
-        model = TimePointModel(program, problem.rounded(arena), sorted({*points, program.n}), ())
-        answer = process.solve(model.milp, time.monotonic() + SECONDS)
+    for answer, bound in relaxations(process, problem, arena, chosen):
         assert answer.outcome is Outcome.OPTIMAL
-        told.append(answer.bound * model.cost_unit)
-    params = replace(DEFAULTS, bounding=BoundingParams(spread=1))
-    Bounding(program, problem.rounded(arena), set(), told.append, params).run()
+        assert bound <= best * (1 + 1e-6) + 1e-6
+    told, params = [0.0], replace(DEFAULTS, bounding=BoundingParams(spread=1))
+    Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params).run()
     assert problem.base_cost_us + max(told) <= best * (1 + 1e-6) + 1e-6
 
 
@@ -202,12 +179,9 @@ def test_no_plan_with_transfers_is_shorter_than_the_model_says(
     except TooManyStatesError:
         assume(False)
     assume(best is not None)
-    program = Program.of(problem)
-    for points in ({p for p in chosen if p < program.n}, range(program.n)):
-        model = TimePointModel(program, problem.rounded(arena), sorted({*points, program.n}), ())
-        answer = process.solve(model.milp, time.monotonic() + SECONDS)
+    for answer, bound in relaxations(process, problem, arena, chosen):
         assert answer.outcome is not Outcome.INFEASIBLE
-        assert problem.base_cost_us + answer.bound * model.cost_unit <= best * (1 + 1e-6) + 1e-6
+        assert bound <= best * (1 + 1e-6) + 1e-6
 
 
 @settings(SETTINGS, max_examples=30)
@@ -240,21 +214,8 @@ def test_what_fix_and_refine_finds_is_a_plan(
     """From next to no time points, also where a layout needs more than what is live."""
     problem, arena = overwriting(graph, outputs, share, alignment)
     program, best = Program.of(problem), cheapest(problem, arena)
-    points = sorted({min(point, program.n), program.n})
-    model = TimePointModel(program, arena, points, set())
-    answer = process.solve(model.milp, time.monotonic() + SECONDS)
-    assume(answer.values is not None)
     room = arena - spare * alignment
-
-    def place(schedule):
-        live = schedule.live_bytes()
-        if live.max() > room:
-            return Crowded(int(live.argmax()), 1)
-        return lay_out(schedule).placed
-
-    search = FixAndRefine(program, process, arena, time.monotonic() + 2, place)
-    placed = search.run(Outline.of(model, answer.values), math.inf)
-    assume(placed is not None)
+    placed = fixed_and_refined(process, program, arena, point, room)
     restored = program.versions.placed(placed)
     assert restored.schedule.live_bytes().max() <= room
     assert restored.arena_bytes == placed.arena_bytes

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import coop_plan
 from coop_plan.planner import InvalidPlanError, plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture import dropouts, pools
+from coop_plan.runtime.capture import dropouts, pooling
 from coop_plan.runtime.capture.bit_ops import (
     DROPOUT_BITS,
     DROPOUT_BITS_BACKWARD,
@@ -193,7 +193,7 @@ def test_places_in_windows_are_atens_numbers(
     monkeypatch, dtype, kernel, stride, padding, dilation, ceil
 ):
     """However many planes at once; equal numbers, infinities and NaN among what is pooled."""
-    monkeypatch.setattr(pools, "ELEMENTS", 64)
+    monkeypatch.setattr(pooling, "ELEMENTS", 64)
     aten, window = torch.ops.aten, (kernel, stride, padding, dilation, ceil)
     values = torch.randn(3, 2, 9, 11, dtype=dtype).mul(3).round()
     values.view(-1)[::17] = float("nan")
@@ -201,18 +201,18 @@ def test_places_in_windows_are_atens_numbers(
     made, numbers = aten.max_pool2d_with_indices(values, *window)
     gradient = torch.randn_like(made)
     expected = aten.max_pool2d_with_indices_backward(gradient, values, *window, numbers)
-    ours, places = pools.POOL(values, [*made.shape], *window)
+    ours, places = pooling.POOL(values, [*made.shape], *window)
     assert same_bits(ours, made)
     assert (places.dtype, places.numel()) == (torch.uint8, made.numel())
     sizes = [*values.shape]
-    assert same_bits(pools.POOL_BACKWARD(gradient, places, sizes, *window), expected)
+    assert same_bits(pooling.POOL_BACKWARD(gradient, places, sizes, *window), expected)
 
 
 def test_places_of_no_window_stay_within_the_plane():
     """Stand-ins are any bytes, and ATen writes wherever its numbers say."""
     window = ([2, 2], [2, 2], [1, 1], [1, 1], False)
     gradient, places = torch.ones(1, 2, 4, 4), torch.arange(32, dtype=torch.uint8).mul(8)
-    made = pools.POOL_BACKWARD(gradient, places, [1, 2, 6, 6], *window)
+    made = pooling.POOL_BACKWARD(gradient, places, [1, 2, 6, 6], *window)
     assert made.sum() == 32
 
 

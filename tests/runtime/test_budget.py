@@ -12,6 +12,7 @@ from benchmarks import loops
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.execute.step import TOLERANCE
+from tests.runtime.stepping import backward_that_does_more_than_add, hooked
 from tests.runtime.test_loops import both, data, loss_step, state_of
 
 # Of Dynamo's own, where it looks at what is no leaf.
@@ -61,10 +62,6 @@ def wide_step(model, **options):
     return torch.compile(step, backend="coop", fullgraph=True, options=options)
 
 
-def halve(p):
-    p.grad.mul_(0.5)
-
-
 def gradient_bytes(model):
     return sum(p.nbytes for p in model.parameters())
 
@@ -97,25 +94,12 @@ def test_gradients_are_left_to_autograd_where_it_does_more_than_add(way):
     def loop(model, step):
         found = {}
         weights = [layer.weight for layer in model.layers]
-        if way == "hook":
-            weights[1].register_hook(lambda g: g * 3)
-        if way == "after":
-            weights[1].register_post_accumulate_grad_hook(halve)
+        hooked(way, weights[1])
         for i, (x, _) in enumerate(data(4)):
-            loss = step(x.repeat(1, 4))
-            if way == "grad":
-                for j, g in enumerate(torch.autograd.grad(loss, weights, retain_graph=True)):
-                    found[f"{i}.{j}"] = g
-            if way == "inputs":
-                loss.backward(inputs=weights[:2])
-            elif way == "create_graph":
-                loss.backward(create_graph=True)
-            elif way == "outside":
-                (loss + weights[0].square().sum()).backward()
-            elif way == "twice":
-                (loss + step(x.repeat(1, 4).flip(0))).backward()
-            else:
-                loss.backward()
+            x = x.repeat(1, 4)
+            loss, another = step(x), lambda x=x: step(x.flip(0))
+            beside = backward_that_does_more_than_add(way, loss, weights, another)
+            found |= {f"{i}.{j}": g for j, g in enumerate(beside)}
         grads = {f"grad {name}": p.grad for name, p in model.named_parameters()}
         return state_of(model) | found | {k: g for k, g in grads.items() if g is not None}
 

@@ -13,6 +13,7 @@ from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.execute.course import FIRST_ORDERS
 from coop_plan.runtime.execute.regions import LEFT
 from coop_plan.runtime.execute.step import PlannedStep
+from tests.runtime.stepping import backward_that_does_more_than_add, hooked
 from tests.runtime.test_flight import forwards_again, model_itself
 from tests.runtime.test_loops import Broken, Unshared, assert_equal, both, data, state_of
 
@@ -240,10 +241,6 @@ def both_by_blocks(loop, budget="min"):
     return both(by_blocks, of_blocks)
 
 
-def halve(p):
-    p.grad.mul_(0.5)
-
-
 def use_up(p):
     with torch.no_grad():
         p.sub_(p.grad, alpha=0.01)
@@ -359,28 +356,11 @@ def test_gradients_held_by_blocks_are_left_to_autograd_where_it_does_more_than_a
     def loop(model):
         found = {}
         weights = [block[0].weight for block in model]
-        if way == "hook":
-            weights[1].register_hook(lambda g: g * 3)
-        if way == "after":
-            weights[1].register_post_accumulate_grad_hook(halve)
+        hooked(way, weights[1])
         for i, (x, _) in enumerate(data(6)):
-            loss = loss_of(model, x)
-            if way == "grad":
-                for j, g in enumerate(torch.autograd.grad(loss, weights, retain_graph=True)):
-                    found[f"{i}.{j}"] = g
-            if way == "inputs":
-                loss.backward(inputs=weights[:2])
-            elif way == "create_graph":
-                loss.backward(create_graph=True)
-            elif way == "outside":
-                (loss + weights[0].square().sum()).backward()
-            elif way == "retain":
-                loss.backward(retain_graph=True)
-                loss.backward()
-            elif way == "twice":
-                (loss + loss_of(model, x.flip(0))).backward()
-            else:
-                loss.backward()
+            loss, another = loss_of(model, x), lambda x=x: loss_of(model, x.flip(0))
+            beside = backward_that_does_more_than_add(way, loss, weights, another)
+            found |= {f"{i}.{j}": g for j, g in enumerate(beside)}
         return state_of(model) | found
 
     both_by_blocks(loop)

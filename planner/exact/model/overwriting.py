@@ -17,32 +17,19 @@ arena. E costs what the runs cost; it may be less than there are, as far as the 
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from coop_plan.planner.exact.model.milp import INFINITY, Milp
-from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.milp import INFINITY
 
-
-class Model(Protocol):
-    """What is needed of `planner.exact.model.timepoint.TimePointModel`."""
-
-    program: Program
-    capacity: int
-    milp: Milp
-    points: list[int]
-    cost_unit: float
-    x: list[dict[int, int | None]]
-    y: list[dict[int, int]]
-
-    def start(self, k: int) -> int: ...
-    def taken(self, k: int, source: int) -> list[int]: ...
+if TYPE_CHECKING:  # it is made of these
+    from coop_plan.planner.exact.model.timepoint import TimePointModel
 
 
 @dataclass
 class Overwriting:
     """The columns of overwriting in a model, added segment by segment."""
 
-    model: Model
+    model: "TimePointModel"
     buffers: dict[int, int] = field(default_factory=dict)
     """B of the last segment, by version."""
     _makers: list[tuple[int, list[tuple[int, int]]]] = field(init=False)

@@ -45,10 +45,12 @@ is no more with fewer bytes or shorter copies, so both may be cut off (`LONGEST_
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from coop_plan.planner.exact.model.milp import INFINITY, Milp
-from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.milp import INFINITY
+
+if TYPE_CHECKING:  # it is made of these
+    from coop_plan.planner.exact.model.timepoint import TimePointModel
 
 Terms = list[tuple[int, float]]
 
@@ -59,26 +61,11 @@ LONGEST_COPY = 10.0
 """In base costs: what takes longer counts as so long, far from a solver's tolerances."""
 
 
-class Model(Protocol):
-    """What is needed of `planner.exact.model.timepoint.TimePointModel`."""
-
-    program: Program
-    milp: Milp
-    points: list[int]
-    cost_unit: float
-    x: list[dict[int, int | None]]
-    y: list[dict[int, int]]
-
-    def start(self, k: int) -> int: ...
-    def kept(self, k: int, t: int) -> tuple[int, Terms]: ...
-    def again(self, k: int, t: int) -> Terms: ...
-
-
 @dataclass
 class Transfers:
     """The columns of transfers in a model; by segment, tensor → column."""
 
-    model: Model
+    model: "TimePointModel"
     landed: list[dict[int, int]] = field(default_factory=list)
     """L."""
     arriving: list[dict[int, int]] = field(default_factory=list)

@@ -13,7 +13,7 @@ from coop_plan.runtime.capture.bodies import Offers
 from coop_plan.runtime.capture.builder import GETITEM, GraphBuilder
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.kept import Keeping, offer_keeping
-from coop_plan.runtime.capture.library import define
+from coop_plan.runtime.capture.library import define, slices
 from coop_plan.runtime.capture.profile import fakes, signature, stand_in_arguments
 from coop_plan.runtime.capture.sizes import OF_SIZE
 from coop_plan.runtime.capture.tried import same_bits, tried
@@ -25,7 +25,7 @@ ELEMENTS = 1 << 17
 
 _aten = torch.ops.aten
 _POOL: Any = _aten.max_pool2d_with_indices.default
-_BACKWARD: Any = _aten.max_pool2d_with_indices_backward.default
+_BACKWARD = OF_SIZE[_aten.max_pool2d_with_indices_backward.default]
 _WINDOW = "int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil"
 
 Pair = list[int]
@@ -33,9 +33,7 @@ Pair = list[int]
 
 def _planes(pooled: torch.Tensor) -> Iterator[slice]:
     """Of a result as planes, those that are computed at once."""
-    count, step = pooled.shape[0], max(1, ELEMENTS // pooled[0].numel())
-    for begin in range(0, count, step):
-        yield slice(begin, min(begin + step, count))
+    return slices(pooled.shape[0], max(1, ELEMENTS // pooled[0].numel()))
 
 
 def _origins(
@@ -132,8 +130,7 @@ def _keeping(builder: GraphBuilder, node: fx.Node) -> Keeping | None:
     numbers = [user for user in node.users if user.target is GETITEM and user.args[1] == 1]
     readers = [user for number in numbers for user in number.users]
     if not readers or any(
-        reader.target is not OF_SIZE[_BACKWARD] or reader.args[-1] not in numbers
-        for reader in readers
+        reader.target is not _BACKWARD or reader.args[-1] not in numbers for reader in readers
     ):
         return None
     source, made = fakes(node.args[0]), node.meta["val"][0]
@@ -176,7 +173,7 @@ def _same(keeping: Keeping, _: OpProfile, backward: Mapping[fx.Node, OpProfile])
         ours, places = POOL(values, *others)
         gradient = torch.linspace(-9, 9, ours.numel(), device=ours.device).to(ours.dtype)
         gradient = gradient.view(ours.shape)
-        expected = OF_SIZE[_BACKWARD](gradient, sizes, *window, numbers)
+        expected = _BACKWARD(gradient, sizes, *window, numbers)
         return same_bits(ours, theirs) and same_bits(
             POOL_BACKWARD(gradient, places, sizes, *window), expected
         )

@@ -1,0 +1,43 @@
+"""What tests ask of the time-point model, and of what leads from its solutions to plans."""
+
+import math
+import time
+
+from hypothesis import assume
+
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
+from coop_plan.planner.exact.primal.packing import Crowded
+from coop_plan.planner.exact.primal.readout import Outline
+from coop_plan.planner.layout import lay_out
+
+SECONDS = 20.0
+
+
+def relaxations(process, problem, arena, chosen):
+    """Answers at chosen time points, and at all of them, each with its bound on the cost, µs."""
+    program = Program.of(problem)
+    for points in ({p for p in chosen if p < program.n}, range(program.n)):
+        model = TimePointModel(program, problem.rounded(arena), sorted({*points, program.n}), ())
+        answer = process.solve(model.milp, time.monotonic() + SECONDS)
+        yield answer, problem.base_cost_us + answer.bound * model.cost_unit
+
+
+def fixed_and_refined(process, program, arena, point, room):
+    """What fix-and-refine finds from next to no time points, if no layout has more than `room`."""
+    points = sorted({min(point, program.n), program.n})
+    model = TimePointModel(program, arena, points, set())
+    answer = process.solve(model.milp, time.monotonic() + SECONDS)
+    assume(answer.values is not None)
+
+    def place(schedule):
+        live = schedule.live_bytes()
+        if live.max() > room:
+            return Crowded(int(live.argmax()), 1)
+        return lay_out(schedule).placed
+
+    search = FixAndRefine(program, process, arena, time.monotonic() + 2, place)
+    placed = search.run(Outline.of(model, answer.values), math.inf)
+    assume(placed is not None)
+    return placed
