@@ -17,19 +17,16 @@ arena. E costs what the runs cost; it may be less than there are, as far as the 
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from coop_plan.planner.exact.model.milp import INFINITY
-
-if TYPE_CHECKING:  # it is made of these
-    from coop_plan.planner.exact.model.timepoint import TimePointModel
+from coop_plan.planner.exact.model.segments import Segments
 
 
 @dataclass
 class Overwriting:
     """The columns of overwriting in a model, added segment by segment."""
 
-    model: "TimePointModel"
+    model: Segments
     buffers: dict[int, int] = field(default_factory=dict)
     """B of the last segment, by version."""
     _makers: list[tuple[int, list[tuple[int, int]]]] = field(init=False)

@@ -45,14 +45,9 @@ is no more with fewer bytes or shorter copies, so both may be cut off (`LONGEST_
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from coop_plan.planner.exact.model.milp import INFINITY
-
-if TYPE_CHECKING:  # it is made of these
-    from coop_plan.planner.exact.model.timepoint import TimePointModel
-
-Terms = list[tuple[int, float]]
+from coop_plan.planner.exact.model.segments import Segments, Terms
 
 ROUNDING = 1e-9
 """Relative slack of rows of the host's memory (see `planner.exact.model.timepoint`)."""
@@ -65,7 +60,7 @@ LONGEST_COPY = 10.0
 class Transfers:
     """The columns of transfers in a model; by segment, tensor → column."""
 
-    model: "TimePointModel"
+    model: Segments
     landed: list[dict[int, int]] = field(default_factory=list)
     """L."""
     arriving: list[dict[int, int]] = field(default_factory=list)
