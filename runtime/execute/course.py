@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from coop_plan.runtime.capture.collectives import GROUP_THREADS
 from coop_plan.runtime.capture.lasting import Circumstances, movable
 from coop_plan.runtime.device.arena import Counters, Memory, Run
 from coop_plan.runtime.errors import BudgetExceededError
@@ -57,13 +58,15 @@ scalars, and what autograd makes of them."""
 class _Known:
     """An order that was recorded: its calls with all that was found since, and the plan of them.
 
-    `tries` counts how often it was planned anew for what it took, `looks` for what it found.
+    `tries` counts how often it was planned anew for what it took, `looks` for what it found;
+    `largest` is of what it took beside a plan that was watched, bytes.
     """
 
     calls: list[Call]
     plans: Regions | None = None
     tries: int = 0
     looks: int = 0
+    largest: int = 0
 
 
 @dataclass
@@ -162,6 +165,9 @@ class Course:
         if len(self._tally) == len(self._plans.codes) and self._run is not None:
             self._run.end()
             taken = self._run.counters()
+            self._plans.codes[0].watch = False
+            if self._known is not None:
+                self._known.largest = max(self._known.largest, taken.largest_bytes)
             if memory is not None:
                 memory.rest(taken.before_bytes + taken.process_bytes)
             report = self._plans.report
@@ -335,6 +341,9 @@ class Course:
                 raise BudgetExceededError(told)
             log.warning("%s", told)
             return
+        if tries == 0:
+            # Which of their buffers a process group's threads still hold differs each time.
+            beyond += GROUP_THREADS * known.largest
         self._plan_anew(order, known, beyond)
 
     def _plan_anew(self, order: Order, known: _Known, beyond: int = 0) -> None:

@@ -27,7 +27,7 @@ from coop_plan.runtime.execute.partition import inputs_of, tangents_of
 from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
-from coop_plan.runtime.torch_internals import is_primal
+from coop_plan.runtime.torch_internals import group_of_all, is_primal
 from coop_plan.schemas import Compute, Free, Plan, format_bytes, parse_graph
 
 log = logging.getLogger("coop-plan")
@@ -119,7 +119,7 @@ def plan_regions(
         return None
     codes = [Code(call.captured, part, call.clock) for call, part in zip(calls, parts, strict=True)]
     for code in codes:
-        code.watch = False
+        code.watch = group_of_all() is not None and code.watch
     report = StepReport(
         name=f"iteration of {len(calls)} graphs {len(reports())}",
         budget_bytes=made.budget_bytes,
