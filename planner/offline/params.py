@@ -299,6 +299,9 @@ class ResequencingParams(Params):
     settling_heat: Ratio = 0.1
     """Its temperature at the beginning, in mean costs of an op."""
 
+    narrower: Share = 4e-3
+    """Share of what may be live at once by which it gets less where a layout fails."""
+
     settling_steeper: Factor = 1.5
     """Factor on the price of memory where a look finds too much."""
 

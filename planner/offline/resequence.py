@@ -50,6 +50,7 @@ class Resequencing:
         self.pace = self.params.first_pace  # steps a second
         self.layouts = 0.0  # seconds
         self.work = WORK
+        self.limit = portfolio.request.arena_bytes  # of what is live at once, in bytes
 
     def run(self, enough: Callable[[], bool]) -> None:
         """Cool down from where it begins until the deadline or `enough`."""
@@ -105,8 +106,9 @@ class Resequencing:
                 continue
             self.fits = here(state)
             due = (chunk + 1) % -(-chunks // layouts) == 0 or chunk + 1 == chunks
-            if due and cost < portfolio.best.cost_us * (1 - params.worth_placing):
-                self._place(WORK if chunk + 1 == chunks else 0)
+            due = due and cost < portfolio.best.cost_us * (1 - params.worth_placing)
+            if due and not self._place(WORK if chunk + 1 == chunks else 0):
+                self.limit -= int(params.narrower * self.limit)
             if portfolio.request.out_of_time():
                 return
 
@@ -130,8 +132,8 @@ class Resequencing:
                 return
 
     def _walk(self, steps: int, heat: float, steep: float) -> tuple[float, float]:
-        seed, arena = int(self.random.integers(1 << 31)), self.portfolio.request.arena_bytes
-        return walk(self.program, self.state, steps, arena, heat, steep, seed)
+        seed = int(self.random.integers(1 << 31))
+        return walk(self.program, self.state, steps, self.limit, heat, steep, seed)
 
     def _place(self, work: int) -> bool:
         """

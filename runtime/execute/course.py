@@ -59,14 +59,14 @@ class _Known:
     """An order that was recorded: its calls with all that was found since, and the plan of them.
 
     `tries` counts how often it was planned anew for what it took, `looks` for what it found;
-    `largest` is of what it took beside a plan that was watched, bytes.
+    `threads` are bytes that a process group's threads may hold, and that no plan is for yet.
     """
 
     calls: list[Call]
     plans: Regions | None = None
     tries: int = 0
     looks: int = 0
-    largest: int = 0
+    threads: int = 0
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Course:
             taken = self._run.counters()
             self._plans.codes[0].watch = False
             if self._known is not None:
-                self._known.largest = max(self._known.largest, taken.largest_bytes)
+                self._known.threads = GROUP_THREADS * taken.largest_bytes
             if memory is not None:
                 memory.rest(taken.before_bytes + taken.process_bytes)
             report = self._plans.report
@@ -327,8 +327,8 @@ class Course:
             self._plan_anew(order, known)  # what it took beyond its plan was that, perhaps
             return
         report, tries = plans.report, known.tries
-        beyond = report.measured_peak_bytes - report.budget_bytes
-        if beyond <= (TOLERANCE if tries else 0) or tries > MOST_TRIES:
+        beyond = max(0, report.measured_peak_bytes - report.budget_bytes)
+        if (not known.threads and beyond <= (TOLERANCE if tries else 0)) or tries > MOST_TRIES:
             return
         known.tries = tries + 1
         if tries == MOST_TRIES:
@@ -341,15 +341,14 @@ class Course:
                 raise BudgetExceededError(told)
             log.warning("%s", told)
             return
-        if tries == 0:
-            # Which of their buffers a process group's threads still hold differs each time.
-            beyond += GROUP_THREADS * known.largest
         self._plan_anew(order, known, beyond)
 
     def _plan_anew(self, order: Order, known: _Known, beyond: int = 0) -> None:
         """Let another plan take the place of the one there is, for so many bytes more between."""
         assert known.plans is not None
-        between = known.plans.between + beyond
+        # Which of their buffers a process group's threads still hold differs each time.
+        between = known.plans.between + beyond + known.threads
+        known.threads = 0
         again = plan_regions(known.calls, order[1], between, self._options)
         if again is not None:
             drop(known.plans.report)

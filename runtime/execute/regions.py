@@ -119,7 +119,7 @@ def plan_regions(
         return None
     codes = [Code(call.captured, part, call.clock) for call, part in zip(calls, parts, strict=True)]
     for code in codes:
-        code.watch = group_of_all() is not None and code.watch
+        code.watch = code.watch and not between and group_of_all() is not None
     report = StepReport(
         name=f"iteration of {len(calls)} graphs {len(reports())}",
         budget_bytes=made.budget_bytes,

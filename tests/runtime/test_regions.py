@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from coop_plan.runtime.execute import regions
 from coop_plan.runtime.execute.course import FIRST_ORDERS
 from coop_plan.runtime.execute.regions import LEFT
 from coop_plan.runtime.execute.step import PlannedStep
@@ -399,3 +400,25 @@ def test_blocks_are_right_whatever_comes_between(budget):
         return state_of(model) | found
 
     both_by_blocks(loop, budget)
+
+
+def test_what_a_process_groups_threads_may_still_hold_has_room(monkeypatch):
+    """Twice the largest that was there between the graphs: which they hold differs each time."""
+    size = 1 << 20
+    between = []
+    for group in (None, "group of all"):
+        monkeypatch.setattr(regions, "group_of_all", lambda group=group: group)
+        torch._dynamo.reset()
+        runtime.clear_reports()
+        blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)])
+        for block in blocks:
+            block.compile(backend="coop", options={"budget": "100%"})
+        for x, _ in data(6):
+            blocks.zero_grad()
+            h = blocks[0](x)
+            torch.empty(size, dtype=torch.uint8)
+            blocks[1](h).square().mean().backward()
+        (report,) = iterations()
+        assert report.measured_peak_bytes <= report.budget_bytes
+        between += [t.bytes for t in report.graph.tensors if t.name == "between"]
+    assert between[1] - between[0] == 2 * size
