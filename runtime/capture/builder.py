@@ -4,6 +4,7 @@ Views are folded into the storages they alias, by what the profile saw, not by s
 """
 
 import operator
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,6 +76,8 @@ class GraphBuilder:
         self.communication: list[int] = []
         """What the process group takes for each collective, in bytes."""
         self._primals = 0
+        self._met: Counter[object] = Counter()
+        """How often each op's target was measured."""
 
     def visit(self, node: fx.Node) -> None:
         """Take the next node; what is wrong with it is told with its place in the program."""
@@ -179,7 +182,9 @@ class GraphBuilder:
         if collective is None and self.model is not None:
             facts = self.model.profile(target, args, kwargs, node.meta["val"])
         elif collective is None:
-            facts = profile(target, args, kwargs, op=node.name)
+            # Nodes have other names in a trace for all sizes than in one for given ones.
+            self._met[target] += 1
+            facts = profile(target, args, kwargs, op=f"{target} {self._met[target]}")
         else:
             facts = modelled(collective, args, kwargs, node.meta["val"])
             self.communication.append(scratch_bytes(collective, args, kwargs, node.meta["val"]))
