@@ -19,30 +19,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.loops import Block
 from coop_plan import runtime
 
 UNCOUNTED, COUNTED = 2, 4
 WAYS = ("eager", "one graph", "by blocks")
-
-
-class Attention(nn.Module):
-    """A block of GPT-2's sizes."""
-
-    def __init__(self, width: int = 768, heads: int = 12) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.all, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, d = x.shape
-        parts = self.all(self.before(x)).view(b, t, 3, self.heads, d // self.heads)
-        q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
-        made: torch.Tensor = x + self.narrow(F.gelu(self.wide(self.between(x))))
-        return made
 
 
 class Residual(nn.Module):
@@ -61,7 +42,7 @@ class Residual(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
-    "gpt2": (lambda: nn.Sequential(*(Attention() for _ in range(12))), (2, 256, 768)),
+    "gpt2": (lambda: nn.Sequential(*(Block(768, 12) for _ in range(12))), (2, 256, 768)),
     "residual": (lambda: nn.Sequential(*(Residual() for _ in range(8))), (8, 96, 56, 56)),
 }
 
@@ -82,9 +63,8 @@ def measure(name: str, budget: str, turns: int) -> bool:
     torch._dynamo.reset()
     runtime.clear_reports()
     torch.manual_seed(0)
-    models = dict.fromkeys(WAYS, make())
-    x = torch.randn(shape)
-    models = {way: copy.deepcopy(model) for way, model in models.items()}
+    made, x = make(), torch.randn(shape)
+    models = {way: copy.deepcopy(made) for way in WAYS}
     options = {"budget": budget}
     called: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(models)
     called["one graph"] = torch.compile(models["one graph"], backend="coop", options=options)

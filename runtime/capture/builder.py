@@ -76,8 +76,9 @@ class GraphBuilder:
         self.communication: list[int] = []
         """What the process group takes for each collective, in bytes."""
         self._primals = 0
+        self.names: dict[fx.Node, str] = {}
+        """What ops are known by in all traces of a function, of which some name nodes otherwise."""
         self._met: Counter[object] = Counter()
-        """How often each op's target was measured."""
 
     def visit(self, node: fx.Node) -> None:
         """Take the next node; what is wrong with it is told with its place in the program."""
@@ -182,9 +183,9 @@ class GraphBuilder:
         if collective is None and self.model is not None:
             facts = self.model.profile(target, args, kwargs, node.meta["val"])
         elif collective is None:
-            # Nodes have other names in a trace for all sizes than in one for given ones.
             self._met[target] += 1
-            facts = profile(target, args, kwargs, op=f"{target} {self._met[target]}")
+            self.names[node] = f"{target} {self._met[target]}"
+            facts = profile(target, args, kwargs, op=self.names[node])
         else:
             facts = modelled(collective, args, kwargs, node.meta["val"])
             self.communication.append(scratch_bytes(collective, args, kwargs, node.meta["val"]))

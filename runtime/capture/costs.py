@@ -23,7 +23,7 @@ STEEPEST = 2.0
 
 
 class Costs:
-    """Times in µs by op, which is known by its name in the joint graph, and bytes it reads.
+    """Times in µs by op, as it is known in the function, and by bytes it reads.
 
     `estimates` are profiles, by signature, of ops whose time was not measured.
     """

@@ -62,11 +62,13 @@ def offer_keeping(builder: GraphBuilder, offers: Offers, keeping: Keeping, same:
     position = {node: i for i, node in enumerate(builder.ops)}
     with made.fake_mode:
         small = torch.empty(keeping.count, dtype=torch.uint8, device=made.device)
-    forward = profile(keeping.target, fakes(keeping.args), {}, f"{node.name}_{keeping.name}")
+    name = f"{builder.names[node]}_{keeping.name}"
+    forward = profile(keeping.target, fakes(keeping.args), {}, name)
     backward = {}
     for reader in keeping.kept:
         given = fakes(keeping.given(reader, small))
-        backward[reader] = profile(keeping.backward, given, {}, f"{reader.name}_{keeping.name}")
+        name = f"{builder.names[reader]}_{keeping.name}"
+        backward[reader] = profile(keeping.backward, given, {}, name)
         if backward[reader].outputs != builder.profiles[position[reader]].outputs:
             return
     first = builder.profiles[position[node]].outputs[0]

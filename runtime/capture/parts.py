@@ -48,7 +48,7 @@ def offer_parts(builder: GraphBuilder, offers: Offers) -> None:
         called = _Called(node.target, args, kwargs, facts)
         sizes = {t: builder.tensors[t]["bytes"] for t in (*fields["inputs"], *fields["outputs"])}
         need = _need(sizes, fields["inplace"], facts)
-        for name, own, body, pairs in called.in_parts(node.name):
+        for name, own, body, pairs in called.in_parts(builder.names[node]):
             inplace = offers.places(node, pairs)
             less = _need(sizes, inplace, body)
             if less > WORTH * need:

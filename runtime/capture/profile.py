@@ -69,7 +69,7 @@ def measured_ops() -> int:
 def profile(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "") -> OpProfile:
     """The profile of `target(*args, **kwargs)`; tensors in the arguments are fake ones.
 
-    `op` is its name in the graph of a function, which may have been captured at other sizes, too.
+    `op` is what it is known by in a function, which may have been captured at other sizes, too.
 
     Raises:
         CaptureError: dynamic shapes, or an op that does not run on stand-in data.

@@ -57,7 +57,7 @@ def offer_results(builder: GraphBuilder, offers: Offers) -> None:
         if result.meta["val"].stride() != source.meta["val"].stride():
             continue
         args = fakes((gradient, result, *others))
-        body = profile(node.target, args, {}, f"{node.name}_{NAME}")
+        body = profile(node.target, args, {}, f"{builder.names[node]}_{NAME}")
         if body.outputs != facts.outputs or not _same(activation, bounds, node.target, args):
             continue
         other = offers.beside(node, node.target, (gradient, result, *others))

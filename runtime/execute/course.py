@@ -154,7 +154,7 @@ class Course:
     ) -> None:
         """Add what was measured in a call that ran by the plan of the whole."""
         number = self._numbers.get(flight)
-        if self._plans is None or number is None:
+        if self._plans is None or self._known is None or number is None:
             return
         self._calls[number].circumstances = Circumstances(beside=frozenset(kept_twice))
         if number == 0:
@@ -166,8 +166,7 @@ class Course:
             self._run.end()
             taken = self._run.counters()
             self._plans.codes[0].watch = False
-            if self._known is not None:
-                self._known.threads = GROUP_THREADS * taken.largest_bytes
+            self._known.threads = GROUP_THREADS * taken.largest_bytes
             if memory is not None:
                 memory.rest(taken.before_bytes + taken.process_bytes)
             report = self._plans.report
