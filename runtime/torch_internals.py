@@ -467,13 +467,35 @@ def takes_gradients(gm: fx.GraphModule) -> bool:
     return any("grad_increment_nesting" in getattr(name, "__name__", "") for name in targets)
 
 
-def copy_dynamo_node(graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any]) -> fx.Node:
-    """`graph.node_copy` of a node in Dynamo's graph, its source kept and its fake value not."""
+def copy_dynamo_node(
+    graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any], *, example: bool = False
+) -> fx.Node:
+    """`graph.node_copy` of a node in Dynamo's graph, its source kept.
+
+    And its fake value, `example`, if asked for: AOTAutograd does not take it for one to trace with.
+    """
     copy = graph.node_copy(node, argument)
-    copy.meta.pop("example_value", None)
+    if not example:
+        copy.meta.pop("example_value", None)
     if hasattr(node, "_dynamo_source"):
         copy._dynamo_source = node._dynamo_source
     return copy
+
+
+def scalar_input(graph: fx.Graph, after: fx.Node, name: str, dtype: torch.dtype) -> fx.Node:
+    """An input more for one of Dynamo's graphs, `after` another: a tensor without dimensions."""
+    with graph.inserting_after(after):
+        node = graph.placeholder(name)
+    node._dynamo_source = LocalSource(name)
+    with FakeTensorMode():
+        node.meta["example_value"] = torch.empty((), dtype=dtype, device="cpu")
+    return node
+
+
+def symbols_in(value: Any) -> set[Any]:
+    """The symbols in a number, or in how a tensor lies in memory, of Dynamo's."""
+    sizes = (size for size in _sizes(value) if isinstance(size, (torch.SymInt, torch.SymFloat)))
+    return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
 
 
 def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
@@ -516,6 +538,8 @@ class Symbols:
     def _stand_in(self, mode: FakeTensorMode, name: str, example: Any, value: Any) -> Any:
         source = LocalSource(name)
         if isinstance(value, torch.Tensor):
+            if not value.dim() and not value.requires_grad:  # with a source it had a symbol inside
+                return mode.from_tensor(value)
             sizes = [
                 DimDynamic.STATIC if isinstance(size, int) else DimDynamic.DUCK
                 for size in example.shape

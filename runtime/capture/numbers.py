@@ -1,24 +1,68 @@
 """Python numbers that change from call to call as inputs of a step, and not as constants of many.
 
-Dynamo passes a float that may change in a tensor, and its graph takes the number out by `item`.
-Where all that is done with the number gives the same bits with a tensor of no dimensions in
-its place, that takes it: one graph, and one plan, for all values.
+Dynamo passes an integer that may change as it is and a float in a tensor, and its graph computes
+with both. Where all that is done with a number gives the same bits with a tensor of no dimensions
+in its place, that takes it: one graph, and one plan, for all values. What is made of numbers alone
+is made before each call, in Python, as in eager.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.torch_internals import copy_dynamo_node, example_value
+from coop_plan.runtime.torch_internals import (
+    copy_dynamo_node,
+    dynamo_module,
+    example_value,
+    is_boxed_number,
+    scalar_input,
+    symbols_in,
+)
 
 _SYMMETRIC = (operator.mul, operator.add, torch.mul, torch.add, "mul", "add")
-_OF_TWO = (*_SYMMETRIC, operator.sub, operator.truediv, torch.sub, torch.div, "sub", "div")
-_OF_NUMBERS = (operator.mul, operator.add, operator.sub, operator.neg)
+_NUMBER_FIRST = (operator.sub, operator.truediv)
+_TENSOR_FIRST = (
+    *(*_NUMBER_FIRST, operator.imul, operator.iadd, operator.isub, operator.itruediv),
+    *(torch.sub, torch.div, "sub", "div", "mul_", "add_", "sub_", "div_"),
+)
+_NAMES = ("lt", "le", "gt", "ge", "eq", "ne")
+_COMPARISONS = (
+    *_NAMES,
+    *(getattr(module, name) for module in (operator, torch) for name in _NAMES),
+)
+_FILLING = {"full": 2, "full_like": 2, "tensor": 1}
 _EXACT = (torch.float32, torch.float64)
 _FLOATS = (*_EXACT, torch.bfloat16, torch.float16)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
+class InTensors:
+    """Dynamo's graph `gm` with tensors for the numbers that need not be constants.
+
+    `module` is `gm` itself where there are none.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.module = gm
+        self._numbers: Callable[..., Sequence[int | float]] | None = None
+        found = _Found(gm)
+        if found.vanishing:
+            inputs = gm.graph.find_nodes(op="placeholder")
+            self._kept = [i for i, node in enumerate(inputs) if node not in found.vanishing]
+            self._types = [_type(node) for node in found.given]
+            self._numbers = _computing(gm, found.given)
+            self.module = _taking(gm, found)
+
+    def inputs(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Of the arguments of a call of `gm` those of one of `module`, where numbers come last."""
+        if self._numbers is None:
+            return args
+        made = zip(self._numbers(*args), self._types, strict=True)
+        tensors = [torch.tensor(number, dtype=dtype, device="cpu") for number, dtype in made]
+        return [*(args[i] for i in self._kept), *tensors]
 
 
 def is_item(node: fx.Node) -> bool:
@@ -26,64 +70,140 @@ def is_item(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "item"
 
 
-def may_be_tensor(given: fx.Node) -> bool:
-    """Whether a number that is given in a tensor need not be taken out of it."""
-    return bool(given.users) and all(is_item(user) and _may(user) for user in given.users)
+class _Found:
+    """The `numbers` of a graph that are made of its inputs, or of numbers alone.
 
-
-def _may(number: fx.Node) -> bool:
-    """Whether all that takes this number, of 64 bits, may be given a tensor of no dimensions."""
-    for user in number.users:
-        if user.kwargs or user.op not in ("call_function", "call_method"):
-            return False
-        others: list[Any] = [arg for arg in user.args if arg is not number]
-        tensors = [arg for arg in others if _tensor(arg) is not None]
-        if not tensors:
-            plain = (arg for arg in others if not isinstance(arg, fx.Node))
-            if user.target not in _OF_NUMBERS or not all(
-                isinstance(a, (int, float)) for a in plain
-            ):
-                return False
-            if not _may(user):
-                return False
-        elif user.target not in _OF_TWO or len(user.args) != 2 or len(tensors) != 1:
-            return False
-        elif user.target is operator.truediv and user.args[0] is number:
-            return False  # eager multiplies with the reciprocal
-        else:
-            (value,) = (_tensor(arg) for arg in tensors)
-            assert value is not None
-            if value.dtype not in (_FLOATS if value.dim() else _EXACT):
-                return False
-    return True
-
-
-def _tensor(arg: object) -> torch.Tensor | None:
-    value = example_value(arg) if isinstance(arg, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def copy_with_tensor(
-    graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, Any], numbers: set[fx.Node]
-) -> fx.Node:
-    """A copy of a node of Dynamo's graph; where it takes `numbers`, they are tensors in the copy.
-
-    `numbers` grows by the node if it makes a number of them.
+    Those `given` may be given to ops in tensors; of the inputs `vanishing` nothing else is made.
     """
-    args: tuple[Any, ...] = node.args
-    number = next(arg for arg in args if arg in numbers)
-    met = next((arg for arg in args if _tensor(arg) is not None), None)
-    if met is None:
-        numbers.add(node)
-        return copy_dynamo_node(graph, node, made.__getitem__)
-    value = _tensor(met)
-    assert value is not None
-    given = made[number]
-    if not value.dim():  # or the number's 64 bits would make the result's
-        given = graph.call_method("to", (given, value.dtype))
-    first = args[0] is number and node.target not in _SYMMETRIC
-    copy = graph.create_node(
-        node.op, node.target, (given, made[met]) if first else (made[met], given)
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        inputs = gm.graph.find_nodes(op="placeholder")
+        boxes = set(filter(is_boxed_number, inputs))
+        self.numbers: set[fx.Node] = set()
+        for node in gm.graph.nodes:
+            value, of = example_value(node), node.all_input_nodes
+            if isinstance(value, _NUMBERS) and not isinstance(value, bool):
+                taken_out = is_item(node) and of[0] in boxes
+                if node.op == "placeholder" or taken_out or (of and self.numbers.issuperset(of)):
+                    self.numbers.add(node)
+        free: set[fx.Node] = set()  # no op needs a constant for it, or for what is made of it
+        for node in reversed(gm.graph.nodes):
+            if node in self.numbers and all(
+                user in free if user in self.numbers else _may_take(user, node)
+                for user in node.users
+            ):
+                free.add(node)
+        sizes: set[Any] = set()
+        for node in inputs:
+            if isinstance(value := example_value(node), torch.Tensor):
+                sizes |= symbols_in(value)
+        self.vanishing = {
+            node
+            for node in inputs
+            if (free.issuperset(node.users) if node in boxes else node in free)
+            and sizes.isdisjoint(symbols_in(example_value(node)))
+        }
+        changing = set(self.vanishing)
+        for node in gm.graph.nodes:
+            if node in free and not changing.isdisjoint(node.all_input_nodes):
+                changing.add(node)
+        self.given = [
+            node for node in gm.graph.nodes if node in changing & free and self.takers(node)
+        ]
+
+    def takers(self, number: fx.Node) -> list[fx.Node]:
+        """The ops that take a number, and make no number of it."""
+        return [user for user in number.users if user not in self.numbers]
+
+
+def _type(number: fx.Node) -> torch.dtype:
+    whole = isinstance(example_value(number), (int, torch.SymInt))
+    return torch.int64 if whole else torch.float64
+
+
+def _may_take(user: fx.Node, number: fx.Node) -> bool:
+    """Whether an op gives the same bits with a tensor of no dimensions in place of a number."""
+    others: list[Any] = [arg for arg in user.args if arg is not number]
+    value = None
+    if _fills(user) and user.args[-1] is number:
+        value = example_value(user)
+    elif len(user.args) == 2 and len(others) == 1 and not user.kwargs:
+        first = user.args[0] is number
+        known = (*_SYMMETRIC, *_COMPARISONS, *(_NUMBER_FIRST if first else _TENSOR_FIRST))
+        if user.target in known and isinstance(others[0], fx.Node):
+            value = example_value(others[0])
+    if not isinstance(value, torch.Tensor):
+        return False
+    if value.dtype == torch.int64:
+        return _type(number) == torch.int64
+    return value.dtype in (_FLOATS if value.dim() else _EXACT)  # else the number makes the type
+
+
+def _fills(user: fx.Node) -> bool:
+    """Whether a node makes a tensor that is full of a number, its last argument."""
+    name, module = (getattr(user.target, of, "") for of in ("__name__", "__module__"))
+    return (
+        user.op == "call_function"
+        and module in ("torch", "torch._refs")
+        and _FILLING.get(name) == len(user.args)
+        and user.kwargs.keys() <= {"dtype", "device"}
     )
-    copy.meta = {key: kept for key, kept in node.meta.items() if key != "example_value"}
-    return copy
+
+
+def _computing(gm: fx.GraphModule, given: Sequence[fx.Node]) -> Callable[..., Any]:
+    """The function from the arguments of `gm` to the numbers."""
+    needed = set(given)
+    for node in reversed(gm.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output([made[node] for node in given])
+    function: Callable[..., Any] = fx.GraphModule({}, graph).forward
+    return function
+
+
+def _taking(gm: fx.GraphModule, found: _Found) -> fx.GraphModule:
+    """A copy of `gm` that takes tensors for numbers."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        made[node] = copy_dynamo_node(graph, node, made.__getitem__, example=True)
+    *_, last = graph.find_nodes(op="placeholder")
+    for i, number in enumerate(found.given):
+        last = scalar_input(graph, last, f"number_{i}", _type(number))
+        for user in found.takers(number):
+            _give(made[user], made[number], last)
+    for node in reversed(gm.graph.nodes):
+        gone = node in (found.vanishing if node.op == "placeholder" else found.numbers)
+        if gone and not made[node].users:
+            graph.erase_node(made[node])
+    return dynamo_module(gm, graph)
+
+
+def _give(user: fx.Node, number: fx.Node, tensor: fx.Node) -> None:
+    """Let an op take a tensor in place of a number, and do with it what eager does."""
+    graph = user.graph
+    with graph.inserting_before(user):
+        if _fills(user):
+            value = example_value(user)
+            like = isinstance(user.args[0], fx.Node) and user.args[0] is not number
+            of = user.args[:1] if len(user.args) == 2 else ((),)
+            options = {"dtype": value.dtype, "device": value.device}
+            ones = graph.call_function(torch.ones_like if like else torch.ones, of, options)
+            user.target, user.args, user.kwargs = operator.mul, (ones, number), {}
+        else:
+            (other,) = (arg for arg in user.all_input_nodes if arg is not number)
+            value = example_value(other)
+            if user.target is operator.truediv and user.args[0] is number:
+                user.target = operator.mul
+                user.args = graph.call_method("reciprocal", (other,)), number
+            elif user.args[0] is number and user.target in _SYMMETRIC:
+                user.args = user.args[1], number
+        given = tensor
+        if not value.dim():  # or the number's 64 bits would make the result's
+            given = graph.call_method("to", (tensor, value.dtype))
+    user.args = tuple(given if arg is number else arg for arg in user.args)

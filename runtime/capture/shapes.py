@@ -4,7 +4,7 @@ import hashlib
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 
 from coop_plan.runtime.capture.costs import Costs
 from coop_plan.runtime.capture.lengths import Trace, signature
-from coop_plan.runtime.capture.numbers import copy_with_tensor, is_item, may_be_tensor
+from coop_plan.runtime.capture.numbers import InTensors, is_item
 from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.reports import REPORT, drop
@@ -39,7 +39,7 @@ log = logging.getLogger("coop-plan")
 
 Number = int | float | bool
 Shape = tuple[tuple[int, ...], ...]
-"""Sizes of the tensors among a graph's inputs, in order, parameters and buffers left out."""
+"""Sizes of the tensors among a graph's inputs, in order; without parameters, buffers, scalars."""
 
 CompileStatic = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -72,10 +72,14 @@ def is_symbolic(gm: fx.GraphModule) -> bool:
 def shape_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shape:
     """The shape that `inputs` of `gm`, a static graph, have."""
     nodes = gm.graph.find_nodes(op="placeholder")
+    return _shape(map(_Input.of, nodes), inputs)
+
+
+def _shape(given: "Iterable[_Input]", values: Iterable[Any]) -> Shape:
     return tuple(
         tuple(value.shape)
-        for node, value in zip(nodes, inputs, strict=True)
-        if isinstance(value, torch.Tensor) and not _Input.of(node).static
+        for of, value in zip(given, values, strict=True)
+        if isinstance(value, torch.Tensor) and value.dim() and not of.static
     )
 
 
@@ -83,8 +87,7 @@ def shape_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shape:
 class _Input:
     """What of one graph input differs from call to call.
 
-    `number` is a Python number, which Dynamo passes `boxed` in a tensor if it is a float, and that
-    may stay there (`capture.numbers`), which is then no `number`;
+    `number` is a Python number, which Dynamo passes `boxed` in a tensor if it is a float;
     `sized` is a tensor with symbols in its layout, `static` a parameter or buffer.
     """
 
@@ -101,12 +104,12 @@ class _Input:
         if isinstance(value, torch.Tensor) and not boxed:
             layout = (*value.shape, *value.stride(), value.storage_offset())
             sized = not all(isinstance(size, int) for size in layout)
-        number = isinstance(value, _NUMBERS) or (boxed and not may_be_tensor(node))
+        number = isinstance(value, _NUMBERS) or boxed
         return cls(node, number, boxed, sized, is_static_input(node))
 
     @property
     def varies(self) -> bool:
-        return self.number or self.sized or self.boxed
+        return self.number or self.sized
 
 
 class ByShape:
@@ -114,13 +117,14 @@ class ByShape:
 
     Dynamo's guards say for which shapes the graph holds. The static graph is traced when its
     shape is first met, from fake copies: no input is kept alive. After a few shapes it is traced
-    once for all, if sizes are all that differs.
+    once for all, if sizes are all that differs. Numbers that may be tensors are (`numbers`).
     """
 
     def __init__(
         self, gm: fx.GraphModule, compile_static: CompileStatic, compile_all: CompileAll | None
     ) -> None:
-        self._gm = gm
+        self._in_tensors = InTensors(gm)
+        self._gm = gm = self._in_tensors.module
         self._compile = compile_static
         self._compile_all = compile_all
         self._known: list[tuple[Sequence[Any], list[object]]] = []
@@ -134,12 +138,13 @@ class ByShape:
         self._told = False
         self._per_shape: dict[Shape, int] = {}
 
-    def run(self, *args: Any) -> Any:
+    def run(self, *given: Any) -> Any:
         """Run one call.
 
         Raises:
             CaptureError, planner.InfeasibleBudgetError: for a shape not met before.
         """
+        args = self._in_tensors.inputs(given)
         key = self._key(args)
         step = self._steps.pop(key, None)
         if step is None:
@@ -195,10 +200,9 @@ class ByShape:
         }
         nodes = {self._inputs[i].node for i in self._kept}
         kept = [fakes[i] for i in self._kept]
-        boxed = {given.node for given in self._inputs if given.boxed and not given.number}
         try:
             with code_on_demand():
-                static = _static(self._gm, numbers, nodes, boxed)
+                static = _static(self._gm, numbers, nodes)
                 self._count(shape_of(static, kept))
                 compiled = self._compile(static, kept)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -219,14 +223,7 @@ class ByShape:
         trace, at_sizes = self._for_all
         if (joint := trace.at(fakes)) is None:
             return None
-        shaped = zip(self._inputs, fakes, strict=True)
-        self._count(
-            tuple(
-                tuple(value.shape)
-                for given, value in shaped
-                if isinstance(value, torch.Tensor) and not given.static
-            )
-        )
+        self._count(_shape(self._inputs, fakes))
         with code_on_demand():
             return at_sizes(joint)
 
@@ -242,7 +239,7 @@ class ByShape:
         try:
             with code_on_demand():
                 nodes = {given.node for given in self._inputs}
-                for_all = compile_all(_static(self._gm, {}, nodes, set()), examples, args)
+                for_all = compile_all(_static(self._gm, {}, nodes), examples, args)
             made = ((for_all[0].at(known), wanted) for known, wanted in self._known)
             if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
                 self._for_all = for_all
@@ -273,28 +270,16 @@ def _vanishes(given: _Input) -> bool:
 
 
 def _static(
-    gm: fx.GraphModule,
-    numbers: Mapping[fx.Node, Number],
-    kept: set[fx.Node],
-    boxed: set[fx.Node],
+    gm: fx.GraphModule, numbers: Mapping[fx.Node, Number], kept: set[fx.Node]
 ) -> fx.GraphModule:
-    """`gm` with inputs replaced by `numbers`, as Dynamo would give it with dynamic=False.
-
-    Those `boxed` stay in their tensors.
-    """
+    """`gm` with inputs replaced by `numbers`, as Dynamo would give it with dynamic=False."""
     graph = fx.Graph()
     made: dict[fx.Node, Any] = {}
-    given: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if node.op == "placeholder" and node not in kept:
             made[node] = numbers[node]
         elif is_item(node) and node.args[0] in numbers:
             made[node] = numbers[node.args[0]]
-        elif is_item(node) and node.args[0] in boxed:
-            made[node] = made[node.args[0]]
-            given.add(node)
-        elif given.intersection(node.all_input_nodes):
-            made[node] = copy_with_tensor(graph, node, made, given)
         else:
             made[node] = copy_dynamo_node(graph, node, made.__getitem__)
     return dynamo_module(gm, graph)
@@ -353,7 +338,7 @@ def function_of(gm: fx.GraphModule) -> str:
 def _is_number(node: fx.Node) -> bool:
     """Whether a node stands for numbers, which a static graph has as constants."""
     if node.op == "placeholder":
-        return _Input.of(node).number or is_boxed_number(node)
+        return _Input.of(node).number
     value = example_value(node)
     if isinstance(value, (tuple, list)) and value:
         return all(isinstance(part, _NUMBERS) for part in value)
@@ -373,6 +358,7 @@ def keep_recompiling(where: str) -> None:
     for limit, raised in raise_recompile_limits(count).items():
         log.warning(
             "%s: compiled %d times, each time planned anew; its %s is now %d, or it would run as"
-            " eager autograd, not within the budget",
+            " eager autograd, not within the budget (a number that changes is a constant to Dynamo"
+            " if it is a global or a module's: pass it as an argument)",
             *(where, count, limit, raised),
         )
