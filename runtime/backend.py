@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.planner.cache.store import planner_version
 from coop_plan.runtime import watch
+from coop_plan.runtime.capture import lasting
+from coop_plan.runtime.capture.collectives import group_of
 from coop_plan.runtime.capture.composites import as_eager
 from coop_plan.runtime.capture.costs import known_from
 from coop_plan.runtime.capture.joint import Captured, capture_joint
+from coop_plan.runtime.capture.lasting import Circumstances
 from coop_plan.runtime.capture.lengths import Trace, signature
 from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.capture.ranks import one_plan
@@ -37,6 +41,7 @@ from coop_plan.runtime.lines import Lines, lines_of
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals import (
+    all_use_gradients,
     aot_autograd,
     boxed,
     called_from_compiled,
@@ -76,7 +81,7 @@ def coop(
     wanted = Options.parse(options)
     first, function = first_shapes(compile_call() or options), function_of(gm)
     pools = pools_of(wanted)  # held by the steps
-    lines = lines_of(gm)
+    lines, hooked = lines_of(gm), all_use_gradients(gm)
     keep_recompiling(lines.begin)
 
     def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -89,7 +94,7 @@ def coop(
             )
             return watch.told(graph)
         others, varies = first.others[function], is_symbolic(gm)
-        compilation = _Compilation(wanted, pools, lines, first, others, sign=varies)
+        compilation = _Compilation(wanted, pools, lines, first, others, sign=varies, hooked=hooked)
         backend = aot_autograd(
             fw_compiler=compilation.forward,
             bw_compiler=compilation.backward,
@@ -126,7 +131,8 @@ def coop(
         every = EveryLength(graph, examples, inputs)
 
         def at_sizes(joint: fx.GraphModule) -> Callable[..., Any]:
-            compilation = _Compilation(wanted, pools, lines, first, first.others[function])
+            of = first.others[function]
+            compilation = _Compilation(wanted, pools, lines, first, of, hooked=hooked)
             with known_from(first.costs[function]):
                 step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)
             return watch.counted(every.calling(step), step.report, step.undefined.watch)
@@ -153,7 +159,9 @@ class _Compilation:
         others: Others,
         *,
         sign: bool = False,
+        hooked: bool = False,
     ) -> None:
+        self.hooked = hooked
         self.others = others
         self.options = options
         self.pools = pools
@@ -194,7 +202,8 @@ class _Compilation:
             joint, num_fwd_outputs, static_inputs, variants=self.options.variants
         )
         self.step = plan_captured(
-            captured, self.options, self.pools, self.lines, self.call, self.others
+            *(captured, self.options, self.pools, self.lines, self.call, self.others),
+            hooked=self.hooked,
         )
         return captured
 
@@ -216,8 +225,13 @@ def plan_captured(
     lines: Lines,
     call: FirstShapes,
     others: Others,
+    *,
+    hooked: bool = False,
 ) -> PlannedStep:
-    """Plan a captured step, verify the plan, and make it runnable."""
+    """Plan a captured step, verify the plan, and make it runnable.
+
+    Where all its leaves are `hooked`, and nothing fits else, hooks are taken to use gradients up.
+    """
     began = time.perf_counter()
     if captured.device.type == "cuda":
         options = options.on_cuda()
@@ -228,25 +242,37 @@ def plan_captured(
         return plan_for(captured.graph, options, part=part, others=others)
 
     asked = options.plan.key("", planner_version(), "")
-    shared = one_plan(captured, asked, find_or_make, everywhere=options.server is not None)
-    captured, made = replace(captured, graph=shared.graph), shared.plan
+    now = Circumstances()
+    try:
+        shared = one_plan(captured, asked, find_or_make, everywhere=options.server is not None)
+        captured = under = replace(captured, graph=shared.graph)
+        made, cached = shared.plan, shared.cached
+    except InfeasibleBudgetError as error:
+        now = Circumstances(used=frozenset(lasting.usable(captured)))
+        if not hooked or not now.used or any(group_of(node) for node in captured.ops):
+            raise
+        under = lasting.under(captured, now)
+        try:
+            made, cached = plan_for(under.graph, options.within(error.budget_bytes))
+        except InfeasibleBudgetError:
+            raise error from None
     report = StepReport(
         name=f"step {len(reports())}",
         budget_bytes=made.budget_bytes,
         peak_bytes=made.peak_bytes,
         planned_arena_bytes=made.arena_bytes,
-        resident_bytes=made.resident_bytes - captured.resident_within,
+        resident_bytes=made.resident_bytes - under.resident_within,
         planned_overhead=made.overhead,
         method=made.method,
         status=made.status,
-        graph=captured.graph,
+        graph=under.graph,
         plan=made,
         profile_seconds=captured.profile_seconds,
         profiled_ops=captured.profiled_ops,
-        plan_cached=shared.cached,
+        plan_cached=cached,
         plan_seconds=time.perf_counter() - began,
     )
-    step = PlannedStep(captured, made, report, pools, lines, call, options, others)
+    step = PlannedStep(captured, now, made, report, pools, lines, call, options, others)
     add(report)
     return step
 

@@ -1,13 +1,18 @@
-"""Gradients that live across the next forward, as residents of a step.
+"""Gradients that live longer than a step says, or not as long.
 
 A gradient that is still there when the next forward begins (micro-batches, `zero_grad` between
 forward and backward, a list of the user's) takes its bytes all through a step. So it has a home
 outside the arena. The op that makes a new one is followed by an op that adds it to the home, as
 `AccumulateGrad` would when the backward is over, or, where the old one was given up on the way,
 makes it in the home's place.
+
+A gradient that a hook of its leaf uses up during the backward, as an optimizer there does, is
+handed over as soon as the program reads the leaf no more. It lies outside the arena, as what a hook
+keeps must not be overwritten.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,18 +32,25 @@ class Circumstances:
     """What a step finds beside what its graph says. Gradients by their position among the primals.
 
     `lasting` gradients have a home, and what is new is added there; `beside` are held from before
-    too, but a new one must be kept for autograd until the backward ends. `reserve` bytes are taken
-    by others while the step lasts.
+    too, but a new one must be kept for autograd until the backward ends. Those `used` are gone when
+    the hooks of their leaves have run. `reserve` bytes are taken by others while the step lasts.
     """
 
     lasting: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
+    used: frozenset[int] = frozenset()
     reserve: int = 0
 
 
 def accumulate(flight: Any, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
     """Stands in a graph for what `flight` does with a gradient that has a home."""
     found: torch.Tensor | None = flight.take_in(position, gradient)
+    return found
+
+
+def hand_over(flight: Any, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Stands in a graph for what `flight` does with a gradient that is used up at once."""
+    found: torch.Tensor | None = flight.hand_over(position, gradient)
     return found
 
 
@@ -81,25 +93,52 @@ def sizes(captured: Captured) -> dict[int, int]:
     }
 
 
+def usable(captured: Captured) -> dict[int, tuple[int, int]]:
+    """The gradients that can be used up at once: {position: (tensor, parameter)}.
+
+    Those that can have a home, and are read by no op.
+    """
+    homes = movable(captured)
+    inputs = captured.module.graph.find_nodes(op="placeholder")
+    read = {t for op in captured.graph.ops for t in op.inputs}
+    found: dict[int, tuple[int, int]] = {}
+    for position, t in homes.items():
+        (leaf,) = captured.storages[inputs[position]]
+        if leaf is not None and t not in read:
+            found[position] = t, leaf
+    return found
+
+
 def under(captured: Captured, circumstances: Circumstances) -> Captured:
     """The step as it is under these circumstances."""
+    if circumstances == Circumstances():
+        return captured
     homes = movable(captured)
     own = sizes(captured)
     lasting = {p: t for p, t in homes.items() if p in circumstances.lasting}
+    at_once = circumstances.used - circumstances.beside - lasting.keys()
+    used = {p: found for p, found in usable(captured).items() if p in at_once}
     document = captured.graph.to_dict()
     tensors: list[dict[str, Any]] = document["tensors"]
     made_at = {t: op["id"] for op in document["ops"] for t in op["outputs"]}
-    after: dict[int, list[int]] = {}
-    home: dict[int, int] = {}
+    last_read = {t: op["id"] for op in document["ops"] for t in op["inputs"]}
+    after: dict[int, list[tuple[int, int, int]]] = {}  # position, and the new op's two arguments
     for position, t in lasting.items():
         tensors[t]["kind"] = "activation"
-        home[position] = _add(tensors, f"held gradient {position}", own[position])
-        after.setdefault(made_at[t], []).append(position)
+        home = _add(tensors, f"held gradient {position}", own[position])
+        after.setdefault(made_at[t], []).append((position, t, home))
+    there = [0] * (len(document["ops"]) + 1)  # bytes of those used that come with an op, and go
+    for position, (t, leaf) in used.items():
+        tensors[t] |= {"kind": "activation", "bytes": 0}
+        at = max(made_at[t], last_read.get(leaf, 0))
+        after.setdefault(at, []).append((position, t, leaf))
+        there[made_at[t]] += own[position]
+        there[at + 1] -= own[position]
     beside = sum(own[p] for p in circumstances.beside - lasting.keys() if p in own)
-    taken = beside + circumstances.reserve
+    taken = beside + circumstances.reserve + max(itertools.accumulate(there))
     if taken:
         _add(tensors, "held beside the plan", taken)
-    nodes = _nodes(captured, lasting)
+    nodes = _nodes(captured, lasting, accumulate) | _nodes(captured, used, hand_over)
     ops: list[dict[str, Any]] = []
     new_ops: list[fx.Node] = []
     profiles: list[OpProfile] = []
@@ -107,15 +146,16 @@ def under(captured: Captured, circumstances: Circumstances) -> Captured:
         ops.append(op)
         new_ops.append(node)
         profiles.append(profile)
-        for position in after.get(op["id"], ()):
+        for position, gradient, changed in after.get(op["id"], ()):
             cost = 3 * own[position] / BYTES_PER_US
+            name = "hand_over" if position in used else "accumulate"
             ops.append(
                 {
-                    "name": "coop_plan.accumulate",
+                    "name": f"coop_plan.{name}",
                     "phase": "backward",
-                    "inputs": [lasting[position], home[position]],
+                    "inputs": [gradient, changed],
                     "outputs": [],
-                    "mutates": [home[position]],
+                    "mutates": [changed],
                     "recomputable": False,
                     "cost_us": cost,
                 }
@@ -144,16 +184,18 @@ def _add(tensors: list[dict[str, Any]], name: str, size: int) -> int:
     return len(tensors) - 1
 
 
-def _nodes(captured: Captured, positions: Iterable[int]) -> Mapping[int, fx.Node]:
-    """A node of the joint graph for each gradient that is added to its home."""
+def _nodes(
+    captured: Captured, positions: Iterable[int], target: Callable[..., Any]
+) -> dict[int, fx.Node]:
+    """A node of the joint graph for each gradient that an op of ours takes."""
     graph = captured.module.graph
     gradients: Sequence[Any] = captured.output_args[captured.num_fwd_outputs :]
-    there = {node.args[1]: node for node in graph.find_nodes(op="call_function", target=accumulate)}
+    there = {node.args[1]: node for node in graph.find_nodes(op="call_function", target=target)}
     end = next(iter(reversed(graph.nodes)))
     for position in positions:
         if position not in there:
             with graph.inserting_before(end):
-                node = graph.call_function(accumulate, (None, position, gradients[position]))
+                node = graph.call_function(target, (None, position, gradients[position]))
             node.meta["val"] = gradients[position].meta["val"]
             there[position] = node
     return {position: there[position] for position in positions}

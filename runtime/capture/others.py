@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.lasting import Circumstances
@@ -36,7 +36,7 @@ class Others:
         """Those of another step, with what it takes outside the plan in proportion."""
         found, size = self._found.get(_inputs(captured), (Circumstances(), 1))
         reserve = -(-found.reserve * _bytes(captured) // size)
-        return Circumstances(found.lasting, found.beside, reserve)
+        return replace(found, reserve=reserve)
 
 
 def _inputs(captured: Captured) -> int:

@@ -7,7 +7,7 @@ from torch import fx
 
 from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
-from coop_plan.runtime.capture.lasting import accumulate
+from coop_plan.runtime.capture.lasting import accumulate, hand_over
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
 from coop_plan.runtime.execute.copies import Copies, Route, Transfers
@@ -32,8 +32,8 @@ class Code:
     needed. `saved_inputs` and `read` are as in `partition.Halves`. `replayed` are
     the generators of the random ops that run more than once, by op. Gradients by their position
     among the primals: `slots[position]` is the slot of one that is added to its home, None where
-    it has come back from the host by then; `left` is where in the arena the others lie when the
-    step is over.
+    it has come back from the host by then; `used` are handed over once they are made; `left` is
+    where in the arena the others lie when the step is over.
     """
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
@@ -59,6 +59,12 @@ class Code:
         ]
         self.slots = _gradient_slots(captured, steps, program, over)
         self.left = _left(captured, plan)
+        given = captured.output_args[captured.num_fwd_outputs :]
+        self.used: Sequence[int] = [
+            position
+            for position, value in enumerate(given)
+            if isinstance(value, fx.Node) and value.target is hand_over
+        ]
         self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
         transfers = Transfers(plan)
         arriving = [transfers.all[i] for i in transfers.arrivals()]
@@ -112,7 +118,7 @@ class Code:
                     prepare = Flight.recall if again else Flight.save
                     graph.call_function(prepare, (flight, op))
                 graph.call_function(self.arena.enter, (number,))
-            if node.target is accumulate:
+            if node.target in (accumulate, hand_over):
                 node.args = (flight, *node.args[1:])
             if op in self.replayed and again:
                 with graph.inserting_after(node):
@@ -184,7 +190,7 @@ def _left(captured: Captured, plan: Plan) -> dict[int, int]:
     }
     found: dict[int, int] = {}
     for position, value in enumerate(captured.output_args[captured.num_fwd_outputs :]):
-        if isinstance(value, fx.Node) and value.target is not accumulate:
+        if isinstance(value, fx.Node) and value.target not in (accumulate, hand_over):
             for t in captured.storages[value]:
                 if t in offsets:
                     found[offsets[t]] = position

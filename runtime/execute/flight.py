@@ -19,7 +19,7 @@ from coop_plan.runtime.device.arena import Arena, Counters, Memory, Run
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.copies import Copies
 from coop_plan.runtime.execute.generators import Generator
-from coop_plan.runtime.torch_internals import tensor_version
+from coop_plan.runtime.torch_internals import give_gradient, tensor_version
 from coop_plan.schemas import Plan
 
 _numbers = itertools.count()
@@ -41,6 +41,7 @@ class Runnable(Protocol):
     read: Sequence[int]
     slots: dict[int, int | None]
     left: dict[int, int]
+    used: Sequence[int]
     watch: bool
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -95,8 +96,8 @@ class Flight:
 
     `beside` has the bytes of the gradients that were there when it began, by their addresses;
     `alone` says that no other flight of its thread ran meanwhile. `leaves` are the tensors whose
-    gradients last, `held` those of the gradients that the backward adds to, both by position among
-    the primals.
+    gradients last or are used up, `held` those of the gradients that the backward adds to, both by
+    position among the primals; `handed` are positions of leaves whose hooks run in the backward.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Flight:
         self.inputs: Sequence[Any] = ()
         self.leaves: Mapping[int, torch.Tensor] = {}
         self.held: Mapping[int, torch.Tensor] = {}
+        self.handed: Container[int] = ()
         self.beside: Mapping[int, int] = {}
         self.alone = True
         self.thread = threading.get_ident()
@@ -193,6 +195,14 @@ class Flight:
         held.add_(gradient)
         return None
 
+    def hand_over(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Let the hooks of a leaf have a new gradient, or autograd."""
+        if position not in self.handed:
+            return gradient
+        self.code.arena.pause()
+        give_gradient(self.leaves[position], gradient)
+        return None
+
     def check(self, saved: Sequence[Any]) -> None:
         """See that nothing was overwritten that the backward needs.
 
@@ -233,7 +243,7 @@ class Flight:
 
     def land(self) -> None:
         """The backward is over: of its memory, only the gradients are needed."""
-        self.held, self.leaves = {}, {}
+        self.held, self.leaves, self.handed = {}, {}, ()
         self.memory = None
 
     # Random ops of a default generator: the state before the first run is set again.

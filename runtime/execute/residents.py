@@ -8,7 +8,8 @@ from then on.
 
 import logging
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals import (
     accumulate_node,
     gradient_hooks,
+    hooks_use_gradient,
     makes_a_graph,
     runs_in_this_backward,
 )
@@ -48,12 +50,13 @@ class Residents:
     def __init__(
         self,
         captured: Captured,
+        now: Circumstances,
         options: Options,
         budget_bytes: int,
         name: str,
         others: Others,
     ) -> None:
-        self.circumstances = Circumstances()
+        self.circumstances = now
         self.budget_bytes = budget_bytes
         self._captured = captured
         self._options = options
@@ -61,12 +64,17 @@ class Residents:
         self._name = name
         self._movable = lasting.movable(captured)
         self._bytes = lasting.sizes(captured)
+        self._usable = lasting.usable(captured)
+        self._kept: set[int] = set()  # by hooks
         self._plans = 0
         self._planned = self.circumstances
 
     def expect(self) -> bool:
         """Take the circumstances to be those of the function's other steps; whether it has some."""
-        self.circumstances = self._others.expected(self._captured)
+        expected = self._others.expected(self._captured)
+        if expected == Circumstances():
+            return False
+        self.circumstances = replace(expected, used=expected.used | self._planned.used)
         return self.circumstances != self._planned
 
     def held(self, inputs: Sequence[Any]) -> dict[int, int]:
@@ -109,18 +117,38 @@ class Residents:
             return False
         if self._plans >= MANY_PLANS:
             found = set(self._movable) - beside
-        self.circumstances = Circumstances(frozenset(found), frozenset(beside), now.reserve)
+        self.circumstances = replace(now, lasting=frozenset(found), beside=frozenset(beside))
         return True
 
-    def learn(self, *, outside: int = 0, beside: Iterable[int] = ()) -> bool:
+    def used_up(self, inputs: Sequence[Any]) -> Mapping[int, "weakref.ref[torch.Tensor]"]:
+        """Leaves among a forward's inputs whose hooks may use their gradients up, by position.
+
+        Those of which it is not known.
+        """
+        asked = self._usable.keys() - self.circumstances.used - self._kept
+        return {
+            p: weakref.ref(inputs[p])
+            for p in asked
+            if inputs[p].is_leaf and hooks_use_gradient(inputs[p])
+        }
+
+    def learn(
+        self, *, outside: int = 0, beside: Collection[int] = (), used: Iterable[int] = ()
+    ) -> bool:
         """Take into account that so many bytes lay outside the plan, or gradients were kept twice.
+
+        Or used up by hooks; of one that is kept after that, no hook is taken to use it up again.
 
         Returns:
             Whether the circumstances are others than before.
         """
         now = self.circumstances
+        self._kept |= now.used.intersection(beside)
         self.circumstances = Circumstances(
-            now.lasting.difference(beside), now.beside.union(beside), now.reserve + outside
+            now.lasting.difference(beside),
+            now.beside.union(beside),
+            now.used.union(used).difference(beside),
+            now.reserve + outside,
         )
         return self.circumstances != now
 
@@ -131,8 +159,9 @@ class Residents:
             BudgetExceededError: the budget was named in bytes and is too small.
         """
         captured = lasting.under(self._captured, self.circumstances)
+        least = self._options.plan.budget.kind == "min"
         try:
-            within = self._options.within(self.budget_bytes)
+            within = self._options.within(None if least else self.budget_bytes)
             made, cached = plan_for(captured.graph, within, others=self._others)
         except InfeasibleBudgetError as error:
             if self._options.plan.budget.kind == "bytes":
@@ -188,6 +217,18 @@ def can_be_added_to(movable: Container[int], position: int, leaf: torch.Tensor) 
     return position in movable and not gradient_hooks(leaf)
 
 
+def handed_over(leaves: Mapping[int, torch.Tensor], used: Iterable[int]) -> set[int]:
+    """Of the gradients that are `used` up those whose hooks this backward can call itself."""
+    if makes_a_graph():
+        return set()
+    return {p for p in used if leaves[p].grad is None and _hooks_alone(leaves[p])}
+
+
+def _hooks_alone(leaf: torch.Tensor) -> bool:
+    """Whether all that autograd does with our gradient of a leaf is to set it, and call hooks."""
+    return hooks_use_gradient(leaf) and _is_only_ours(leaf)
+
+
 def held_in_place(leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The gradients of these leaves that a backward can add to, as autograd would at its end."""
     if makes_a_graph():  # autograd makes new sums, and leaves the old ones as they are
@@ -212,5 +253,9 @@ def _is_added_to(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
     of_gradient = gradient.dtype, gradient.device, gradient.shape
     if of_gradient != (leaf.dtype, leaf.device, leaf.shape) or gradient_hooks(leaf):
         return False
+    return _is_only_ours(leaf)
+
+
+def _is_only_ours(leaf: torch.Tensor) -> bool:
     node = accumulate_node(leaf)
     return runs_in_this_backward(node) and node_owners(node) == 2

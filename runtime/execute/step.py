@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from coop_plan.runtime.capture import lasting
 from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
+from coop_plan.runtime.capture.lasting import Circumstances
 from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
@@ -23,13 +25,13 @@ from coop_plan.runtime.execute.generators import Generator, default_generator
 from coop_plan.runtime.execute.partition import copied, inputs_of
 from coop_plan.runtime.execute.pool import Pools, claim
 from coop_plan.runtime.execute.regions import Call
-from coop_plan.runtime.execute.residents import Residents, held_in_place
+from coop_plan.runtime.execute.residents import Residents, handed_over, held_in_place
 from coop_plan.runtime.execute.undefined import Undefined
 from coop_plan.runtime.lines import Lines
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
-from coop_plan.runtime.torch_internals import boxed, makes_a_graph
+from coop_plan.runtime.torch_internals import after_this_backward, boxed, makes_a_graph
 from coop_plan.schemas import Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -47,6 +49,8 @@ FIRST_STEPS = 2
 class PlannedStep:
     """One compiled step; `lines` are the user's lines of its graph, `call` what it is compiled for.
 
+    The `plan` is one for the circumstances `now`.
+
     Each call is a flight of its own. It keeps its memory until its backward, unless the budget does
     not allow that; then its forward runs again before its backward.
     """
@@ -54,6 +58,7 @@ class PlannedStep:
     def __init__(
         self,
         captured: Captured,
+        now: Circumstances,
         plan: Plan,
         report: StepReport,
         pools: Pools,
@@ -68,12 +73,14 @@ class PlannedStep:
         self._captured = captured
         self._call = call  # lives as long as one of its steps
         self._strict = options.strict
-        self._residents = Residents(captured, options, plan.budget_bytes, report.name, others)
+        budget, name = plan.budget_bytes, report.name
+        self._residents = Residents(captured, now, options, budget, name, others)
         self._landed: tuple[weakref.ref[Memory], Runnable] | None = None
         self._warned = False
         self._noted = False
         self._gave_up = False
         self._learned = False
+        self._handed = False
         self._room = room(plan)
         self._outputs = captured.num_fwd_outputs
         self._copied = copied(captured)
@@ -89,7 +96,7 @@ class PlannedStep:
             self._clock = cuda.Clock(captured.device.index)
         self._code: Code
         if not self._is_planned_like_others():
-            self._code = Code(captured, plan, self._clock)
+            self._code = Code(lasting.under(captured, now), plan, self._clock)
 
     def forward(self) -> Callable[[list[Any]], Any]:
         """The forward as a boxed callable: primals to outputs and a ticket."""
@@ -117,7 +124,8 @@ class PlannedStep:
             if not whole and flight.code is not self._code:
                 flight.run_alone(self._code, self._room)
             fresh = pool.place(flight, whole=whole)
-            flight.leaves = {position: inputs[position] for position in flight.code.slots}
+            code = flight.code
+            flight.leaves = {position: inputs[position] for position in (*code.slots, *code.used)}
             if flight.copies is not None:
                 flight.copies.begin(flight.memory)
             flight.meet()
@@ -152,6 +160,7 @@ class PlannedStep:
             flight.meet()
             self._note_graph()
             flight.held = held_in_place(flight.leaves)
+            flight.handed = handed_over(flight.leaves, flight.code.used)
             slots = flight.code.slots.items()
             elsewhere = [slot for p, slot in slots if slot is not None and p not in flight.held]
             flight.run.serve_elsewhere(elsewhere)
@@ -162,6 +171,8 @@ class PlannedStep:
                 result = flight.code.backward(flight, given)
             result = self.undefined.left_out(result)
             course.returned(flight, result)
+            if not flight.whole:
+                self._watch_hooks(flight.inputs)
             self._land(flight, [p for p in flight.leaves if self._keeps_twice(flight, p)])
             return result
 
@@ -284,6 +295,21 @@ class PlannedStep:
         self._room = room(plan)
         self.report.replace_plan(captured, plan, cached=cached)
 
+    def _watch_hooks(self, inputs: Sequence[Any]) -> None:
+        """When autograd is done, see which gradients the hooks of their leaves have used up."""
+        watched = self._residents.used_up(inputs)
+        if not watched or makes_a_graph():
+            return
+
+        def look() -> None:
+            leaves = ((p, leaf()) for p, leaf in watched.items())
+            used = [p for p, leaf in leaves if leaf is not None and leaf.grad is None]
+            with _planning:
+                if not self._gave_up and self._residents.learn(used=used):
+                    self._learned = True
+
+        after_this_backward(look)
+
     @staticmethod
     def _keeps_twice(flight: Flight, position: int) -> bool:
         """Whether a gradient is held, and autograd is given a new one that it will add to it."""
@@ -291,7 +317,7 @@ class PlannedStep:
 
     def _land(self, flight: Flight, kept_twice: Sequence[int]) -> None:
         """The backward is over: what it took, and what that means for those to come."""
-        counters = flight.run.counters()
+        counters, handed = flight.run.counters(), bool(flight.handed)
         memory, code = flight.memory, flight.code
         flight.land()
         if self._clock is not None:
@@ -326,6 +352,8 @@ class PlannedStep:
             # All of it, and not only what the budget lacks: the next plan may use what this one
             # left free.
             outside = peak - self.report.peak_bytes
+        if handed and not self._handed:  # an optimizer made its state, and that stays
+            self._handed, outside = True, 0
         with _planning:
             if not self._gave_up and self._residents.learn(outside=outside, beside=kept_twice):
                 self._learned = True

@@ -1,0 +1,184 @@
+"""Optimizers that step in the backward: gradients are used up there, in eager's way and order."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from coop_plan import runtime
+from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from coop_plan.runtime.execute.course import TOLERANCE
+
+STEPS = 7
+SLACK = 64 << 10
+
+
+class Heavy(nn.Module):
+    """More weights than activations, one of them of another layout than its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(8))
+        self.turned = nn.Parameter(torch.randn(192, 192).t() / 20)
+        self.scale = nn.Parameter(torch.ones(192))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return (x @ self.turned).square().mean()
+
+
+def batches():
+    source = torch.Generator().manual_seed(3)
+    return [torch.randn(16, 192, generator=source) for _ in range(STEPS)]
+
+
+def momentum(model):
+    """What makes the hook of a leaf: an optimizer of its own."""
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def update(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    return update
+
+
+def train(model, step, make=momentum, each=lambda i, model, handles: None):
+    """Train with a hook for each leaf; the parameters, and the highest peak after two steps."""
+    update = make(model)
+    handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+    peaks = []
+    for i, x in enumerate(batches()):
+        each(i, model, handles)
+        before = process_bytes()[0]
+        reset_peak()
+        step(x).backward()
+        peaks.append(process_bytes()[1] - before)
+    return [p.detach().clone() for p in model.parameters()], max(peaks[3:])
+
+
+def both(budget, **given):
+    """The same with eager's step and a planned one; what each left, and took."""
+    torch.manual_seed(0)
+    eager = Heavy()
+    model = copy.deepcopy(eager)
+    expected, most = train(eager, eager, **given)
+    step = torch.compile(model, backend="coop", options={"budget": budget}, fullgraph=True)
+    found, taken = train(model, step, **given)
+    assert all(map(torch.equal, found, expected))
+    return taken, most
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_gradients_that_an_optimizer_uses_up_are_never_there_at_once(budget):
+    taken, most = both(budget)
+    assert taken <= most + SLACK
+    (report,) = runtime.reports()
+    assert report.plans_made == 2
+    assert report.measured_peak_bytes <= report.budget_bytes + TOLERANCE
+    assert most < sum(p.nbytes for p in Heavy().parameters())  # it is less than all gradients
+
+
+def test_a_budget_that_all_gradients_at_once_would_not_fit_into():
+    torch.manual_seed(0)
+    model = Heavy()
+    budget = 2 * sum(p.nbytes for p in model.parameters()) - (300 << 10)
+    step = torch.compile(model, backend="coop", options={"budget": budget}, fullgraph=True)
+    with pytest.raises(Exception, match="cannot meet a budget") as failed:
+        step(batches()[0])
+    assert isinstance(failed.value.__cause__ or failed.value.inner_exception, InfeasibleBudgetError)
+    torch._dynamo.reset()
+    both(budget)
+    (report,) = runtime.reports()
+    assert report.budget_bytes == budget
+    assert report.measured_peak_bytes <= budget + TOLERANCE
+
+
+def test_hooks_that_come_and_go():
+    """Removed, then others; an optimizer outside in between."""
+
+    def each(i, model, handles):
+        if i == 3:
+            for handle in handles:
+                handle.remove()
+        if i == 4:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        if i == 5:
+            update = momentum(model)
+            handles[:] = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+
+    both("100%", each=each)
+
+
+def test_a_hook_is_called_once_with_all_of_a_gradient():
+    """Of a leaf that something else has a gradient for, too; and for no other function's sake."""
+    torch.manual_seed(0)
+    eager = Heavy()
+    model = copy.deepcopy(eager)
+
+    def run(model, step):
+        calls = []
+
+        def taker(name):
+            def take(p):
+                calls.append((name, p.grad))
+                p.grad = None
+
+            return take
+
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(taker(name))
+        for i, x in enumerate(batches()):
+            loss = step(x)
+            if i % 2:
+                loss = loss + model.layers[0].weight.square().sum()
+            if i == 4:
+                torch.autograd.grad(loss, list(model.parameters()))
+            else:
+                loss.backward()
+        return sorted(calls, key=lambda call: call[0])
+
+    expected = run(eager, eager)
+    found = run(model, torch.compile(model, backend="coop", options={"budget": "min"}))
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (_, value), (_, wanted) in zip(found, expected, strict=True):
+        assert torch.equal(value, wanted)  # and what the hook kept was not overwritten
+
+
+def test_a_hook_that_fails_is_called_again_in_the_next_step():
+    class Stop(Exception):
+        pass
+
+    def run(model, step):
+        failing = set()
+
+        def update(p):
+            if failing and p is model.layers[4].weight:
+                raise Stop
+            with torch.no_grad():
+                p.add_(p.grad, alpha=-0.1)
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+        for i, x in enumerate(batches()):
+            if i == 4:
+                failing.add(True)
+                with pytest.raises(Stop):
+                    step(x).backward()
+                failing.clear()
+                model.zero_grad()
+                with torch.no_grad():  # in which order leaves came is autograd's: begin again
+                    for p in model.parameters():
+                        p.fill_(0.01)
+            step(x).backward()
+        return [p.detach() for p in model.parameters()]
+
+    eager = Heavy()
+    model = copy.deepcopy(eager)
+    step = torch.compile(model, backend="coop", options={"budget": "100%"}, fullgraph=True)
+    assert all(map(torch.equal, run(model, step), run(eager, eager)))
