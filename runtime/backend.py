@@ -47,6 +47,7 @@ from coop_plan.runtime.torch_internals import (
     called_from_compiled,
     compile_call,
     compiles_a_part,
+    let_numbers_of_modules_change,
     prepare_dynamo,
     takes_gradients,
     warn_of_version,
@@ -139,6 +140,8 @@ def coop(
 
         return every.trace, at_sizes
 
+    if first.numbers_change(function, gm, example_inputs):
+        let_numbers_of_modules_change()
     if is_symbolic(gm):
         return ByShape(gm, compile_static, compile_all if wanted.shapes == "plan" else None).run
     return compile_static(gm, example_inputs)

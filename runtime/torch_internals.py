@@ -132,6 +132,19 @@ def prepare_dynamo() -> None:
     log.debug("torch._dynamo.config: optimize_ddp = False, allow_rnn = True")
 
 
+def let_numbers_of_modules_change() -> None:
+    """Let Dynamo have symbols for numbers of modules that change, as for those of other objects.
+
+    Otherwise it compiles for each value. PyTorch has no such setting for one `torch.compile`.
+    """
+    if not torch._dynamo.config.allow_unspec_int_on_nn_module:
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        log.info(
+            "a number in a graph changes, and may be a module's:"
+            " torch._dynamo.config.allow_unspec_int_on_nn_module = True"
+        )
+
+
 class _Tracing(threading.local):
     depth = 0
 

@@ -33,36 +33,53 @@ _COMPARISONS = (
     *_NAMES,
     *(getattr(module, name) for module in (operator, torch) for name in _NAMES),
 )
-_FILLING = {"full": 2, "full_like": 2, "tensor": 1}
+_FILLING = {"full": 2, "full_like": 2, "tensor": 1, "scalar_tensor": 1}
 _EXACT = (torch.float32, torch.float64)
 _FLOATS = (*_EXACT, torch.bfloat16, torch.float16)
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+Numbers = Sequence[int | float]
 
 
 class InTensors:
     """Dynamo's graph `gm` with tensors for the numbers that need not be constants.
 
-    `module` is `gm` itself where there are none.
+    `module` is `gm` itself where there are none. It returns no numbers that `gm` does.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.module = gm
-        self._numbers: Callable[..., Sequence[int | float]] | None = None
+        self._numbers: Callable[..., Numbers] | None = None
+        self._returned: dict[int, int] = {}
         found = _Found(gm)
         if found.vanishing:
             inputs = gm.graph.find_nodes(op="placeholder")
             self._kept = [i for i, node in enumerate(inputs) if node not in found.vanishing]
             self._types = [_type(node) for node in found.given]
-            self._numbers = _computing(gm, found.given)
+            self._returned = {at: i for i, at in enumerate(found.returned)}
+            self._numbers = _computing(gm, [*found.returned.values(), *found.given])
             self.module = _taking(gm, found)
 
-    def inputs(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Of the arguments of a call of `gm` those of one of `module`, where numbers come last."""
+    def inputs(self, args: Sequence[Any]) -> tuple[Sequence[Any], Numbers]:
+        """Of the arguments of a call of `gm` those of one of `module`, where numbers come last.
+
+        And what `outputs` takes.
+        """
         if self._numbers is None:
-            return args
-        made = zip(self._numbers(*args), self._types, strict=True)
+            return args, ()
+        numbers = self._numbers(*args)
+        made = zip(numbers[len(self._returned) :], self._types, strict=True)
         tensors = [torch.tensor(number, dtype=dtype, device="cpu") for number, dtype in made]
-        return [*(args[i] for i in self._kept), *tensors]
+        return [*(args[i] for i in self._kept), *tensors], numbers
+
+    def outputs(self, made: Sequence[Any], numbers: Numbers) -> Sequence[Any]:
+        """What a call of `gm` returns, of what one of `module` has."""
+        if not self._returned:
+            return made
+        found = [*made]
+        for at, i in self._returned.items():  # in their order
+            found.insert(at, numbers[i])
+        return found
 
 
 def is_item(node: fx.Node) -> bool:
@@ -107,13 +124,15 @@ class _Found:
         for node in gm.graph.nodes:
             if node in free and not changing.isdisjoint(node.all_input_nodes):
                 changing.add(node)
-        self.given = [
-            node for node in gm.graph.nodes if node in changing & free and self.takers(node)
-        ]
+        changing &= free
+        self.given = [node for node in gm.graph.nodes if node in changing and self.takers(node)]
+        (output,) = gm.graph.find_nodes(op="output")
+        self.returned = {at: node for at, node in enumerate(output.args[0]) if node in changing}
 
     def takers(self, number: fx.Node) -> list[fx.Node]:
         """The ops that take a number, and make no number of it."""
-        return [user for user in number.users if user not in self.numbers]
+        users = (user for user in number.users if user not in self.numbers)
+        return [user for user in users if user.op != "output"]
 
 
 def _type(number: fx.Node) -> torch.dtype:
@@ -122,7 +141,13 @@ def _type(number: fx.Node) -> torch.dtype:
 
 
 def _may_take(user: fx.Node, number: fx.Node) -> bool:
-    """Whether an op gives the same bits with a tensor of no dimensions in place of a number."""
+    """Whether an op gives the same bits with a tensor of no dimensions in place of a number.
+
+    The function may return a number as it is.
+    """
+    if user.op == "output":
+        (made,) = user.args
+        return isinstance(made, (tuple, list)) and number in made
     others: list[Any] = [arg for arg in user.args if arg is not number]
     value = None
     if _fills(user) and user.args[-1] is number:
@@ -150,9 +175,9 @@ def _fills(user: fx.Node) -> bool:
     )
 
 
-def _computing(gm: fx.GraphModule, given: Sequence[fx.Node]) -> Callable[..., Any]:
-    """The function from the arguments of `gm` to the numbers."""
-    needed = set(given)
+def _computing(gm: fx.GraphModule, numbers: Sequence[fx.Node]) -> Callable[..., Numbers]:
+    """The function from the arguments of `gm` to these numbers."""
+    needed = set(numbers)
     for node in reversed(gm.graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
@@ -161,8 +186,8 @@ def _computing(gm: fx.GraphModule, given: Sequence[fx.Node]) -> Callable[..., An
     for node in gm.graph.nodes:
         if node in needed or node.op == "placeholder":
             made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output([made[node] for node in given])
-    function: Callable[..., Any] = fx.GraphModule({}, graph).forward
+    graph.output([made[node] for node in numbers])
+    function: Callable[..., Numbers] = fx.GraphModule({}, graph).forward
     return function
 
 
@@ -177,6 +202,9 @@ def _taking(gm: fx.GraphModule, found: _Found) -> fx.GraphModule:
         last = scalar_input(graph, last, f"number_{i}", _type(number))
         for user in found.takers(number):
             _give(made[user], made[number], last)
+    output: Any = made[next(iter(gm.graph.find_nodes(op="output")))]
+    results = enumerate(output.args[0])
+    output.args = (tuple(node for at, node in results if at not in found.returned),)
     for node in reversed(gm.graph.nodes):
         gone = node in (found.vanishing if node.op == "placeholder" else found.numbers)
         if gone and not made[node].users:

@@ -144,7 +144,7 @@ class ByShape:
         Raises:
             CaptureError, planner.InfeasibleBudgetError: for a shape not met before.
         """
-        args = self._in_tensors.inputs(given)
+        args, numbers = self._in_tensors.inputs(given)
         key = self._key(args)
         step = self._steps.pop(key, None)
         if step is None:
@@ -152,7 +152,7 @@ class ByShape:
                 step = self._specialise(args)
             self._make_room()
         self._steps[key] = step
-        return step(*args)
+        return self._in_tensors.outputs(step(*args), numbers)
 
     def _make_room(self) -> None:
         while len(self._steps) >= MOST_SHAPES:
@@ -294,8 +294,23 @@ class FirstShapes:
     def __init__(self, owner: object) -> None:
         self.owner = owner  # its id stays its own
         self.shapes: dict[str, Shape] = {}
+        self._numbers: dict[tuple[str, str], list[Number]] = {}
         self.costs: defaultdict[str, Costs] = defaultdict(Costs)
         self.others: defaultdict[str, Others] = defaultdict(Others)
+
+    def numbers_change(self, function: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+        """Whether a graph was another for such inputs before, by the numbers in it alone."""
+        numbers: list[Number] = []
+        shapes = str([value.shape for value in inputs if isinstance(value, torch.Tensor)])
+
+        def note(value: Any) -> Any:
+            if isinstance(value, (int, float)):
+                numbers.append(value)
+            return value
+
+        for node in gm.graph.nodes:
+            fx.node.map_aggregate((node.args, node.kwargs), note)
+        return self._numbers.setdefault((function, shapes), numbers) != numbers
 
 
 _firsts: "weakref.WeakValueDictionary[int, FirstShapes]" = weakref.WeakValueDictionary()
@@ -359,6 +374,6 @@ def keep_recompiling(where: str) -> None:
         log.warning(
             "%s: compiled %d times, each time planned anew; its %s is now %d, or it would run as"
             " eager autograd, not within the budget (a number that changes is a constant to Dynamo"
-            " if it is a global or a module's: pass it as an argument)",
+            " if it is a global, or of one: pass it as an argument)",
             *(where, count, limit, raised),
         )

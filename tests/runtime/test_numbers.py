@@ -114,6 +114,40 @@ def test_numbers_beside_lengths_are_traced_once_for_all(monkeypatch):
     assert sum(report.steps_run for report in runtime.reports()) == 8
 
 
+class Counting(nn.Module):
+    """Counts its calls, and cools down."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.calls, self.heat = kind(2), 1.0
+
+    def forward(self, x):
+        self.calls += 1
+        self.heat *= 0.9
+        return torch.tanh(self.layer(x)) * min(1, self.calls / 5) / self.heat
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_numbers_of_a_module_that_change_are_inputs_from_the_second_change_on(kind):
+    """Those that the function itself changes, too: it returns them beside its tensors."""
+    with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False):
+        torch.manual_seed(0)
+        eager = Counting(kind)
+        model = copy.deepcopy(eager)
+        step = torch.compile(model, backend="coop", options={"budget": "min"}, fullgraph=True)
+        for _ in range(7):
+            x = torch.randn(4, 16)
+            made, expected = (f(x).square().sum() for f in (step, eager))
+            (gradient,) = torch.autograd.grad(made, model.layer.weight)
+            (wanted,) = torch.autograd.grad(expected, eager.layer.weight)
+            assert torch.equal(made, expected)
+            assert torch.equal(gradient, wanted)
+            assert (model.calls, model.heat) == (eager.calls, eager.heat)
+            assert type(model.calls) is kind
+        assert len(runtime.reports()) <= 4  # of seven
+
+
 def test_a_number_is_no_shape(caplog):
     """With plans for the first shape alone, one that changes has them all the same."""
     weight = torch.randn(8, 8, requires_grad=True)
