@@ -714,15 +714,20 @@ def hooks_use_gradient(leaf: torch.Tensor) -> bool:
     return bool(leaf._post_accumulate_grad_hooks) and not leaf._backward_hooks
 
 
-def all_use_gradients(gm: fx.GraphModule) -> bool:
-    """Whether hooks are called after the gradient of every leaf among the inputs of Dynamo's graph.
+def leaves_of(gm: fx.GraphModule) -> list[torch.Tensor]:
+    """The leaves with gradients among the inputs of Dynamo's graph, as the user has them.
 
     Assumed: while the backend is asked, Dynamo has its inputs in `grapharg`.
     """
     given = (node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder"))
     inputs = [None if of is None else of.example for of in given]
-    leaves = [value for value in inputs if isinstance(value, torch.Tensor) and value.is_leaf]
-    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return [value for value in tensors if value.is_leaf and value.requires_grad]
+
+
+def all_use_gradients(gm: fx.GraphModule) -> bool:
+    """Whether hooks are called after the gradient of every leaf among a graph's inputs."""
+    leaves = leaves_of(gm)
     return bool(leaves) and all(map(hooks_use_gradient, leaves))
 
 

@@ -29,6 +29,7 @@ from coop_plan.runtime.torch_internals import (
     example_value,
     is_boxed_number,
     is_static_input,
+    leaves_of,
     no_other_compiles,
     raise_recompile_limits,
     source_name,
@@ -299,9 +300,13 @@ class FirstShapes:
         self.others: defaultdict[str, Others] = defaultdict(Others)
 
     def numbers_change(self, function: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        """Whether a graph was another for such inputs before, by the numbers in it alone."""
+        """Whether a graph was another for such inputs before, by the numbers in it alone.
+
+        And for the same parameters: layers may have numbers of their own.
+        """
         numbers: list[Number] = []
         shapes = str([value.shape for value in inputs if isinstance(value, torch.Tensor)])
+        shapes += str([*map(id, leaves_of(gm))])
 
         def note(value: Any) -> Any:
             if isinstance(value, (int, float)):

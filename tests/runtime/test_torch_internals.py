@@ -286,6 +286,41 @@ def test_dynamo_says_what_its_inputs_are():
         assert parameters == [("FakeTensor", False, True)] * 2
 
 
+def test_dynamo_has_its_inputs_while_it_asks():
+    layer = nn.Linear(3, 3)
+    given = torch.ones(2, 3, requires_grad=True)
+    with assumed("GraphArg.example of Dynamo's inputs"):
+        (found,) = compiled_graphs(lambda x: layer(x).relu(), (given,), see=internals.leaves_of)
+        assert {id(value) for value in found} == {id(given), *map(id, layer.parameters())}
+
+
+def test_hooks_see_a_gradient_once_that_was_given_early():
+    """Autograd calls them again where a function returns no gradient, in some versions."""
+
+    class Early(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, leaf, early):
+            ctx.leaf, ctx.early = leaf, early
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.early:
+                internals.give_gradient(ctx.leaf, torch.ones(2, 2).t())
+                return gradient, None, None
+            return gradient, torch.ones(2, 2), None
+
+    seen = []
+    leaf = torch.zeros(2, 2, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(
+        lambda p: seen.append(p.grad.stride()) or setattr(p, "grad", None)
+    )
+    with assumed("the number of a backward, and hooks in an OrderedDict of the leaf"):
+        for early in (True, False, True, False):
+            Early.apply(torch.ones(2, 2, requires_grad=True), leaf, early).sum().backward()
+    assert seen == [(2, 1)] * 4
+
+
 def test_a_graph_of_ours_passes_for_dynamos():
     layer = nn.Linear(3, 3)
 
