@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.torch_internals import (
+    FakeTensor,
     copy_dynamo_node,
     dynamo_module,
     example_value,
@@ -157,7 +158,7 @@ def _may_take(user: fx.Node, number: fx.Node) -> bool:
         known = (*_SYMMETRIC, *_COMPARISONS, *(_NUMBER_FIRST if first else _TENSOR_FIRST))
         if user.target in known and isinstance(others[0], fx.Node):
             value = example_value(others[0])
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, FakeTensor) or value.layout != torch.strided:
         return False
     if value.dtype == torch.int64:
         return _type(number) == torch.int64
