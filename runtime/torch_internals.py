@@ -949,6 +949,12 @@ def group_of_all() -> str | None:
     return str(world.group_name)
 
 
+def ranks() -> int:
+    """Of this job."""
+    alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    return 1 if alone else torch.distributed.get_world_size()
+
+
 def default_store() -> Any:
     """The store by which the ranks of this job found each other."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -23,7 +23,7 @@ from coop_plan.runtime.execute.regions import Call, Event, Made, Regions, plan_r
 from coop_plan.runtime.execute.residents import MANY_PLANS, can_be_added_to
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import drop
-from coop_plan.runtime.torch_internals import has_no_memory, when_gone
+from coop_plan.runtime.torch_internals import has_no_memory, ranks, when_gone
 from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -166,7 +166,9 @@ class Course:
             self._run.end()
             taken = self._run.counters()
             self._plans.codes[0].watch = False
-            self._known.threads = GROUP_THREADS * taken.largest_bytes
+            # What a collective takes is of all ranks, or for each of them, and of one.
+            collective = taken.largest_bytes + taken.largest_bytes // ranks()
+            self._known.threads = GROUP_THREADS * collective
             if memory is not None:
                 memory.rest(taken.before_bytes + taken.process_bytes)
             report = self._plans.report
