@@ -35,7 +35,7 @@ from coop_plan.runtime.capture.shapes import (
 from coop_plan.runtime.execute.lengths import EveryLength
 from coop_plan.runtime.execute.partition import stubs
 from coop_plan.runtime.execute.planning import plan_for
-from coop_plan.runtime.execute.pool import Pools, pools_of
+from coop_plan.runtime.execute.pool import Pools, pools_of, rest
 from coop_plan.runtime.execute.step import PlannedStep
 from coop_plan.runtime.lines import Lines, lines_of
 from coop_plan.runtime.options import Options
@@ -147,6 +147,7 @@ def coop(
     return compile_static(gm, example_inputs)
 
 
+coop.reset = rest  # type: ignore[attr-defined]  # for torch._dynamo.reset(): steps may outlive it
 watch.install(coop)
 
 

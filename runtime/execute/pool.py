@@ -27,6 +27,8 @@ class Pool:
         self.course = Course(options)
         self._memories: list[Memory] = []
         self._of_all: Memory | None = None
+        with _lock:
+            _all.add(self)
 
     def joins(
         self, flight: Flight, step: object, call: Call, inputs: Callable[[], Sequence[int | None]]
@@ -90,6 +92,23 @@ class Pool:
                 self._memories.append(memory)
         self._memories.append(found)
         return found
+
+    def rest(self) -> None:
+        """Keep no memory that no flight is in."""
+        busy = {id(flight.memory) for flight in in_flight()}
+        self._memories = [memory for memory in self._memories if id(memory) in busy]
+        if id(self._of_all) not in busy:
+            self._of_all = None
+
+
+_all: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+
+
+def rest() -> None:
+    """Let all pools give up what nobody is in; they take memory again when a step is called."""
+    with _lock:
+        for pool in list(_all):
+            pool.rest()
 
 
 def claim(flight: Flight) -> Sequence[Any] | None:

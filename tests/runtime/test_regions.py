@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.execute import course, regions
 from coop_plan.runtime.execute.course import FIRST_ORDERS
 from coop_plan.runtime.execute.regions import LEFT
@@ -426,3 +427,24 @@ def test_what_a_process_groups_threads_may_still_hold_has_room(monkeypatch):
         assert report.measured_peak_bytes <= report.budget_bytes
         between += [t.bytes for t in report.graph.tensors if t.name == "between"]
     assert between[1] - between[0] == 2 * (size + size // 4)
+
+
+def test_a_reset_of_dynamo_gives_idle_memory_back():
+    """The code after a graph break outlives it, and what it would run in."""
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def step(x):
+        x = torch.tanh(first(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(second(x)).square().mean()
+
+    compiled = torch.compile(step, backend="coop", options={"budget": "100%"})
+    before = process_bytes()[0]
+    for _ in range(4):
+        compiled(torch.ones(1024, 64)).backward()
+    first.zero_grad()
+    second.zero_grad()
+    assert process_bytes()[0] > before + 1024 * 64 * 4
+    torch._dynamo.reset()
+    assert process_bytes()[0] < before + 4096
+    compiled(torch.ones(1024, 64)).backward()
