@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.execute import course, regions
 from coop_plan.runtime.execute.course import FIRST_ORDERS
 from coop_plan.runtime.execute.regions import LEFT
