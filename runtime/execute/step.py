@@ -344,6 +344,8 @@ class PlannedStep:
             if over:
                 self._warn(f"{self._taken()}, beside others that wait for their backward")
             return
+        if handed and not self._handed:  # an optimizer makes its state there, once, and that stays
+            self._handed, over = True, False
         outside = 0
         if over:
             self._tell(counters)
@@ -352,8 +354,6 @@ class PlannedStep:
             # All of it, and not only what the budget lacks: the next plan may use what this one
             # left free.
             outside = peak - self.report.peak_bytes
-        if handed and not self._handed:  # an optimizer made its state, and that stays
-            self._handed, outside = True, 0
         with _planning:
             if not self._gave_up and self._residents.learn(outside=outside, beside=kept_twice):
                 self._learned = True
