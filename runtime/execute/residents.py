@@ -221,12 +221,12 @@ def handed_over(leaves: Mapping[int, torch.Tensor], used: Iterable[int]) -> set[
     """Of the gradients that are `used` up those whose hooks this backward can call itself."""
     if makes_a_graph():
         return set()
-    return {p for p in used if leaves[p].grad is None and _hooks_alone(leaves[p])}
+    return {p for p in used if p in leaves and _hooks_alone(leaves[p])}
 
 
 def _hooks_alone(leaf: torch.Tensor) -> bool:
     """Whether all that autograd does with our gradient of a leaf is to set it, and call hooks."""
-    return hooks_use_gradient(leaf) and _is_only_ours(leaf)
+    return leaf.grad is None and hooks_use_gradient(leaf) and _is_only_ours(leaf)
 
 
 def held_in_place(leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -149,6 +149,30 @@ def test_a_hook_is_called_once_with_all_of_a_gradient():
         assert torch.equal(value, wanted)  # and what the hook kept was not overwritten
 
 
+def test_a_second_backward_of_a_step():
+    torch.manual_seed(0)
+    eager = Heavy()
+    model = copy.deepcopy(eager)
+
+    def run(model, step):
+        found = []
+
+        def take(p):
+            found.append(p.grad)
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(take)
+        for x in batches():
+            loss = step(x)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        return sorted(found, key=lambda gradient: (gradient.shape, gradient.sum().item()))
+
+    step = torch.compile(model, backend="coop", options={"budget": "min"}, fullgraph=True)
+    assert all(map(torch.equal, run(model, step), run(eager, eager)))
+
+
 def test_a_hook_that_fails_is_called_again_in_the_next_step():
     class Stop(Exception):
         pass
