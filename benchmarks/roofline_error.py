@@ -17,7 +17,7 @@ from coop_plan.runtime.capture.calibrate import calibrated
 from coop_plan.runtime.capture.devices import device
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.target import capture
-from coop_plan.runtime.torch_internals import FakeTensorMode
+from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
 
 STEPS = {"resnet50": 2, "gpt2": 1, "swin_t": 2}
 """Networks of the papers, and batches that a CPU has time for."""

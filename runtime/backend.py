@@ -40,18 +40,17 @@ from coop_plan.runtime.execute.step import PlannedStep
 from coop_plan.runtime.lines import Lines, lines_of
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
-from coop_plan.runtime.torch_internals import (
-    all_use_gradients,
-    aot_autograd,
-    boxed,
+from coop_plan.runtime.torch_internals import warn_of_version
+from coop_plan.runtime.torch_internals.autograd import all_use_gradients
+from coop_plan.runtime.torch_internals.dynamo import (
     called_from_compiled,
     compile_call,
     compiles_a_part,
     let_numbers_of_modules_change,
     prepare_dynamo,
-    takes_gradients,
-    warn_of_version,
 )
+from coop_plan.runtime.torch_internals.dynamo_graphs import takes_gradients
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
 from coop_plan.schemas import Plan
 
 log = logging.getLogger("coop-plan")

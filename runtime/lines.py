@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from coop_plan.runtime.torch_internals import graph_break
+from coop_plan.runtime.torch_internals.dynamo_graphs import graph_break
 
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
 UNKNOWN = "an unknown line"

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coop_plan.runtime.reports import REPORT, StepReport
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.dynamo import (
     end_in_place,
     reasons_to_break,
     recorded_nodes,

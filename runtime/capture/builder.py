@@ -20,19 +20,18 @@ from coop_plan.runtime.capture.profile import fakes, profile
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.sources import source_of
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.torch_internals import (
-    FakeTensor,
+from coop_plan.runtime.torch_internals.fakes import FakeTensor
+from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
+from coop_plan.runtime.torch_internals.ops import (
     OpOverload,
     argument_names,
     is_mutable,
-    is_object,
-    is_primal,
-    is_tangent,
     negative_view,
     returns_of,
     tree_flatten,
     tree_unflatten,
 )
+from coop_plan.runtime.torch_internals.ranks import is_object
 
 GETITEM = operator.getitem
 

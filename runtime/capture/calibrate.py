@@ -19,7 +19,8 @@ from coop_plan.runtime.capture.roofline import Work, work_of
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.torch_internals import FLASH, FLASH_ON_CPU, FakeTensorMode, OpOverload
+from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
+from coop_plan.runtime.torch_internals.ops import FLASH, FLASH_ON_CPU, OpOverload
 
 aten = torch.ops.aten
 

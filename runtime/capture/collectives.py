@@ -20,14 +20,8 @@ from torch import fx
 
 from coop_plan.runtime.capture.facts import Allocation, OpProfile, Output
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.torch_internals import (
-    OpOverload,
-    argument_names,
-    group_name,
-    tree_flatten,
-    tree_map,
-    wait_for_collective,
-)
+from coop_plan.runtime.torch_internals.ops import OpOverload, argument_names, tree_flatten, tree_map
+from coop_plan.runtime.torch_internals.ranks import group_name, wait_for_collective
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 """Of ops that every rank must run equally often, in one order."""

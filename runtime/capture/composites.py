@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from coop_plan.runtime.capture.inplace import with_gaps
-from coop_plan.runtime.torch_internals import (
-    LINALG_CHECK,
+from coop_plan.runtime.torch_internals.ops import LINALG_CHECK
+from coop_plan.runtime.torch_internals.tracing import (
     composite_overloads,
     kept_though_unused,
     python_kernels,

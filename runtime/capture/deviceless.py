@@ -123,7 +123,7 @@ def _capture(asked: Question) -> Graph:
     from coop_plan.runtime.capture.known import KnownValues
     from coop_plan.runtime.capture.roofline import Roofline
     from coop_plan.runtime.capture.target import called, capture
-    from coop_plan.runtime.torch_internals import (
+    from coop_plan.runtime.torch_internals.fakes import (
         FakeTensorMode,
         believe_in_cuda,
         convertible_modules,

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.own_ops import CROSS_ENTROPY_BACKWARD
-from coop_plan.runtime.torch_internals import LOG_SOFTMAX_BACKWARD
+from coop_plan.runtime.torch_internals.ops import LOG_SOFTMAX_BACKWARD
 
 _NLL: Any = torch.ops.aten.nll_loss_backward.default
 

@@ -11,11 +11,8 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.torch_internals import (
-    before_functionalization,
-    is_mutable,
-    lay_out_functional,
-)
+from coop_plan.runtime.torch_internals.ops import is_mutable
+from coop_plan.runtime.torch_internals.tracing import before_functionalization, lay_out_functional
 
 
 def with_gaps() -> AbstractContextManager[None]:

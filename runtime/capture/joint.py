@@ -33,14 +33,13 @@ from coop_plan.runtime.capture.sizes import read_sizes_alone
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.links import measured_link
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.joint_graphs import (
     InputMutationAOTOutput,
-    is_object,
     is_primal,
     is_tangent,
-    real_object,
-    tree_flatten,
 )
+from coop_plan.runtime.torch_internals.ops import tree_flatten
+from coop_plan.runtime.torch_internals.ranks import is_object, real_object
 from coop_plan.schemas import Compute, Graph, Op, Variant, parse_graph
 
 GENERATOR_BYTES = 5056

@@ -16,7 +16,7 @@ from coop_plan.runtime.capture.builder import GETITEM, GraphBuilder
 from coop_plan.runtime.capture.facts import OpProfile
 from coop_plan.runtime.capture.overwriting import lies_alike
 from coop_plan.runtime.capture.profile import fakes, profile
-from coop_plan.runtime.torch_internals import OpOverload
+from coop_plan.runtime.torch_internals.ops import OpOverload
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.fakes import FakeTensor, unset_fake_temporarily
+from coop_plan.runtime.torch_internals.ops import (
     TO_NUMBER,
-    FakeTensor,
-    TorchDispatchMode,
     is_mutable,
     storage_key,
     tree_flatten,
     tree_map,
-    unset_fake_temporarily,
 )
+from coop_plan.runtime.torch_internals.tracing import TorchDispatchMode
 
 aten = torch.ops.aten
 

@@ -11,19 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.torch_internals import (
-    FakeTensor,
-    Symbols,
-    at_sizes,
-    is_primal,
-    is_size,
-    is_tangent,
-    is_view_op,
-    is_whole,
-    negative_view,
-    tree_flatten,
-    tree_map,
-)
+from coop_plan.runtime.torch_internals.dynamo_graphs import Symbols, at_sizes, is_size, is_whole
+from coop_plan.runtime.torch_internals.fakes import FakeTensor
+from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
+from coop_plan.runtime.torch_internals.ops import is_view_op, negative_view, tree_flatten, tree_map
 
 
 class Trace:

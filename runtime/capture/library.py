@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.torch_internals import OpOverload, schema_text
+from coop_plan.runtime.torch_internals.ops import OpOverload, schema_text
 
 _library: Any = torch.library.Library("coop_plan", "DEF")  # type: ignore[no-untyped-call]
 

@@ -24,7 +24,8 @@ from coop_plan.runtime.capture.kept import Keeping, offer_keeping
 from coop_plan.runtime.capture.overwriting import lies_alike, written_over
 from coop_plan.runtime.capture.profile import fakes, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
-from coop_plan.runtime.torch_internals import OpOverload, is_tangent
+from coop_plan.runtime.torch_internals.joint_graphs import is_tangent
+from coop_plan.runtime.torch_internals.ops import OpOverload
 
 NAME = "bits"
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.torch_internals import (
-    FakeTensor,
+from coop_plan.runtime.torch_internals.dynamo_graphs import (
     copy_dynamo_node,
     dynamo_module,
     example_value,
@@ -22,6 +21,7 @@ from coop_plan.runtime.torch_internals import (
     scalar_input,
     symbols_in,
 )
+from coop_plan.runtime.torch_internals.fakes import FakeTensor
 
 _SYMMETRIC = (operator.mul, operator.add, torch.mul, torch.add, "mul", "add")
 _NUMBER_FIRST = (operator.sub, operator.truediv)

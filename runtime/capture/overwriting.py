@@ -25,7 +25,7 @@ from coop_plan.runtime.capture.profile import (
 from coop_plan.runtime.capture.tried import same_bits, tried
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.options import CUDA_ALIGNMENT
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.ops import (
     SOFTMAXES,
     OpOverload,
     inplace_overload,

@@ -8,7 +8,8 @@ import torch
 from coop_plan.runtime.capture.dropouts import DROPOUT, DROPOUT_BACKWARD
 from coop_plan.runtime.capture.library import define, name_and_arguments, slices
 from coop_plan.runtime.device.draws import draws_as_aten
-from coop_plan.runtime.torch_internals import below_autograd_in_grad_mode, log_softmax_backward
+from coop_plan.runtime.torch_internals.ops import log_softmax_backward
+from coop_plan.runtime.torch_internals.tracing import below_autograd_in_grad_mode
 
 
 def _lstm_layer(*args: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from coop_plan.runtime.capture.library import define, name_and_arguments, slices
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.ops import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     OpOverload,

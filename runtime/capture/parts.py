@@ -18,7 +18,7 @@ from coop_plan.runtime.capture.overwriting import lies_alike, written_over
 from coop_plan.runtime.capture.part_ops import CUTS, IN_PARTS, Cut, packed, slices_of
 from coop_plan.runtime.capture.profile import fakes, profile, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
-from coop_plan.runtime.torch_internals import OpOverload, argument_names, tree_flatten
+from coop_plan.runtime.torch_internals.ops import OpOverload, argument_names, tree_flatten
 
 NAME = "parts"
 

@@ -26,13 +26,13 @@ from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.options import CUDA_ALIGNMENT
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.fakes import real_world
+from coop_plan.runtime.torch_internals.ops import (
     SEEDS_ON_CPU,
     OpOverload,
     argument_names,
     has_no_memory,
     negative_view,
-    real_world,
     tree_flatten,
     tree_map,
 )

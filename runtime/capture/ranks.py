@@ -25,7 +25,7 @@ from coop_plan.planner.verifier import InvalidPlanError, verify
 from coop_plan.runtime.capture.collectives import group_of
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.errors import PlanServerError
-from coop_plan.runtime.torch_internals import default_store, first_rank, group_of_all
+from coop_plan.runtime.torch_internals.ranks import default_store, first_rank, group_of_all
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint, parse_plan
 
 log = logging.getLogger("coop-plan")

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.torch_internals import TorchRuntimeError
+from coop_plan.runtime.torch_internals.dynamo import TorchRuntimeError
 
 WITH_FAKES = "when running FX node"
 """What Dynamo says first where an op fails on fake tensors in other ways than an op's own."""

@@ -15,7 +15,7 @@ from coop_plan.runtime.capture.bodies import Offers, Other
 from coop_plan.runtime.capture.builder import GraphBuilder, tensor_args
 from coop_plan.runtime.capture.profile import fakes, profile, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
-from coop_plan.runtime.torch_internals import OpOverload
+from coop_plan.runtime.torch_internals.ops import OpOverload
 
 NAME = "output"
 

@@ -26,12 +26,12 @@ from torch.utils.flop_counter import (
 from coop_plan.runtime.capture.devices import DeviceSpec
 from coop_plan.runtime.capture.facts import Allocation, OpProfile, Output
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.fakes import FakeTensor
+from coop_plan.runtime.torch_internals.ops import (
     EFFICIENT_BACKWARD,
     FLASH_BACKWARD,
     FLASH_BACKWARD_ON_CPU,
     FLASH_ON_CPU,
-    FakeTensor,
     OpOverload,
     storage_key,
     tree_flatten,

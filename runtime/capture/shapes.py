@@ -17,24 +17,28 @@ from coop_plan.runtime.capture.numbers import InTensors, is_item
 from coop_plan.runtime.capture.others import Others
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.reports import REPORT, drop
-from coop_plan.runtime.torch_internals import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    code_on_demand,
+from coop_plan.runtime.torch_internals.dynamo import (
     compilation,
+    no_other_compiles,
+    raise_recompile_limits,
+)
+from coop_plan.runtime.torch_internals.dynamo_graphs import (
     copy_dynamo_node,
     dynamo_module,
     example_value,
     is_boxed_number,
     is_static_input,
     leaves_of,
-    no_other_compiles,
-    raise_recompile_limits,
     source_name,
-    storage_key,
 )
+from coop_plan.runtime.torch_internals.fakes import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from coop_plan.runtime.torch_internals.joint_graphs import code_on_demand
+from coop_plan.runtime.torch_internals.ops import storage_key
 
 log = logging.getLogger("coop-plan")
 

@@ -11,7 +11,7 @@ from torch import fx
 from coop_plan.runtime.capture.library import define, name_and_arguments
 from coop_plan.runtime.capture.profile import fakes, signature, stand_in_arguments
 from coop_plan.runtime.capture.tried import same_bits, tried
-from coop_plan.runtime.torch_internals import OpOverload
+from coop_plan.runtime.torch_internals.ops import OpOverload
 
 _aten = torch.ops.aten
 

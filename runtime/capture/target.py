@@ -16,17 +16,19 @@ from coop_plan.runtime.capture.reasons import reason
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.state import with_state
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.torch_internals import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
+from coop_plan.runtime.torch_internals.dynamo import (
     TorchDynamoException,
-    aot_autograd,
     let_install_hooks,
     pass_over_words_said_once,
     prepare_dynamo,
     reset_dynamo,
     told_by_the_error_alone,
 )
+from coop_plan.runtime.torch_internals.fakes import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd
 from coop_plan.schemas import Graph, InvalidInputError
 
 

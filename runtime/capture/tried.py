@@ -9,7 +9,7 @@ import torch
 
 from coop_plan.runtime.cache.profiles import session
 from coop_plan.runtime.capture.profile import lasting
-from coop_plan.runtime.torch_internals import real_world
+from coop_plan.runtime.torch_internals.fakes import real_world
 
 Found = TypeVar("Found")
 

@@ -16,7 +16,8 @@ from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import BuildError, CudaGraphError
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import CUDA_ALIGNMENT
-from coop_plan.runtime.torch_internals import cuda_allocator, keep_busy, unset_fake_temporarily
+from coop_plan.runtime.torch_internals.cuda import cuda_allocator, keep_busy
+from coop_plan.runtime.torch_internals.fakes import unset_fake_temporarily
 
 log = logging.getLogger("coop-plan")
 

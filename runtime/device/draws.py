@@ -13,11 +13,8 @@ import torch
 
 from coop_plan.runtime.device.build import compiled
 from coop_plan.runtime.locks import fork_safe_lock
-from coop_plan.runtime.torch_internals import (
-    MERSENNE_TWISTER_OFFSETS,
-    FakeTensor,
-    unset_fake_temporarily,
-)
+from coop_plan.runtime.torch_internals.fakes import FakeTensor, unset_fake_temporarily
+from coop_plan.runtime.torch_internals.ops import MERSENNE_TWISTER_OFFSETS
 
 _ONE_AT_A_TIME = fork_safe_lock()
 """Steps of two threads would else draw the same: ATen's own lock is not held between two calls."""

@@ -18,7 +18,8 @@ import torch
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import Memory
 from coop_plan.runtime.device.cuda import capturing
-from coop_plan.runtime.torch_internals import cuda_function, unset_fake_temporarily
+from coop_plan.runtime.torch_internals.cuda import cuda_function
+from coop_plan.runtime.torch_internals.fakes import unset_fake_temporarily
 
 AWAY, BACK = range(2)
 """Directions: to the host, from the host."""

@@ -65,7 +65,7 @@ def plan_what_trains(budget: str) -> None:
 
 
 def _compile(module: nn.Module, budget: str) -> None:
-    from coop_plan.runtime.torch_internals import compiled_call  # loads Dynamo
+    from coop_plan.runtime.torch_internals.dynamo import compiled_call  # loads Dynamo
 
     module.__dict__[ASKED] = True
     if compiled_call(module) is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from coop_plan.runtime.options import Options
-from coop_plan.runtime.torch_internals import compiled_call, set_compiled_call
+from coop_plan.runtime.torch_internals.dynamo import compiled_call, set_compiled_call
 
 
 def coop(budget: int | str | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from coop_plan.runtime.execute.regions import Call, Event, Made, Regions, plan_r
 from coop_plan.runtime.execute.residents import MANY_PLANS, can_be_added_to
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import drop
-from coop_plan.runtime.torch_internals import has_no_memory, ranks, when_gone
+from coop_plan.runtime.torch_internals.ops import has_no_memory, when_gone
+from coop_plan.runtime.torch_internals.ranks import ranks
 from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")

@@ -19,7 +19,8 @@ from coop_plan.runtime.device.arena import Arena, Counters, Memory, Run
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.copies import Copies
 from coop_plan.runtime.execute.generators import Generator
-from coop_plan.runtime.torch_internals import give_gradient, tensor_version
+from coop_plan.runtime.torch_internals.autograd import give_gradient
+from coop_plan.runtime.torch_internals.ops import tensor_version
 from coop_plan.schemas import Plan
 
 _numbers = itertools.count()

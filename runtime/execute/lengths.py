@@ -14,7 +14,8 @@ from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.execute.flight import Flight, flight_of
 from coop_plan.runtime.execute.partition import stubs
 from coop_plan.runtime.execute.step import PlannedStep
-from coop_plan.runtime.torch_internals import Symbols, aot_autograd, boxed, code_on_demand
+from coop_plan.runtime.torch_internals.dynamo_graphs import Symbols
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, code_on_demand
 
 Half = Callable[[list[Any]], Any]
 

@@ -19,8 +19,8 @@ from coop_plan.runtime.capture.builder import GETITEM, SNAPSHOT, tensor_args
 from coop_plan.runtime.capture.joint import Captured
 from coop_plan.runtime.capture.overwriting import write_over
 from coop_plan.runtime.execute.copies import Transfers, offload, prefetch, wait
-from coop_plan.runtime.torch_internals import (
-    FakeTensor,
+from coop_plan.runtime.torch_internals.fakes import FakeTensor
+from coop_plan.runtime.torch_internals.joint_graphs import (
     SavedForBackwardsAOTOutput,
     is_primal,
     is_tangent,

@@ -11,7 +11,7 @@ from coop_plan.runtime.execute.flight import Flight, in_flight
 from coop_plan.runtime.execute.regions import Call
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
-from coop_plan.runtime.torch_internals import inside_backward
+from coop_plan.runtime.torch_internals.autograd import inside_backward
 
 _lock = fork_safe_lock()
 

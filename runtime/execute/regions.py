@@ -27,7 +27,8 @@ from coop_plan.runtime.execute.partition import inputs_of, tangents_of
 from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
-from coop_plan.runtime.torch_internals import group_of_all, is_primal
+from coop_plan.runtime.torch_internals.joint_graphs import is_primal
+from coop_plan.runtime.torch_internals.ranks import group_of_all
 from coop_plan.schemas import Compute, Free, Plan, format_bytes, parse_graph
 
 log = logging.getLogger("coop-plan")

@@ -24,7 +24,7 @@ from coop_plan.runtime.device.arena import node_owners
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.planning import plan_for
 from coop_plan.runtime.options import Options
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.autograd import (
     accumulate_node,
     gradient_hooks,
     hooks_use_gradient,

@@ -31,7 +31,8 @@ from coop_plan.runtime.lines import Lines
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
-from coop_plan.runtime.torch_internals import after_this_backward, boxed, makes_a_graph
+from coop_plan.runtime.torch_internals.autograd import after_this_backward, makes_a_graph
+from coop_plan.runtime.torch_internals.joint_graphs import boxed
 from coop_plan.schemas import Plan, format_bytes
 
 log = logging.getLogger("coop-plan")

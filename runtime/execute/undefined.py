@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.joint import Captured
-from coop_plan.runtime.torch_internals import (
+from coop_plan.runtime.torch_internals.joint_graphs import (
     compiled_node,
     is_tangent,
     plain_outputs,

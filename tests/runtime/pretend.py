@@ -108,10 +108,10 @@ def pretend(path):
     pretended.pretended_statistic.restype = ctypes.c_int64
     import torch
 
-    from coop_plan.runtime import torch_internals
     from coop_plan.runtime.device import links
+    from coop_plan.runtime.torch_internals import cuda as library
 
-    torch_internals.CUDA_LIBRARY = Path(path)
+    library.CUDA_LIBRARY = Path(path)
 
     def memory_stats(_=None):
         current, peak = map(pretended.pretended_statistic, (0, 1))

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime import torch_internals
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.device.links import AWAY, BACK, CudaLinks, cuda_streams, measured_link
 from coop_plan.runtime.execute import planning
 from coop_plan.runtime.execute.generators import CudaGenerator
+from coop_plan.runtime.torch_internals import cuda as library
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
 
@@ -352,7 +352,7 @@ def test_a_cuda_graph_of_a_step_gives_its_numbers():
 
 
 def pretended():
-    return ctypes.CDLL(str(torch_internals.CUDA_LIBRARY))
+    return ctypes.CDLL(str(library.CUDA_LIBRARY))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "as late as can be"])

@@ -15,7 +15,7 @@ from coop_plan.runtime.capture.deviceless import Question, capture_for
 from coop_plan.runtime.capture.devices import DeviceSpec, built_in, device
 from coop_plan.runtime.capture.roofline import Roofline
 from coop_plan.runtime.capture.target import capture, capture_target
-from coop_plan.runtime.torch_internals import FakeTensorMode
+from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
 from coop_plan.schemas import InvalidInputError
 
 cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.runtime.execute.flight import in_flight
-from coop_plan.runtime.torch_internals import no_other_compiles
+from coop_plan.runtime.torch_internals.dynamo import no_other_compiles
 from tests.runtime.test_loops import Broken, Net, Unshared, both, data, loss_step, state_of
 
 # Of Dynamo's own, where it looks at what is no leaf.

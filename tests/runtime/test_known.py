@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from coop_plan.runtime.capture.known import MOST, KnownValues
-from coop_plan.runtime.torch_internals import DataDependentOutputException, FakeTensorMode
+from coop_plan.runtime.torch_internals.fakes import DataDependentOutputException, FakeTensorMode
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import coop_plan
 from coop_plan.runtime import OptionsError
 from coop_plan.runtime.capture import own_ops
 from coop_plan.runtime.capture.target import capture
-from coop_plan.runtime.torch_internals import out_overload
+from coop_plan.runtime.torch_internals.ops import out_overload
 from tests.runtime.stepping import stepped
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from coop_plan.runtime.capture import parts
 from coop_plan.runtime.capture.overwriting import written_over
 from coop_plan.runtime.capture.part_ops import CUTS, IN_PARTS, packed, regions
 from coop_plan.runtime.capture.target import capture
-from coop_plan.runtime.torch_internals import tree_flatten
+from coop_plan.runtime.torch_internals.ops import tree_flatten
 from coop_plan.schemas import Compute
 from tests.runtime.stepping import stepped
 

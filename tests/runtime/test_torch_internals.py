@@ -31,8 +31,19 @@ def assumed(what):
         raise AssertionError(f"PyTorch {torch.__version__} broke it: {what}") from error
 
 
-with assumed("the names that runtime/torch_internals.py imports"):
-    from coop_plan.runtime import torch_internals as internals
+with assumed("the names that runtime/torch_internals imports"):
+    from coop_plan.runtime import torch_internals
+    from coop_plan.runtime.torch_internals import (
+        autograd,
+        cuda,
+        dynamo,
+        dynamo_graphs,
+        fakes,
+        joint_graphs,
+        ops,
+        ranks,
+        tracing,
+    )
 
 
 PRIVATE = {"__torch_dispatch__", "py_kernels", "compile_subgraph_reason", "pass_arg_as_tensor"}
@@ -71,7 +82,7 @@ def test_what_is_private_is_seen(line):
 
 
 def test_nobody_else_names_the_inside_of_pytorch():
-    others = [p for p in (ROOT / "runtime").rglob("*.py") if p.name != "torch_internals.py"]
+    others = [p for p in (ROOT / "runtime").rglob("*.py") if "torch_internals" not in p.parts]
     assert len(others) > 20
     found = [f"{p}:{line} {name}" for p in others for line, name in private_names(p.read_text())]
     assert found == []
@@ -89,14 +100,14 @@ def test_no_import_goes_up_in_the_runtime():
 
 def test_the_range_is_pyprojects(caplog, monkeypatch):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (oldest, beyond) = (".".join(map(str, version)) for version in internals.SUPPORTED)
+    (oldest, beyond) = (".".join(map(str, version)) for version in torch_internals.SUPPORTED)
     assert project["optional-dependencies"]["torch"] == [f"torch>={oldest},<{beyond}"]
-    internals.warn_of_version()
+    torch_internals.warn_of_version()
     assert caplog.text == ""
     for version in ("2.10.1", "2.14.0a0+git1", "3.0.0"):
         caplog.clear()
         monkeypatch.setattr(torch, "__version__", version)
-        internals.warn_of_version()
+        torch_internals.warn_of_version()
         assert f"PyTorch {version} was not tested" in caplog.text
 
 
@@ -119,7 +130,7 @@ def compiled_graphs(function, *calls, **options):
 
 def test_dynamos_settings_can_be_set():
     with assumed("torch._dynamo.config has optimize_ddp and allow_rnn"):
-        internals.prepare_dynamo()
+        dynamo.prepare_dynamo()
         assert torch._dynamo.config.optimize_ddp is False
         assert torch._dynamo.config.allow_rnn is True
     with assumed("torch.compile passes no backend_ctx_ctor on: now prepare_dynamo can be scoped"):
@@ -141,12 +152,12 @@ def test_the_call_that_compiles_is_found():
 
     x = torch.ones(3)
     with assumed("a torch.compile call asks its backend by one _TorchCompileWrapper"):
-        first, second = compiled_graphs(broken, (x,), see=lambda _: internals.compile_call())
+        first, second = compiled_graphs(broken, (x,), see=lambda _: dynamo.compile_call())
         torch._dynamo.reset()
-        other, _ = compiled_graphs(broken, (x,), see=lambda _: internals.compile_call())
+        other, _ = compiled_graphs(broken, (x,), see=lambda _: dynamo.compile_call())
         assert first is second is not None
         assert other is not first
-        assert internals.compile_call() is None
+        assert dynamo.compile_call() is None
 
 
 def test_calls_of_what_a_backend_compiles_are_watched(monkeypatch):
@@ -165,14 +176,14 @@ def test_calls_of_what_a_backend_compiles_are_watched(monkeypatch):
     monkeypatch.setattr(registry, "_COMPILER_FNS", registry._COMPILER_FNS)
     with assumed("a compile call's attributes get to torch._dynamo.optimize"):
         try:
-            internals.watch_calls(backend, lambda _: met.append("asked"), around)
+            dynamo.watch_calls(backend, lambda _: met.append("asked"), around)
             twice = torch.compile(lambda x: x + x, backend=backend)
             torch.compile(lambda x: x, backend="eager")(torch.ones(2))
             for fullgraph in (False, True):
                 twice = torch.compile(lambda x: x + x, backend=backend, fullgraph=fullgraph)
-                before = internals.recorded_nodes()
+                before = dynamo.recorded_nodes()
                 twice(torch.ones(2, requires_grad=True))
-                assert internals.recorded_nodes() > before
+                assert dynamo.recorded_nodes() > before
         finally:
             torch._TorchCompileWrapper.__init__ = kept
         asked, first, second = [i for i, m in enumerate(met) if m == "asked"], met[2], met[-1]
@@ -193,18 +204,18 @@ def test_threads_that_look_for_the_backend_at_once_find_it():
 
 def test_a_compiled_call_can_be_put_back():
     module = nn.Linear(2, 2)
-    assert internals.compiled_call(module) is None
+    assert dynamo.compiled_call(module) is None
     module.compile(backend="eager")
-    assert internals.compiled_call(module) is not None
-    internals.set_compiled_call(module, None)
-    assert internals.compiled_call(module) is None
+    assert dynamo.compiled_call(module) is not None
+    dynamo.set_compiled_call(module, None)
+    assert dynamo.compiled_call(module) is None
 
 
 def test_gradients_within_dynamos_graph_are_seen():
     found = []
 
     def backend(gm, _):
-        found.append(internals.takes_gradients(gm))
+        found.append(dynamo_graphs.takes_gradients(gm))
         return gm.forward
 
     def double(x):
@@ -220,11 +231,11 @@ def test_compilations_are_numbered():
     with assumed("CompileContext numbers a frame's compilations from 0"):
         calls = [(torch.ones(n),) for n in (2, 3)]
         numbers = compiled_graphs(
-            torch.sin, *calls, see=lambda _: internals.compilation(), dynamic=False
+            torch.sin, *calls, see=lambda _: dynamo.compilation(), dynamic=False
         )
         assert [count for _, count in numbers] == [0, 1]
         assert len({frame for frame, _ in numbers}) == 1
-        assert internals.compilation() == (None, None)
+        assert dynamo.compilation() == (None, None)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -236,24 +247,24 @@ def test_the_recompile_limit_is_the_calls_own(fullgraph):
     ):
         raised = compiled_graphs(
             *(torch.sin, *((torch.ones(n),) for n in (2, 3, 4))),
-            see=lambda _: internals.raise_recompile_limits(internals.compilation()[1] + 1),
+            see=lambda _: dynamo.raise_recompile_limits(dynamo.compilation()[1] + 1),
             dynamic=False,
             fullgraph=fullgraph,
         )
         assert raised == [{"recompile_limit": 2}, {"recompile_limit": 4}, {}]
-        own = "recompile_limit" in inspect.signature(internals.ConvertFrameAssert).parameters
+        own = "recompile_limit" in inspect.signature(dynamo.ConvertFrameAssert).parameters
         assert torch._dynamo.config.recompile_limit == (1 if own else 4)
 
 
 def test_without_a_limit_of_the_call_the_threads_is_raised(monkeypatch):
     """As in versions of PyTorch whose `torch.compile` takes none."""
-    monkeypatch.setattr(internals, "_calling", lambda _: None)
+    monkeypatch.setattr(dynamo, "_calling", lambda _: None)
     with (
         assumed("torch._dynamo.config has two recompile limits"),
         torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2),
     ):
-        assert internals.raise_recompile_limits(1) == {"recompile_limit": 2}
-        raised = internals.raise_recompile_limits(2)
+        assert dynamo.raise_recompile_limits(1) == {"recompile_limit": 2}
+        raised = dynamo.raise_recompile_limits(2)
         assert raised == {"recompile_limit": 4, "accumulated_recompile_limit": 4}
         config = torch._dynamo.config
         assert (config.recompile_limit, config.accumulated_recompile_limit) == (4, 4)
@@ -265,10 +276,10 @@ def test_dynamo_says_what_its_inputs_are():
     def facts(gm):
         inputs = gm.graph.find_nodes(op="placeholder")
         return {
-            internals.source_name(node): (
-                type(internals.example_value(node)).__name__,
-                internals.is_boxed_number(node),
-                internals.is_static_input(node),
+            dynamo_graphs.source_name(node): (
+                type(dynamo_graphs.example_value(node)).__name__,
+                dynamo_graphs.is_boxed_number(node),
+                dynamo_graphs.is_static_input(node),
             )
             for node in inputs
         }
@@ -290,7 +301,7 @@ def test_dynamo_has_its_inputs_while_it_asks():
     layer = nn.Linear(3, 3)
     given = torch.ones(2, 3, requires_grad=True)
     with assumed("GraphArg.example of Dynamo's inputs"):
-        (found,) = compiled_graphs(lambda x: layer(x).relu(), (given,), see=internals.leaves_of)
+        (found,) = compiled_graphs(lambda x: layer(x).relu(), (given,), see=dynamo_graphs.leaves_of)
         assert {id(value) for value in found} == {id(given), *map(id, layer.parameters())}
 
 
@@ -306,7 +317,7 @@ def test_hooks_see_a_gradient_once_that_was_given_early():
         @staticmethod
         def backward(ctx, gradient):
             if ctx.early:
-                internals.give_gradient(ctx.leaf, torch.ones(2, 2).t())
+                autograd.give_gradient(ctx.leaf, torch.ones(2, 2).t())
                 return gradient, None, None
             return gradient, torch.ones(2, 2), None
 
@@ -327,10 +338,14 @@ def test_a_graph_of_ours_passes_for_dynamos():
     def copied(gm):
         graph, made = torch.fx.Graph(), {}
         for node in gm.graph.nodes:
-            made[node] = internals.copy_dynamo_node(graph, node, made.__getitem__)
-        module = internals.dynamo_module(gm, graph)
+            made[node] = dynamo_graphs.copy_dynamo_node(graph, node, made.__getitem__)
+        module = dynamo_graphs.dynamo_module(gm, graph)
         return [
-            (internals.source_name(a), internals.source_name(b), internals.example_value(b))
+            (
+                dynamo_graphs.source_name(a),
+                dynamo_graphs.source_name(b),
+                dynamo_graphs.example_value(b),
+            )
             for a, b in zip(gm.graph.nodes, module.graph.nodes, strict=True)
         ], (module.meta, module._param_name_to_source, gm._param_name_to_source)
 
@@ -345,8 +360,8 @@ def test_code_of_a_graph_is_made_on_demand():
     module = torch.fx.symbolic_trace(nn.Linear(3, 3))
     recompiled = []
     with assumed("_use_lazy_graph_module and _make_graph_module"):
-        with internals.code_on_demand():
-            lazy = internals.dynamo_module(module, module.graph)
+        with joint_graphs.code_on_demand():
+            lazy = dynamo_graphs.dynamo_module(module, module.graph)
         lazy._real_recompile = lambda: recompiled.append(lazy) or type(lazy)._real_recompile(lazy)
         assert not recompiled
         assert torch.equal(lazy(torch.ones(2, 3)), module(torch.ones(2, 3)))
@@ -360,7 +375,7 @@ def test_a_graph_break_is_told():
         return x.cos()
 
     with assumed("compile_subgraph_reason of Dynamo's graphs"):
-        first, second = compiled_graphs(broken, (torch.ones(3),), see=internals.graph_break)
+        first, second = compiled_graphs(broken, (torch.ones(3),), see=dynamo_graphs.graph_break)
         file, line, reason = first
         assert (file, line) == (__file__, broken.__code__.co_firstlineno + 2)
         assert "graph_break" in reason
@@ -377,7 +392,7 @@ def test_the_joint_graph_and_its_code():
         assert num_fwd_outputs == 1
         assert {"static_lifetime_input_indices"} <= more.keys()
         nodes = joint.graph.find_nodes(op="placeholder")
-        inputs.extend((internals.is_primal(n), internals.is_tangent(n)) for n in nodes)
+        inputs.extend((joint_graphs.is_primal(n), joint_graphs.is_tangent(n)) for n in nodes)
         output = next(iter(reversed(joint.graph.nodes)))
         assert len(output.meta["desc"]) == 1 + sum(primal for primal, _ in inputs)
         return torch._functorch.partitioners.default_partition(
@@ -391,10 +406,10 @@ def test_the_joint_graph_and_its_code():
             lists.append(args)
             return module(*given)
 
-        return internals.boxed(run)
+        return joint_graphs.boxed(run)
 
     with assumed("aot_autograd's partition_fn, names and descriptors, and boxed calls"):
-        backend = internals.aot_autograd(
+        backend = joint_graphs.aot_autograd(
             fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition
         )
         x = torch.ones(3, requires_grad=True)
@@ -409,42 +424,42 @@ def test_the_joint_graph_and_its_code():
 def test_facts_of_ops():
     aten = torch.ops.aten
     with assumed("schemas of ops"):
-        assert isinstance(aten.add.Tensor, internals.OpOverload)
-        assert internals.is_mutable(aten.add_.Tensor)
-        assert not internals.is_mutable(aten.add.Tensor)
-        assert internals.argument_names(aten.add.Tensor) == ["self", "other", "alpha"]
-        text = internals.schema_text(aten.mkldnn_rnn_layer.default)
+        assert isinstance(aten.add.Tensor, ops.OpOverload)
+        assert ops.is_mutable(aten.add_.Tensor)
+        assert not ops.is_mutable(aten.add.Tensor)
+        assert ops.argument_names(aten.add.Tensor) == ["self", "other", "alpha"]
+        text = ops.schema_text(aten.mkldnn_rnn_layer.default)
         assert text.startswith("aten::mkldnn_rnn_layer(Tensor input, Tensor weight0")
 
 
 def test_facts_of_tensors():
     with assumed("negative views, zeros without memory, identity of storages"):
         x = torch.ones(3)
-        assert internals.negative_view(x).is_neg()
-        assert torch.equal(internals.negative_view(x), -x)
-        assert internals.has_no_memory(torch._efficientzerotensor(3))
-        assert not internals.has_no_memory(x)
-        assert internals.storage_key(x) == internals.storage_key(x[1:])
-        assert internals.storage_key(x) != internals.storage_key(x.clone())
+        assert ops.negative_view(x).is_neg()
+        assert torch.equal(ops.negative_view(x), -x)
+        assert ops.has_no_memory(torch._efficientzerotensor(3))
+        assert not ops.has_no_memory(x)
+        assert ops.storage_key(x) == ops.storage_key(x[1:])
+        assert ops.storage_key(x) != ops.storage_key(x.clone())
 
 
 def test_the_real_world_is_real():
     with assumed("fake mode, autocast, gradients and generators can be left for a while"):
         before = torch.get_rng_state()
         x = torch.ones(3, 3, requires_grad=True)
-        with internals.FakeTensorMode(), torch.autocast("cpu"):
-            assert isinstance(torch.ones(2), internals.FakeTensor)
-            with internals.real_world():
+        with fakes.FakeTensorMode(), torch.autocast("cpu"):
+            assert isinstance(torch.ones(2), fakes.FakeTensor)
+            with fakes.real_world():
                 made = torch.rand(3, 3) @ x
-                assert not isinstance(made, internals.FakeTensor)
+                assert not isinstance(made, fakes.FakeTensor)
                 assert (made.dtype, made.requires_grad) == (torch.float32, False)
-            assert isinstance(torch.ones(2), internals.FakeTensor)
+            assert isinstance(torch.ones(2), fakes.FakeTensor)
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_below_autograd_nothing_is_recorded():
     x = torch.ones(3, requires_grad=True)
-    with assumed("_AutoDispatchBelowAutograd"), internals.below_autograd_in_grad_mode():
+    with assumed("_AutoDispatchBelowAutograd"), tracing.below_autograd_in_grad_mode():
         assert torch.is_grad_enabled()
         assert not x.sin().requires_grad
 
@@ -483,9 +498,9 @@ def traced_ops(function, x):
         found.extend(str(n.target) for n in joint.graph.nodes if n.op == "call_function")
         raise NotImplementedError
 
-    backend = internals.aot_autograd(fw_compiler=None, partition_fn=partition)
+    backend = joint_graphs.aot_autograd(fw_compiler=None, partition_fn=partition)
     torch._dynamo.reset()
-    with contextlib.suppress(internals.TorchDynamoException):
+    with contextlib.suppress(dynamo.TorchDynamoException):
         torch.compile(function, backend=backend)(x)
     return found
 
@@ -501,14 +516,14 @@ def test_a_collective_names_its_group(tmp_path):
         try:
             group = torch.distributed.group.WORLD
             for named in (group, group.group_name):
-                assert internals.group_name(named) == group.group_name
-            assert internals.first_rank(group.group_name) == 0
-            internals.default_store().set("key", "value")
-            assert internals.default_store().get("key") == b"value"
+                assert ranks.group_name(named) == group.group_name
+            assert ranks.first_rank(group.group_name) == 0
+            ranks.default_store().set("key", "value")
+            assert ranks.default_store().get("key") == b"value"
             op = torch.ops._c10d_functional.all_reduce.default
             made = op(torch.ones(3), "sum", group.group_name)
-            assert internals.wait_for_collective(made).tolist() == [1, 1, 1]
-            assert internals.argument_names(op)[-1] == "group_name"
+            assert ranks.wait_for_collective(made).tolist() == [1, 1, 1]
+            assert ops.argument_names(op)[-1] == "group_name"
         finally:
             torch.distributed.destroy_process_group()
 
@@ -519,11 +534,11 @@ def test_composite_ops_are_traced_as_cpp_on_demand():
     with assumed("PyTorch's Python kernels are in py_kernels, and can be taken out"):
         own = traced_ops(upsampled, x)
         before = dict(op.py_kernels)
-        with internals.python_kernels(dict.fromkeys(internals.composite_overloads(["lstm"]))):
+        with tracing.python_kernels(dict.fromkeys(tracing.composite_overloads(["lstm"]))):
             assert traced_ops(upsampled, x) == own
-        overloads = internals.composite_overloads(["upsample_nearest2d", "of no PyTorch"])
+        overloads = tracing.composite_overloads(["upsample_nearest2d", "of no PyTorch"])
         assert op in overloads
-        with internals.python_kernels(dict.fromkeys(overloads)):
+        with tracing.python_kernels(dict.fromkeys(overloads)):
             assert "aten.upsample_nearest2d.default" in traced_ops(upsampled, x)
         assert "aten.upsample_nearest2d.default" not in own
         assert op.py_kernels == before
@@ -531,16 +546,14 @@ def test_composite_ops_are_traced_as_cpp_on_demand():
 
 def test_the_packets_are_pytorchs():
     with assumed("the ops of composites.PACKETS"):
-        missing = [n for n in composites.PACKETS if not internals.composite_overloads([n])]
+        missing = [n for n in composites.PACKETS if not tracing.composite_overloads([n])]
         assert set(missing) <= {"_upsample_lanczos2d_aa"}  # the youngest
 
 
 def test_a_composite_op_runs_whatever_stands_in_its_place():
     dropout = torch.ops.aten.dropout.default
-    with assumed("_op_dk"), internals.python_kernels({dropout: lambda *_: "ours"}):
-        assert torch.equal(
-            internals.run_composite(dropout, torch.ones(3), 0.5, False), torch.ones(3)
-        )
+    with assumed("_op_dk"), tracing.python_kernels({dropout: lambda *_: "ours"}):
+        assert torch.equal(tracing.run_composite(dropout, torch.ones(3), 0.5, False), torch.ones(3))
 
 
 def test_functionalization_can_be_watched():
@@ -551,7 +564,7 @@ def test_functionalization_can_be_watched():
         return (x * 1).mul_(3)
 
     with assumed("FunctionalTensorMode.__torch_dispatch__ is asked for every op"):
-        with internals.before_functionalization(lambda op, args: seen.append(str(op))):
+        with tracing.before_functionalization(lambda op, args: seen.append(str(op))):
             traced_ops(step, x)
         assert "aten.mul_.Tensor" in seen
 
@@ -566,14 +579,14 @@ def test_a_functional_tensor_is_laid_out_anew():
 
     def see(op, args):
         if op is torch.ops.aten.sigmoid_.default:
-            internals.lay_out_functional(args[0], spread)
+            tracing.lay_out_functional(args[0], spread)
 
     def step(x):
         return (x * 1).unsafe_chunk(2, 1)[0].mul_(3).sigmoid_()
 
     with (
         assumed("a FunctionalTensor has eager's strides, its elem the functional graph's"),
-        internals.before_functionalization(see),
+        tracing.before_functionalization(see),
     ):
         assert "aten.clone.default" in traced_ops(step, x)
         assert set(seen) == {((1, 1), (2, 1))}
@@ -581,16 +594,16 @@ def test_a_functional_tensor_is_laid_out_anew():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_patched_is_put_back(fails):
-    tables = {op: op.py_kernels for op in internals.composite_overloads(composites.PACKETS)}
+    tables = {op: op.py_kernels for op in tracing.composite_overloads(composites.PACKETS)}
     kept = {op: dict(kernels) for op, kernels in tables.items()}
-    dispatch = internals.FunctionalTensorMode.__torch_dispatch__
+    dispatch = tracing.FunctionalTensorMode.__torch_dispatch__
     with contextlib.suppress(ZeroDivisionError), composites.as_eager():
-        assert internals.FunctionalTensorMode.__torch_dispatch__ is not dispatch
+        assert tracing.FunctionalTensorMode.__torch_dispatch__ is not dispatch
         assert {op: dict(kernels) for op, kernels in tables.items()} != kept
         if fails:
             raise ZeroDivisionError
     assert {op: dict(kernels) for op, kernels in tables.items()} == kept
-    assert internals.FunctionalTensorMode.__torch_dispatch__ is dispatch
+    assert tracing.FunctionalTensorMode.__torch_dispatch__ is dispatch
 
 
 def test_only_one_thread_patches():
@@ -598,11 +611,11 @@ def test_only_one_thread_patches():
 
     def patch():
         another.set()
-        with internals.before_functionalization(lambda *_: None):
+        with tracing.before_functionalization(lambda *_: None):
             inside.append("other")
 
     thread = threading.Thread(target=patch)
-    with internals.python_kernels({}):
+    with tracing.python_kernels({}):
         thread.start()
         another.wait()
         thread.join(timeout=0.1)
@@ -644,10 +657,10 @@ def is_simple_data_ptr():
 def test_the_cuda_allocator_is_where_it_was():
     if torch.version.cuda is None:
         with pytest.raises(OSError, match="libc10_cuda"):
-            internals.cuda_allocator()
+            cuda.cuda_allocator()
         return
     with assumed("the symbol of the CUDA allocator"):
-        address = internals.cuda_allocator()
+        address = cuda.cuda_allocator()
         assert address  # it is there without a device, too
     with assumed("the layout of the CUDA allocator"):
         top, kind, *entries = words_of_the_table_of(address)
@@ -661,7 +674,7 @@ def test_the_cuda_allocator_is_where_it_was():
 
 def test_a_trace_with_symbols_says_for_which_sizes_it_holds():
     def inputs(gm):
-        return [internals.example_value(node) for node in gm.graph.find_nodes(op="placeholder")]
+        return [dynamo_graphs.example_value(node) for node in gm.graph.find_nodes(op="placeholder")]
 
     def at(size, width=3):
         whole = torch.ones(size, width)
@@ -671,14 +684,14 @@ def test_a_trace_with_symbols_says_for_which_sizes_it_holds():
         (examples,) = compiled_graphs(
             lambda x: x.sum(), (torch.ones(8, 3),), see=inputs, dynamic=True
         )
-        symbols = internals.Symbols(examples, at(8))
+        symbols = dynamo_graphs.Symbols(examples, at(8))
         (x,) = (given for given in symbols.inputs if isinstance(given, torch.Tensor))
         assert not isinstance(x.shape[0], int)
         assert x.shape[0] % 4 == 0  # a guard
         assert symbols.bind(at(12)) is not None
         assert symbols.bind(at(10)) is None
         assert symbols.bind(at(1)) is None
-        assert internals.at_sizes(x.shape[0] * 2, symbols.bind(at(12))) == 24
+        assert dynamo_graphs.at_sizes(x.shape[0] * 2, symbols.bind(at(12))) == 24
 
 
 def test_the_node_of_a_compiled_backward_is_found_and_says_what_is_undefined():
@@ -687,7 +700,7 @@ def test_the_node_of_a_compiled_backward_is_found_and_says_what_is_undefined():
     step = torch.compile(lambda x: (layer(x).sum(), layer(x * 2)), backend="aot_eager")
     with assumed("CompiledFunctionBackward and hooks before it"):
         loss, rest = step(torch.ones(1, 2))
-        node = internals.compiled_node((rest.view(-1), loss))
+        node = joint_graphs.compiled_node((rest.view(-1), loss))
         node.register_prehook(
             lambda given: undefined.extend(i for i, g in enumerate(given) if g is None)
         )

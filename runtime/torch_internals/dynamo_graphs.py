@@ -1,0 +1,189 @@
+"""Dynamo's graphs: their inputs, and the symbols in them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.source import LocalSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+
+def example_value(node: fx.Node) -> Any:
+    """The fake value of a node in Dynamo's graph, with symbols where sizes may change."""
+    return node.meta.get("example_value")
+
+
+def is_boxed_number(node: fx.Node) -> bool:
+    """Whether an input is no tensor of the user's: Dynamo puts floats that may change into one.
+
+    NumPy's arrays are passed as tensors too, and are some, as `is_tensor` says.
+    """
+    given: Any = node.meta.get("grapharg")
+    return bool(getattr(given, "pass_arg_as_tensor", False)) and not given.is_tensor
+
+
+def is_static_input(node: fx.Node) -> bool:
+    """Whether an input is a parameter or buffer, which has one address in all calls."""
+    return bool((node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
+
+
+def source_name(node: fx.Node) -> str | None:
+    """Where Dynamo found an input, as an expression of the user's frame."""
+    source = getattr(node, "_dynamo_source", None)
+    return None if source is None else str(source.name)
+
+
+def takes_gradients(gm: fx.GraphModule) -> bool:
+    """Whether `torch.func.grad` or one of its kind runs inside Dynamo's graph.
+
+    Assumed: such a stretch begins with a call of `_grad_increment_nesting`.
+    """
+    targets = (node.target for node in gm.graph.nodes if node.op == "call_function")
+    return any("grad_increment_nesting" in getattr(name, "__name__", "") for name in targets)
+
+
+def copy_dynamo_node(
+    graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any], *, example: bool = False
+) -> fx.Node:
+    """`graph.node_copy` of a node in Dynamo's graph, its source kept.
+
+    And its fake value, `example`, if asked for: AOTAutograd does not take it for one to trace with.
+    """
+    copy = graph.node_copy(node, argument)
+    if not example:
+        copy.meta.pop("example_value", None)
+    if hasattr(node, "_dynamo_source"):
+        copy._dynamo_source = node._dynamo_source
+    return copy
+
+
+def scalar_input(graph: fx.Graph, after: fx.Node, name: str, dtype: torch.dtype) -> fx.Node:
+    """An input more for one of Dynamo's graphs, `after` another: a tensor without dimensions."""
+    with graph.inserting_after(after):
+        node = graph.placeholder(name)
+    node._dynamo_source = LocalSource(name)
+    with FakeTensorMode():
+        node.meta["example_value"] = torch.empty((), dtype=dtype, device="cpu")
+    return node
+
+
+def symbols_in(value: Any) -> set[Any]:
+    """The symbols in a number, or in how a tensor lies in memory, of Dynamo's."""
+    sizes = (size for size in _sizes(value) if isinstance(size, (torch.SymInt, torch.SymFloat)))
+    return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
+
+
+def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """`graph` as a module that AOTAutograd takes for one of Dynamo's, as `gm` is.
+
+    Assumed: by the module's `meta` and `_param_name_to_source` it knows Dynamo's graphs, and the
+    parameters among their inputs.
+    """
+    module = _make_graph_module(gm, graph)
+    module.meta = dict(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        module._param_name_to_source = gm._param_name_to_source
+    return module
+
+
+class Symbols:
+    """The symbols of one trace: sizes that Dynamo found to differ from call to call.
+
+    `inputs` are stand-ins for those of Dynamo's graph, with symbols where `examples`, its own, have
+    some; `values` are the inputs of a call. Assumed: what a trace found out about its symbols is in
+    `guards`, `replacements` and their ranges; nothing is left open without deferred assertions.
+    """
+
+    def __init__(self, examples: Sequence[Any], values: Sequence[Any]) -> None:
+        self._environment = ShapeEnv()
+        mode = FakeTensorMode(shape_env=self._environment)
+        self.inputs = [
+            self._stand_in(mode, f"input_{i}", example, value)
+            for i, (example, value) in enumerate(zip(examples, values, strict=True))
+        ]
+
+    def _stand_in(self, mode: FakeTensorMode, name: str, example: Any, value: Any) -> Any:
+        source = LocalSource(name)
+        if isinstance(value, torch.Tensor):
+            if not value.dim() and not value.requires_grad:  # with a source it had a symbol inside
+                return mode.from_tensor(value)
+            sizes = [
+                DimDynamic.STATIC if isinstance(size, int) else DimDynamic.DUCK
+                for size in example.shape
+            ]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+            return mode.from_tensor(value, source=source, symbolic_context=context)
+        made = self._environment.create_symbol(value, source=source, dynamic_dim=DimDynamic.DUCK)
+        return self._environment.create_symintnode(made, hint=value, source=source)
+
+    def bind(self, values: Sequence[Any]) -> dict[Any, int] | None:
+        """What each symbol is at these inputs; None if the trace does not hold for them."""
+        bound: dict[Any, int] = {}
+        pairs = [
+            pair
+            for made, value in zip(self.inputs, values, strict=True)
+            for pair in zip(_sizes(made), _sizes(value), strict=True)
+        ]
+        for made, size in pairs:
+            if not isinstance(made, int) and made.node.expr.is_Symbol:
+                bound[made.node.expr] = size
+        if any(at_sizes(made, bound) != size for made, size in pairs):
+            return None
+        environment = self._environment
+        if environment.deferred_runtime_asserts or environment.replacements:
+            return None
+        for symbol, allowed in environment.var_to_range.items():
+            if symbol not in bound or not allowed.lower <= bound[symbol] <= allowed.upper:
+                return None
+        held = (guard.expr.xreplace(bound) for guard in environment.guards)
+        return bound if all(bool(one == True) for one in held) else None  # noqa: E712 - of sympy
+
+
+def _sizes(value: Any) -> list[Any]:
+    if not isinstance(value, torch.Tensor):
+        return [value]
+    return [*value.shape, *value.stride(), value.storage_offset()]
+
+
+def at_sizes(size: Any, bound: dict[Any, int]) -> int:
+    """A size that may have symbols in it, where these have values; what is found is added there."""
+    if isinstance(size, int):
+        return size
+    expression = size.node.expr
+    found = bound.get(expression)
+    if found is None:
+        found = bound[expression] = int(expression.xreplace(bound))
+    return found
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value of a traced graph is an integer, which may have symbols in it."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node of a traced graph stands for a number that is made of sizes."""
+    return isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool, torch.SymFloat))
+
+
+def graph_break(gm: fx.GraphModule) -> tuple[str, int, str] | None:
+    """File, line and reason of the graph break that ends Dynamo's graph `gm`, if one does."""
+    ended = getattr(gm, "compile_subgraph_reason", None)
+    if ended is None or not ended.graph_break or not ended.user_stack:
+        return None
+    frame = ended.user_stack[-1]
+    return frame.filename, frame.lineno, str(ended.reason)
+
+
+def leaves_of(gm: fx.GraphModule) -> list[torch.Tensor]:
+    """The leaves with gradients among the inputs of Dynamo's graph, as the user has them.
+
+    Assumed: while the backend is asked, Dynamo has its inputs in `grapharg`.
+    """
+    given = (node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder"))
+    inputs = [None if of is None else of.example for of in given]
+    tensors = (value for value in inputs if isinstance(value, torch.Tensor))
+    return [value for value in tensors if value.is_leaf and value.requires_grad]

@@ -1,0 +1,158 @@
+"""Ops, by their schemas, and tensors, by their storages."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+__all__ = ["OpOverload", "tree_flatten", "tree_map", "tree_unflatten"]
+
+
+MERSENNE_TWISTER_OFFSETS = (24, 8, 16)
+"""In bytes within the state of the CPU's generator: the 624 words, how many are left, the next.
+
+Assumed: the state begins as `CPUGeneratorImplStateLegacy` does (ATen/CPUGeneratorImpl.cpp): a seed
+of 64 bits, `left` and `seeded` of 32, `next` of 64, the words, each in 64.
+"""
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """How often a tensor, or one that it shares its counter with, has been overwritten."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def when_gone(tensor: torch.Tensor) -> Callable[[], bool]:
+    """Says later whether its storage is gone; autograd gives that to other tensors."""
+    reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    gone: Callable[[], bool] = reference.expired
+    return gone
+
+
+def is_mutable(op: OpOverload) -> bool:
+    """Whether an op overwrites an argument, by its schema."""
+    return bool(op._schema.is_mutable)
+
+
+def is_view_op(target: object) -> bool:
+    """Whether an op returns one view of an argument, by its schema."""
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None
+
+
+def out_overload(op: OpOverload) -> tuple[OpOverload, str] | None:
+    """The overload of a functional op that writes its one result into a tensor it is given.
+
+    With the name of that argument; None if there is none that takes the same otherwise.
+    """
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    packet = op.overloadpacket
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        written = [a.name for a in found._schema.arguments if a.is_out]
+        others = [(a.name, str(a.type)) for a in found._schema.arguments if not a.is_out]
+        if len(written) == 1 and others == wanted:
+            return found, written[0]
+    return None
+
+
+def inplace_overload(op: OpOverload) -> OpOverload | None:
+    """The op of a functional op that writes over its first argument; None if there is none."""
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    packet = getattr(torch.ops.aten, op._schema.name.partition("::")[2] + "_", None)
+    found = None if packet is None else getattr(packet, op._overloadname, None)
+    if op.namespace != "aten" or found is None:
+        return None
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == wanted
+    return found if same and len(found._schema.returns) == 1 else None
+
+
+def argument_names(op: OpOverload) -> list[str]:
+    """The names of an op's arguments, in order."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def returns_of(op: OpOverload) -> int:
+    """How many results an op has, by its schema."""
+    return len(op._schema.returns)
+
+
+def schema_text(op: OpOverload) -> str:
+    """The schema of an op as `torch.library` takes it, namespace included."""
+    return str(op._schema)
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that is read with the sign turned round, as `imag` of a conjugate is."""
+    return torch._neg_view(tensor)
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for zeros that autograd makes without memory."""
+    return tensor._is_zerotensor()
+
+
+FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+EFFICIENT_BACKWARD: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+"""Attention's backwards on CUDA, whose arguments are the gradient, query, key, value, ..."""
+
+SEEDS_ON_CPU = (
+    EFFICIENT_BACKWARD.default,
+    torch.ops.aten._efficient_attention_backward.default,
+)
+"""Backwards that dereference `philox_seed` and `philox_offset` outside a capture.
+
+Assumed: aten/native/transformers/cuda/attention_backward.cu, where there is dropout.
+"""
+
+FLASH: Any = torch.ops.aten._scaled_dot_product_flash_attention
+FLASH_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_BACKWARD_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors have in common only if they share their storage, while it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+LINALG_CHECK: Any = torch.ops.aten._linalg_check_errors.default
+"""Raises what `torch.linalg` raises, for a matrix that is singular, say."""
+
+
+TO_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
+"""What `tensor.item()` calls."""
+
+LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
+"""What the gradient of `log_softmax` is computed by, and of `cross_entropy`."""
+
+SOFTMAXES: frozenset[Any] = frozenset(
+    {
+        torch.ops.aten._softmax.default,
+        torch.ops.aten._log_softmax.default,
+        torch.ops.aten._softmax_backward_data.default,
+        LOG_SOFTMAX_BACKWARD,
+    }
+)
+"""Ops of which each row of the result depends on that row alone."""
+
+CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_ATTENTION_BACKWARD: Any = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+)
+"""What `scaled_dot_product_attention` runs on the CPU where it can."""
+
+
+def log_softmax_backward(
+    gradient: torch.Tensor,
+    output: torch.Tensor,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """`LOG_SOFTMAX_BACKWARD`, written into `out`, which may be `output`."""
+    torch.ops.aten._log_softmax_backward_data.out(gradient, output, dim, dtype, out=out)
