@@ -54,6 +54,10 @@ def hand_over(flight: Any, position: int, gradient: torch.Tensor) -> torch.Tenso
     return found
 
 
+TAKING = (accumulate, hand_over)
+"""What takes a gradient away from autograd, for nodes of a graph to call."""
+
+
 def movable(captured: Captured) -> dict[int, int]:
     """The gradients that can have a home: {position among the primals: tensor}.
 

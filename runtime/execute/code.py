@@ -7,7 +7,7 @@ from torch import fx
 
 from coop_plan.runtime.capture.builder import device_of
 from coop_plan.runtime.capture.joint import Captured
-from coop_plan.runtime.capture.lasting import accumulate, hand_over
+from coop_plan.runtime.capture.lasting import TAKING, accumulate, hand_over
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
 from coop_plan.runtime.execute.copies import Copies, Route, Transfers
@@ -118,7 +118,7 @@ class Code:
                     prepare = Flight.recall if again else Flight.save
                     graph.call_function(prepare, (flight, op))
                 graph.call_function(self.arena.enter, (number,))
-            if node.target in (accumulate, hand_over):
+            if node.target in TAKING:
                 node.args = (flight, *node.args[1:])
             if op in self.replayed and again:
                 with graph.inserting_after(node):
@@ -190,7 +190,7 @@ def _left(captured: Captured, plan: Plan) -> dict[int, int]:
     }
     found: dict[int, int] = {}
     for position, value in enumerate(captured.output_args[captured.num_fwd_outputs :]):
-        if isinstance(value, fx.Node) and value.target not in (accumulate, hand_over):
+        if isinstance(value, fx.Node) and value.target not in TAKING:
             for t in captured.storages[value]:
                 if t in offsets:
                     found[offsets[t]] = position

@@ -219,9 +219,8 @@ def can_be_added_to(movable: Container[int], position: int, leaf: torch.Tensor) 
 
 def handed_over(leaves: Mapping[int, torch.Tensor], used: Iterable[int]) -> set[int]:
     """Of the gradients that are `used` up those whose hooks this backward can call itself."""
-    if makes_a_graph():
-        return set()
-    return {p for p in used if p in leaves and _hooks_alone(leaves[p])}
+    found = {p for p in used if p in leaves and _hooks_alone(leaves[p])}
+    return set() if found and makes_a_graph() else found
 
 
 def _hooks_alone(leaf: torch.Tensor) -> bool:

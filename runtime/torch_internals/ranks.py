@@ -39,9 +39,7 @@ def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
 
 def group_of_all() -> str | None:
     """The name of the process group of all ranks; None where this process is alone."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    if torch.distributed.get_world_size() == 1:
+    if ranks() == 1:
         return None
     world: Any = torch.distributed.group.WORLD
     return str(world.group_name)

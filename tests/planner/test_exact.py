@@ -211,6 +211,11 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
         assert rounded >= staged * (1 - 1e-9)
 
 
+def _same_class(method):
+    """Options by which coop-offline keeps to what a method does: `optimal` to the program's order."""
+    return {"switches": {"reorder": False}} if method == "optimal" else {}
+
+
 @settings(SETTINGS, max_examples=12)
 @given(
     graph=graphs(max_ops=12),
@@ -223,15 +228,13 @@ def test_plans_are_valid_and_no_worse_than_the_heuristic(method, graph, outputs,
     assume(sum(t.bytes for t in graph.tensors))
     options = {"outputs": outputs, "alignment": 1}
     try:
-        heuristic = plan(graph, budget, method="coop-offline", **options)
+        heuristic = plan(graph, budget, method="coop-offline", **options, **_same_class(method))
     except InfeasibleBudgetError:
         return
-    # Where there is a link not all is proved, and the time is spent: in it, on a machine under
-    # load, fewer of coop-offline's searches run than without a limit.
+    # Where there is a link not all is proved, and the time is spent.
     made = plan(graph, budget, method=method, time_limit=3.0, **options)
     assert find_faults(graph, made) == []
-    slack = 0.1 if heuristic.host_arena_bytes or made.host_arena_bytes else 1e-9
-    assert made.cost_us <= heuristic.cost_us * (1 + slack)
+    assert made.cost_us <= heuristic.cost_us * (1 + 1e-9)
     if made.lower_bound_us is None:
         assert Problem.from_graph(graph, 1).beyond_recomputation
         assert (made.status, made.lower_bound_model) == ("feasible", None)

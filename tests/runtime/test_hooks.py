@@ -116,24 +116,42 @@ def test_hooks_that_come_and_go():
     both("100%", each=each)
 
 
-def test_a_hook_is_called_once_with_all_of_a_gradient():
-    """Of a leaf that something else has a gradient for, too; and for no other function's sake."""
+def keep(model):
+    """Let hooks take all gradients; what they took, with the names, as it comes."""
+    found = []
+
+    def taking(name):
+        def take(p):
+            found.append((name, p.grad))
+            p.grad = None
+
+        return take
+
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(taking(name))
+    return found
+
+
+def kept_alike(run):
+    """Whether hooks are called for the same leaves with the same gradients, which then stay."""
     torch.manual_seed(0)
     eager = Heavy()
     model = copy.deepcopy(eager)
+    step = torch.compile(model, backend="coop", options={"budget": "min"}, fullgraph=True)
+    results = []
+    for trained, called in ((model, step), (eager, eager)):
+        found = keep(trained)
+        run(trained, called)
+        results.append(sorted(found, key=lambda call: call[0]))  # of one leaf in their order
+    found, expected = results
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    assert all(torch.equal(made, wanted) for (_, made), (_, wanted) in zip(*results, strict=True))
+
+
+def test_a_hook_is_called_once_with_all_of_a_gradient():
+    """Of a leaf that something else has a gradient for, too; and for no other function's sake."""
 
     def run(model, step):
-        calls = []
-
-        def taker(name):
-            def take(p):
-                calls.append((name, p.grad))
-                p.grad = None
-
-            return take
-
-        for name, p in model.named_parameters():
-            p.register_post_accumulate_grad_hook(taker(name))
         for i, x in enumerate(batches()):
             loss = step(x)
             if i % 2:
@@ -142,37 +160,18 @@ def test_a_hook_is_called_once_with_all_of_a_gradient():
                 torch.autograd.grad(loss, list(model.parameters()))
             else:
                 loss.backward()
-        return sorted(calls, key=lambda call: call[0])
 
-    expected = run(eager, eager)
-    found = run(model, torch.compile(model, backend="coop", options={"budget": "min"}))
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    for (_, value), (_, wanted) in zip(found, expected, strict=True):
-        assert torch.equal(value, wanted)  # and what the hook kept was not overwritten
+    kept_alike(run)
 
 
 def test_a_second_backward_of_a_step():
-    torch.manual_seed(0)
-    eager = Heavy()
-    model = copy.deepcopy(eager)
-
-    def run(model, step):
-        found = []
-
-        def take(p):
-            found.append(p.grad)
-            p.grad = None
-
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(take)
+    def run(_, step):
         for x in batches():
             loss = step(x)
             loss.backward(retain_graph=True)
             loss.backward()
-        return sorted(found, key=lambda gradient: (gradient.shape, gradient.sum().item()))
 
-    step = torch.compile(model, backend="coop", options={"budget": "min"}, fullgraph=True)
-    assert all(map(torch.equal, run(model, step), run(eager, eager)))
+    kept_alike(run)
 
 
 def test_a_hook_that_fails_is_called_again_in_the_next_step():
