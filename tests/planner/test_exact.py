@@ -212,7 +212,7 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
 
 
 def _same_class(method):
-    """Options by which coop-offline keeps to what a method does: `optimal` to the program's order."""
+    """Options for coop-offline to do what a method does: `optimal` keeps the program's order."""
     return {"switches": {"reorder": False}} if method == "optimal" else {}
 
 
