@@ -277,9 +277,8 @@ def _measure(
     inputs = [v for v in flat if isinstance(v, torch.Tensor)]
     device = _cuda_device(flat)
     alignment = SCRATCH_ALIGNMENT if device is None else CUDA_ALIGNMENT
-    beside: list[int] = []
-    # Others of the process may take something meanwhile, and a thread may come late.
-    while not beside or (beside[0] and beside.count(beside[-1]) == 1 and len(beside) < 3):
+    beside = []
+    for _ in range(2):  # the less: others of the process may take something meanwhile
         result = None
         ext.record_begin(device is not None)
         try:
@@ -287,12 +286,14 @@ def _measure(
         finally:
             events = ext.record_end()
         beside.append(ext.workers_peak())
+        if not beside[-1]:
+            break
     results = tree_flatten(result)[0]
     outputs, allocations, workspace = digest(events, inputs, results, target, alignment)
     del result, results
     if cost_us is None:
         cost_us = _time(partial(target, *args, **kwargs), allocations, alignment, device)
-    return OpProfile(cost_us, outputs, allocations, workspace, int(statistics.median(beside)))
+    return OpProfile(cost_us, outputs, allocations, workspace, min(beside))
 
 
 def _time(

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from coop_plan.runtime.cache import profiles
 from coop_plan.runtime.cache.profiles import ProfileCache
 from coop_plan.runtime.capture import profile
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.device.build import arena as extension
 from tests.runtime.starts import figures, in_a_new_process, start
 
 ROOT = Path(__file__).parents[2]
@@ -52,23 +50,6 @@ def test_what_a_kernels_workers_take_is_in_its_profile():
         torch.set_num_threads(1)
     sizes = sum(gradient.nbytes for gradient in made)
     assert sizes < taken <= sizes + facts.workspace_bytes + facts.beside_bytes
-
-
-@pytest.mark.parametrize(
-    ("peaks", "expected"),
-    [([0], 0), ([7, 7], 7), ([7, 3, 7], 7), ([3, 7, 7], 7), ([7, 9, 7], 7), ([7, 0, 7], 7)],
-)
-def test_one_run_with_more_or_less_on_other_threads_does_not_count(monkeypatch, peaks, expected):
-    left = iter(peaks)
-    recorder = SimpleNamespace(
-        record_begin=extension().record_begin,
-        record_end=extension().record_end,
-        workers_peak=lambda: next(left),
-    )
-    monkeypatch.setattr(profile, "extension", lambda: recorder)
-    facts = profile._measure(torch.ops.aten.sin.default, (torch.ones(4),), {}, 1.0)
-    assert facts.beside_bytes == expected
-    assert not list(left)
 
 
 def test_a_second_process_measures_nothing_and_plans_nothing(cache):
