@@ -204,8 +204,9 @@ class Course:
 
     def received(self, flight: Flight, made: Sequence[Any]) -> None:
         """Note what the forward of a call made."""
-        if self._plans is None:
-            self._calls[self._numbers[flight]].made += addresses(made)
+        number = self._numbers.get(flight)
+        if self._plans is None and number is not None:
+            self._calls[number].made += addresses(made)
         self._watch(flight, False, made, dict.fromkeys(range(len(made)), RECORDED))
 
     def _watch(

@@ -24,6 +24,7 @@ class Pool:
     """
 
     def __init__(self, options: Options) -> None:
+        self._options = options
         self.course = Course(options)
         self._memories: list[Memory] = []
         self._of_all: Memory | None = None
@@ -94,8 +95,11 @@ class Pool:
         return found
 
     def rest(self) -> None:
-        """Keep no memory that no flight is in."""
-        busy = {id(flight.memory) for flight in in_flight()}
+        """Keep no memory that no flight is in, and nothing of iterations that are over."""
+        flights = in_flight()
+        if not any(flight.home is self for flight in flights):
+            self.course = Course(self._options)
+        busy = {id(flight.memory) for flight in flights}
         self._memories = [memory for memory in self._memories if id(memory) in busy]
         if id(self._of_all) not in busy:
             self._of_all = None

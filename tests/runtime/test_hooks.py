@@ -1,7 +1,6 @@
 """Optimizers that step in the backward: gradients are used up there, in eager's way and order."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -63,7 +62,6 @@ def train(model, step, make=momentum, each=lambda i, model, handles: None):
 
 def both(budget, **given):
     """The same with eager's step and a planned one; what each left, and took."""
-    gc.collect()  # what other tests left waiting for a backward would share the budget
     torch.manual_seed(0)
     eager = Heavy()
     model = copy.deepcopy(eager)

@@ -446,4 +446,6 @@ def test_a_reset_of_dynamo_gives_idle_memory_back():
     assert process_bytes()[0] > before + 1024 * 64 * 4
     torch._dynamo.reset()
     assert process_bytes()[0] < before + 4096
+    runtime.clear_reports()
     compiled(torch.ones(1024, 64)).backward()
+    assert not iterations()  # none of before is planned now
