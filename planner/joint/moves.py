@@ -15,6 +15,7 @@ from coop_plan.planner.orders.lives import next_read, wanted_at
 from coop_plan.planner.orders.moves import (
     block_end,
     gather,
+    gone_chance,
     is_first,
     put_in_order,
     take_out_block,
@@ -65,7 +66,7 @@ def _serve(a: Program, m: MarkState, at: int, by_link: bool) -> bool:
         at -= int(m.numbers.earliest ** np.random.random())
     if s.again[maker] == 0 or at < 0 or at <= place(s, s.op[maker]):
         return False
-    return recompute(a, m, maker, at)
+    return recompute(a, m, maker, at, gone_chance(s))
 
 
 @inner
@@ -83,7 +84,9 @@ def _convert(a: Program, m: MarkState, at: int) -> bool:
     if c >= a.ops and (s.again[maker] == 0 or a.evictable[t] == 0):
         return False
     take_out(a, s, e)
-    return fetch(a, m, t, read - 1) if c < a.ops else recompute(a, m, maker, read - 1)
+    if c < a.ops:
+        return fetch(a, m, t, read - 1)
+    return recompute(a, m, maker, read - 1, gone_chance(s))
 
 
 @inner
@@ -114,15 +117,14 @@ def fetch(a: Program, m: MarkState, t: int, at: int) -> bool:
 
 
 @inner
-def recompute(a: Program, m: MarkState, op: int, at: int) -> bool:
+def recompute(a: Program, m: MarkState, op: int, at: int, gone: float) -> bool:
     """
     Put `op` into the trial before event `at`; false where there is no room for more events.
 
-    What it reads and is not kept there is mostly computed again or fetched with it.
+    What it reads and is not kept there is computed again or fetched with it, with chance `gone`.
     """
     s, n = m.orders, m.numbers
     kept = n.kept_usually if np.random.random() < n.usually else n.kept_rarely
-    gone = n.gone_usually if np.random.random() < n.usually else n.gone_rarely
     s.inserted[0] = op
     count, i = 1, 0
     while i < count:

@@ -9,6 +9,7 @@ from coop_plan.planner.joint.moves import fetch, recompute
 from coop_plan.planner.orders.blocks import block_at, length, place
 from coop_plan.planner.orders.lives import next_read
 from coop_plan.planner.orders.measure import look_at
+from coop_plan.planner.orders.repair import gains, gone_there
 from coop_plan.planner.orders.sequence import (
     ALONG,
     CODE,
@@ -62,7 +63,9 @@ def repair(a: Program, m: MarkState) -> bool:
     read = next_read(s, best, worst + 1)
     if read == length(s):
         return False
-    return fetch(a, m, best, read) if by_link else recompute(a, m, a.producer[best], read)
+    if by_link:
+        return fetch(a, m, best, read)
+    return recompute(a, m, a.producer[best], read, gone_there(a, s, best, worst))
 
 
 @inlined
@@ -95,7 +98,8 @@ def _either(
         if np.random.random() * total < bytes_ / max(us, LEAST_US):
             best, by_link = t, True
     if s.again[maker] == 1 and a.evictable[t] == 1:
-        total += bytes_ / max(a.cost[maker], LEAST_US)
-        if np.random.random() * total < bytes_ / max(a.cost[maker], LEAST_US):
+        gained = max(*gains(a, s, t, worst))
+        total += gained
+        if np.random.random() * total < gained:
             best, by_link = t, False
     return best, by_link, total

@@ -286,18 +286,18 @@ class ResequencingParams(Params):
     worth_placing: Share = 1e-4
     """Share of the incumbent's cost that a sequence must save to have its layout tried."""
 
-    settling_steps: Count = 50_000
+    settling_steps: Count = 30_000
     settling_steps_per_event: Count = 400
-    """The walk that ends every search without a deadline has so many steps at most."""
+    """Each of the walks that end every search without a deadline has so many steps at most."""
 
     settling_chunks: Count = 40
-    """Looks at the result in these."""
+    """Looks at the result in each of them."""
 
     settling_blocks: Count = 100_000
     """Layouts times events, at most, but for one at the end."""
 
-    settling_heat: Ratio = 0.1
-    """Its temperature at the beginning, in mean costs of an op."""
+    settling_heats: tuple[Ratio, ...] = (0.2, 0.8)
+    """Their temperatures at the beginning, in mean costs of an op: what the first leaves is kept."""
 
     narrower: Share = 4e-3
     """Share of what may be live at once by which it gets less where a layout fails."""

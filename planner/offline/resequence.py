@@ -90,11 +90,15 @@ class Resequencing:
             chunks += 1
 
     def settle(self) -> None:
-        """Cool down in as many steps as the sequence asks for, whatever time that takes."""
+        """Cool down, and again from hotter, in so many steps, whatever time that takes."""
+        for heat in self.params.settling_heats:
+            self._settle_once(heat)
+
+    def _settle_once(self, heat: float) -> None:
         params, portfolio, state = self.params, self.portfolio, self.state
         go_to(state, self.fits)
         base = portfolio.problem.base_cost_us
-        heat = params.settling_heat * base / portfolio.problem.op_count
+        heat *= base / portfolio.problem.op_count
         steep, chunks, events = params.steep, params.settling_chunks, max(1, self.fits.size)
         steps = -(-min(params.settling_steps, params.settling_steps_per_event * events) // chunks)
         layouts = max(1, min(chunks, params.settling_blocks // events))

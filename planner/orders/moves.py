@@ -73,7 +73,7 @@ def _serve(a: Program, s: WalkState, event: int) -> bool:
         at -= int(s.numbers.earliest ** np.random.random())
     if s.again[maker] == 0 or at < 0 or at <= place(s, s.op[maker]):
         return False
-    return recompute(a, s, maker, at)
+    return recompute(a, s, maker, at, gone_chance(s))
 
 
 @inner
@@ -172,16 +172,22 @@ def block_end(s: WalkState, begin: int, more: float) -> int:
     return end
 
 
+@inlined
+def gone_chance(s: WalkState) -> float:
+    """The chance with which what is not kept for a recompute is computed again with it."""
+    usually = np.random.random() < s.numbers.usually
+    return s.numbers.gone_usually if usually else s.numbers.gone_rarely
+
+
 @inner
-def recompute(a: Program, s: WalkState, op: int, at: int) -> bool:
+def recompute(a: Program, s: WalkState, op: int, at: int, gone: float) -> bool:
     """
     Put `op` into the trial before event `at`; false where there is no room for more events.
 
-    What it reads and is not kept there is mostly computed again with it.
+    What it reads and is not kept there is computed again with it, with chance `gone`, or kept.
     """
     n = s.numbers
     kept = n.kept_usually if np.random.random() < n.usually else n.kept_rarely
-    gone = n.gone_usually if np.random.random() < n.usually else n.gone_rarely
     s.inserted[0] = op
     count = 1
     i = 0

@@ -21,10 +21,10 @@ class MoveParams(Params):
     mend_chance: Share = 0.3
     """Chance that a change that needs too much is mended although it may be accepted."""
 
-    recompute_chance: Share = 0.35
+    recompute_chance: Share = 0.2
     """Chance of a change to compute something again for an event that reads it."""
 
-    move_chance: Share = 0.35
+    move_chance: Share = 0.2
     """Chance of a change to move recomputes; what is left of 1 is to take some out."""
 
     tries: Size = 50

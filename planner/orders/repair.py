@@ -5,8 +5,8 @@ import numpy as np
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.compiled import inlined, inner
 from coop_plan.planner.orders.blocks import block_at, place
-from coop_plan.planner.orders.lives import next_read
-from coop_plan.planner.orders.moves import recompute
+from coop_plan.planner.orders.lives import next_read, wanted_at
+from coop_plan.planner.orders.moves import gone_chance, recompute
 from coop_plan.planner.orders.sequence import (
     ALONG,
     CODE,
@@ -14,6 +14,7 @@ from coop_plan.planner.orders.sequence import (
     DOES,
     END,
     LATER,
+    LEAST_US,
     LONG,
     NONE,
     OVER,
@@ -38,7 +39,16 @@ def repair(a: Program, s: WalkState) -> bool:
     """
     worst = s.counts[WORST]
     t = _drawn(a, s, worst)
-    return t != NONE and recompute(a, s, a.producer[t], next_read(s, t, worst + 1))
+    if t == NONE:
+        return False
+    return recompute(a, s, a.producer[t], next_read(s, t, worst + 1), gone_there(a, s, t, worst))
+
+
+@inlined
+def gone_there(a: Program, s: WalkState, t: int, worst: int) -> float:
+    """The chance with which what a tensor is made from is computed again with it; `gains`."""
+    kept, again = gains(a, s, t, worst)
+    return 0.0 if np.random.random() * (kept + again) < kept else gone_chance(s)
 
 
 @inlined
@@ -110,9 +120,28 @@ def _left_by_blocks(s: WalkState, last: int, by: int, left: float) -> int:
 def _worth(a: Program, s: WalkState, x: int, worst: int, op: int) -> float:
     """What it is worth not to keep the copy that a touch began while an op runs: bytes a µs."""
     t = s.touch[x, TENSOR]
-    if s.touch[x, COPY] != x or place(s, s.touch[x, END]) <= worst or _held(a, op, t):
+    gone = s.touch[x, COPY] != x or place(s, s.touch[x, END]) <= worst
+    if gone or s.worth[t, 1] == 0.0 or _held(a, op, t):
         return 0.0
-    return float(min(s.worth[t, 0], s.counts[OVER] * s.worth[t, 1]))
+    return max(*gains(a, s, t, worst))
+
+
+@inlined
+def gains(a: Program, s: WalkState, t: int, worst: int) -> tuple[float, float]:
+    """
+    Bytes a µs where a tensor is computed again instead of kept at an event.
+
+    First where what it is made from and is not kept there is from then on, which only counts as one
+    of those who read it: what one recompute keeps is there for the others, and of the inputs of a
+    concatenation, say, all or none are worth keeping. Then where that is computed again as well.
+    """
+    maker, kept, us = a.producer[t], 0.0, 0.0
+    for k in range(a.reads_ptr[maker], a.reads_ptr[maker + 1]):
+        r = a.reads[k]
+        if a.size[r] > 0 and not wanted_at(a, s, r, worst):
+            kept, us = kept + s.part[r], us + s.renewal[r]
+    over, cost = float(s.counts[OVER]), max(a.cost[maker], LEAST_US)
+    return max(0.0, min(a.size[t] - kept, over)) / cost, min(a.size[t], over) / (cost + us)
 
 
 @inlined

@@ -120,7 +120,8 @@ class WalkState(NamedTuple):
     what they do to tensors; see above. `op` tells the event of its first run. `inserted` lists what
     one change puts in. `again` says of an op whether it may run anywhere after its first run,
     `needed` of a tensor whether it is there in the end, `worth` what it is worth not to keep it,
-    bytes a µs, and that for a byte of it: 0 where it cannot be computed again.
+    bytes a µs, and that for a byte of it: 0 where it cannot be computed again; `part` its bytes for
+    each op that reads it, and `renewal` what it takes to have it again, µs.
     `chained` and `phase` of ops what keeps their first runs in order. `margin` lists (position, op,
     bytes to leave free while it runs between the first runs before and of that position), and
     `tight` counts the positions in it before each.
@@ -130,6 +131,8 @@ class WalkState(NamedTuple):
     again: Flags
     needed: Flags
     worth: npt.NDArray[np.float64]
+    part: npt.NDArray[np.float64]
+    renewal: npt.NDArray[np.float64]
     chained: Flags
     phase: Flags
     sequence: Ints
@@ -183,6 +186,8 @@ def allocate(
         again=again,
         needed=np.zeros(count, dtype=np.uint8),
         worth=np.stack([a.size * worth, worth], axis=1),
+        part=a.size / np.maximum(np.bincount(a.reads, minlength=count), 1),
+        renewal=np.where((a.evictable == 1) & (again[a.producer] == 1), a.cost[a.producer], np.inf),
         chained=np.zeros(codes, dtype=np.uint8),
         phase=np.zeros(codes, dtype=np.uint8),
         sequence=np.zeros(room, dtype=np.int64),
