@@ -297,7 +297,7 @@ class ResequencingParams(Params):
     """Layouts times events, at most, but for one at the end."""
 
     settling_heats: tuple[Ratio, ...] = (0.2, 0.8)
-    """Their temperatures at the beginning, in mean costs of an op: what the first leaves is kept."""
+    """Their temperatures at the beginning, in mean costs of an op."""
 
     narrower: Share = 4e-3
     """Share of what may be live at once by which it gets less where a layout fails."""

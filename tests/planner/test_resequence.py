@@ -249,6 +249,49 @@ def test_no_bound_of_program_order_is_above_a_cost():
     assert exact.cost_us > made.cost_us
 
 
+def dense_block(layers):
+    """Each layer reads the concatenation, cheap to make, of what all layers before it made."""
+    tensors, ops, made, layer = {}, [], [], []
+
+    def new(kind, size):
+        tensors[len(tensors)] = kind, size
+        return len(tensors) - 1
+
+    def run(inputs, parts, cost_us, kind="activation", **fields):
+        ops.append({"inputs": inputs, "outputs": [new(kind, parts * 1024)], "cost_us": cost_us})
+        ops[-1] |= fields
+        return len(tensors) - 1
+
+    made.append(run([], 1, 60.0))
+    for n in range(1, layers + 1):
+        read = run(list(made), n, 2.0 * n) if n > 1 else made[0]
+        layer.append((read, run([read], n, 20.0 * n)))
+        made.append(run([layer[-1][1]], 1, 60.0 * n))
+    gradient = run([made[-1]], layers + 1, 1.0, phase="backward")
+    for n in range(layers, 0, -1):
+        read, result = layer[n - 1]
+        gradient = run([result, gradient], n, 120.0 * n, phase="backward")
+        kind = "output" if n == 1 else "activation"
+        gradient = run([read, gradient], n, 20.0 * n, kind, phase="backward")
+    return make_graph(tensors, ops)
+
+
+@pytest.mark.parametrize(("share", "alone"), [("60%", 2.96), ("50%", 5.34)])
+def test_what_many_recomputes_read_is_kept_for_all_of_them(share, alone):
+    """
+    One concatenation less saves nothing, as all it is made of must be kept for it; all do.
+
+    `alone` is the overhead, %, where each is looked at by itself.
+    """
+    graph = dense_block(8)
+    options = {"outputs": "arena", "alignment": 1, "switches": {"reorder": False}}
+    made = plan(graph, share, **options)
+    least = plan(graph, share, method="optimal", time_limit=60.0, outputs="arena", alignment=1)
+    assert least.status == "optimal"
+    assert 100 * least.overhead < alone - 0.05
+    assert made.cost_us == pytest.approx(least.cost_us)
+
+
 @pytest.mark.parametrize("what", [{"rng": True}, {"recomputable": False}, {"phase": "backward"}])
 def test_what_has_an_effect_or_another_phase_stays_behind_what_it_follows(what):
     """The second branch may not begin before the first one's end, or both draw."""
