@@ -120,8 +120,8 @@ def _left_by_blocks(s: WalkState, last: int, by: int, left: float) -> int:
 def _worth(a: Program, s: WalkState, x: int, worst: int, op: int) -> float:
     """What it is worth not to keep the copy that a touch began while an op runs: bytes a µs."""
     t = s.touch[x, TENSOR]
-    gone = s.touch[x, COPY] != x or place(s, s.touch[x, END]) <= worst
-    if gone or s.worth[t, 1] == 0.0 or _held(a, op, t):
+    ended = s.touch[x, COPY] != x or place(s, s.touch[x, END]) <= worst
+    if ended or s.worth[t, 1] == 0.0 or _held(a, op, t):
         return 0.0
     return max(*gains(a, s, t, worst))
 
