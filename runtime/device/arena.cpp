@@ -12,6 +12,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <pthread.h>
+
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/intrusive_ptr.h>
@@ -34,11 +36,8 @@ void release(void* pointer) {
   if (is_recorded(false)) log_free(pointer);
   {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = taken.find(pointer);
-    if (found != taken.end()) {
+    if (give(pointer)) {
       remove_stray(pointer);
-      count(-found->second.size, found->second.thread);
-      taken.erase(found);
     } else if (freed_in_memory(pointer)) {
       return;
     }
@@ -64,10 +63,9 @@ class ArenaAllocator final : public at::Allocator {
       {
         std::lock_guard<std::mutex> lock(mutex);
         const auto bytes = static_cast<int64_t>(size);
-        taken[p] = {bytes, pthread_self()};
         if (noted && served == Served::kByNobody) add_stray(p, bytes, line);
         if (!idle.empty()) relieve(bytes);
-        count(bytes);
+        take(p, bytes);
       }
       if (is_recorded(false)) log_alloc(p, size);
     }
@@ -307,7 +305,7 @@ PyObject* begin(PyObject*, PyObject* args) {
       resize(memory, bytes);
     }
     if (fresh) open(&active->window, static_cast<int64_t>(memory->counted), watch);
-    active->window.thread = pthread_self();
+    active->window.thread = this_thread();
   }
   if (fresh) {
     active->high_water = 0;
@@ -397,8 +395,8 @@ PyObject* record_begin(PyObject*, PyObject* cuda) {
   recording = true;
   std::lock_guard<std::mutex> lock(mutex);
   workers.clear();
-  recorder = pthread_self();
-  recorder_set = true;
+  recorder = this_thread();
+  ++recording_number;
   Py_RETURN_NONE;
 }
 
@@ -406,7 +404,7 @@ PyObject* record_end(PyObject*, PyObject*) {
   recording = false;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    recorder_set = false;
+    recorder = 0;
   }
   PyObject* list = PyList_New(0);
   for (const Event& event : *events) {

@@ -8,9 +8,9 @@
 #pragma once
 
 #include <Python.h>
-#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -21,6 +21,8 @@ namespace {
 
 constexpr int64_t kStray = 4096;  // bytes from which on an allocation beside the plan is noted
 
+using Thread = uint64_t;  // a number of our own: the system gives those of ended threads again
+
 struct Stray {
   int64_t size;
   std::string line;
@@ -28,13 +30,14 @@ struct Stray {
 
 struct Taken {
   int64_t size;
-  pthread_t thread;
+  Thread thread;
+  int64_t recording;  // in which a worker took it, 0: none
 };
 
 struct Window {
   bool open = false;
   bool watched = false;
-  pthread_t thread{};
+  Thread thread = 0;
   int64_t before = 0;  // bytes of the process when it was opened, the run's memory left out
   int64_t now = 0;
   int64_t peak = 0;
@@ -46,7 +49,7 @@ struct Window {
 
 // What other threads than the one that records an op take meanwhile: a kernel's own workers.
 struct Worker {
-  pthread_t thread;
+  Thread thread;
   int64_t now;
   int64_t peak;
 };
@@ -58,9 +61,15 @@ auto& foreign = *new std::vector<std::string>();  // paths whose lines are not t
 int64_t current_bytes = 0;  // by mutex
 int64_t peak_bytes = 0;     // by mutex
 auto& workers = *new std::vector<Worker>();  // by mutex
-bool recorder_set = false;                   // by mutex
-pthread_t recorder{};                        // by mutex
+Thread recorder = 0;                         // by mutex; 0: none
+int64_t recording_number = 0;                // by mutex
 thread_local int watched = 0;  // windows of this thread that are
+
+Thread this_thread() {
+  static std::atomic<Thread> last{0};
+  thread_local const Thread number = ++last;
+  return number;
+}
 
 // All below under the mutex, but for the last.
 
@@ -74,21 +83,19 @@ void note_strays(Window* window) {
   }
 }
 
-void count_worker(int64_t bytes, pthread_t thread) {
-  auto found = std::find_if(workers.begin(), workers.end(), [&](const Worker& worker) {
-    return pthread_equal(worker.thread, thread);
-  });
+void count_worker(int64_t bytes, Thread thread) {
+  auto found = std::find_if(workers.begin(), workers.end(),
+                            [&](const Worker& worker) { return worker.thread == thread; });
   if (found == workers.end()) found = workers.insert(found, {thread, 0, 0});
   found->now += bytes;
   found->peak = std::max(found->peak, found->now);
 }
 
-void count(int64_t bytes, pthread_t thread = pthread_self()) {
+void count(int64_t bytes, Thread thread = this_thread()) {
   current_bytes += bytes;
   peak_bytes = std::max(peak_bytes, current_bytes);
-  if (recorder_set && !pthread_equal(recorder, thread)) count_worker(bytes, thread);
   for (Window* window : windows) {
-    if (!pthread_equal(window->thread, thread)) continue;
+    if (window->thread != thread) continue;
     window->now += bytes;
     if (window->now <= window->peak) continue;
     window->peak = window->now;
@@ -96,9 +103,28 @@ void count(int64_t bytes, pthread_t thread = pthread_self()) {
   }
 }
 
+void take(void* pointer, int64_t bytes) {
+  const Thread thread = this_thread();
+  const bool by_worker = recorder != 0 && recorder != thread;
+  taken[pointer] = {bytes, thread, by_worker ? recording_number : 0};
+  if (by_worker) count_worker(bytes, thread);
+  count(bytes, thread);
+}
+
+// False if it was not taken. What a worker had before an op is no room for what it takes for it.
+bool give(void* pointer) {
+  const auto found = taken.find(pointer);
+  if (found == taken.end()) return false;
+  const Taken& what = found->second;
+  if (recorder != 0 && what.recording == recording_number) count_worker(-what.size, what.thread);
+  count(-what.size, what.thread);
+  taken.erase(found);
+  return true;
+}
+
 void add_stray(void* pointer, int64_t size, const std::string& line) {
   for (Window* window : windows) {
-    if (window->watched && pthread_equal(window->thread, pthread_self())) {
+    if (window->watched && window->thread == this_thread()) {
       window->strays[pointer] = {size, line};
     }
   }
@@ -114,7 +140,7 @@ void close(Window* window) {
   if (!window->open) return;
   window->open = false;
   std::erase(windows, window);
-  if (window->watched && pthread_equal(window->thread, pthread_self())) --watched;
+  if (window->watched && window->thread == this_thread()) --watched;
   window->watched = false;
   window->strays.clear();
 }
@@ -124,7 +150,7 @@ void open(Window* window, int64_t memory_bytes, bool watch) {
   *window = Window();
   window->open = true;
   window->watched = watch;
-  window->thread = pthread_self();
+  window->thread = this_thread();
   window->before = current_bytes - memory_bytes;
   window->now = window->peak = memory_bytes;
   windows.push_back(window);

@@ -5,6 +5,8 @@ import functools
 import gc
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -223,3 +225,30 @@ done.set()
 
 def test_a_child_forked_while_others_allocate_can_allocate(cache):
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], check=True, timeout=300)
+
+
+def test_what_an_ended_thread_took_is_not_of_the_thread_after_it(x):
+    """The system gives the number of an ended thread to a later one."""
+    earlier = {}
+
+    def take():
+        earlier[threading.get_ident()] = torch.ones(100_000)
+
+    def step():
+        if threading.get_ident() not in earlier:
+            return None
+        run = Run(Arena(4096, [[]], [False]))
+        run.begin(Memory(), fresh=True)
+        run.arena.leave()
+        earlier.clear()
+        made = x + x
+        run.end()
+        return run.counters().process_bytes - 4096 - made.nbytes
+
+    def in_a_thread(function):
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(function).result()
+
+    in_a_thread(take)
+    more = next(filter(lambda seen: seen is not None, map(in_a_thread, 100 * [step])))
+    assert more == 0

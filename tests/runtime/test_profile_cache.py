@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from coop_plan.runtime.cache import profiles
 from coop_plan.runtime.cache.profiles import ProfileCache
 from coop_plan.runtime.capture import profile
+from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from tests.runtime.starts import figures, in_a_new_process, start
 
@@ -50,6 +52,19 @@ def test_what_a_kernels_workers_take_is_in_its_profile():
         torch.set_num_threads(1)
     sizes = sum(gradient.nbytes for gradient in made)
     assert sizes < taken <= sizes + facts.workspace_bytes + facts.beside_bytes
+
+
+def test_what_a_worker_let_go_of_is_no_room_for_what_it_takes():
+    """Python's garbage may be of a thread that works for a kernel, or had its number before."""
+    ext = build.arena()
+    with ThreadPoolExecutor(1) as worker:
+        earlier = worker.submit(torch.ones, 100_000).result()
+        ext.record_begin(False)
+        first = worker.submit(torch.ones, 1000).result()
+        del earlier
+        second = worker.submit(torch.ones, 500).result()
+        ext.record_end()
+    assert ext.workers_peak() == first.nbytes + second.nbytes
 
 
 def test_a_second_process_measures_nothing_and_plans_nothing(cache):
