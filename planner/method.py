@@ -9,6 +9,9 @@ from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 
+BoundModel = Literal["any", "program-order"]
+"""For which schedules a bound holds."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -78,7 +81,7 @@ class Solution:
     placed: PlacedSchedule
     status: Literal["optimal", "feasible"] = "feasible"
     lower_bound_us: float | None = None
-    bound_model: Literal["any", "program-order"] | None = None
+    bound_model: BoundModel | None = None
     eviction_free_ratio: float | None = None
     """Mean of free bytes / arena right after forced evictions, for online methods."""
     evictions: int | None = None

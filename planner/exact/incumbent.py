@@ -8,7 +8,7 @@ from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.model.milp import INFINITY
-from coop_plan.planner.method import Progress, Solution
+from coop_plan.planner.method import BoundModel, Progress, Solution
 
 SOLVER_TOLERANCE = 1e-7
 """Share of the base cost that a bound gives away, as solvers compute in floating point."""
@@ -21,14 +21,19 @@ class Incumbent:
     """
     The best placed plan for one arena (bytes) and the best lower bound, both in µs.
 
-    Tells the caller when they move.
+    Tells the caller when they move. `model` says for which schedules the bound holds.
     """
 
     def __init__(
-        self, problem: Problem, arena: int, tell: Callable[[Progress], None] | None = None
+        self,
+        problem: Problem,
+        arena: int,
+        tell: Callable[[Progress], None] | None = None,
+        model: BoundModel = "program-order",
     ) -> None:
         self.problem = problem
         self.arena = arena
+        self.model = model
         self.bound_us = problem.base_cost_us
         self.solution: Solution | None = None
         self._tell = tell
@@ -97,5 +102,5 @@ class Incumbent:
             self.solution,
             status="optimal" if self.proved else "feasible",
             lower_bound_us=min(self.bound_us, self.cost_us),
-            bound_model="program-order",
+            bound_model=self.model,
         )

@@ -30,7 +30,11 @@ class SearchParams(Params):
     `long_seconds` left, and else this share of the time left;"""
 
     reorder_share: Share = 0.2
-    """`auto` keeps this share of the time for other orders of first runs."""
+    """`auto` keeps this share of the time for other orders of first runs;"""
+
+    reorder_seconds: Seconds = 1.0
+    """so long if it is there, however soon `optimal` ends: a process that proves takes some of it
+    to start."""
 
     tiny_ops: Size = 50
     """on graphs up to so many always: a fraction of a second."""

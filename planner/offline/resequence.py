@@ -168,13 +168,18 @@ class Resequencing:
 
 
 def reordered(
-    problem: Problem, sequence: Ints, cost_us: float, request: Request
+    problem: Problem,
+    sequence: Ints,
+    cost_us: float,
+    request: Request,
+    least_us: Callable[[], float] | None = None,
 ) -> PlacedSchedule | None:
     """
     A cheaper schedule of default bodies than one that costs `cost_us`, in whatever order.
 
-    It begins at a `sequence` of ops, and ends at the deadline, which the request has; None where it
-    finds nothing, or where the sequence runs an op again that touches what is overwritten.
+    It begins at a `sequence` of ops, and ends at the deadline, which the request has, or where what
+    it found costs no more than is known to be the least (`least_us`, else every op once); None
+    where it finds nothing, or where the sequence runs an op again that touches what is overwritten.
     """
     assert request.deadline is not None
     runs = np.bincount(sequence, minlength=problem.op_count)
@@ -183,9 +188,10 @@ def reordered(
     portfolio = Portfolio(problem, request)
     worth = portfolio.params.resequencing.worth_placing
     portfolio.best.cost_us = cost_us
+    least = least_us or (lambda: problem.base_cost_us)
     search = Resequencing(portfolio, sequence, request.deadline)
     with contextlib.suppress(KeyboardInterrupt):  # whoever has seen enough gets the best so far
-        search.run(lambda: portfolio.best.cost_us * (1 - worth) <= problem.base_cost_us)
+        search.run(lambda: portfolio.best.cost_us * (1 - worth) <= least())
     return None if portfolio.best.found is None else portfolio.solution().placed
 
 

@@ -1,4 +1,7 @@
-"""Bounds from a process beside the search for plans, which runs `planner.exact.dual.bounding`."""
+"""
+Bounds from a process beside the search for plans, which runs `planner.exact.dual.bounding`: of
+program order, or of any order (`planner.exact.dual.any_order`).
+"""
 
 import queue
 from dataclasses import dataclass
@@ -11,16 +14,16 @@ from coop_plan.planner.exact.solver.process import Child
 
 @dataclass(frozen=True)
 class BoundingJob:
-    """What the process is sent: where to look for bounds, as in `Bounding`."""
+    """What the process is sent, as in `Bounding`; without points it is a bound of any order."""
 
     program: Program
     capacity: int
-    points: set[int]
+    points: set[int] | None
     params: ExactParams
 
 
 class BoundingProcess(Child):
-    """A process that runs `Bounding`; what it has proved can be asked for at any time."""
+    """A process for one kind of bounds; what it has proved can be asked for at any time."""
 
     def __init__(self, params: ExactParams = DEFAULTS) -> None:
         super().__init__("coop_plan.planner.exact.dual.bounding", params.solver)
@@ -34,8 +37,8 @@ class BoundingProcess(Child):
         self.running = False
         super().kill()
 
-    def begin(self, program: Program, capacity: int, points: set[int]) -> None:
-        """Start, with time points that are known to matter; once only."""
+    def begin(self, program: Program, capacity: int, points: set[int] | None = None) -> None:
+        """Start, with time points that are known to matter, or for any order; once only."""
         if not self._begun:
             job = BoundingJob(program, capacity, points, self._params)
             self._begun = self.running = self.send(job)

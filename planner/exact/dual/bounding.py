@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from coop_plan.planner.core.blocks import repetitions
+from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
 from coop_plan.planner.exact.dual.background import BoundingJob
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Relaxation
 from coop_plan.planner.exact.model.paths import Path, PathCuts, Relax
@@ -200,7 +201,10 @@ def main() -> None:
     send = connect(int(sys.argv[1]))
     job: BoundingJob = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our parent)
     try:
-        Bounding(job.program, job.capacity, job.points, send, job.params).run()
+        if job.points is None:
+            AnyOrderBounding(job.program, job.capacity, send).run()
+        else:
+            Bounding(job.program, job.capacity, job.points, send, job.params).run()
     except MemoryError:
         return
     except Exception as error:

@@ -34,8 +34,13 @@ def segment(points: Sequence[int], position: int) -> tuple[int, int]:
     return points[number - 1] if number else -1, points[number]
 
 
+def groups(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """At most `count` groups of equal length, in order; none is empty."""
+    number = min(count, len(items))
+    edges = [len(items) * group // number for group in range(number + 1)] if number > 0 else []
+    return [items[low:high] for low, high in pairwise(edges)]
+
+
 def worst_of_groups(items: Sequence[T], count: int, key: Callable[[T], int]) -> list[T]:
     """Of each of at most `count` groups of equal length, in order, the item of the largest key."""
-    groups = min(count, len(items))
-    edges = [len(items) * group // groups for group in range(groups + 1)] if groups else []
-    return [max(items[low:high], key=key) for low, high in pairwise(edges)]
+    return [max(group, key=key) for group in groups(items, count)]

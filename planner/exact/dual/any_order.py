@@ -1,0 +1,41 @@
+"""A bound that holds in any order of first runs, from more and more time points (a process)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coop_plan.planner.exact.model.any_order import Ancestry, AnyOrderModel, chain
+from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.solver.jobs import News, SolveMilp
+from coop_plan.planner.exact.solver.milp_solvers import solve_milp
+
+
+@dataclass
+class AnyOrderBounding:
+    """
+    Models at one capacity (bytes), each with twice as many time points as the one before.
+
+    `tell` hears of every bound: what recomputes cost at least, in µs.
+    """
+
+    program: Program
+    capacity: int
+    tell: Callable[[float], None]
+
+    def run(self) -> None:
+        """One after the other, as long as there are time points to add."""
+        ancestry = Ancestry(self.program)
+        points: list[int] = []
+        count = 1
+        while len(found := chain(ancestry, self.capacity, count)) > len(points):
+            points, count = found, 2 * count
+            model = AnyOrderModel(self.program, self.capacity, points, ancestry)
+            self._solve(model)
+
+    def _solve(self, model: AnyOrderModel) -> None:
+        def tell(news: News | Answer) -> None:
+            self.tell(news.bound * model.cost_unit)
+
+        answer = solve_milp(SolveMilp(model.milp), INFINITY, tell)
+        if answer.outcome is not Outcome.INFEASIBLE:
+            tell(answer)

@@ -1,0 +1,100 @@
+"""The bound that holds in any order of first runs: below every schedule, and worth having."""
+
+import time
+from itertools import islice, pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from benchmarks.synthetic import gpt
+from coop_plan.planner import Problem
+from coop_plan.planner.exact.auto import solve_auto
+from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
+from coop_plan.planner.exact.model.any_order import Ancestry, chain
+from coop_plan.planner.exact.model.points import too_full
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.optimal import solve_optimal
+from coop_plan.planner.keep_all import keep_all_schedule
+from coop_plan.planner.registry import Request
+from tests.planner.brute_force import cheapest
+from tests.planner.test_exact import BUDGETS, SETTINGS, tight
+from tests.strategies import graphs
+
+ORDERS = 200
+"""Of a graph, at most."""
+
+
+def orders(graph):
+    """Graphs with the same ops, in every order in which what is read was made."""
+    made_here = {t for op in graph.ops for t in op.outputs}
+
+    def extend(done, made, left):
+        if not left:
+            yield done
+        for op in left:
+            if made_here.intersection(op.inputs) <= made:
+                rest = [other for other in left if other is not op]
+                yield from extend([*done, op], made.union(op.outputs), rest)
+
+    for ops in extend([], frozenset(), list(graph.ops)):
+        yield graph.model_copy(update={"ops": ops})
+
+
+def bound_of(problem, arena):
+    """The bound on the overhead in µs."""
+    program, told = Program.of(problem), [0.0]
+    AnyOrderBounding(program, program.problem.rounded(arena), told.append).run()
+    return max(told)
+
+
+@SETTINGS
+@given(graph=graphs(max_ops=6, mutates=False), **BUDGETS)
+def test_no_order_is_cheaper_than_the_bound(graph, outputs, share, alignment):
+    problem, arena = tight(graph, outputs, share, alignment)
+    every = [
+        cheapest(Problem.from_graph(other, alignment, outputs, host_budget=0), arena)
+        for other in islice(orders(graph), ORDERS + 1)
+    ]
+    assume(len(every) <= ORDERS)
+    costs = [cost for cost in every if cost is not None]
+    assume(costs)
+    assert bound_of(problem, arena) <= min(costs) - problem.base_cost_us + 1e-6
+
+
+@SETTINGS
+@given(graph=graphs(max_ops=9), **BUDGETS)
+def test_nor_is_program_order_where_ops_overwrite(graph, outputs, share, alignment):
+    problem, arena = tight(graph, outputs, share, alignment)
+    best = cheapest(problem, arena)
+    assume(best is not None)
+    assert bound_of(problem, arena) <= best - problem.base_cost_us + 1e-6
+
+
+@SETTINGS
+@given(graph=graphs(max_ops=12), count=st.integers(1, 12), **BUDGETS)
+def test_time_points_run_one_after_the_other_in_any_order(graph, count, outputs, share, alignment):
+    problem, arena = tight(graph, outputs, share, alignment)
+    program = Program.of(problem)
+    ancestry = Ancestry(program)
+    points = chain(ancestry, arena, count)
+    assert len(points) <= count
+    assert bool(points) == bool(too_full(program, arena))
+    for earlier, later in pairwise(points):
+        assert earlier in ancestry.ancestors(later)
+        assert later in ancestry.descendants(earlier)
+
+
+@pytest.mark.parametrize("layers", [2, 4])
+def test_auto_proves_what_no_plan_in_program_order_reaches(layers):
+    problem = Problem.from_graph(gpt(layers), outputs="arena", host_budget=0)
+    arena = int(0.8 * keep_all_schedule(problem).live_bytes().max())
+    in_order, found = (
+        solve(problem, Request(arena, deadline=time.monotonic() + 60))
+        for solve in (solve_optimal, solve_auto)
+    )
+    assert (in_order.status, in_order.bound_model) == ("optimal", "program-order")
+    assert found.placed.cost_us < in_order.lower_bound_us
+    assert found.bound_model == "any"
+    overhead = found.placed.cost_us - problem.base_cost_us
+    assert bound_of(problem, arena) == pytest.approx(overhead, rel=1e-4)
