@@ -9,9 +9,9 @@ A graph `hard:FAMILY:SEED[:OPS]` is made by `benchmarks.hard_graphs`.
 Overheads are in percent of the step's compute time; `free` is Coop's own measure of fragmentation
 (mean share of the budget that is free at forced evictions, online methods only); CPU seconds are of
 this process, after one plan that loads the compiled kernels. A method's own proved bound stands
-beside its overhead in parentheses; beside that of the others, what it is to the best bound that was
-proved for the point. `--leave-one-out` gives coop-offline one scoring rule only, the best on the
-other graphs, next to its whole portfolio.
+beside its overhead in parentheses, with `any` where it holds in any order of first runs; beside
+that of the others, what it is to the best bound that was proved for the point. `--leave-one-out`
+gives coop-offline one scoring rule only, the best on the other graphs, next to its whole portfolio.
 """
 
 import argparse
@@ -55,6 +55,7 @@ class Row:
     budget_bytes: int
     overhead: float | None
     overhead_bound: float | None
+    bound_model: str | None
     recomputed_ops: int | None
     fragmentation: float | None
     free_at_evictions: float | None
@@ -70,7 +71,7 @@ def measure(
     """One point of the table; an infeasible budget has no overhead."""
     budget = "min" if share == "min" else int(float(share) * peak)
     began = time.process_time()
-    minimum = overhead = bound = recomputed = fragmentation = free = evictions = None
+    minimum = overhead = bound = model = recomputed = fragmentation = free = evictions = None
     budget_bytes = budget if isinstance(budget, int) else 0
     try:
         made = plan(
@@ -86,7 +87,7 @@ def measure(
         overhead, recomputed = made.overhead, made.recomputed_ops
         evictions = made.evictions
         if made.lower_bound_us is not None:
-            bound = made.lower_bound_us / made.base_cost_us - 1
+            bound, model = made.lower_bound_us / made.base_cost_us - 1, made.lower_bound_model
         fragmentation, free = made.fragmentation, made.eviction_free_ratio
         budget_bytes = made.budget_bytes
         if share == "min":
@@ -104,6 +105,7 @@ def measure(
         budget_bytes,
         overhead,
         bound,
+        model,
         recomputed,
         fragmentation,
         free,
@@ -166,7 +168,8 @@ def _cell(row: Row, bounds: dict[str, float]) -> str:
     if row.overhead is None:
         return "-"
     at = "" if row.min_feasible_share is None else f" @{row.min_feasible_share:.3f}"
-    bound = "" if row.overhead_bound is None else f" ({100 * row.overhead_bound:.2f})"
+    any_order = " any" if row.bound_model == "any" else ""
+    bound = "" if row.overhead_bound is None else f" ({100 * row.overhead_bound:.2f}{any_order})"
     if not bound and bounds.get(row.share, 0.0) > 0:
         bound = f" x{row.overhead / bounds[row.share]:.2f}"
     return f"{100 * row.overhead:.2f}{bound}{at}"
