@@ -31,9 +31,10 @@ from coop_plan.planner.exact.model.milp import INFINITY, Milp
 from coop_plan.planner.exact.model.points import groups, too_full
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
+from coop_plan.planner.keep_all import keep_all_schedule
 
-SAMPLES = 64
-"""Ops that are compared where a time point is chosen."""
+LOOKS = 1000
+"""Ops that are looked at, at most, for the first time point."""
 
 Terms = list[tuple[int, float]]
 """A sum of columns: column, coefficient; a column may come twice."""
@@ -94,17 +95,13 @@ def chain(ancestry: Ancestry, capacity: int, count: int) -> list[int]:
     Time points: `count` ops at most, each an ancestor of the next one.
 
     They are ops at which keeping everything in program order exceeds the capacity (bytes). The
-    first choice is where most is held in any order: of samples, and of what is around the best
-    sample. The others are, of each of as many stretches of the program, the op with the largest
-    working set that the chain has room for.
+    first choice is where most is held in any order; the others are, of each of as many stretches of
+    the program, the op with the largest working set that the chain has room for.
     """
     over = too_full(ancestry.program, capacity)
     if not over:
         return []
-    best = _fullest(ancestry, over)
-    around = len(over) // SAMPLES // 2
-    position = over.index(best)
-    chosen = [_fullest(ancestry, over[max(0, position - around) : position + around + 1])]
+    chosen = [_fullest(ancestry, over)]
     allowed = ancestry.comparable(chosen[0]).intersection(over)
     for stretch in groups(sorted(allowed), count - 1):
         for op in sorted(stretch, key=ancestry.program.touched, reverse=True):
@@ -116,8 +113,15 @@ def chain(ancestry: Ancestry, capacity: int, count: int) -> list[int]:
 
 
 def _fullest(ancestry: Ancestry, ops: Sequence[int]) -> int:
-    """Of some of the ops, evenly spread, that which holds most in any order."""
-    return max((group[len(group) // 2] for group in groups(ops, SAMPLES)), key=ancestry.held)
+    """Of some ops the one that holds most in any order, which is no more than in program order."""
+    live = keep_all_schedule(ancestry.program.problem).live_bytes()
+    best, most = ops[0], -1
+    for op in sorted(ops, key=lambda op: -int(live[op]))[:LOOKS]:
+        if live[op] <= most:
+            break
+        if (held := ancestry.held(op)) > most:
+            best, most = op, held
+    return best
 
 
 @dataclass
