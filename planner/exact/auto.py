@@ -43,10 +43,8 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
         if placed is not None:
             bound.best.offer(placed)
     of_any, solution = bound.best.answer(), cheaper(problem, found, other)
-    proved = of_any.status == "optimal" and solution.status != "optimal"
-    if proved or (of_any.lower_bound_us or 0.0) >= (solution.lower_bound_us or 0.0):
-        return of_any
-    return solution
+    higher = (of_any.lower_bound_us or 0.0) >= (solution.lower_bound_us or 0.0)
+    return of_any if higher or of_any.status == "optimal" else solution
 
 
 @dataclass

@@ -27,10 +27,12 @@ class AnyOrderBounding:
         ancestry = Ancestry(self.program)
         points: list[int] = []
         count = 1
-        while len(found := chain(ancestry, self.capacity, count)) > len(points):
-            points, count = found, 2 * count
-            model = AnyOrderModel(self.program, self.capacity, points, ancestry)
-            self._solve(model)
+        while count < 2 * self.program.n:
+            found = chain(ancestry, self.capacity, count)
+            if found != points:
+                points = found
+                self._solve(AnyOrderModel(self.program, self.capacity, points, ancestry))
+            count *= 2
 
     def _solve(self, model: AnyOrderModel) -> None:
         def tell(news: News | Answer) -> None:
