@@ -266,6 +266,8 @@ class PlanWriter:
         """Where that version of the tensor can be read, preferring outside the arena."""
         if self.outside.get(t) == version:
             return TensorRead(tensor=t)
+        if self.mutators[t] and t in outside_outputs(self.graph, self.outputs):
+            return None  # it is read there only
         held = [b for b, (tensor, v, _, _) in self.live.items() if (tensor, v) == (t, version)]
         if not held:
             return None

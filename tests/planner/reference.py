@@ -33,6 +33,8 @@ class Machine:
         self.expected, self.results = straight(graph)
         self.memory = [None] * plan.arena_bytes
         self.outside = {t.id: ("before", t.id) for t in graph.tensors if t.resident}
+        overwritten = {t for op in graph.ops for t in op.mutates}
+        self.read_outside = overwritten & outside_outputs(graph, plan.outputs)
         self.empty = {}  # what a buffer of no bytes would hold
         self.live, self.used = {}, {}  # buffer -> (tensor, offset, bytes); buffer -> tensor
         self.copying, self.arriving, self.host = {}, {}, {}
@@ -139,6 +141,7 @@ class Machine:
                     self.right = False
                     continue
                 self.rule(self.live[entry][0] == t)
+                self.rule(t not in self.read_outside)
                 value = self.load(entry, *self.live[entry][1:])
             if value != self.expected[op.id, t]:
                 self.right = False
