@@ -8,9 +8,7 @@ from typing import Literal, Protocol
 from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
-
-BoundModel = Literal["any", "program-order"]
-"""For which schedules a bound holds."""
+from coop_plan.schemas import BoundModel
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from coop_plan.schemas.errors import InvalidInputError
 from coop_plan.schemas.fingerprint import cost_signature, fingerprint
 from coop_plan.schemas.graph import Device, Graph, Op, Tensor, Variant, load_graph, parse_graph
 from coop_plan.schemas.plan import (
+    BoundModel,
     Compute,
     Free,
     Offload,
@@ -21,6 +22,7 @@ from coop_plan.schemas.plan import (
 from coop_plan.schemas.units import Budget, format_bytes, parse_budget, parse_bytes, parse_rate
 
 __all__ = [
+    "BoundModel",
     "Budget",
     "Compute",
     "Device",

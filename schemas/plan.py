@@ -94,6 +94,8 @@ Step = Compute | Free | Offload | Prefetch | Wait
 
 
 Outputs = Literal["outside", "arena", "gradients"]
+
+BoundModel = Literal["any", "program-order"]
 """Where tensors that leave the step lie: "gradients" has those that backward and optimizer ops make
 in the arena, and the forward's (loss, logits) outside."""
 
@@ -132,7 +134,7 @@ class Plan(Model, frozen=True, kw_only=True):
     cost_us: Cost
     overhead: Ratio
     lower_bound_us: Cost | None = None
-    lower_bound_model: Literal["any", "program-order"] | None = None
+    lower_bound_model: BoundModel | None = None
     budget_lower_bound_bytes: Bytes | None = None
     fragmentation: Ratio
     eviction_free_ratio: Ratio | None = None

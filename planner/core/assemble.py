@@ -8,7 +8,17 @@ import numpy
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.lifetimes import OUTSIDE
 from coop_plan.planner.core.schedule import Offload, PlacedSchedule, Prefetch, Run, Wait
-from coop_plan.schemas import Compute, Free, Plan, Step, TensorRead, Workspace, Write, fingerprint
+from coop_plan.schemas import (
+    BoundModel,
+    Compute,
+    Free,
+    Plan,
+    Step,
+    TensorRead,
+    Workspace,
+    Write,
+    fingerprint,
+)
 from coop_plan.schemas import Offload as OffloadStep
 from coop_plan.schemas import Prefetch as PrefetchStep
 from coop_plan.schemas import Wait as WaitStep
@@ -24,7 +34,7 @@ def assemble(
     budget_bytes: int,
     status: Literal["optimal", "feasible"],
     lower_bound_us: float | None,
-    lower_bound_model: Literal["any", "program-order"] | None,
+    lower_bound_model: BoundModel | None,
     eviction_free_ratio: float | None,
     evictions: int | None,
     solve_seconds: float,

@@ -56,8 +56,8 @@ class _AnyOrderBound:
 
     def begin(self) -> None:
         """Look for it from now on."""
-        program = Program.of(self.best.problem)
-        if program.links is None:
+        if "transfers" not in self.best.problem.beyond_recomputation:
+            program = Program.of(self.best.problem)
             self.process.begin(program, program.problem.rounded(self.best.arena))
 
     def least_us(self) -> float:

@@ -8,7 +8,8 @@ from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.model.milp import INFINITY
-from coop_plan.planner.method import BoundModel, Progress, Solution
+from coop_plan.planner.method import Progress, Solution
+from coop_plan.schemas import BoundModel
 
 SOLVER_TOLERANCE = 1e-7
 """Share of the base cost that a bound gives away, as solvers compute in floating point."""

@@ -12,7 +12,7 @@ from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
 from coop_plan.planner.exact.auto import solve_auto
 from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
-from coop_plan.planner.exact.model.any_order import Ancestry, chain
+from coop_plan.planner.exact.model.chains import Ancestry, Chains
 from coop_plan.planner.exact.model.points import too_full
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
@@ -80,7 +80,7 @@ def test_time_points_run_one_after_the_other_in_any_order(graph, count, outputs,
     problem, arena = tight(graph, outputs, share, alignment)
     program = Program.of(problem)
     ancestry = Ancestry(program)
-    points = chain(ancestry, arena, count)
+    points = Chains(ancestry, arena).of(count)
     assert len(points) <= count
     assert bool(points) == bool(too_full(program, arena))
     for earlier, later in pairwise(points):

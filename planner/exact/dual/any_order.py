@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coop_plan.planner.exact.model.any_order import Ancestry, AnyOrderModel, chain
+from coop_plan.planner.exact.model.any_order import AnyOrderModel
+from coop_plan.planner.exact.model.chains import Ancestry, Chains
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.solver.jobs import News, SolveMilp
@@ -25,13 +26,14 @@ class AnyOrderBounding:
     def run(self) -> None:
         """One after the other, as long as there are time points to add."""
         ancestry = Ancestry(self.program)
+        chains = Chains(ancestry, self.capacity)
         points: list[int] = []
         count = 1
         while count < 2 * self.program.n:
-            found = chain(ancestry, self.capacity, count)
+            found = chains.of(count)
             if found != points:
                 points = found
-                self._solve(AnyOrderModel(self.program, self.capacity, points, ancestry))
+                self._solve(AnyOrderModel(ancestry, self.capacity, points))
             count *= 2
 
     def _solve(self, model: AnyOrderModel) -> None:

@@ -1,0 +1,100 @@
+"""Where the model of any order looks: ops that run one after the other whatever the order."""
+
+from collections.abc import Iterable, Sequence
+
+from coop_plan.planner.exact.model.points import groups, too_full
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.keep_all import keep_all_schedule
+
+LOOKS = 1000
+"""Ops that are looked at, at most, for the first time point."""
+
+
+class Ancestry:
+    """What must have run before an op, and what can only run after it, by the data they read."""
+
+    def __init__(self, program: Program) -> None:
+        problem = program.problem
+        self.program = program
+        self.before: list[set[int]] = [
+            {problem.producer[t] for t in inputs} - {-1}
+            for inputs in problem.op_inputs[: program.n]
+        ]
+        self.after: list[set[int]] = [set() for _ in self.before]
+        for op, producers in enumerate(self.before):
+            for producer in producers:
+                self.after[producer].add(op)
+
+    def ancestors(self, op: int) -> set[int]:
+        """Ops that run before the first run of `op`."""
+        return _reached(op, self.before)
+
+    def descendants(self, op: int) -> set[int]:
+        """Ops that run after the first run of `op`."""
+        return _reached(op, self.after)
+
+    def comparable(self, op: int) -> set[int]:
+        """Ops of either kind."""
+        return self.ancestors(op) | self.descendants(op)
+
+    def held(self, op: int) -> int:
+        """Arena bytes that the first run of `op` finds or takes in any order, if nothing goes."""
+        program, problem = self.program, self.program.problem
+        later = self.descendants(op) | {op}
+        there = {
+            t
+            for earlier in self.ancestors(op)
+            for t in program.makes[earlier]
+            if problem.is_output[t] or not later.isdisjoint(problem.consumers[t])
+        }
+        return program.workspace(op) + sum(problem.size[t] for t in there.union(program.makes[op]))
+
+
+def _reached(op: int, edges: Sequence[Iterable[int]]) -> set[int]:
+    found: set[int] = set()
+    left = [op]
+    while left:
+        new = set(edges[left.pop()]) - found
+        found |= new
+        left += new
+    return found
+
+
+class Chains:
+    """
+    Time points at one capacity (bytes), each an ancestor of the next one.
+
+    They are ops at which keeping everything in program order exceeds the capacity. The first choice
+    is where most is held in any order; the others are, of each of as many stretches of the program,
+    the op with the largest working set that the chain has room for.
+    """
+
+    def __init__(self, ancestry: Ancestry, capacity: int) -> None:
+        self.ancestry = ancestry
+        over = too_full(ancestry.program, capacity)
+        self._first = [_fullest(ancestry, over)] if over else []
+        self._others = {op for first in self._first for op in ancestry.comparable(first)}
+        self._others.intersection_update(over)
+
+    def of(self, count: int) -> list[int]:
+        """`count` ops at most; none where keeping everything fits."""
+        chosen, allowed = list(self._first), set(self._others)
+        for stretch in groups(sorted(allowed), count - 1):
+            for op in sorted(stretch, key=self.ancestry.program.touched, reverse=True):
+                if op in allowed:
+                    chosen.append(op)
+                    allowed &= self.ancestry.comparable(op)
+                    break
+        return sorted(chosen)
+
+
+def _fullest(ancestry: Ancestry, ops: Sequence[int]) -> int:
+    """Of some ops the one that holds most in any order, which is no more than in program order."""
+    live = keep_all_schedule(ancestry.program.problem).live_bytes()
+    best, most = ops[0], -1
+    for op in sorted(ops, key=lambda op: -int(live[op]))[:LOOKS]:
+        if live[op] <= most:
+            break
+        if (held := ancestry.held(op)) > most:
+            best, most = op, held
+    return best
