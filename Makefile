@@ -3,7 +3,7 @@ PYTHON ?= python3
 # Graphs with known optima, recorded traces and MiniMalloc's instances, for `make bench`.
 DATA ?= ../shared/data
 BIN := .venv/bin
-FOLDERS := coop_plan api planner runtime schemas web
+FOLDERS := coop_plan
 READY := .venv/.ready
 OLDEST := .venv-oldest
 SHELL := bash
@@ -31,7 +31,7 @@ test: $(READY) ## Run all tests
 # the planner the exact methods, annealing, the verifier's fuzzing and the placement of instances.
 FAST := tests/schemas tests/api tests/test_docs.py tests/planner/core tests/planner/test_params.py \
   tests/planner/test_verifier.py tests/planner/test_bound_model.py tests/planner/test_methods.py \
-  tests/planner/test_store.py $(wildcard tests/planner/test_online_*.py)
+  tests/planner/test_plan_cache.py $(wildcard tests/planner/test_online_*.py)
 SLOW := any_order_that_reads
 
 test-fast: $(READY) ## Run the tests of an edit: schemas, verifier, service, small plans

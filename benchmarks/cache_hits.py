@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.local_cluster import children
-from coop_plan.api.answers import Answers, Limits
-from coop_plan.api.graphs import SqliteGraphs, digest_of
-from coop_plan.planner.cache.store import SqliteStore
+from coop_plan.api.jobs.request_handler import Answers, Limits
+from coop_plan.api.service.graph_store import SqliteGraphs, digest_of
+from coop_plan.planner.plan_cache.store import SqliteStore
 
 LARGEST = 64 << 20
 """Bytes of a request, at most."""
@@ -223,7 +223,7 @@ def serving(store: str | None = None) -> Iterator[tuple[int, int]]:
     """The port and the process id of a server of this checkout, with a store of its own or this."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        script = "from coop_plan.api.cli import main; main()"
+        script = "from coop_plan.api.cli.main import main; main()"
         store = store or str(Path(folder) / "plans")
         command = [sys.executable, "-c", script, "serve", "--port", "0", "--store", store]
         command += ["--no-improve"]

@@ -29,7 +29,7 @@ from coop_plan.planner.exact.model.timepoint import COST_SCALE, TimePointModel
 from coop_plan.planner.exact.refine import Refinement
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.layout import lay_out
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.schemas import Graph, InvalidInputError, load_graph
 
 KNOWN = [

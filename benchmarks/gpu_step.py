@@ -40,7 +40,7 @@ from benchmarks.gpu.checks import ROOT
 from benchmarks.gpu.comparisons import COMPARISONS
 from benchmarks.gpu.loops import LOOPS
 from benchmarks.gpu.training import MEGA, TURNS, Row, alone, memory
-from coop_plan.runtime.capture import profile
+from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.device.arena import process_bytes
 
 CHECKS = checks.CHECKS | LOOPS | COMPARISONS
@@ -114,7 +114,7 @@ def one(name: str, device: str, small: bool) -> dict[str, Any]:
     """Run a check in this process."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    profile._measure = _in_turn(profile._measure)
+    profiler._measure = _in_turn(profiler._measure)
     process_bytes()  # from here on every allocation on the CPU is counted
     # `largest` waits for the others to be gone by itself.
     with contextlib.nullcontext() if name == "largest" else memory(fcntl.LOCK_SH):

@@ -20,8 +20,8 @@ OUT = Path("build/coverage")
 TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; others mean that it did not run
 TESTS = [
     "tests/planner",
-    "tests/api/test_answers.py",
-    "tests/api/test_at_hand.py",
+    "tests/api/test_request_handler.py",
+    "tests/api/test_response_cache.py",
     "tests/api/test_cli.py",
 ]
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 START_SECONDS = 120.0
 
-COMMAND = [sys.executable, "-c", "from coop_plan.api.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from coop_plan.api.cli.main import main; main()"]
 
 BROKER = ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction")
 PLANS = ("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")

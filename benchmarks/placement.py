@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from coop_plan.api.buffers import read_buffers
+from coop_plan.api.cli.buffers_csv import read_buffers
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.first_fit import first_fit

@@ -28,8 +28,8 @@ from benchmarks.hard_graphs import parse_name
 from coop_plan.planner import METHODS, InfeasibleBudgetError, plan
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.offline.params import DEFAULTS, Rule
-from coop_plan.planner.offline.solve import solve_coop_offline
+from coop_plan.planner.heuristic.coop_offline import solve_coop_offline
+from coop_plan.planner.heuristic.params import DEFAULTS, Rule
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import Graph, load_graph
 

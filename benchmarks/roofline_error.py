@@ -13,10 +13,10 @@ from statistics import median, quantiles
 import torch
 
 from benchmarks.papers import networks
-from coop_plan.runtime.capture.calibrate import calibrated
-from coop_plan.runtime.capture.devices import device
-from coop_plan.runtime.capture.roofline import Roofline
-from coop_plan.runtime.capture.target import capture
+from coop_plan.runtime.offline_capture.calibrate import calibrated
+from coop_plan.runtime.offline_capture.devices import device
+from coop_plan.runtime.offline_capture.roofline import Roofline
+from coop_plan.runtime.offline_capture.target import capture
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
 
 STEPS = {"resnet50": 2, "gpt2": 1, "swin_t": 2}

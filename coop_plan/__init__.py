@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from coop_plan.api.calls import JobState, ServerAwayError, ServerError, ServerProblemError
-    from coop_plan.api.client import AsyncClient, Client
+    from coop_plan.client.client import AsyncClient, Client
+    from coop_plan.client.protocol import JobState, ServerAwayError, ServerError, ServerProblemError
     from coop_plan.planner import (
         METHODS,
         Fault,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         verify,
     )
     from coop_plan.runtime import StepReport, clear_reports, reports
-    from coop_plan.runtime.training import train_step
+    from coop_plan.runtime.train_step import train_step
     from coop_plan.schemas import Graph, InvalidInputError, Plan, load_graph, load_plan
 
 __all__ = [
@@ -62,9 +62,9 @@ _CALLS = {"JobState", "ServerAwayError", "ServerError", "ServerProblemError"}
 _HOMES = (
     dict.fromkeys(_SCHEMAS, "schemas")
     | dict.fromkeys(_RUNTIME, "runtime")
-    | dict.fromkeys(_CALLS, "api.calls")
-    | dict.fromkeys(("AsyncClient", "Client"), "api.client")
-    | {"train_step": "runtime.training"}
+    | dict.fromkeys(_CALLS, "client.protocol")
+    | dict.fromkeys(("AsyncClient", "Client"), "client.client")
+    | {"train_step": "runtime.train_step"}
 )
 
 

@@ -1,6 +1,6 @@
 """Compile every kernel once, while the image is built."""
 
-from coop_plan.api.service import EXAMPLE
+from coop_plan.api.service.app import EXAMPLE
 from coop_plan.planner import plan
 from coop_plan.planner.placement import place
 from coop_plan.schemas import parse_graph

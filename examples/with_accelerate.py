@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import coop_plan
-from coop_plan.runtime.doors.accelerate import budget_plugin
+from coop_plan.runtime.integrations.accelerate import budget_plugin
 
 
 class Net(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import coop_plan
-from coop_plan.runtime.doors.lightning import Budget
+from coop_plan.runtime.integrations.lightning import Budget
 
 
 class Module(lightning.LightningModule):

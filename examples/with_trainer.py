@@ -4,7 +4,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import coop_plan
-from coop_plan.runtime.doors.trainer import Budget
+from coop_plan.runtime.integrations.trainer import Budget
 
 torch.manual_seed(0)
 config = GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=256, n_positions=64, use_cache=False)

@@ -32,9 +32,9 @@ def compiled_kernels(tmp_path_factory):
 def no_device(tmp_path_factory):
     """The folder of the library that stands for a device, compiled once for all workers."""
     pytest.importorskip("torch")
-    from coop_plan.runtime.capture.deviceless import libraries
-    from coop_plan.runtime.capture.devices import device
     from coop_plan.runtime.errors import CaptureError
+    from coop_plan.runtime.offline_capture.devices import device
+    from coop_plan.runtime.offline_capture.fake_device import libraries
 
     shared = tmp_path_factory.getbasetemp().parent
     with (shared / "no_device.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:

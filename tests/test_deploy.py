@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coop_plan.api.cli import cli
-from coop_plan.api.cluster.messages import QUEUE
-from coop_plan.planner.cache.redis_store import PREFIX
+from coop_plan.api.cli.main import cli
+from coop_plan.api.cluster.celery_queue import QUEUE
+from coop_plan.planner.plan_cache.redis_store import PREFIX
 
 DOCKER = Path(__file__).parents[1] / "docker"
 COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())

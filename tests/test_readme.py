@@ -20,7 +20,7 @@ from tests.runtime.ranks import cache_with_extension
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
-MARK = "@@@"
+MARK = "@"
 
 pytestmark = pytest.mark.timeout(1200)  # commands start and profile slowly on a busy machine
 
@@ -66,7 +66,7 @@ def clone(tmp_path):
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     binaries = tmp_path / "bin"
     binaries.mkdir()
-    entry = "import sys; from coop_plan.api.cli import main; main()"
+    entry = "import sys; from coop_plan.api.cli.main import main; main()"
     programs = {"python": '"$@"', "coop-plan": f'-c {shlex.quote(entry)} "$@"'}
     for name, arguments in programs.items():
         program = binaries / name

@@ -25,10 +25,10 @@ from benchmarks.gpu.training import (
     within,
 )
 from coop_plan.runtime import reports
-from coop_plan.runtime.capture.calibrate import calibrated
-from coop_plan.runtime.capture.roofline import Roofline
-from coop_plan.runtime.capture.target import capture
 from coop_plan.runtime.device.arena import Memory
+from coop_plan.runtime.offline_capture.calibrate import calibrated
+from coop_plan.runtime.offline_capture.roofline import Roofline
+from coop_plan.runtime.offline_capture.target import capture
 
 
 def methods(device: str, small: bool) -> Result:

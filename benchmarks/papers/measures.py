@@ -12,8 +12,8 @@ from benchmarks.variants import MONET, headline, ms
 from benchmarks.variants import planned as planned_with_variants
 from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 from coop_plan.planner.fit import ONE_FORWARD, fit, scaled
-from coop_plan.runtime.capture.deviceless import Question, capture_for
-from coop_plan.runtime.capture.devices import DeviceSpec, device
+from coop_plan.runtime.offline_capture.devices import DeviceSpec, device
+from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
 from coop_plan.schemas import Graph, InvalidInputError, Plan, format_bytes, load_graph
 
 CONTEXT_BYTES = 512 << 20

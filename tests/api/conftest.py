@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from coop_plan.api.cli import main
+from coop_plan.api.cli.main import main
 from tests.support import make_graph
 
 

@@ -16,7 +16,7 @@ def serving(folder, *options):
 
     Only what is asked for is done, unless the options say `--improve`.
     """
-    script = "from coop_plan.api.cli import main; main()"
+    script = "from coop_plan.api.cli.main import main; main()"
     command = [sys.executable, "-c", script, "serve", "--port", "0", "--no-improve", *options]
     with (
         (folder / "log").open("wb") as log,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from coop_plan.api.output import print_plan
+from coop_plan.api.cli.output import print_plan
 from coop_plan.planner import plan
 from coop_plan.schemas import (
     Compute,
@@ -207,7 +207,7 @@ def test_a_full_disk_ends_in_one_line(run, folder, monkeypatch):
     ],
 )
 def test_a_stdout_that_takes_nothing_ends_in_one_line(redirection, code, says, folder):
-    command = f"{sys.executable} -c 'from coop_plan.api.cli import main; main()' graph.json"
+    command = f"{sys.executable} -c 'from coop_plan.api.cli.main import main; main()' graph.json"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         f"{command} {redirection}",
@@ -296,7 +296,7 @@ def test_an_interruption_ends_with_130_and_leaves_nothing(folder):
     (folder / "big.json").write_text(make_graph(tensors, ops).to_json())
     script = (  # a shell starts what it puts into the background with SIGINT ignored
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "import api.cli; print(flush=True); api.cli.main()"
+        "import api.cli.main; print(flush=True); api.cli.main.main()"
     )
     command = [sys.executable, "-c", script, "big.json", "--budget", "min", "-o", "plan.json"]
     environment_root = str(Path(__file__).parents[2])

@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 
 import coop_plan
-from coop_plan.api import calls
-from coop_plan.api.graphs import digest_of
+from coop_plan.api.service.graph_store import digest_of
+from coop_plan.client import protocol
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, TimeLimitError
 from coop_plan.schemas import InvalidInputError, load_plan, parse_plan
 from tests.api.server import serving
@@ -97,10 +97,10 @@ def test_every_exchange_is_in_the_openapi_description(server, chain):
     document = server.get("/openapi.json").json()
     options = PlanOptions.of(OPTIONS)
     made = coop_plan.plan(chain, options)
-    ask = calls.plan_calls(chain, options)
+    ask = protocol.plan_calls(chain, options)
     posted = next(ask)
     put = ask.send(problem(404, "unknown-graph"))
-    assert next(calls.put_calls(gzip.decompress(put.content), put.path[8:])) == put
+    assert next(protocol.put_calls(gzip.decompress(put.content), put.path[8:])) == put
     with pytest.raises(StopIteration) as end:
         ask.send(httpx.Response(204))
         ask.send(httpx.Response(200, content=made.to_json()))
@@ -108,10 +108,10 @@ def test_every_exchange_is_in_the_openapi_description(server, chain):
     exchanges = {
         "/plan": posted,
         "/graphs/{digest}": put,
-        "/plans/{key}": next(calls.kept_calls("k")),
-        "/jobs/{job_id}": next(calls.job_calls("j", "GET")),
+        "/plans/{key}": next(protocol.kept_calls("k")),
+        "/jobs/{job_id}": next(protocol.job_calls("j", "GET")),
     }
-    cancel = next(calls.job_calls("j", "DELETE"))
+    cancel = next(protocol.job_calls("j", "DELETE"))
     for path, exchange in [*exchanges.items(), ("/jobs/{job_id}", cancel)]:
         operation = document["paths"][path][exchange.method.lower()]
         assert {str(status) for status in exchange.statuses} <= set(operation["responses"]), path

@@ -63,7 +63,7 @@ def solvers(cluster):
 
 def is_solver(pid):
     try:
-        return b"coop_plan.api.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"coop_plan.api.jobs.worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

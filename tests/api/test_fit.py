@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from coop_plan.api import fit
+from coop_plan.api.cli.main import fit
 from coop_plan.runtime import CaptureError
 from coop_plan.schemas import Device, InvalidInputError, parse_graph
 from tests.planner.test_fit import chain

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from coop_plan.api.answers import Figures, Reply
-from coop_plan.api.jobs import Jobs
-from coop_plan.api.problems import ProblemError
-from coop_plan.api.solvers import LocalBench
-from coop_plan.api.workers import WorkerLostError
+from coop_plan.api.jobs.jobs import Jobs
+from coop_plan.api.jobs.local_executor import LocalBench
+from coop_plan.api.jobs.process_pool import WorkerLostError
+from coop_plan.api.jobs.request_handler import Figures, Reply
+from coop_plan.api.service.problems import ProblemError
 
 
 class FakeWorker:

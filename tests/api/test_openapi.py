@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from coop_plan.api.service import Service, create_app
+from coop_plan.api.service.app import Service, create_app
 from tests.api.server import serving
 
 CHECKS = [

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coop_plan.api.graphs import digest_of
-from coop_plan.api.memory_map import draw_plans
+from coop_plan.api.cli.memory_map import draw_plans
+from coop_plan.api.service.graph_store import digest_of
 from coop_plan.planner import plan
-from coop_plan.planner.look.drawing import drawing
+from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.schemas import load_graph
 from coop_plan.web import page as whole_page
 from tests.api.server import serving

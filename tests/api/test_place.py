@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from coop_plan.api.buffers import read_buffers, write_buffers
+from coop_plan.api.cli.buffers_csv import read_buffers, write_buffers
 
 SMALL = "id,lower,upper,size\na,0,3,4\nb,2,5,4\nc,4,6,3\n"
 

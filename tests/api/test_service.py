@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from benchmarks.local_cluster import children
-from coop_plan.api.service import EXAMPLE
-from coop_plan.api.worker import SOLVER_NICENESS
+from coop_plan.api.jobs.worker_process import SOLVER_NICENESS
+from coop_plan.api.service.app import EXAMPLE
 from coop_plan.planner import find_faults
 from coop_plan.schemas import parse_graph, parse_plan
 from tests.api.server import serving

@@ -4,7 +4,7 @@ Label setting over event sequences: what may come next is a run, a free, a copy 
 wait. A state says what is readable, in flight and on the host; its labels are the times of compute,
 of both engines and of what is in flight, and only those that are nowhere later than another are
 kept. Memory is logical, and ops first run in program order. Versions of what is overwritten in the
-arena are tensors (`planner.core.versions`), each with one buffer at a time.
+arena are tensors (`planner.core.ssa`), each with one buffer at a time.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from coop_plan.planner import Problem
-from coop_plan.planner.core.versions import Versions
+from coop_plan.planner.core.ssa import Versions
 
 
 class TooManyStatesError(Exception):

@@ -5,9 +5,10 @@ import pytest
 from coop_plan.planner import method
 from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.offline import anneal, resequence, solve
-from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
-from coop_plan.planner.offline.solve import CoopOffline
+from coop_plan.planner.heuristic import coop_offline, weight_annealing
+from coop_plan.planner.heuristic.coop_offline import CoopOffline
+from coop_plan.planner.heuristic.params import ClimbParams, CoopOfflineParams
+from coop_plan.planner.search.compute import annealing
 
 
 class TickingClock:
@@ -31,7 +32,7 @@ class TickingClock:
 def clock(monkeypatch):
     """The clock that coop-offline and requests look at."""
     ticking = TickingClock()
-    for module in (anneal, method, resequence, solve):
+    for module in (weight_annealing, method, annealing, coop_offline):
         monkeypatch.setattr(module, "time", ticking)
     return ticking
 
@@ -48,6 +49,6 @@ def short_climb():
     """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
     short = CoopOfflineParams(climb=ClimbParams(ops=1000))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (optimal, solve):
+        for module in (optimal, coop_offline):
             patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
         yield

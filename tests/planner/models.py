@@ -10,7 +10,7 @@ from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
 from coop_plan.planner.exact.primal.packing import Crowded
 from coop_plan.planner.exact.primal.readout import Outline
-from coop_plan.planner.layout import lay_out
+from coop_plan.planner.placement.layout import lay_out
 
 SECONDS = 20.0
 

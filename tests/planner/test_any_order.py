@@ -17,8 +17,8 @@ from coop_plan.planner.exact.model.points import too_full
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS
+from coop_plan.planner.heuristic.coop_offline import in_any_order
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.offline.solve import in_any_order
 from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
 from tests.planner.test_exact import BUDGETS, SETTINGS, tight

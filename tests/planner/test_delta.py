@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import METHODS, InfeasibleBudgetError, plan
 from coop_plan.schemas import Offload, Prefetch
-from tests.planner.test_joint import linked, pyramid
+from tests.planner.test_search_makespan import linked, pyramid
 from tests.strategies import graphs
 from tests.support import make_graph
 

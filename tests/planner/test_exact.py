@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.working_sets import largest_working_set
 from coop_plan.planner.exact.checkmate import CheckmateModel, solve_checkmate
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.milp import Milp, Outcome
@@ -33,7 +33,7 @@ from coop_plan.planner.exact.primal.packing import Crowded
 from coop_plan.planner.exact.primal.readout import Outline
 from coop_plan.planner.exact.solver.process import Child, SolverError, SolverProcess, require
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.layout import lay_out
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.registry import Request
 from coop_plan.schemas import InvalidInputError
 from tests.planner.brute_force import cheapest

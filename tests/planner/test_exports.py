@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from coop_plan.planner import plan
-from coop_plan.planner.look.buffers import look_at
-from coop_plan.planner.look.exports import memory_snapshot, minimalloc, table, trace
+from coop_plan.planner.inspect.buffers import look_at
+from coop_plan.planner.inspect.exports import memory_snapshot, minimalloc, table, trace
 from coop_plan.planner.placement import place
 from coop_plan.schemas import load_graph
 

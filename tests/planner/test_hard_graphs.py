@@ -6,11 +6,11 @@ import pytest
 
 from benchmarks.hard_graphs import FAMILIES, hard_graph, parse_name
 from coop_plan.planner import METHODS, Problem
-from coop_plan.planner.core.assemble import assemble
+from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.layout import lay_out, lay_out_host
 from coop_plan.planner.method import Request
+from coop_plan.planner.placement.layout import lay_out, lay_out_host
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import fingerprint
 

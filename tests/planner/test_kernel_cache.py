@@ -11,7 +11,7 @@ from pathlib import Path
 import numba
 
 import coop_plan.planner
-import coop_plan.planner.core.compiled as kernels
+import coop_plan.planner.core.jit as kernels
 
 
 def test_the_key_changes_with_any_file_beside_the_kernel(tmp_path):
@@ -26,7 +26,7 @@ def test_the_key_changes_with_any_file_beside_the_kernel(tmp_path):
 def test_the_key_knows_kernels_that_other_folders_take():
     """They are compiled into the caller's: an old copy would write where lists lay before."""
     root = Path(coop_plan.planner.__file__).resolve().parent
-    door = "from coop_plan.planner.core.compiled import"
+    door = "from coop_plan.planner.core.jit import"
     texts = {path: path.read_text() for path in root.rglob("*.py")}
     have_kernels = {path for path, text in texts.items() if door in text}
     known = {path.resolve() for name in kernels.SHARED for path in (root / "core").glob(name)}
@@ -91,7 +91,7 @@ def test_a_kept_kernel_is_loaded_and_gives_the_same(tmp_path, monkeypatch):
 KERNEL = """
 import sys
 import numpy as np
-from coop_plan.planner.core.compiled import njit
+from coop_plan.planner.core.jit import njit
 
 @njit
 def between(low, high):

@@ -5,10 +5,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import METHODS, InfeasibleBudgetError, Problem, find_faults, plan
-from coop_plan.planner.cache.record import StoredRefusal
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.layout import lay_out
 from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.placement.layout import lay_out
+from coop_plan.planner.plan_cache.record import StoredRefusal
 from tests.strategies import graphs
 from tests.support import make_graph
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.held import most_held
-from coop_plan.planner.core.needs import largest_working_set
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
-from coop_plan.planner.core.versions import Versions
+from coop_plan.planner.core.ssa import Versions
+from coop_plan.planner.core.unrecomputable import most_held
+from coop_plan.planner.core.working_sets import largest_working_set
 from coop_plan.planner.exact.checkmate import solve_checkmate
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome
@@ -25,9 +25,9 @@ from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
 from coop_plan.planner.exact.primal.intervals import schedule_intervals
 from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.layout import lay_out
-from coop_plan.planner.offline.resequence import reordered
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.registry import Request
+from coop_plan.planner.search.compute.annealing import reordered
 from tests.planner.brute_force import cheapest
 from tests.planner.brute_force_swap import TooManyStatesError, shortest
 from tests.planner.core.test_schedule import plan_of

@@ -6,20 +6,20 @@ import pytest
 
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.joint.marks import MarkNumbers
-from coop_plan.planner.joint.params import MarkParams
-from coop_plan.planner.method import Request
-from coop_plan.planner.offline.params import (
+from coop_plan.planner.heuristic.params import (
     DEFAULTS,
     ClimbParams,
     PortfolioParams,
 )
+from coop_plan.planner.method import Request
 from coop_plan.planner.online.methods import solve_coop
 from coop_plan.planner.online.params import OnlineParams
-from coop_plan.planner.orders.params import OrderParams
-from coop_plan.planner.orders.sequence import MoveNumbers
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.params import GreedyParams, PlacementParams, RestartParams
+from coop_plan.planner.search.compute.params import OrderParams
+from coop_plan.planner.search.compute.sequence import MoveNumbers
+from coop_plan.planner.search.makespan.params import MarkParams
+from coop_plan.planner.search.makespan.sequence import MarkNumbers
 from tests.support import make_graph
 
 

@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner import Problem, find_faults
-from coop_plan.planner.core import blocks
+from coop_plan.planner.core import repeated_blocks
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.needs import largest_working_set
+from coop_plan.planner.core.working_sets import largest_working_set
 from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome
@@ -20,9 +20,9 @@ from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
 from coop_plan.planner.exact.solver.jobs import SolveMilp
 from coop_plan.planner.exact.solver.milp_solvers import solve_milp
+from coop_plan.planner.heuristic.coop_offline import CoopOffline
+from coop_plan.planner.heuristic.params import ClimbParams, CoopOfflineParams
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.offline.params import ClimbParams, CoopOfflineParams
-from coop_plan.planner.offline.solve import CoopOffline
 from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
 from tests.planner.brute_force_swap import TooManyStatesError, shortest
@@ -77,7 +77,7 @@ def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs,
     told = []
     params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "FEWEST", 2)
+        patch.setattr(repeated_blocks, "FEWEST", 2)
         bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)
         bounding.run()
     assert told

@@ -13,15 +13,15 @@ from coop_plan.planner import InfeasibleBudgetError, find_faults, plan, planning
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
+from coop_plan.planner.exact.model.variant_choices import Choices
+from coop_plan.planner.exact.model.variant_timepoint import BodyModel
+from coop_plan.planner.exact.monet import solve_monet
+from coop_plan.planner.exact.primal.variant_lns import neighbourhood, too_full
+from coop_plan.planner.exact.primal.warm_start import lifted
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.method import Request
 from coop_plan.planner.online.methods import run_coop
-from coop_plan.planner.variants.choices import Choices
-from coop_plan.planner.variants.lift import lifted
-from coop_plan.planner.variants.model import BodyModel
-from coop_plan.planner.variants.monet import solve_monet
-from coop_plan.planner.variants.neighbourhood import neighbourhood, too_full
-from coop_plan.planner.variants.restrict import carried_back, restricted
 from tests.strategies import graphs
 from tests.support import make_graph
 

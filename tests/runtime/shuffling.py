@@ -8,12 +8,12 @@ import numpy as np
 from coop_plan.planner.core.arrays import to_arrays, to_program
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.layout import lay_out
 from coop_plan.planner.method import Solution
-from coop_plan.planner.orders.params import DEFAULTS
-from coop_plan.planner.orders.sequence import go_to, here, start
-from coop_plan.planner.orders.walk import walk
+from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import written
+from coop_plan.planner.search.compute.metropolis import walk
+from coop_plan.planner.search.compute.params import DEFAULTS
+from coop_plan.planner.search.compute.sequence import go_to, here, start
 
 ANYWHERE = replace(DEFAULTS, first_chance=0.7, stray_chance=1.0)
 

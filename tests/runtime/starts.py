@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime.capture import profile
+from coop_plan.runtime.capture import profiler
 
 
 def start(budget="80%", **options):
     """Compile and run the step with nothing in memory: its report and its loss."""
-    profile._profiles.clear()
+    profiler._profiles.clear()
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(64, 64), nn.GELU())])

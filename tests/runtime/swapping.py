@@ -1,10 +1,10 @@
 """Plans with transfers by the plainest rule, for what runs them."""
 
 from coop_plan.planner import verify
-from coop_plan.planner.core.assemble import assemble
+from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.layout import lay_out, lay_out_host
+from coop_plan.planner.placement.layout import lay_out, lay_out_host
 
 
 def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False, added=False):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from benchmarks import loops
 from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.execute.step import TOLERANCE
+from coop_plan.runtime.execute.planned_step import TOLERANCE
 from tests.runtime.stepping import backward_that_does_more_than_add, hooked
 from tests.runtime.test_loops import both, data, loss_step, state_of
 

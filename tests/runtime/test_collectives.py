@@ -9,8 +9,9 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 
 from coop_plan import runtime
-from coop_plan.runtime.capture import collectives, profile
+from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from coop_plan.runtime.distributed import collectives
 from tests.runtime.ranks import cache_with_extension, together
 
 HERE = "tests.runtime.test_collectives"
@@ -43,13 +44,13 @@ def train(rank, count):
     """Bitwise eager, within the budget; one plan; the collectives of the step alone are run."""
     warnings.simplefilter("ignore", FutureWarning)
     asked = []
-    measure = profile._measure
+    measure = profiler._measure
 
     def watched(target, *rest):
         asked.append(str(target))
         return measure(target, *rest)
 
-    profile._measure = watched
+    profiler._measure = watched
     torch.manual_seed(10 + rank)
     x = torch.randn(128, 32)
     eager = Exchanging()

@@ -14,11 +14,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan import runtime
-from coop_plan.runtime.capture.joint import _device_of_step, _take_over
-from coop_plan.runtime.capture.profile import _as_forwards_leave
+from coop_plan.runtime.capture.joint_graph import _device_of_step, _take_over
+from coop_plan.runtime.capture.profiler import _as_forwards_leave
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.execute.generators import CpuGenerator, CudaGenerator, default_generator
-from tests.runtime import pretend
+from coop_plan.runtime.execute.rng_state import CpuGenerator, CudaGenerator, default_generator
+from tests.runtime import simulated_cuda
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +28,7 @@ cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch i
 @pytest.fixture(scope="session")
 def library():
     """The pretended device, compiled once into the user's cache."""
-    return pretend.library()
+    return simulated_cuda.library()
 
 
 def run(*arguments):
@@ -41,7 +41,7 @@ def run(*arguments):
 def test_steps_on_a_pretended_device(library, cache):
     tests = Path(__file__).with_name("test_cuda_device.py")
     plain = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
-    code, said = run("tests.runtime.pretend", library, "pytest", tests, *plain)
+    code, said = run("tests.runtime.simulated_cuda", library, "pytest", tests, *plain)
     assert code == 0, said
     assert re.search(r"\d\d passed, 1 skipped", said), said  # a real CUDA graph
 
@@ -50,7 +50,7 @@ def test_steps_on_a_pretended_device(library, cache):
 def test_the_benchmark_on_a_pretended_device(library, cache):
     pytest.importorskip("transformers")
     small = ("--small", "--only", "gpt2-bf16")
-    code, said = run("tests.runtime.pretend", library, "benchmarks.gpu_step", *small)
+    code, said = run("tests.runtime.simulated_cuda", library, "benchmarks.gpu_step", *small)
     assert code == 0, said
     assert "all held" in said
     assert re.search(r"coop min .* none", said), said

@@ -16,9 +16,9 @@ from coop_plan import runtime
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
-from coop_plan.runtime.device.links import AWAY, BACK, CudaLinks, cuda_streams, measured_link
-from coop_plan.runtime.execute import planning
-from coop_plan.runtime.execute.generators import CudaGenerator
+from coop_plan.runtime.device.copy_engines import AWAY, BACK, CudaLinks, cuda_streams, measured_link
+from coop_plan.runtime.execute import find_plan
+from coop_plan.runtime.execute.rng_state import CudaGenerator
 from coop_plan.runtime.torch_internals import cuda as library
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
@@ -361,7 +361,7 @@ def test_copies_whenever_they_happen(late, monkeypatch, request):
     if torch.cuda.get_device_name() == "Pretended":  # a device decides for itself
         request.addfinalizer(lambda: pretended().pretended_late(False))
         pretended().pretended_late(late)
-    monkeypatch.setattr(planning, "plan", swap_plan)
+    monkeypatch.setattr(find_plan, "plan", swap_plan)
     model = Mlp(0.3).cuda()
     other, batch = copy.deepcopy(model), torch.randn(256, 64, device="cuda")
     losses = train(model, model, batch)
@@ -387,7 +387,7 @@ def waits():
 
 
 def test_each_direction_has_a_stream_that_waits_for_the_step(monkeypatch):
-    monkeypatch.setattr(planning, "plan", swap_plan)
+    monkeypatch.setattr(find_plan, "plan", swap_plan)
     other, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
     begun, begin = [], CudaLinks._begin
 

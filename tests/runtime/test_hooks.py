@@ -9,7 +9,7 @@ from torch import nn
 from coop_plan import runtime
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
-from coop_plan.runtime.execute.course import TOLERANCE
+from coop_plan.runtime.iteration.recorder import TOLERANCE
 
 STEPS = 7
 SLACK = 64 << 10

@@ -6,9 +6,9 @@ import sqlite3
 import pytest
 
 from coop_plan.planner import find_faults
-from coop_plan.planner.cache.record import StoredRefusal, seal, unseal
-from coop_plan.runtime.capture import profile
-from coop_plan.runtime.capture.facts import OpProfile
+from coop_plan.planner.plan_cache.record import StoredRefusal, seal, unseal
+from coop_plan.runtime.capture import profiler
+from coop_plan.runtime.capture.op_profile import OpProfile
 from tests.runtime.starts import start
 
 
@@ -65,8 +65,8 @@ def test_other_costs_are_another_plan(monkeypatch):
     def slower(cost_us, *rest):
         return OpProfile(cost_us * 4, *rest)
 
-    measure = profile._parse
-    monkeypatch.setattr(profile, "_parse", lambda text: slower(*vars(measure(text)).values()))
+    measure = profiler._parse
+    monkeypatch.setattr(profiler, "_parse", lambda text: slower(*vars(measure(text)).values()))
     report, _ = start()
     assert not report.plan_cached
     assert report.profiled_ops == 0

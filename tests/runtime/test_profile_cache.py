@@ -17,7 +17,7 @@ import torch
 
 from coop_plan.runtime.cache import profiles
 from coop_plan.runtime.cache.profiles import ProfileCache
-from coop_plan.runtime.capture import profile
+from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from tests.runtime.starts import figures, in_a_new_process, start
@@ -42,7 +42,7 @@ def test_what_a_kernels_workers_take_is_in_its_profile():
     try:
         q, k, v, out, grad = (torch.randn(2, 4, 64, 64, dtype=torch.bfloat16) for _ in range(5))
         args = (grad, q, k, v, out, torch.zeros(2, 64, 4).transpose(1, 2), 0.0, True)
-        facts = profile.profile(op, args, {})
+        facts = profiler.profile(op, args, {})
         gc.collect()
         before = process_bytes()[0]
         reset_peak()
@@ -220,12 +220,12 @@ def double(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_another_process_may_mean_by_other_things_is_not_kept(target, arguments):
-    assert profile.lasting(profile.signature(target, arguments, {})) is None
+    assert profiler.lasting(profiler.signature(target, arguments, {})) is None
 
 
 def test_signatures_name_all_that_matters():
     def name(target, *arguments, **keywords):
-        return profile.lasting(profile.signature(target, arguments, keywords))
+        return profiler.lasting(profiler.signature(target, arguments, keywords))
 
     add, x = torch.ops.aten.add.Tensor, torch.ones(4, 4)
     names = {

@@ -19,7 +19,7 @@ from tests.runtime.ranks import cache_with_extension, together
 from tests.runtime.test_distributed import Block
 
 pytest.importorskip("uvicorn")
-from coop_plan.api import client
+from coop_plan.client import client
 from tests.api.server import serving
 
 HERE = "tests.runtime.test_server"

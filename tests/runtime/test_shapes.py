@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.planner import InfeasibleBudgetError, plan
-from coop_plan.runtime.capture import lengths, profile, shapes
-from coop_plan.runtime.capture.costs import Costs
-from coop_plan.runtime.execute import planning
+from coop_plan.runtime.capture import profiler
+from coop_plan.runtime.capture.cost_scaling import Costs
+from coop_plan.runtime.dynamic_shapes import specialize, symbolic_trace
+from coop_plan.runtime.execute import find_plan
 
 SIZES = [24, 24, 16, 24, 16, 7]
 """Batches of a run, with a short last one."""
@@ -215,8 +216,8 @@ def test_gradients_reach_inputs():
 
 def test_pictures_of_changing_sizes():
     generator = torch.Generator().manual_seed(6)
-    shapes = [(4, 3, 16, 16), (4, 3, 20, 16), (3, 3, 16, 24)]
-    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    specialize = [(4, 3, 16, 16), (4, 3, 20, 16), (3, 3, 16, 24)]
+    inputs = [torch.randn(shape, generator=generator) for shape in specialize]
     assert_trains_like_eager(Convolutional(), inputs, True)
 
 
@@ -261,10 +262,10 @@ def test_ddp_is_not_split_into_graphs():
 @pytest.fixture
 def timed(monkeypatch):
     """What grows by one with each op that is timed; nothing is known from before."""
-    monkeypatch.setattr(profile, "_profiles", {})
-    monkeypatch.setattr(profile, "session", lambda: None)
+    monkeypatch.setattr(profiler, "_profiles", {})
+    monkeypatch.setattr(profiler, "session", lambda: None)
     times = []
-    monkeypatch.setattr(profile, "_time", lambda *_: times.append(1) or 5.0)
+    monkeypatch.setattr(profiler, "_time", lambda *_: times.append(1) or 5.0)
     return times
 
 
@@ -312,11 +313,11 @@ class Attentive(nn.Module):
         return self.head(x).square().mean() / length, self.unused(x)
 
 
-def train_at(lengths, model, step):
+def train_at(symbolic_trace, model, step):
     torch.manual_seed(3)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
     losses = []
-    for length in lengths:
+    for length in symbolic_trace:
         optimizer.zero_grad()
         losses.append(step(torch.randn(2, length, 32))[0])
         losses[-1].backward()
@@ -331,18 +332,18 @@ def count_traces(monkeypatch):
 
 
 def test_from_the_fourth_length_on_nothing_is_traced(monkeypatch):
-    lengths = [16, 20, 24, 24, 28, 30, 28, 18]
+    symbolic_trace = [16, 20, 24, 24, 28, 30, 28, 18]
     model = Attentive()
     twin = copy.deepcopy(model)
     step = torch.compile(model, backend="coop", options={"budget": "100%"}, fullgraph=True)
-    found = train_at(lengths[:4], model, step)
+    found = train_at(symbolic_trace[:4], model, step)
     counts = count_traces(monkeypatch)
-    found = train_at(lengths, model, step)
-    train_at(lengths[:4], twin, twin)
-    assert all(map(torch.equal, found, train_at(lengths, twin, twin)))
+    found = train_at(symbolic_trace, model, step)
+    train_at(symbolic_trace[:4], twin, twin)
+    assert all(map(torch.equal, found, train_at(symbolic_trace, twin, twin)))
     assert counts == []
     reports = runtime.reports()
-    assert len(reports) == len(set(lengths)) + 1  # the first one comes again as one of many
+    assert len(reports) == len(set(symbolic_trace)) + 1  # the first one comes again as one of many
     assert all(report.measured_peak_bytes <= report.budget_bytes for report in reports)
 
 
@@ -380,8 +381,8 @@ def test_a_length_for_which_the_trace_does_not_hold_is_traced(monkeypatch):
 
 
 def test_a_trace_for_all_sizes_that_differs_is_not_used(monkeypatch):
-    signed = lengths.signature
-    monkeypatch.setattr(shapes, "signature", lambda joint: [*signed(joint), "and more"])
+    signed = symbolic_trace.signature
+    monkeypatch.setattr(specialize, "signature", lambda joint: [*signed(joint), "and more"])
     model = Net()
     step = torch.compile(model, backend="coop", dynamic=True, options={"budget": "100%"})
     counts = count_traces(monkeypatch)
@@ -394,7 +395,7 @@ def test_a_trace_for_all_sizes_that_differs_is_not_used(monkeypatch):
 def test_a_plan_of_one_length_serves_others(monkeypatch):
     searched = []
     monkeypatch.setattr(
-        planning, "plan", lambda graph, options: searched.append(1) or plan(graph, options)
+        find_plan, "plan", lambda graph, options: searched.append(1) or plan(graph, options)
     )
 
     def run(step, net):
@@ -446,9 +447,9 @@ def test_no_code_is_made_of_what_is_only_traced(monkeypatch):
 
 
 def test_stand_ins_are_positive_and_have_no_equal_rows():
-    for count in (0, 1, profile.DRAWN, 40 * profile.DRAWN + 7):
+    for count in (0, 1, profiler.DRAWN, 40 * profiler.DRAWN + 7):
         flat = torch.full((count,), -1.0)
-        profile._draw(flat)
+        profiler._draw(flat)
         assert ((flat >= 0.05) & (flat <= 1.0)).all()
     rows = flat[: 128 * 1024].view(128, 1024)
     assert rows.unique(dim=0).shape[0] == 128
@@ -456,15 +457,15 @@ def test_stand_ins_are_positive_and_have_no_equal_rows():
 
 def test_an_op_is_recorded_twice_only_where_threads_beside_it_allocate(monkeypatch):
     runs, beside = [], iter((0, 5, 3))
-    extension = profile.extension()
+    extension = profiler.extension()
 
     class Recorder:
         record_begin, record_end = extension.record_begin, extension.record_end
         workers_peak = staticmethod(lambda: next(beside))
 
-    monkeypatch.setattr(profile, "extension", Recorder)
+    monkeypatch.setattr(profiler, "extension", Recorder)
     args = (torch.ones(8),), {}
-    found = [profile._measure(lambda x: runs.append(1) or x + 1, *args, 1.0) for _ in range(2)]
+    found = [profiler._measure(lambda x: runs.append(1) or x + 1, *args, 1.0) for _ in range(2)]
     assert [facts.beside_bytes for facts in found] == [0, 3]
     assert len(runs) == 3
     assert found[0].allocations == found[1].allocations

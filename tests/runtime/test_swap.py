@@ -16,8 +16,8 @@ from coop_plan import runtime
 from coop_plan.planner import plan
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes
-from coop_plan.runtime.device.links import AWAY, BACK, CpuLinks, cpu_engines
-from coop_plan.runtime.execute import planning
+from coop_plan.runtime.device.copy_engines import AWAY, BACK, CpuLinks, cpu_engines
+from coop_plan.runtime.execute import find_plan
 from coop_plan.schemas import Prefetch
 from tests.runtime.networks import Mlp
 from tests.runtime.swapping import swap_plan
@@ -29,7 +29,7 @@ LINK = "20MB/s"
 
 @pytest.fixture(autouse=True)
 def swapping(monkeypatch):
-    monkeypatch.setattr(planning, "plan", swap_plan)
+    monkeypatch.setattr(find_plan, "plan", swap_plan)
 
 
 def pair(case="mlp", link=LINK):
@@ -63,7 +63,7 @@ def test_losses_and_parameters_equal_eager(case):
 
 @pytest.mark.parametrize("case", ["dropout", "convolution", "tied"])
 def test_gradients_may_be_away_until_the_step_ends(case, monkeypatch):
-    monkeypatch.setattr(planning, "plan", functools.partial(swap_plan, gradients=True))
+    monkeypatch.setattr(find_plan, "plan", functools.partial(swap_plan, gradients=True))
     model, other, step, batch = pair(case)
     losses = train(model, model, batch)
     assert_same(model, losses, other, train(other, step, batch))
@@ -76,7 +76,7 @@ def test_gradients_may_be_away_until_the_step_ends(case, monkeypatch):
 
 def test_gradients_that_were_away_before_they_are_added_lie_outside_the_arena(monkeypatch):
     """Kept by the user there, they would be where the next step has its tensors."""
-    monkeypatch.setattr(planning, "plan", functools.partial(swap_plan, added=True))
+    monkeypatch.setattr(find_plan, "plan", functools.partial(swap_plan, added=True))
     model, batch = Mlp(), torch.randn(256, 64)
     eager = copy.deepcopy(model)
     step = torch.compile(model, backend="coop", options={"budget": "100%", "link": "1GB/s"})
@@ -212,7 +212,7 @@ def test_the_slab_goes_with_the_step_and_two_threads_are_all():
 
 FORK = """
 import os, torch
-from coop_plan.runtime.execute import planning
+from coop_plan.runtime.execute import find_plan
 from tests.runtime.swapping import swap_plan
 from tests.runtime.test_swap import one_step, pair
 
@@ -265,7 +265,7 @@ def test_an_engine_takes_its_copies_in_order_and_says_when():
 
 def test_the_planners_own_transfers_run(monkeypatch):
     """What coop-offline moves within a budget, where a link makes it worth while."""
-    monkeypatch.setattr(planning, "plan", plan)
+    monkeypatch.setattr(find_plan, "plan", plan)
     model = CASES["dropout"][0]()
     other, batch = copy.deepcopy(model), CASES["dropout"][1]()
     losses = train(model, model, batch)

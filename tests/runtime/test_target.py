@@ -7,7 +7,7 @@ import torch
 
 from coop_plan.planner import plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture.target import capture, capture_target
+from coop_plan.runtime.offline_capture.target import capture, capture_target
 from coop_plan.schemas import InvalidInputError
 
 SOURCE = """

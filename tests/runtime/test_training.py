@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.planner import plan
-from coop_plan.runtime.execute import planning
+from coop_plan.runtime.execute import find_plan
 from coop_plan.schemas import Compute, Free
 from tests.runtime.networks import Mlp
 from tests.runtime.shuffling import is_shuffled, shuffled_plan
@@ -109,7 +109,7 @@ def test_losses_and_parameters_equal_eager(case, budget):
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_ops_in_another_order_than_the_programs(case, seed, monkeypatch):
-    monkeypatch.setattr(planning, "plan", functools.partial(shuffled_plan, seed=seed))
+    monkeypatch.setattr(find_plan, "plan", functools.partial(shuffled_plan, seed=seed))
     make, data = CASES[case]
     eager, batch = make(), data()
     planned = copy.deepcopy(eager)
@@ -144,7 +144,7 @@ def test_an_output_made_again_as_a_by_product_stays_what_it_was(monkeypatch):
     def replaced(model, **fields):
         return model.model_copy(update=fields)
 
-    monkeypatch.setattr("coop_plan.runtime.execute.planning.plan", doubled)
+    monkeypatch.setattr("coop_plan.runtime.execute.find_plan.plan", doubled)
     eager = nn.Sequential(*(m for _ in range(3) for m in (nn.LayerNorm(64), nn.Linear(64, 64))))
     planned = copy.deepcopy(eager)
     batch = torch.randn(256, 64, requires_grad=True)

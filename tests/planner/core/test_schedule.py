@@ -6,11 +6,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from coop_plan.planner.core.arrays import to_arrays
-from coop_plan.planner.core.assemble import assemble
+from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Offload, Prefetch, Run, Schedule, Wait
 from coop_plan.planner.core.timeline import plan_timeline
-from coop_plan.planner.layout import lay_out, lay_out_host
+from coop_plan.planner.placement.layout import lay_out, lay_out_host
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Device
 from tests.strategies import graphs

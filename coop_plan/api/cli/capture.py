@@ -1,0 +1,135 @@
+"""`coop-plan capture`: a training step of PyTorch as a graph; the command's door to the runtime."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from coop_plan.api.cli.exit_codes import EXIT_ERROR, fail
+
+if TYPE_CHECKING:
+    from coop_plan.schemas import Graph
+
+TARGET = click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
+OPTIMIZER = click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "momentum", "adamw"]),
+    help="Whose state is resident, too.",
+)
+MASTERS = click.option(
+    "--masters", is_flag=True, help="With float32 copies of parameters of fewer bits."
+)
+
+
+@click.command(short_help="Profile a training step of PyTorch into a graph.")
+@TARGET
+@click.option("-o", "--output", required=True, metavar="GRAPH", help="- is stdout.")
+@click.option("--device", metavar="DEVICE", help="a100-80gb, rtx4090, ... or a device file.")
+@click.option("--batch", type=click.IntRange(1), metavar="N", help="Call FUNCTION(batch=N).")
+@OPTIMIZER
+@MASTERS
+@click.option("--variants", is_flag=True, help="Try other ways to run ops, equal to the bit.")
+def capture(
+    target: str,
+    output: str,
+    device: str | None,
+    batch: int | None,
+    optimizer: str | None,
+    masters: bool,
+    variants: bool,
+) -> None:
+    """Profile a training step: the function returns (callable, example arguments).
+
+    The callable returns a loss; its joint forward and backward graph is profiled op by op. With
+    --device nothing runs and nothing of the model is allocated: the step is traced as on that
+    device, and its costs are a roofline.
+    """
+    from coop_plan.api.cli.output import check_writable, write_whole
+
+    check_writable(output)
+    if variants and device is not None:
+        raise click.UsageError("--variants are tried here, not on a --device that is not")
+    from coop_plan.runtime.errors import RuntimeRefusalError
+
+    try:
+        graph = captured(target, device, batch, optimizer, masters, variants=variants)
+    except RuntimeRefusalError as error:
+        fail(error, EXIT_ERROR)
+    if output == "-":
+        click.echo(graph.to_json())
+        return
+    write_whole(output, graph.to_json() + "\n")
+    click.echo(f"{output}: {len(graph.ops)} ops, {len(graph.tensors)} tensors", err=True)
+
+
+def captured(
+    target: str,
+    device: str | None,
+    batch: int | None,
+    optimizer: str | None,
+    masters: bool,
+    *,
+    variants: bool = False,
+) -> "Graph":
+    """The graph of what a user names.
+
+    Raises:
+        InvalidInputError: no such step, or no such device.
+        RuntimeRefusalError: it cannot be captured.
+    """
+    if masters and optimizer is None:
+        raise click.UsageError("--masters needs an --optimizer")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        from coop_plan.runtime.offline_capture.target import capture_target
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
+    from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
+    from coop_plan.runtime.offline_capture.devices import device as device_named
+
+    if device is None:
+        return capture_target(target, batch, optimizer, masters, variants=variants)
+    spec = device_named(device)
+    return capture_for(
+        Question(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
+    )
+
+
+@click.command(short_help="Measure this machine's device into a file for --device.")
+@click.option("-o", "--output", required=True, metavar="FILE", help="- is stdout.")
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Which."
+)
+def calibrate(output: str, device: str) -> None:
+    """Measure a dozen ops here and write a device file, which --device of capture and fit takes.
+
+    Peaks are the best rate that any op reached, shares what the ops of a class reach of them. Leave
+    the machine alone meanwhile: ten seconds.
+    """
+    import json
+
+    import msgspec
+
+    from coop_plan.api.cli.output import check_writable, write_whole
+
+    check_writable(output)
+    try:
+        from coop_plan.runtime.offline_capture.calibrate import calibrated
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("calibrate needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
+    from coop_plan.runtime.errors import RuntimeRefusalError
+
+    try:
+        found = json.dumps(msgspec.to_builtins(calibrated(device)), indent=2)
+    except RuntimeRefusalError as error:
+        fail(error, EXIT_ERROR)
+    if output == "-":
+        click.echo(found)
+    else:
+        write_whole(output, found + "\n")

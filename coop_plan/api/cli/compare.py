@@ -1,0 +1,184 @@
+"""`coop-plan compare`: every method on every budget."""
+
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coop_plan.api.cli.input import read_graph
+from coop_plan.api.cli.types import Seconds
+
+if TYPE_CHECKING:
+    from coop_plan.planner.inspect.compare import Cell
+    from coop_plan.schemas import Graph
+
+FIGURES = (
+    "budget_bytes",
+    "peak_bytes",
+    "arena_bytes",
+    "overhead",
+    "fragmentation",
+    "recomputed_ops",
+    "swapped_bytes",
+    "lower_bound_us",
+    "solve_seconds",
+)
+MAPS_BYTES = 5 << 19
+"""Of all maps in a report, 2.5 MiB; those of the largest plans are left out beyond it."""
+
+
+@click.command(short_help="Compare methods on several budgets.")
+@click.argument("graph")
+@click.option("--budgets", default="80%,60%,40%,min", show_default=True, metavar="B,B,...")
+@click.option("--methods", default="coop-offline,coop,dtr", show_default=True, metavar="M,M,...")
+@click.option(
+    "--time-limit",
+    type=Seconds(),
+    metavar="S",
+    help="Seconds a plan; else each method's own.",
+)
+@click.option(
+    "-o", "--output", multiple=True, metavar="REPORT", help="A .html, .json or .csv; several."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print for programs.")
+def compare(
+    graph: str,
+    budgets: str,
+    methods: str,
+    time_limit: float | None,
+    output: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Plan GRAPH with each method within each budget, in parallel processes.
+
+    The .html is one file that needs no network: overhead over peak, what is proved to be the least,
+    and the memory map of each plan. Interrupted, what is done is printed and written.
+    """
+    from coop_plan.api.cli.output import OutputError, check_writable, write_whole
+    from coop_plan.planner.inspect.compare import compare as cells_of
+    from coop_plan.planner.options import PlanOptions
+
+    for target in output:
+        if Path(target).suffix not in (".html", ".json", ".csv"):
+            raise OutputError(f"{target}: a report is a .html, .json or .csv file")
+        check_writable(target)
+    asked = [
+        PlanOptions.of({"budget": budget, "method": method, "time_limit": time_limit})
+        for budget in _listed(budgets)
+        for method in _listed(methods)
+    ]
+    document = read_graph(graph)
+    order = {(str(o.budget_), o.method): place for place, o in enumerate(asked)}
+    done: list[Cell] = []
+    interrupted = False
+    cells = cells_of(document, asked, os.cpu_count() or 1)
+    try:
+        with click.progressbar(cells, length=len(asked), label="planning", file=sys.stderr) as bar:
+            done.extend(bar)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        cells.close()
+    done.sort(key=lambda cell: order[cell.asked, cell.method])
+    for target in output:
+        write_whole(target, _report(target, document, done))
+    if as_json:
+        click.echo(json.dumps([_row(cell) for cell in done]))
+    else:
+        _print(done)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _listed(text: str) -> list[str]:
+    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise click.UsageError("--budgets and --methods name at least one each")
+    return found
+
+
+def _row(cell: "Cell") -> dict[str, Any]:
+    figures = cell.figures or {}
+    return {
+        "asked": cell.asked,
+        "method": cell.method,
+        "state": cell.state,
+        "status": figures.get("status"),
+        **{name: figures.get(name) for name in FIGURES},
+        "bound": cell.bound,
+        "least_bytes": cell.least_bytes,
+        "why": cell.why,
+    }
+
+
+def _report(target: str, graph: "Graph", cells: "Sequence[Cell]") -> str:
+    rows = [_row(cell) for cell in cells]
+    if target.endswith(".json"):
+        return json.dumps(rows, indent=1) + "\n"
+    if target.endswith(".csv"):
+        text = io.StringIO(newline="")
+        names = list(rows[0]) if rows else ["asked", "method", "state"]
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+    from coop_plan.planner.inspect.drawing import graph_columns
+    from coop_plan.web import page
+
+    room = MAPS_BYTES
+    maps = [""] * len(cells)
+    for place in sorted(range(len(cells)), key=lambda place: len(cells[place].map)):
+        room -= len(cells[place].map)
+        if room >= 0:
+            maps[place] = cells[place].map
+    data = {
+        "name": graph.name,
+        "cells": [
+            row | {"figures": cell.figures, "map": drawn}
+            for row, cell, drawn in zip(rows, cells, maps, strict=True)
+        ],
+        "once": graph_columns(graph),
+    }
+    return page("report.js", f"Plans for {graph.name or 'a training step'}", data)
+
+
+def _print(cells: "Sequence[Cell]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from coop_plan.api.cli.scatter_plot import scatter
+    from coop_plan.schemas import format_bytes
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("budget", "method"):
+        table.add_column(name)
+    for name in ("peak", "overhead", "at least", "fragmentation", "smallest", "time"):
+        table.add_column(name, justify="right")
+    points: dict[str, list[tuple[float, float]]] = {}
+    for cell in cells:
+        least = "" if cell.least_bytes is None else format_bytes(cell.least_bytes)
+        if cell.figures is None:
+            table.add_row(cell.asked, cell.method, cell.state, "", "", "", least, "")
+            continue
+        figures = cell.figures
+        points.setdefault(cell.method, []).append((figures["peak_bytes"], figures["overhead"]))
+        table.add_row(
+            cell.asked,
+            cell.method,
+            format_bytes(figures["peak_bytes"]),
+            f"{figures['overhead']:.2%}",
+            "" if cell.bound is None else f"{cell.bound:.2%}",
+            f"{figures['fragmentation']:.2%}",
+            least,
+            f"{figures['solve_seconds']:.2f} s",
+        )
+    Console(width=100, highlight=False).print(table)
+    if points:
+        click.echo()
+        click.echo(scatter(points))

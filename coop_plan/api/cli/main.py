@@ -1,0 +1,371 @@
+"""The `coop-plan` command.
+
+stdout is data, stderr is progress and errors. Exit codes: 0 ok, 1 error, 2 usage or invalid input,
+3 infeasible budget, 4 time limit reached without any plan, 130 interrupted. Heavy imports wait for
+the command that needs them.
+"""
+
+import contextlib
+import difflib
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coop_plan.api.cli.capture import calibrate, capture
+from coop_plan.api.cli.compare import compare
+from coop_plan.api.cli.exit_codes import (
+    EXIT_ERROR,
+    EXIT_INFEASIBLE,
+    EXIT_INTERRUPTED,
+    EXIT_INVALID,
+    EXIT_TIME,
+    UNWRITABLE,
+    ClosedOutput,
+    fail,
+    interruptions,
+)
+from coop_plan.api.cli.explain import explain
+from coop_plan.api.cli.export import export
+from coop_plan.api.cli.fit import fit
+from coop_plan.api.cli.import_trace import import_
+from coop_plan.api.cli.token import token
+from coop_plan.api.cli.place import place
+from coop_plan.api.cli.input import read_graph, read_plan
+from coop_plan.api.cli.types import Seconds
+from coop_plan.api.cli.serve import serve
+from coop_plan.api.cli.show import show
+from coop_plan.api.cli.worker import worker
+
+if TYPE_CHECKING:
+    from coop_plan.planner import PlanOptions, Progress
+    from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
+
+
+class DefaultGroup(click.Group):
+    """A group whose command `plan` needs no name: `coop-plan model.json --budget 12GiB`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the default command in front of arguments that name no command."""
+        own = {"--help", "-h", "--version"}
+        if args and args[0] not in self.commands and args[0] not in own:
+            meant = difflib.get_close_matches(args[0], self.commands, n=1)
+            if meant and not Path(args[0]).exists():
+                message = f"no command and no file '{args[0]}': did you mean '{meant[0]}'?"
+                raise click.UsageError(message)
+            args = ["plan", *args]
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The group's help with the default command's options in it."""
+        default = self.commands["plan"]
+        names = ctx.help_option_names
+        with click.Context(default, info_name=ctx.info_name, help_option_names=names) as inner:
+            default.format_usage(inner, formatter)
+            self.format_help_text(ctx, formatter)
+            default.format_options(inner, formatter)
+        self.format_commands(ctx, formatter)
+
+
+@click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="coop-plan", prog_name="coop-plan")
+def cli() -> None:
+    """Plan one training step into a hard memory budget.
+
+    GRAPH is a profiled graph (coop-plan/graph/1), or - for stdin. Prints the plan's figures;
+    -o writes the plan.
+    """
+
+
+@cli.command()
+@click.argument("graph")
+@click.option("--budget", required=True, help="12GiB, 12GB, bytes, 50% (of the peak) or min.")
+@click.option(
+    "--method", default="coop-offline", show_default=True, help="See `coop-plan methods`."
+)
+@click.option("--time-limit", type=Seconds(), metavar="S", help="Seconds.")
+@click.option("--seed", type=int, default=0, show_default=True, help="One seed, one plan.")
+@click.option("--alignment", type=int, default=512, show_default=True, help="Of offsets, in bytes.")
+@click.option(
+    "--outputs",
+    type=click.Choice(["outside", "arena", "gradients"]),
+    default="outside",
+    show_default=True,
+    metavar="WHERE",
+    help="What leaves the step lies outside or in the arena; gradients: only these in it.",
+)
+@click.option("--host-budget", metavar="SIZE", help="For copies on the host; 0: no transfers.")
+@click.option("--link", metavar="RATE", help="To the host and back, 25GB/s; else the graph's own.")
+@click.option("--solver", help="Of checkmate: any solver PuLP has here, such as GUROBI_CMD.")
+@click.option("--relax", is_flag=True, help="Of checkmate: the LP with two-phase rounding.")
+@click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
+@click.option(
+    "--server",
+    metavar="URL",
+    envvar="COOP_PLAN_SERVER",
+    show_envvar=True,
+    help="Ask this service; a token is taken from COOP_PLAN_TOKEN.",
+)
+@click.option("-o", "--output", metavar="PLAN", help="Write the plan here; - is stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan (with -o: its figures).")
+def plan(
+    graph: str,
+    budget: str,
+    method: str,
+    time_limit: float | None,
+    seed: int,
+    alignment: int,
+    outputs: "Outputs",
+    host_budget: str | None,
+    link: str | None,
+    solver: str | None,
+    relax: bool,
+    ablate: tuple[str, ...],
+    server: str | None,
+    output: str | None,
+    as_json: bool,
+) -> None:
+    """Plan GRAPH within a budget (the default command)."""
+    from coop_plan.api.cli.output import check_writable, figures, print_plan, write_whole
+
+    check_writable(output)
+    from coop_plan.planner.options import PlanOptions
+
+    options = PlanOptions.of(
+        {
+            "budget": budget,
+            "method": method,
+            "time_limit": time_limit,
+            "seed": seed,
+            "alignment": alignment,
+            "outputs": outputs,
+            "host_budget": host_budget,
+            "link": link,
+            "solver": solver,
+            "switches": dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
+        }
+    )
+    document = read_graph(graph)
+    from coop_plan.planner.core.errors import InfeasibleBudgetError
+
+    try:
+        made = _make(document, options) if not server else _ask(server, document, options)
+    except InfeasibleBudgetError as error:
+        if as_json:
+            click.echo(json.dumps(infeasible(error)))
+        fail(error, EXIT_INFEASIBLE)
+    if output is not None and output != "-":
+        write_whole(output, made.to_json() + "\n")
+    if output == "-" or (as_json and output is None):
+        click.echo(made.to_json())
+    elif as_json:
+        click.echo(json.dumps(figures(made)))
+    else:
+        print_plan(
+            made, len(document.ops), _unmodelled(document, options), _link(made, document, options)
+        )
+
+
+def _make(graph: "Graph", options: "PlanOptions") -> "Plan":
+    from coop_plan.planner.planning import plan as make_plan
+
+    with _progress() as progress, _without_collections():
+        return make_plan(graph, options, progress=progress)
+
+
+def _ask(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
+    """The plan that a service makes or has."""
+    try:
+        from coop_plan.client.protocol import ServerError
+        from coop_plan.client.client import Client
+    except ModuleNotFoundError as error:
+        fail(f"--server needs {error.name}: pip install 'coop-plan[client]'", EXIT_ERROR)
+    try:
+        with Client(server) as client:
+            return client.plan(graph, options)
+    except ServerError as error:
+        fail(error, EXIT_ERROR)
+
+
+def _link(made: "Plan", graph: "Graph", options: "PlanOptions") -> str | None:
+    """Why a method that could use the link did not."""
+    from coop_plan.planner.core.problem import Problem
+    from coop_plan.planner.inspect.link_report import unworthy_link
+
+    if not options.info.transfers:
+        return None
+    problem = Problem.from_graph(
+        options.on(graph), options.alignment, options.outputs, options.host_budget
+    )
+    return unworthy_link(problem, made)
+
+
+def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:
+    """What the graph offers that the exact methods do not model, so that they prove nothing."""
+    if options.method not in ("optimal", "auto"):
+        return []
+    from coop_plan.planner.core.problem import beyond_recomputation
+
+    return options.info.unused(beyond_recomputation(options.on(graph), options.host_budget))
+
+
+def infeasible(error: Any) -> dict[str, Any]:
+    """An `InfeasibleBudgetError` for programs."""
+    return {
+        "error": "budget-infeasible",
+        "budget_bytes": error.budget_bytes,
+        "min_feasible_bytes": error.min_feasible_bytes,
+        "budget_lower_bound_bytes": error.budget_lower_bound_bytes,
+        "blocking_op": error.blocking_op,
+        "blocking_op_name": error.blocking_op_name,
+        "working_set_bytes": error.working_set_bytes,
+        "held": error.held,
+    }
+
+
+@cli.command(short_help="Check PLAN against GRAPH, independently of the methods.")
+@click.argument("graph")
+@click.argument("plan")
+@click.option("--budget", metavar="SIZE", help="Hold it against this one, not the plan's own.")
+def verify(graph: str, plan: str, budget: str | None) -> None:
+    """Replay PLAN on GRAPH with code that shares nothing with the methods; - is stdin.
+
+    Exit 0 when it holds, 1 with the faults when it does not, 2 when a document cannot be read or
+    the plan is for another graph.
+    """
+    from coop_plan.planner import find_faults
+    from coop_plan.schemas import format_bytes, parse_bytes
+
+    if graph == plan == "-":
+        raise click.UsageError("stdin holds GRAPH or PLAN, not both")
+    limit_bytes = None if budget is None else parse_bytes(budget)
+    document = read_graph(graph)
+    made = read_plan(plan)
+    if limit_bytes is not None:
+        made = made.model_copy(update={"budget_bytes": limit_bytes})
+    faults = find_faults(document, made)
+    if not faults:
+        peak, limit = format_bytes(made.peak_bytes), format_bytes(made.budget_bytes)
+        click.echo(f"valid: {len(made.steps)} steps, peak {peak} within {limit}")
+        return
+    for fault in faults:
+        click.echo(f"{plan}#{fault.pointer}: {fault.code}: {fault.message}", err=True)
+    sys.exit(EXIT_INVALID if faults[0].code == "wrong-graph" else EXIT_ERROR)
+
+
+@cli.command()
+def methods() -> None:
+    """List the planning methods, their sources and their switches."""
+    from coop_plan.planner import METHODS
+
+    for info in METHODS.values():
+        click.echo(f"{info.name}: {info.summary} [{info.source}]")
+        for switch, lost in info.switches.items():
+            click.echo(f"  --ablate {switch}: {lost}")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator["Callable[[Progress], None] | None"]:
+    """A progress line on stderr while a person watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("planning", total=None)
+
+        def show(progress: "Progress") -> None:
+            bars.update(
+                task,
+                description=progress.message,
+                total=None if progress.fraction is None else 1.0,
+                completed=progress.fraction or 0.0,
+            )
+
+        yield show
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pause the cyclic garbage collector: a plan is tens of thousands of objects and no cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+cli.add_command(compare)
+cli.add_command(explain)
+cli.add_command(export)
+cli.add_command(calibrate)
+cli.add_command(capture)
+cli.add_command(fit)
+cli.add_command(import_)
+cli.add_command(place)
+cli.add_command(serve)
+cli.add_command(show)
+cli.add_command(token)
+cli.add_command(worker)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command; every user's mistake ends in one line and an exit code."""
+    if sys.stdout is None:
+        sys.stdout = ClosedOutput()
+    with interruptions() as interrupted:
+        try:
+            _run(arguments)
+        except (click.Abort, KeyboardInterrupt):
+            fail("interrupted", EXIT_INTERRUPTED)
+        if interrupted:  # the method answered with the best it had
+            fail("interrupted: this is the best plan until then", EXIT_INTERRUPTED)
+
+
+def _run(arguments: list[str] | None) -> None:
+    from coop_plan.schemas.errors import InvalidInputError
+
+    try:
+        cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
+        sys.stdout.flush()
+    except InvalidInputError as error:
+        fail(error if error.source else _of_an_option(error), EXIT_INVALID)
+    except click.exceptions.NoArgsIsHelpError:
+        fail("no GRAPH given (see coop-plan --help)", EXIT_INVALID)
+    except click.UsageError as error:
+        fail(f"{error.format_message()} (see coop-plan --help)", EXIT_INVALID)
+    except click.exceptions.Exit as stop:
+        sys.exit(stop.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(EXIT_ERROR)
+    except TimeoutError as error:
+        fail(error, EXIT_TIME)
+    except Exception as error:
+        from coop_plan.api.cli.output import OutputError
+
+        if isinstance(error, OutputError):
+            fail(error, EXIT_ERROR)
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            with contextlib.suppress(OSError):  # or Python fails at it again when it ends
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            fail(f"stdout cannot be written: {error.strerror}", EXIT_ERROR)
+        raise
+
+
+def _of_an_option(error: "InvalidInputError") -> str:
+    """The message behind the option that it is about."""
+    name = error.pointer.split("/")[1] if error.pointer else ""
+    option = {"": "", "switches": "--ablate: "}.get(name, f"--{name.replace('_', '-')}: ")
+    return f"{option}{error.message}"

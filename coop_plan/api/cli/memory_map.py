@@ -1,0 +1,171 @@
+"""Pictures of a placement: time to the right, addresses upwards, a rectangle per buffer."""
+
+import io
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from coop_plan.api.cli.output import OutputError, check_writable, write_whole
+from coop_plan.planner.inspect.buffers import KINDS
+from coop_plan.planner.inspect.drawing import drawing
+from coop_plan.schemas import format_bytes
+from coop_plan.web import page
+
+if TYPE_CHECKING:
+    from coop_plan.api.cli.buffers_csv import Buffers
+    from coop_plan.schemas import Graph, Plan
+
+_COLOURS = ("#5b8fd6", "#e07b39", "#8a5bb5", "#9aa3ad", "#3f9d6b")
+"""By kind, as the page has them (web/palette.js)."""
+
+WIDTH, HEIGHT = 1200, 700
+"""Of the picture, in pixels."""
+
+
+def check_drawable(target: str | None) -> None:
+    """Refuse a picture that could not be drawn before the work begins.
+
+    Raises:
+        OutputError: an unknown kind, a place that cannot be written, or a package that is missing.
+    """
+    if target is None:
+        return
+    kind = Path(target).suffix.lower()
+    if kind not in (".html", ".png", ".svg"):
+        raise OutputError(f"{target}: a memory map is a .html, .png or .svg file")
+    check_writable(target)
+    if kind != ".html":
+        try:
+            import matplotlib  # noqa: F401
+        except ModuleNotFoundError:
+            message = f"a {kind} needs matplotlib: pip install 'coop-plan[plot]'"
+            raise OutputError(message) from None
+
+
+def draw(
+    target: str, buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None
+) -> None:
+    """Write the memory map of a placement; `peak` and `capacity` in bytes."""
+    title = _title(offsets, peak, capacity)
+    if target.lower().endswith(".html"):
+        drawn = {
+            "title": title,
+            "figures": None,
+            "map": _placement(buffers, offsets, peak, capacity),
+        }
+        write_whole(target, page("show.js", "Memory map", {"drawings": [drawn]}))
+        return
+    rows = zip(buffers.lower, buffers.upper, buffers.size, offsets, strict=True)
+    rectangles = [(lower, upper, offset, size) for lower, upper, size, offset in rows]
+    colours = [_COLOURS[0]] * len(rectangles)
+    write_whole(target, _picture(target, rectangles, colours, peak, capacity, title, "time"))
+
+
+def draw_plans(target: str, graph: "Graph", plans: "dict[str, Plan]") -> None:
+    """Write the page with the memory maps of plans, by title, side by side."""
+    drawings = [drawing(graph, plan, title) for title, plan in plans.items()]
+    name = graph.name or "a training step"
+    write_whole(target, page("show.js", f"Memory of {name}", {"drawings": drawings}))
+
+
+def draw_plan(target: str, graph: "Graph", plan: "Plan") -> None:
+    """Write the memory map of one plan as a picture."""
+    made = drawing(graph, plan)
+    columns = made["map"]
+    rows = zip(columns["begin"], columns["end"], columns["offset"], columns["size"], strict=True)
+    colours = [_COLOURS[kind] for kind in columns["kind"]]
+    picture = _picture(
+        target,
+        list(rows),
+        colours,
+        plan.arena_bytes,
+        columns["budget_arena"],
+        made["title"],
+        "step",
+        set(columns["kind"]),
+    )
+    write_whole(target, picture)
+
+
+def _title(offsets: list[int], peak: int, capacity: int | None) -> str:
+    within = "" if capacity is None else f" within {capacity:,}"
+    return f"{len(offsets):,} buffers in {peak:,} bytes{within}"
+
+
+def _placement(
+    buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None
+) -> dict[str, Any]:
+    """The columns of the map, as `planner.inspect.drawing` has them; times that occur are moments."""
+    times = sorted({*buffers.lower, *buffers.upper})
+    moment = {time: position for position, time in enumerate(times)}
+    begin, end = ([moment[time] for time in column] for column in (buffers.lower, buffers.upper))
+    change = [0] * (len(times) + 1)
+    for first, last, size in zip(begin, end, buffers.size, strict=True):
+        change[first] += size
+        change[last] -= size
+    live = list(accumulate(change))[: max(0, len(times) - 1)]
+    count = len(offsets)
+    return {
+        "offset": offsets,
+        "size": buffers.size,
+        "begin": begin,
+        "end": end,
+        "kind": None,
+        "op": [-1] * count,
+        "tensor": list(range(count)),
+        "live": live,
+        "begin_us": [],
+        "end_us": 0,
+        "peak": max(range(len(live)), key=live.__getitem__, default=-1),
+        "arena": peak,
+        "budget_arena": capacity or 0,
+        "names": buffers.id,
+        "ops": [],
+        "sources": [],
+    }
+
+
+def _picture(
+    target: str,
+    rectangles: list[tuple[int, int, int, int]],
+    colours: list[str],
+    peak: int,
+    capacity: int | None,
+    title: str,
+    across: str,
+    kinds: "set[int] | None" = None,
+) -> bytes:
+    """A .png or .svg of rectangles (begin, end, offset, size)."""
+    from matplotlib.collections import PolyCollection
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(WIDTH / 100, HEIGHT / 100), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    corners = [
+        [(begin, offset), (begin, offset + size), (end, offset + size), (end, offset)]
+        for begin, end, offset, size in rectangles
+    ]
+    axes.add_collection(
+        PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.3)
+    )
+    top = max(peak, 1)
+    if capacity is not None and 0 < capacity <= 2 * top:
+        axes.axhline(capacity, color="firebrick", linestyle="--", label="budget")
+        top = max(top, capacity)
+    axes.set_xlim(
+        min((row[0] for row in rectangles), default=0),
+        max((row[1] for row in rectangles), default=1),
+    )
+    axes.set_ylim(0, top * 1.02)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(int(value))))
+    axes.set_xlabel(across)
+    axes.set_ylabel("address")
+    axes.set_title(title)
+    if kinds:
+        patches = [Patch(color=_COLOURS[kind], label=KINDS[kind]) for kind in sorted(kinds)]
+        axes.legend(handles=patches, loc="upper left", ncols=len(patches))
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(target).suffix[1:].lower())
+    return picture.getvalue()

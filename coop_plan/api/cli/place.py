@@ -1,0 +1,111 @@
+"""`coop-plan place`: offsets for the buffers of a CSV file (`api.cli.buffers_csv`)."""
+
+import click
+
+from coop_plan.api.cli.buffers_csv import read_buffers, write_buffers
+from coop_plan.api.cli.exit_codes import EXIT_INFEASIBLE, EXIT_TIME, fail
+from coop_plan.api.cli.input import stdin
+from coop_plan.api.cli.types import Seconds
+from coop_plan.schemas._parse import read_bytes
+from coop_plan.schemas.errors import InvalidInputError
+
+ALIGNMENT_LIMIT = 1 << 40
+
+
+@click.command(short_help="Give the buffers of a CSV file their offsets.")
+@click.argument("buffers")
+@click.option("--capacity", metavar="BYTES", help="Fit this (1MiB, 4096) instead of minimising.")
+@click.option(
+    "--time-limit",
+    type=Seconds(),
+    default=10.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, (1 << 63) - 1),
+    default=0,
+    show_default=True,
+    help="Of the search's restarts.",
+)
+@click.option(
+    "--alignment",
+    type=click.IntRange(1, ALIGNMENT_LIMIT),
+    default=1,
+    show_default=True,
+    help="Of offsets, in bytes.",
+)
+@click.option("-o", "--output", metavar="CSV", help="Write the placement here; - is stdout.")
+@click.option("--plot", metavar="MAP", help="Draw the memory map: a .html, .png or .svg file.")
+def place(
+    buffers: str,
+    capacity: str | None,
+    time_limit: float,
+    seed: int,
+    alignment: int,
+    output: str | None,
+    plot: str | None,
+) -> None:
+    """Place BUFFERS: a CSV file with the columns id,lower,upper,size[,offset], or - for stdin.
+
+    Each is live in [lower, upper); an offset is kept as given. Exit 3 when the capacity is proved
+    too small, 4 when no placement within it was found.
+    """
+    from coop_plan.api.cli.memory_map import check_drawable, draw
+    from coop_plan.api.cli.output import check_writable, write_whole
+    from coop_plan.planner.placement import FixedOverlapError
+    from coop_plan.planner.placement import place as find_offsets
+    from coop_plan.schemas import format_bytes, parse_bytes
+
+    check_writable(output)
+    check_drawable(plot)
+    limit = None if capacity is None else parse_bytes(capacity)
+    source = "stdin" if buffers == "-" else buffers
+    given = read_buffers(_read(buffers, source), source, alignment)
+    try:
+        made = find_offsets(
+            given.lower,
+            given.upper,
+            given.size,
+            capacity=limit,
+            alignment=alignment,
+            fixed=given.offset,
+            time_limit=time_limit,
+            seed=seed,
+        )
+    except FixedOverlapError as error:
+        one, two = (given.id[i] for i in error.buffers)
+        message = f"buffers {one} and {two} overlap at their given offsets"
+        raise InvalidInputError(message, source=source) from None
+    if made.proved_impossible:
+        least = f"at least {made.lower_bound} bytes are needed"
+        fail(f"no placement within {limit} bytes exists: {least}", EXIT_INFEASIBLE)
+    if made.fits is False:
+        known = f"found {made.peak}, the lower bound is {made.lower_bound}"
+        spent = f"{made.seconds:.1f} s"
+        fail(f"no placement within {limit} bytes found in {spent}: {known}", EXIT_TIME)
+    offsets = made.offsets.tolist()
+    text = write_buffers(given, offsets)
+    if plot is not None:
+        draw(plot, given, offsets, made.peak, limit)
+    if output is not None and output != "-":
+        write_whole(output, text)
+    if output == "-":
+        click.echo(text, nl=False)
+        return
+    loss = made.peak / made.lower_bound - 1 if made.lower_bound else 0.0
+    click.echo(f"buffers      {len(offsets)}")
+    click.echo(f"peak         {made.peak} bytes  ({format_bytes(made.peak)})")
+    click.echo(f"lower bound  {made.lower_bound} bytes  (the peak is {loss:.2%} above)")
+    click.echo(f"optimal      {'yes, proved' if made.optimal else 'not proved'}")
+    click.echo(f"time         {made.seconds:.2f} s")
+
+
+def _read(path: str, source: str) -> str:
+    data = stdin() if path == "-" else read_bytes(path)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise InvalidInputError("not UTF-8 text", source=source) from None

@@ -1,0 +1,105 @@
+"""auto: keep everything if that fits; else optimal, from coop-offline on, and other orders."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import PlacedSchedule
+from coop_plan.planner.exact.dual.background import BoundingProcess
+from coop_plan.planner.exact.incumbent import Incumbent
+from coop_plan.planner.exact.model.program import Program
+from coop_plan.planner.exact.optimal import solve_optimal
+from coop_plan.planner.exact.params import DEFAULTS, ExactParams
+from coop_plan.planner.keep_all import solve_keep_all
+from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.search.compute.annealing import cheaper, reordered
+from coop_plan.planner.heuristic.coop_offline import in_any_order
+
+
+def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
+    """
+    The best plan seen by the deadline (or in the default time of `optimal`).
+
+    coop-offline, which has coop in its own portfolio, is where `optimal` begins. Its plan is in
+    program order, and so is what its bound is of. What is left of the time, a share of it at least,
+    but not much more than `optimal` took, goes into other orders of first runs, and into a bound
+    that holds in any order. That is published where it proves the plan, where the plan is below the
+    bound of program order, and where there is no such bound or a lower one.
+    """
+    try:
+        return solve_keep_all(problem, request)
+    except DoesNotFitError:
+        pass
+    if "reorder" in request.off or request.any_schedule:
+        return solve_optimal(problem, request, params)
+    links = "transfers" in problem.beyond_recomputation
+    solve = _other_orders_first if links or any(problem.overwritten) else _program_order_first
+    with BoundingProcess(params) as process:
+        bound = _AnyOrderBound(Incumbent(problem, request.arena_bytes, model="any"), process)
+        found, other = solve(problem, request, params, bound)
+    for placed in (found.placed, other):
+        if placed is not None:
+            bound.best.offer(placed)
+    of_any, solution = bound.best.answer(), cheaper(problem, found, other)
+    higher = (of_any.lower_bound_us or 0.0) >= (solution.lower_bound_us or 0.0)
+    return of_any if higher or of_any.status == "optimal" else solution
+
+
+@dataclass
+class _AnyOrderBound:
+    """What any schedule of the default bodies costs at least, where nothing can be moved."""
+
+    best: Incumbent
+    process: BoundingProcess
+
+    def begin(self) -> None:
+        """Look for it from now on."""
+        if "transfers" not in self.best.problem.beyond_recomputation:
+            program = Program.of(self.best.problem)
+            self.process.begin(program, program.problem.rounded(self.best.arena))
+
+    def least_us(self) -> float:
+        """What is proved so far, µs."""
+        self.best.prove(self.process.proved())
+        return self.best.bound_us
+
+
+def _other_orders_first(
+    problem: Problem, request: Request, params: ExactParams, bound: _AnyOrderBound
+) -> tuple[Solution, PlacedSchedule | None]:
+    """coop-offline in any order, as its walk cannot go on from `optimal`, and that after it."""
+    left = math.inf if request.deadline is None else request.deadline - time.monotonic()
+    other = None
+    if params.search.unhurried(problem.op_count, left):
+        bound.begin()
+        other = in_any_order(problem, request)
+        bound.least_us()
+        bound.process.kill()
+    try:
+        return solve_optimal(problem, request, params), other
+    except DoesNotFitError:
+        if other is None:
+            raise
+        return Solution(other), None
+
+
+def _program_order_first(
+    problem: Problem, request: Request, params: ExactParams, bound: _AnyOrderBound
+) -> tuple[Solution, PlacedSchedule | None]:
+    """`optimal`, and the walk among other orders from what it finds."""
+    begin = time.monotonic()
+    deadline = request.deadline
+    if deadline is None:
+        deadline = begin + params.search.default_seconds
+    until = begin + (1 - params.search.reorder_share) * (deadline - begin)
+    found = solve_optimal(problem, replace(request, deadline=until), params)
+    now = time.monotonic()
+    seconds = max(now - begin, params.search.reorder_seconds)
+    rest = replace(request, deadline=min(deadline, now + seconds))
+    bound.begin()
+    sequence, cost_us = found.placed.schedule.what, found.placed.cost_us
+    other = reordered(problem, sequence, cost_us, rest, bound.least_us)
+    bound.least_us()
+    return found, other

@@ -1,0 +1,158 @@
+"""
+Which path cuts a relaxation violates most (see `planner.exact.model.paths`): a shortest path each.
+
+Compiled, as there are as many intervals as pairs of time points, and every op matters in each.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.core.jit import njit
+from coop_plan.planner.exact.model.timepoint import TimePointModel
+
+Vector = NDArray[np.float64]
+Matrix = NDArray[np.float64]
+
+
+class RelaxedSolution(NamedTuple):
+    """
+    A relaxation's values by number of time point and op, or tensor.
+
+    `again` is Y, `landed` L and `copied` G (without transfers they have no columns); `kept` how
+    much of a tensor is there after a time point, `asked` X, or 1 for what first runs of the segment
+    read (`first`). Reads are CSR: op v's are `reads[reads_ptr[v]:reads_ptr[v + 1]]`.
+    """
+
+    points: Ints
+    again: Matrix
+    landed: Matrix
+    copied: Matrix
+    kept: Matrix
+    asked: Matrix
+    first: NDArray[np.bool_]
+    producer: Ints
+    reads_ptr: Ints
+    reads: Ints
+
+    @classmethod
+    def of(cls, model: TimePointModel, values: Vector) -> "RelaxedSolution":
+        """`values` per column of `model`."""
+        program = model.program
+        producer = np.array(program.problem.producer, dtype=np.int64)
+        shape = len(model.points), producer.size
+        again, kept, asked = np.zeros((shape[0], program.n)), np.zeros(shape), np.zeros(shape)
+        transfers = model.transfers
+        landed = np.zeros((shape[0], producer.size if transfers else 0))
+        copied = np.full(landed.shape, np.inf)
+        first = np.zeros(shape, dtype=np.bool_)
+        always = np.array(program.always, dtype=np.bool_)
+        for k, point in enumerate(model.points):
+            if model.y[k]:
+                again[k, list(model.y[k])] = values[list(model.y[k].values())]
+            if transfers is not None:
+                landed[k, list(transfers.landed[k])] = values[list(transfers.landed[k].values())]
+                copied[k, list(transfers.copies[k])] = values[list(transfers.copies[k].values())]
+            for t, column in model.x[k].items():
+                kept[k, t] = asked[k, t] = 1.0 if column is None else values[column]
+            for number, column in model.z[k].items():
+                kept[k, program.pairs[point][number][1]] -= values[column]
+            kept[k, always | (producer >= point)] = 1.0
+            first[k, model.read_in(k)] = True
+        asked[first] = 1.0
+        return cls(
+            np.array(model.points, dtype=np.int64),
+            again,
+            landed,
+            copied,
+            kept,
+            asked,
+            first,
+            producer,
+            np.cumsum([0, *map(len, program.reads)], dtype=np.int64),
+            np.array([t for reads in program.reads for t in reads], dtype=np.int64),
+        )
+
+
+@njit
+def most_violated(
+    s: RelaxedSolution, low: int, least: float, per_interval: int, per_op: int
+) -> tuple[Vector, Ints, Ints]:
+    """
+    Cuts that begin at time point number `low`, the worst of each interval.
+
+    There are few per interval, and per op at the end of a path (see `PathCutParams`). Returned: by
+    how much they are violated, more than `least`; a row for each, and a last one that ends the last
+    path: the number of the later time point, whether the tensor is needed by a first run, and
+    where its path begins among the tensors; these.
+    """
+    count, n, tensors = s.points.size, s.again.shape[1], s.producer.size
+    start = s.points[low]
+    cuts = np.empty((64, 3), dtype=np.int64)
+    amount = np.empty(64)
+    path = np.empty(1024, dtype=np.int64)
+    found = length = 0
+    again = np.zeros(n)
+    has = s.kept[low].copy()  # how much of a tensor was there or has come back since
+    back = np.zeros(tensors)
+    most = np.zeros(n)  # how much of an op can be had again
+    through = np.full(n, -1)  # the input that limits it, −1 the op itself
+    needed = np.zeros(tensors)
+    short = np.empty(tensors)
+    which = np.empty(tensors, dtype=np.int64)
+    ending = np.zeros((2, n), dtype=np.int64)
+    for high in range(low + 1, count):
+        for v in range(min(start, n)):
+            again[v] += s.again[high, v]
+        for t in range(s.landed.shape[1]):
+            back[t] += s.landed[high, t]
+            has[t] = s.kept[low, t] + min(back[t], s.copied[low, t])
+        candidates = 0
+        for v in range(min(start, n)):
+            most[v], through[v] = again[v], -1
+            if again[v] == 0.0:
+                continue
+            for k in range(s.reads_ptr[v], s.reads_ptr[v + 1]):
+                t = s.reads[k]
+                there = has[t]
+                if 0 <= s.producer[t] < start:
+                    there += most[s.producer[t]]
+                if there < most[v] - 1e-9:
+                    most[v], through[v] = there, t
+        for t in range(tensors):
+            maker = s.producer[t]
+            if not 0 <= maker < start or s.asked[high, t] <= needed[t]:
+                continue
+            # Where that much was asked for before, tighter cuts end there.
+            needed[t] = s.asked[high, t]
+            missing = needed[t] - has[t] - most[maker]
+            if missing > least and high > low + 1:
+                short[candidates], which[candidates] = -missing, t
+                candidates += 1
+        ending[:] = 0
+        order = np.argsort(short[:candidates], kind="mergesort")
+        for i in order[: 4 * per_interval]:
+            begin = length
+            t = which[i]
+            first = 1 if s.first[high, t] else 0
+            while t >= 0:
+                if length == path.size:
+                    path = np.concatenate((path, path))
+                path[length] = t
+                length += 1
+                maker = s.producer[t]
+                t = through[maker] if 0 <= maker < start else -1
+            ending[first, maker] += 1
+            if ending[first, maker] > per_op:
+                length = begin
+                continue
+            if found + 1 == len(cuts):
+                cuts = np.concatenate((cuts, cuts))
+                amount = np.concatenate((amount, amount))
+            amount[found] = -short[i]
+            cuts[found] = high, first, begin
+            found += 1
+    cuts[found] = -1, -1, length
+    return amount[:found], cuts[: found + 1], path[:length]

@@ -1,0 +1,294 @@
+"""
+The time-point program with bodies: memory is checked only while K chosen ops run first.
+
+As `planner.exact.model.timepoint`, with the operator variants of MONeT (Shah et al., ICLR 2021,
+section 4.2) as columns of their own:
+
+    F[v]      body v runs its op for the first time (their δ; Σ F = 1 by op)
+    X[k, d]   tensor d is resident while τ_k runs
+    Y[k, v]   the op of body v is computed again in segment k, in that body
+    Z[k, p]   the in-place pair p of τ_k shares one address, so its input is gone afterwards
+    H[k, d]   d is held through the whole of segment k (only where a cut needs it)
+
+Only what every schedule must do is asked for, so that the minimum is a lower bound for any schedule
+that first computes in program order, in whatever bodies. A body that another one dominates is left
+out (`planner.exact.model.variant_choices`). The memory of recomputes is looked at where a cut asks for it;
+elsewhere, of bodies that read and make the same, a segment has the cheapest one that fits into the
+arena alone.
+"""
+
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from coop_plan.planner.core.errors import TimeLimitError
+from coop_plan.planner.core.working_sets import needs
+from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
+from coop_plan.planner.exact.params import DEFAULTS, ModelParams
+from coop_plan.planner.exact.model.variant_choices import Choices
+
+Terms = list[tuple[int, float]]
+
+
+@dataclass
+class BodyModel:
+    """
+    The program for one set of time points, in rising order, the last one the end of the step.
+
+    `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs. `cuts` are pairs
+    (position, op): the op runs again in the segment of that position only if the working set of its
+    body fits beside what is held through the segment. If the program is to be read, `ordered` says
+    that what is made before the op is there, too, as if a segment's recomputes ran in program order
+    and once: that is a program for searching, which proves nothing. Of a large graph the program
+    alone takes long: it is given up at `deadline`, a `time.monotonic` value (s).
+
+    Raises:
+        TimeLimitError: the deadline passed.
+    """
+
+    choices: Choices
+    capacity: int
+    points: list[int]
+    cuts: frozenset[tuple[int, int]] = frozenset()
+    ordered: bool = False
+    deadline: float | None = None
+    params: ModelParams = DEFAULTS.model
+    milp: Milp = field(default_factory=Milp)
+    f: dict[int, int] = field(default_factory=dict)
+    """By body its column, of ops that have more than one."""
+    x: list[dict[int, int | None]] = field(default_factory=list)
+    """Per segment: tensor → column, or None where X is 1."""
+    y: list[dict[int, int]] = field(default_factory=list)
+    """Per segment: body → column."""
+    z: list[dict[tuple[int, int], int]] = field(default_factory=list)
+    """Per segment: in-place pair of τ_k → column."""
+    h: list[dict[int, int]] = field(default_factory=list)
+    """Per segment: tensor → column, which need not be an integer; none where there is no cut."""
+    memory: list[list[int]] = field(default_factory=list)
+    """Per segment: the rows of what fits while its time point, and recomputes with cuts, run."""
+    fixed_us: float = 0.0
+    """Cost of the first runs of which there is no choice, µs."""
+
+    def __post_init__(self) -> None:
+        problem = self.choices.problem
+        self.cost_unit = problem.base_cost_us / COST_SCALE or 1.0
+        for op in range(self.choices.n):
+            self._first(op)
+        self._cut: list[dict[int, int]] = [{} for _ in self.points]
+        for position, op in sorted(self.cuts):
+            self._cut[bisect_left(self.points, position)][op] = position
+        for k in range(len(self.points)):
+            if self.deadline is not None and time.monotonic() > self.deadline:
+                raise TimeLimitError("time limit reached before any plan was found")
+            self._variables(k)
+            self._dependencies(k)
+            self._memory(k)
+            self._working_sets(k)
+
+    def start(self, k: int) -> int:
+        """The position before segment k: its ops are start + 1 … points[k]."""
+        return self.points[k - 1] if k else -1
+
+    def _first(self, op: int) -> None:
+        # [Variable] F[v]; [Constraint] Σ F[v] = 1 over the bodies of an op that fit at all.
+        problem, need = self.choices.problem, needs(self.choices.problem).first
+        bodies = self.choices.of[op]
+        if len(bodies) == 1:
+            self.fixed_us += problem.bodies[bodies[0]].cost_us
+            return
+        for v in bodies:
+            upper = 1.0 if need[v] <= self.capacity else 0.0
+            cost = problem.bodies[v].cost_us / self.cost_unit
+            self.f[v] = self.milp.column(0.0, upper, cost, integer=True)
+        self.milp.row([(self.f[v], 1.0) for v in bodies], 1.0, 1.0)
+
+    def _variables(self, k: int) -> None:
+        choices, point, start = self.choices, self.points[k], self.start(k)
+        problem, needed = choices.problem, choices.read_by_all(point)
+        # [Variable] X[k, d] for every tensor made before τ_k that can matter from τ_k on.
+        self.x.append(
+            {
+                t: None if t in needed else self.milp.binary()
+                for t, last in enumerate(choices.useful)
+                if 0 <= problem.producer[t] < point <= last and not choices.always[t]
+            }
+        )
+        # [Variable] Y[k, v] for every op that can be run again, and is of use.
+        again, columns = needs(problem).again, dict[int, int]()
+        for op in range(point):
+            seen = set[tuple[frozenset[int], frozenset[int]]]()
+            for v in choices.of[op]:
+                body = problem.bodies[v]
+                made = frozenset(body.outputs)
+                # Its tensors are there, but for those that only other bodies make; where there are
+                # cuts, what was made last may have gone for a moment.
+                if op > start or (op == start and not self._cut[k]):
+                    made -= choices.made[op]
+                of_use = any(choices.useful[t] > max(start, op) for t in made)
+                kind = choices.reads[v], frozenset(body.outputs)
+                fits = again[v] <= self.capacity
+                new = op in self._cut[k] or kind not in seen
+                if of_use and fits and choices.until[v] > max(start, op) and new:
+                    seen.add(kind)
+                    columns[v] = self.milp.binary(body.cost_us / self.cost_unit)
+        self.y.append(columns)
+
+    def made_first(self, t: int) -> tuple[int, Terms]:
+        """Whether the first run of its op makes t: constant and terms."""
+        choices = self.choices
+        op = choices.problem.producer[t]
+        if t in choices.made[op]:
+            return 1, []
+        makers = [v for v in choices.of[op] if t in choices.problem.bodies[v].outputs]
+        return 0, [(self.f[v], 1.0) for v in makers]
+
+    def again(self, k: int, t: int) -> Terms:
+        """Whether t is computed again in segment k."""
+        choices = self.choices
+        return [
+            (self.y[k][v], 1.0)
+            for v in choices.of[choices.problem.producer[t]]
+            if v in self.y[k] and t in choices.problem.bodies[v].outputs
+        ]
+
+    def available(self, k: int, t: int) -> tuple[int, Terms]:
+        """Whether t can be had in segment k: kept, made first in it, or computed again in it."""
+        choices = self.choices
+        if choices.always[t]:
+            constant, terms = self.made_first(t)
+            if constant:
+                return 1, []
+            return 0, [*terms, *(term for j in range(k + 1) for term in self.again(j, t))]
+        later = choices.problem.producer[t] > self.start(k)
+        constant, terms = self.made_first(t) if later else self.before(k, t)
+        if constant and not terms:
+            return 1, []
+        return constant, [*terms, *self.again(k, t)]
+
+    def before(self, k: int, t: int) -> tuple[int, Terms]:
+        """Whether t of τ_{k−1} or before is there when segment k begins: constant and terms."""
+        if self.choices.problem.producer[t] == self.start(k):
+            return self.made_first(t)
+        if k == 0 or t not in self.x[k - 1]:
+            return 0, []
+        column = self.x[k - 1][t]
+        gone = [(z, -1.0) for (_, source), z in self.z[k - 1].items() if source == t]
+        return (1, gone) if column is None else (0, [(column, 1.0), *gone])
+
+    def _require(self, k: int, t: int, demand: int, minus: Terms) -> None:
+        constant, terms = self.available(k, t)
+        if not (constant and not terms):
+            self.milp.row([*terms, *minus], demand - constant, INFINITY)
+
+    def _dependencies(self, k: int) -> None:
+        choices = self.choices
+        # [Constraint] inputs of what is first run in segment k, the end of the step included.
+        for op in range(self.start(k) + 1, self.points[k] + 1):
+            everywhere = choices.read_by_all(op)
+            for t in sorted(everywhere):
+                self._require(k, t, 1, [])
+            if op < choices.n:
+                some = frozenset().union(*(choices.reads[v] for v in choices.of[op])) - everywhere
+                for t in sorted(some):
+                    readers = [v for v in choices.of[op] if t in choices.reads[v]]
+                    self._require(k, t, 0, [(self.f[v], -1.0) for v in readers])
+        # [Constraint] inputs of what is run again.
+        for v, column in self.y[k].items():
+            for t in sorted(choices.reads[v]):
+                self._require(k, t, 0, [(column, -1.0)])
+        # [Constraint] what is resident at τ_k was kept or made in the segment.
+        for t, resident in self.x[k].items():
+            if resident is not None:
+                self._require(k, t, 0, [(resident, -1.0)])
+
+    def _memory(self, k: int) -> None:
+        # [Constraint] Σ bytes of residents + outputs + workspace of τ_k ≤ capacity.
+        choices, milp, point = self.choices, self.milp, self.points[k]
+        problem = choices.problem
+        size = problem.size
+        fixed = sum(size[t] for t, column in self.x[k].items() if column is None)
+        weights = {c: size[t] for t, c in self.x[k].items() if c is not None}
+        pairs: dict[tuple[int, int], list[int]] = {}
+        bodies = choices.of[point] if point < choices.n else ()
+        for v in bodies:
+            body = problem.bodies[v]
+            need = problem.rounded(body.workspace_bytes) + sum(size[t] for t in body.makes)
+            if len(bodies) == 1:
+                fixed += need
+                continue
+            weights[self.f[v]] = need
+            # [Constraint] what the chosen body reads is resident.
+            for t in sorted(choices.reads[v]):
+                resident = self.x[k].get(t)
+                if resident is not None:
+                    milp.row([(resident, 1.0), (self.f[v], -1.0)], 0.0, INFINITY)
+        for v in bodies:
+            for pair in problem.bodies[v].inplace:
+                if not problem.outside[pair[0]]:
+                    pairs.setdefault(pair, []).append(v)
+        z: dict[tuple[int, int], int] = {}
+        for pair, users in pairs.items():
+            z[pair] = milp.binary()
+            weights[z[pair]] = -size[pair[0]]
+            if len(users) < len(bodies):
+                milp.row([(z[pair], -1.0), *((self.f[v], 1.0) for v in users)], 0.0, INFINITY)
+        for side in (0, 1):
+            for t in {pair[side] for pair in z}:
+                same = [(c, 1.0) for pair, c in z.items() if pair[side] == t]
+                if len(same) > 1:
+                    milp.row(same, -INFINITY, 1.0)
+        self.z.append(z)
+        room = self.capacity - fixed
+        unit = max(self.capacity, 1)
+        terms = [(column, weight / unit) for column, weight in weights.items()]
+        self.memory.append([milp.row(terms, -INFINITY, room / unit + ROUNDING)])
+        # Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for the sizes s in the sum.
+        for s in sorted({w for w in weights.values() if w * self.params.finest >= max(room, 1)}):
+            rounded = [(c, float(w // s)) for c, w in weights.items() if w // s]
+            self.memory[k].append(milp.row(rounded, -INFINITY, room // s))
+
+    def _working_sets(self, k: int) -> None:
+        """Cuts: Σ bytes of H[k, d], d no input of v, + need of v · Y[k, v] ≤ capacity."""
+        choices, milp, problem = self.choices, self.milp, self.choices.problem
+        self.h.append({})
+        bodies = [v for v in self.y[k] if problem.bodies[v].op in self._cut[k]]
+        for t, resident in self.x[k].items() if bodies else ():
+            # What is first made later in the segment may be made again, of which Y does not tell.
+            if problem.producer[t] > self.start(k) or not problem.size[t]:
+                continue
+            constant, terms = self.before(k, t)
+            if not constant and not terms:
+                continue
+            # [Constraint] H ≥ kept + X − 1 − Y.
+            h = self.h[k][t] = milp.column(0.0, 1.0, 0.0, integer=False)
+            row = [(h, 1.0), *((c, -value) for c, value in terms), *self.again(k, t)]
+            if resident is not None:
+                row.append((resident, -1.0))
+            milp.row(row, constant + (resident is None) - 1, INFINITY)
+        again, unit = needs(problem).again, max(self.capacity, 1)
+        for v in bodies:
+            terms, room = [(self.y[k][v], again[v] / unit)], 1.0
+            op = problem.bodies[v].op
+            others = (t for t in self.x[k] if t not in choices.reads[v])
+            for t in others:
+                maker = problem.producer[t]
+                earlier = maker < op or self.start(k) < maker < self._cut[k][op]
+                before = self.ordered and earlier
+                column = self.x[k][t] if before else self.h[k].get(t)
+                if column is not None:
+                    terms.append((column, problem.size[t] / unit))
+                elif before:
+                    room -= problem.size[t] / unit
+            self.memory[k].append(milp.row(terms, -INFINITY, room + ROUNDING))
+
+    def bound_us(self, bound: float) -> float:
+        """What a bound of the program says of a whole step, µs."""
+        return self.fixed_us + bound * self.cost_unit
+
+    def chosen(self, values: list[float]) -> list[int]:
+        """Per op the body of its first run in a solution."""
+        return [
+            max(bodies, key=lambda v: values[self.f[v]]) if len(bodies) > 1 else bodies[0]
+            for bodies in self.choices.of
+        ]

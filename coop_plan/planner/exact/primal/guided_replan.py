@@ -1,0 +1,68 @@
+"""
+Following a plan with the clairvoyant kernel of coop-offline, where its own schedule does not fit.
+
+A schedule read out of the time-point model may overflow between time points, or find no layout.
+What it says remains good advice: which tensors to give up between which uses. The kernel takes
+advice as a weight per retention interval, evicts only while memory is short, and so makes a
+schedule that fits out of nearly the same evictions.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import OUTSIDE, PlacedSchedule, Schedule
+from coop_plan.planner.exact.params import DEFAULTS, FollowParams
+from coop_plan.planner.method import Request
+from coop_plan.planner.heuristic.portfolio import Portfolio
+from coop_plan.planner.heuristic.eviction_run import Settings
+
+
+class PlanFollower:
+    """Remembers the kernel's arrays and the best run between plans to follow."""
+
+    def __init__(
+        self, problem: Problem, request: Request, params: FollowParams = DEFAULTS.follow
+    ) -> None:
+        self._params = params
+        self._portfolio = Portfolio(problem, replace(request, progress=None))
+
+    def follow(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
+        """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
+        portfolio = self._portfolio
+        portfolio.best.cost_us = min(portfolio.best.cost_us, cost_limit_us)
+        before = portfolio.best.found
+        weight = self._weights(plan)
+        price = np.arange(portfolio.problem.op_count + 1, dtype=np.float64)
+        for share in self._params.arenas:
+            for alpha in self._params.alphas:
+                if portfolio.request.out_of_time():
+                    break
+                settings = Settings(price, weight, alpha, cap=False, foresee=False)
+                portfolio.consider(int(portfolio.request.arena_bytes * share), settings)
+        found = portfolio.best.found
+        if found is None or found is before:
+            return None
+        return portfolio.solution().placed
+
+    def _weights(self, plan: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """A factor per row entry of `Arrays.uses`: was the tensor made anew for that use?"""
+        problem, arrays = plan.problem, self._portfolio.arrays
+        weight = np.full(arrays.uses.size + 1, self._params.kept_weight)
+        touched: dict[
+            int, int
+        ] = {}  # tensor → event of its production or last use in program order
+        seen: set[int] = set()
+        for event, op in enumerate(plan.bodies):
+            if op in seen:
+                continue
+            seen.add(op)
+            for t, buffer in zip(problem.op_inputs[op], plan.reads(event), strict=True):
+                if buffer != OUTSIDE and plan.first[buffer] > touched[t]:
+                    slot = int(arrays.uses_ptr[t]) + problem.consumers[t].index(op)
+                    weight[slot] = self._params.evicted_weight
+                touched[t] = event
+            for t in problem.makes[op]:
+                touched[t] = event
+        return weight

@@ -1,0 +1,98 @@
+"""How a method chooses bodies: the search over them, and where that does less, the method too."""
+
+import contextlib
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
+from coop_plan.planner.method import Request, Solution, Solve
+from coop_plan.planner.search.compute.annealing import cheaper, reordered
+from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
+from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
+from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
+from coop_plan.planner.exact.primal.variant_search import BodySearch
+
+
+def solve_with_bodies(
+    problem: Problem,
+    request: Request,
+    method: Solve,
+    *,
+    prove: bool,
+    params: VariantParams = DEFAULTS,
+) -> Solution:
+    """
+    The cheapest schedule found whose runs have the bodies that suit them; with `prove` its bound.
+
+    It begins with coop-offline's schedule of the default bodies. A schedule that chooses bodies
+    moves nothing to the host: where there is a link, half of the time goes to `method`, which knows
+    of the default bodies alone, and the cheaper one of the two counts; there is no bound of both.
+    Nor is there one where an op overwrites a tensor in the arena: the program does not follow that.
+    First runs are in the program's order, as in the program that chooses bodies; what is left of
+    the time goes into other orders of the runs it chose. Without a time limit coop-offline's
+    schedule of the default bodies, in any order, counts if it costs less.
+
+    Raises:
+        DoesNotFitError: nothing was found.
+    """
+    links = "transfers" in problem.beyond_recomputation
+    share = 0.5 if links else params.default_share
+    until = None
+    end, reorder = request.deadline, False
+    if end is not None:
+        now = time.monotonic()
+        until = now + (end - now) * share
+        reorder = not (links or request.any_schedule or "reorder" in request.off)
+        if reorder:
+            request = replace(request, deadline=end - (end - now) * params.reorder_share)
+    search = BodySearch(problem, request, params)
+    other: Solution | None = None
+    with contextlib.suppress(DoesNotFitError, TimeLimitError):
+        first = method if links else solve_coop_offline
+        other = first(problem, replace(request.in_program_order(), deadline=until))
+        if not links:
+            search.offer(other.placed)
+    if not (request.any_schedule and other is not None):
+        try:
+            search.run(prove=prove and not request.any_schedule)
+        except (DoesNotFitError, TimeLimitError):
+            if other is None and search.placed is None:
+                raise
+    if search.placed is None or (other is not None and other.placed.cost_us <= search.cost_us):
+        assert other is not None
+        search.placed = other.placed
+    solution = Solution(search.placed)
+    if prove and not links and not any(problem.overwritten):
+        solution = replace(
+            solution,
+            status="optimal" if search.proved else "feasible",
+            lower_bound_us=min(search.bound_us, search.cost_us),
+            bound_model="program-order",
+        )
+    if end is None and not (links or request.any_schedule or "reorder" in request.off):
+        solution = cheaper(problem, solution, in_any_order(problem, request))
+    if reorder:
+        placed = _reordered(problem, replace(request, deadline=end), search.placed)
+        solution = cheaper(problem, solution, placed)
+    return solution
+
+
+def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> PlacedSchedule | None:
+    """A cheaper schedule in whatever order, each op in the body of its first run; None: none."""
+    chosen: dict[int, int] = {}
+    ops: list[int] = []
+    for body in placed.schedule.bodies:
+        ops.append(problem.bodies[body].op)
+        chosen.setdefault(ops[-1], body)
+    bodies = [chosen[op] for op in range(problem.op_count)]
+    alone, sequence = restricted(problem, bodies), np.array(ops, dtype=np.int64)
+    try:
+        Schedule.of(alone, sequence)
+    except NoScheduleError:  # a later run makes what the first one does not
+        return None
+    found = reordered(alone, sequence, placed.cost_us, request)
+    return None if found is None else carried_back(problem, bodies, found)

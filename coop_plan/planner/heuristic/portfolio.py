@@ -1,0 +1,198 @@
+"""
+The portfolio: clairvoyant runs under many rules at many logical budgets, and the best that fits.
+
+A run at a logical budget gives a cost and lifetimes; placement gives the arena they need. Lifetimes
+end at the last touch, so a run may stay within the arena although its logical budget is larger, and
+that is searched for: scoring rules are crossed with logical budgets taken from a fixed grid, which
+is independent of the arena asked for, so that neighbouring budgets are answered from the same
+candidates.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from coop_plan.planner.core.arrays import Arrays, Ints, to_arrays
+from coop_plan.planner.core.lifetimes import Blocks
+from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.placement.layout import WORK, fit
+from coop_plan.planner.method import Progress, Request, Solution
+from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
+from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run that completed, its blocks, the logical budget (bytes) and settings behind it."""
+
+    budget: int
+    settings: Settings
+    run: Record
+    blocks: Blocks
+
+    @property
+    def cost_us(self) -> float:
+        """Cost of the whole step."""
+        return self.run.cost_us
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are live at once."""
+        return self.blocks.live
+
+
+@dataclass
+class _Incumbent:
+    cost_us: float = np.inf
+    found: Candidate | None = None
+    offsets: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+
+
+class Portfolio:
+    """Candidates for one problem and one arena, and the cheapest one that fits: the incumbent."""
+
+    def __init__(
+        self, problem: Problem, request: Request, params: CoopOfflineParams = DEFAULTS
+    ) -> None:
+        self.problem = problem
+        self.request = request
+        self.params = params
+        self.arrays: Arrays = to_arrays(problem)
+        self.runner = Runner(self.arrays, params.clairvoyant, lambda: self.request.out_of_time())
+        price = np.arange(problem.op_count + 1, dtype=np.float64)
+        weight = np.ones(self.arrays.uses.size + 1)
+        rules = params.portfolio.rules
+        self.settings = [Settings(price, weight, *rule) for rule in rules]
+        self.best = _Incumbent()
+        self.leanest: Candidate | None = None
+        """Of the runs that were seen the one with the least live at once."""
+        self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
+        self._counter = itertools.count()
+        self.failed_op = largest_working_set(problem).op
+
+    def candidate(
+        self, budget: int, settings: Settings, cost_limit: float = np.inf
+    ) -> Candidate | None:
+        """Run at a logical budget (bytes); None when it fails or costs more than the limit (µs)."""
+        run = self.runner(budget, settings, cost_limit)
+        if run is None:
+            return None
+        return Candidate(budget, settings, run, run.blocks(self.arrays))
+
+    def consider(self, budget: int, settings: Settings) -> None:
+        """Run at a logical budget; keep it if it is cheaper and its layout fits the arena."""
+        found = self.candidate(budget, settings, self.best.cost_us)
+        if found is not None:
+            self.offer(found)
+        elif self.best.found is None:
+            self.failed_op = self.runner.failed_op
+
+    def offer(self, found: Candidate, hint: Ints | None = None) -> None:
+        """
+        Keep a run if it is cheaper than the incumbent and its layout fits the arena.
+
+        With the order of its greedy layout as `hint`, a layout is searched from there.
+        """
+        blocks, arena = found.blocks, self.request.arena_bytes
+        most = self.problem.rounded(self.request.arena_bytes)
+        if self.leanest is None or found.peak < self.leanest.peak:
+            self.leanest = found
+        if found.cost_us >= self.best.cost_us or found.peak > most:
+            return
+        work = 0 if hint is None else WORK
+        placement = fit(blocks, self.problem.alignment, arena, work=work, order_hint=hint)
+        if placement.peak <= arena:
+            self.keep(found, placement.offsets)
+        elif hint is None:
+            entry = found.cost_us, next(self._counter), found, placement.order
+            self._unplaced.append(entry)
+            self._unplaced = sorted(self._unplaced)[: self.params.portfolio.unplaced]
+
+    def keep(self, found: Candidate, offsets: Ints) -> None:
+        """Make it the incumbent; offsets (bytes) in the order of its blocks."""
+        self.best = _Incumbent(found.cost_us, found, offsets)
+
+    def place_the_unplaced(self, most: int | None = None) -> None:
+        """Search layouts for the cheapest runs, `most` of them, that no greedy one would fit."""
+        for _, _, found, order in self._unplaced[:most]:
+            if self.request.out_of_time():
+                return
+            self.offer(found, order)
+        self._unplaced.clear()
+
+    def runs(
+        self, budget: int, rules: Iterable[int], most: int | None = None
+    ) -> list[tuple[float, int, Record]]:
+        """
+        What rules that complete make of a logical budget: cost (µs), number, run; cheapest first.
+
+        Only the `most` cheapest, none like another: a run that costs more than so many others is
+        given up.
+        """
+        found: list[tuple[float, int, Record]] = []
+        for number in rules:
+            limit = found[most - 1][0] if most is not None and len(found) >= most else np.inf
+            run = self.runner(budget, self.settings[number], limit)
+            if run is not None and not _among(run, found):
+                found.append((run.cost_us, number, run))
+                found.sort(key=lambda entry: entry[:2])
+        return found[:most]
+
+    def solution(self) -> Solution:
+        """The incumbent as a placed schedule."""
+        assert self.best.found is not None
+        found = self.best.found
+        schedule = Schedule.of(self.problem, found.run.ops)
+        return Solution(schedule.place(self.best.offsets, found.blocks))
+
+    def sweep(self) -> None:
+        """Every rule at the arena's own size, then the best rules over the grid around it."""
+        params = self.params.portfolio
+        here = self.step(self.request.arena_bytes)
+        if self.request.deadline is not None:  # there may be no time for more than one run
+            self.consider(self.budget(here), self.settings[0])
+        rules = self.best_rules(here)
+        for low, high in params.grid_windows:
+            for step in range(here + high, here + low, -1):
+                for number in rules:
+                    self.consider(self.budget(step), self.settings[number])
+                    enough = self.request.any_schedule or self.request.out_of_time()
+                    if enough and (self.best.found is not None or self.runner.cut_short):
+                        return
+            if self.best.found is not None:
+                return
+            rules = list(range(len(self.settings)))
+
+    def best_rules(self, step: int) -> list[int]:
+        """Numbers of the rules by their cost at a grid step, on large graphs the first few."""
+        params = self.params.portfolio
+        every = range(len(self.settings))
+        most = None if self.problem.op_count <= params.small_ops else params.best_rules
+        ranked = [number for _, number, _ in self.runs(self.budget(step), every, most)]
+        return [*ranked, *(number for number in every if number not in ranked)][:most]
+
+    def report(self, fraction: float | None) -> None:
+        """The incumbent's overhead as progress."""
+        if self.request.progress is not None:
+            overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
+            self.request.progress(
+                Progress(f"improving: overhead {overhead:.2%}", fraction, overhead)
+            )
+
+    def budget(self, step: int) -> int:
+        """The logical budget at a grid step, in bytes."""
+        return int(self.params.portfolio.grid_ratio**step)
+
+    def step(self, size: int) -> int:
+        """The grid step at or below so many bytes."""
+        return int(np.log(max(size, 2)) / np.log(self.params.portfolio.grid_ratio))
+
+
+def _among(run: Record, found: Iterable[tuple[float, int, Record]]) -> bool:
+    return any(
+        run.cost_us == cost and np.array_equal(run.ops, other.ops) for cost, _, other in found
+    )

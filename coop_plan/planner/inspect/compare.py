@@ -1,0 +1,118 @@
+"""Methods and budgets side by side: one cell a pair, each made in a process of its own."""
+
+import base64
+import gzip
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Generator, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from coop_plan.planner.core.errors import InfeasibleBudgetError, TimeLimitError
+from coop_plan.planner.inspect.drawing import drawing, graph_columns
+from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.planning import plan
+from coop_plan.schemas import Graph, parse_graph
+
+State = Literal["planned", "infeasible", "out of time", "failed"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    What a method answered to a budget, `asked` as it was given.
+
+    `figures` are the plan's without its steps, None where there is none; `least_bytes` is the
+    smallest budget that the method says it can meet, where that is known; `map` is the gzipped JSON
+    of the plan's rectangles in base64, and `why` what went wrong.
+    """
+
+    asked: str
+    method: str
+    state: State
+    figures: dict[str, Any] | None = None
+    least_bytes: int | None = None
+    map: str = ""
+    why: str = ""
+
+    @property
+    def bound(self) -> float | None:
+        """The proved least overhead within the budget, a share."""
+        figures = self.figures
+        if figures is None or figures["lower_bound_us"] is None or not figures["base_cost_us"]:
+            return None
+        return max(0.0, float(figures["lower_bound_us"]) / float(figures["base_cost_us"]) - 1)
+
+
+def compare(graph: Graph, asked: Iterable[PlanOptions], processes: int) -> Generator[Cell]:
+    """
+    Cells as they are done; whoever stops iterating ends the processes at once.
+
+    What a method refuses is in its cell.
+    """
+    options = list(asked)
+    context = multiprocessing.get_context("spawn")
+    others = multiprocessing.active_children()
+    pool = ProcessPoolExecutor(
+        min(processes, len(options) or 1),
+        mp_context=context,
+        initializer=_begin,
+        initargs=(graph.to_json(),),
+    )
+    try:
+        waiting = {pool.submit(_cell, o): o for o in options}
+        for future in as_completed(waiting):
+            o = waiting[future]
+            try:
+                yield future.result()
+            except BrokenProcessPool:
+                why = "the process that planned it ended"
+                yield Cell(str(o.budget_), o.method, "failed", why=why)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            if child not in others:
+                child.terminate()
+
+
+_graph: Graph | None = None
+
+
+def _begin(document: str) -> None:
+    """A process parses the graph once; interruptions are its parent's business."""
+    global _graph
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(1)
+    _graph = parse_graph(document)
+
+
+def _cell(options: PlanOptions) -> Cell:
+    assert _graph is not None
+    name, method = str(options.budget_), options.method
+    try:
+        made = plan(_graph, options)
+    except InfeasibleBudgetError as error:
+        return Cell(
+            name, method, "infeasible", least_bytes=error.min_feasible_bytes, why=str(error)
+        )
+    except TimeLimitError as error:
+        return Cell(name, method, "out of time", why=str(error))
+    except Exception as error:  # one cell of many: the others go on
+        return Cell(name, method, "failed", why=f"{type(error).__name__}: {error}")
+    drawn = drawing(_graph, made)
+    once = graph_columns(_graph)
+    columns = {key: value for key, value in drawn["map"].items() if key not in once}
+    packed = gzip.compress(json.dumps(columns, separators=(",", ":")).encode(), mtime=0)
+    least = made.peak_bytes if name == "min" else None
+    return Cell(
+        name,
+        method,
+        "planned",
+        drawn["figures"],
+        least,
+        base64.b64encode(packed).decode(),
+    )

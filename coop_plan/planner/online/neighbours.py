@@ -1,0 +1,68 @@
+"""
+What evicting a tensor would cost, DTR's e*: its own cost and its evicted neighbours'.
+
+Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 4.1 and appendix C.2: evicted
+tensors that depend on each other form components, kept approximately in a union-find whose sums
+are merged on eviction and reduced, without splitting, when a tensor is computed again.
+"""
+
+from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.online.state import (
+    NODE,
+    NODES,
+    OWN_COST,
+    PARENT,
+    ROOT_SEEN,
+    STAMP,
+    ArenaState,
+)
+
+
+@inner
+def evicted(s: ArenaState, tensor: int) -> None:
+    """The tensor has left the arena: join its evicted neighbours' components."""
+    node = s.counts[NODES]  # a fresh one keeps it out of a component it was in before
+    s.counts[NODES] += 1
+    s.tensor[NODE, tensor] = node
+    s.part[PARENT, node] = node
+    s.component[node] = s.times[OWN_COST, tensor]
+    for k in range(s.near_ptr[tensor], s.near_ptr[tensor + 1]):
+        other = s.tensor[NODE, s.near[k]]
+        if other >= 0:
+            root, joined = _root(s, node), _root(s, other)
+            if root != joined:
+                s.part[PARENT, joined] = root
+                s.component[root] += s.component[joined]
+
+
+@inner
+def computed(s: ArenaState, tensor: int) -> None:
+    """The tensor is in the arena again: take its cost out of its component."""
+    if s.tensor[NODE, tensor] >= 0:
+        root = _root(s, s.tensor[NODE, tensor])
+        s.component[root] = max(0.0, s.component[root] - s.times[OWN_COST, tensor])
+        s.tensor[NODE, tensor] = -1
+
+
+@inlined
+def neighbour_cost(s: ArenaState, tensor: int) -> float:
+    """The tensor's cost and that of every evicted component next to it, in µs."""
+    total = float(s.times[OWN_COST, tensor])
+    s.counts[STAMP] += 1
+    stamp = s.counts[STAMP]
+    for k in range(s.near_ptr[tensor], s.near_ptr[tensor + 1]):
+        other = s.tensor[NODE, s.near[k]]
+        if other >= 0:
+            root = _root(s, other)
+            if s.part[ROOT_SEEN, root] != stamp:
+                s.part[ROOT_SEEN, root] = stamp
+                total += s.component[root]
+    return total
+
+
+@inlined
+def _root(s: ArenaState, node: int) -> int:
+    while s.part[PARENT, node] != node:
+        s.part[PARENT, node] = s.part[PARENT, s.part[PARENT, node]]
+        node = s.part[PARENT, node]
+    return node

@@ -1,0 +1,474 @@
+"""The simulated step: recompute what is missing, allocate, evict when an allocation fails."""
+
+import numpy as np
+
+from coop_plan.planner.core.arrays import Arrays
+from coop_plan.planner.core.jit import inlined, inner, njit
+from coop_plan.planner.core.lifetimes import RUN
+from coop_plan.planner.online.delta import end_copies, look_ahead, released
+from coop_plan.planner.online.neighbours import computed, evicted, neighbour_cost
+from coop_plan.planner.online.space import NO_ROOM, allocate, find, free_bytes, release
+from coop_plan.planner.online.state import (
+    ADDRESS,
+    BLOCK_SIZE,
+    BLOCKS,
+    CLOCK,
+    DROP_EVENT,
+    DROPPED,
+    DROPS,
+    EVENT_DO,
+    EVENT_OP,
+    EVENT_WORKSPACE,
+    EVENTS,
+    EVICTABLE,
+    EVICTED,
+    FAILURES,
+    FLYING,
+    FREE,
+    FREE_RATIOS,
+    HOSTED,
+    INPLACE_EVENT,
+    INPLACE_OUT,
+    INPLACE_SOURCE,
+    KEPT,
+    LAST_ACCESS,
+    LEAVING,
+    LIVE,
+    MARK,
+    NODES,
+    OFFSET,
+    OFFSETS,
+    OWNER,
+    PINS,
+    RETAINED,
+    RETAINED_NOW,
+    RIGHT,
+    SEEN,
+    STAMP,
+    TO_VISIT,
+    TRANSIENT,
+    VICTIM,
+    WAITING,
+    WAITS,
+    WRITES,
+    WRITTEN,
+    ArenaState,
+)
+from coop_plan.planner.online.transfers import begin_fetch, end_fetch, end_offload
+
+WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS = range(3)
+"""Eviction rules: Coop's, DTR's and DTE's."""
+
+DONE, RECORD_FULL = -1, -2
+
+
+@njit
+def advance(
+    a: Arrays, s: ArenaState, start: int, stop: int, max_events: int, rule: int, inplace: bool
+) -> int:
+    """
+    Execute the program from op `start` to before op `stop`.
+
+    Returns `DONE`, `RECORD_FULL` (run again with a longer record), or the op that cannot be run.
+    """
+    for position in range(start, stop):
+        if s.whole_closure == 1:
+            _pin_closure(a, s, position)
+        status = _compute(a, s, position, max_events, rule, inplace)
+        if status != DONE:
+            return status
+        _release_touched(a, s, position, position + 1, position)
+        if s.transfers != 0:
+            look_ahead(a, s, position)
+            if position == a.ops - 1:
+                end_copies(s)
+        for i in range(s.counts[RETAINED] - 1, -1, -1):  # from the end: some may go
+            _release_if_dead(a, s, s.tensor[WAITING, i], position)
+    return DONE
+
+
+@inner
+def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
+    """Pin the inputs of `goal`, and of every op that must run again before it."""
+    s.counts[STAMP] += 1
+    stamp = s.counts[STAMP]
+    s.op[SEEN, goal] = stamp
+    s.stack[0] = goal
+    depth = 1
+    while depth > 0:
+        depth -= 1
+        op = s.stack[depth]
+        for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+            t = a.reads[k]
+            s.tensor[PINS, t] += 1
+            producer = a.producer[t]
+            gone = s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0
+            if gone and s.op[SEEN, producer] != stamp:
+                s.op[SEEN, producer] = stamp
+                s.stack[depth] = producer
+                depth += 1
+
+
+@inner
+def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, inplace: bool) -> int:
+    """
+    Run `goal` after the ops it needs, depth first, each unpinning its inputs when it is done.
+
+    Unless the whole closure is pinned, an op pins what it reads when its turn comes, before what of
+    it is missing is made; then it counts as accessed.
+    """
+    s.stack[0] = goal
+    depth = 1
+    while depth > 0:
+        op = s.stack[depth - 1]
+        if s.whole_closure == 0 and s.op[WAITS, op] == 0:
+            s.op[WAITS, op] = 1
+            for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+                s.tensor[PINS, a.reads[k]] += 1
+                s.times[LAST_ACCESS, a.reads[k]] = s.total[CLOCK]
+        missing = -1
+        for k in range(a.reads_ptr[op + 1] - 1, a.reads_ptr[op] - 1, -1):
+            t = a.reads[k]
+            if s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0:
+                missing = a.producer[t]
+        if missing >= 0:
+            s.stack[depth] = missing
+            depth += 1
+            continue
+        s.op[WAITS, op] = 0
+        depth -= 1
+        if s.counts[EVENTS] >= max_events:
+            return goal
+        if (
+            s.counts[EVENTS] == s.event.shape[1]
+            or s.counts[OFFSETS] + a.makes_ptr[op + 1] - a.makes_ptr[op] > s.record.shape[1]
+            or s.counts[NODES] + 2 * s.times.shape[1] > s.record.shape[1]
+            or (s.transfers and s.counts[EVENTS] + 3 * s.times.shape[1] > s.event.shape[1])
+        ):
+            return RECORD_FULL
+        if s.transfers != 0 and not _fetch(a, s, op, rule):
+            return goal
+        if not _execute(a, s, op, goal, rule, inplace):
+            return goal
+    return DONE
+
+
+@inner
+def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplace: bool) -> bool:
+    """Run `op` once; False when its outputs or its workspace find no room."""
+    low, high = a.makes_ptr[op], a.makes_ptr[op + 1]
+    nobody = s.times.shape[1]
+    s.counts[TRANSIENT] = 0
+    first = s.counts[WRITES]
+    if inplace:
+        _choose_inplace(a, s, op, position)
+    for k in range(low, high):
+        t = a.makes[k]
+        s.tensor[KEPT, t] = s.tensor[LIVE, t]
+        s.tensor[PINS, t] += 1  # until the op is done
+    at = 0
+    for k in range(low, high + 1):  # the outputs, then the workspace
+        t, size, source, passing = nobody, a.workspace[op], -1, True
+        if k < high:
+            t = a.makes[k]
+            if a.outside[t] == 1 and s.tensor[WRITTEN, t] == 0:
+                continue
+            size = a.size[t]
+            # Made once more beside the one that is there, or outside: it ends with this op.
+            passing = s.tensor[KEPT, t] == 1 or a.outside[t] == 1
+            for j in range(first, s.counts[WRITES]):
+                if s.record[INPLACE_OUT, j] == t:
+                    source = s.record[INPLACE_SOURCE, j]
+        if source >= 0:
+            at = s.tensor[ADDRESS, source]
+            s.block[OWNER, find(s, at)] = t
+            s.tensor[LIVE, source] = 0
+            evicted(s, source)
+        else:
+            at = _allocate(a, s, size, nobody if passing else t, op, rule)
+            if at == NO_ROOM:
+                return False
+        if k < high:
+            s.record[OFFSET, s.counts[OFFSETS]] = at
+            s.counts[OFFSETS] += 1
+        if not passing:
+            s.tensor[ADDRESS, t] = at
+            s.tensor[LIVE, t] = 1
+            computed(s, t)
+        elif size > 0:
+            s.transient[s.counts[TRANSIENT]] = at
+            s.counts[TRANSIENT] += 1
+    if s.transfers != 0:
+        for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+            if s.tensor[FLYING, a.reads[k]] == 1:
+                end_fetch(s, a.reads[k])
+    s.event[EVENT_DO, s.counts[EVENTS]] = RUN
+    s.event[EVENT_OP, s.counts[EVENTS]] = op
+    s.event[EVENT_WORKSPACE, s.counts[EVENTS]] = at
+    s.counts[EVENTS] += 1
+    began = s.total[CLOCK]
+    s.total[CLOCK] += a.cost[op]
+    accessed = began if s.whole_closure == 1 else s.total[CLOCK]
+    for i in range(s.counts[TRANSIENT]):
+        release(s, s.transient[i])
+    for k in range(low, high):
+        t = a.makes[k]
+        s.tensor[PINS, t] -= 1
+        new = s.tensor[KEPT, t] == 0 if s.whole_closure == 1 else s.tensor[WRITTEN, t] == 0
+        if new:
+            s.times[LAST_ACCESS, t] = accessed
+        s.tensor[WRITTEN, t] = 1
+        s.tensor[KEPT, t] = 0
+    for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+        s.tensor[PINS, a.reads[k]] -= 1
+        if s.whole_closure == 1:
+            s.times[LAST_ACCESS, a.reads[k]] = accessed
+    if s.whole_closure == 1:
+        _release_touched(a, s, op, position, position)
+    return True
+
+
+@inner
+def _fetch(a: Arrays, s: ArenaState, op: int, rule: int) -> bool:
+    """Begin to fetch what `op` reads and the host has; False when it finds no room."""
+    for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+        t = a.reads[k]
+        if s.tensor[LIVE, t] == 0:
+            at = _allocate(a, s, a.size[t], t, op, rule)
+            if at == NO_ROOM:
+                return False
+            begin_fetch(s, t, at)
+    return True
+
+
+@inner
+def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
+    """Record the pairs whose input has no reader left, in the program and in the closure."""
+    first = s.counts[WRITES]
+    for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
+        out, source = a.pairs_out[k], a.pairs_in[k]
+        if (
+            a.last_use[source] <= position
+            and s.tensor[PINS, source] == 1
+            and s.tensor[EVICTABLE, source] == 1
+            and s.tensor[LIVE, out] == 0
+            and s.tensor[LEAVING, source] == 0
+        ):
+            free = True
+            for j in range(first, s.counts[WRITES]):
+                if s.record[INPLACE_OUT, j] in (out, source) or s.record[INPLACE_SOURCE, j] in (
+                    out,
+                    source,
+                ):
+                    free = False
+            if free:
+                s.record[INPLACE_EVENT, s.counts[WRITES]] = s.counts[EVENTS]
+                s.record[INPLACE_OUT, s.counts[WRITES]] = out
+                s.record[INPLACE_SOURCE, s.counts[WRITES]] = source
+                s.counts[WRITES] += 1
+
+
+@inner
+def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: int) -> int:
+    """The offset of `size` bytes, after as many evictions as it takes, or `NO_ROOM`."""
+    if size == 0:
+        return 0
+    at = allocate(s, size, owner, s.op[RIGHT, op] == 1)
+    if at != NO_ROOM:
+        return at
+    while at == NO_ROOM:
+        if s.transfers != 0:
+            victims = released(a, s)
+        else:
+            victims = _cheapest_window(s, size) if rule == WINDOW else _cheapest_tensor(s, rule)
+        if victims == 0:
+            return NO_ROOM
+        s.counts[EVICTED] += victims
+        for i in range(victims):
+            _drop(a, s, s.block[VICTIM, i])
+        at = allocate(s, size, owner, s.op[RIGHT, op] == 1)
+    # OneFlow takes the figure with the requested block still counted as free.
+    s.total[FREE_RATIOS] += (free_bytes(s) + size) / s.capacity
+    s.counts[FAILURES] += 1
+    return at
+
+
+@inlined
+def _cost(s: ArenaState, t: int) -> float:
+    """e* over staleness, in µs per µs; infinite for what may not be evicted now."""
+    if t >= s.times.shape[1] or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
+        return np.inf
+    staleness = float(s.total[CLOCK] - s.times[LAST_ACCESS, t])
+    return neighbour_cost(s, t) / max(staleness, s.min_staleness_us)
+
+
+@inner
+def _cheapest_window(s: ArenaState, size: int) -> int:
+    """
+    Coop's sliding window: the cheapest run of adjacent blocks of at least `size` bytes.
+
+    Lists the tensors in it as victims and returns how many they are.
+
+    Two pointers move over the blocks in address order; free blocks cost nothing, and a block that
+    cannot be evicted restarts the window behind it (Algorithm 1).
+    """
+    best_cost = np.inf
+    best_start = best_end = 0
+    start = window = 0
+    total = 0.0
+    for end in range(s.counts[BLOCKS]):
+        owner = s.block[OWNER, end]
+        cost = 0.0 if owner == FREE else _cost(s, owner)
+        s.costs[end] = cost
+        if cost == np.inf:
+            start, window, total = end + 1, 0, 0.0
+            continue
+        total += cost
+        window += s.block[BLOCK_SIZE, end]
+        while window - s.block[BLOCK_SIZE, start] >= size:
+            window -= s.block[BLOCK_SIZE, start]
+            total -= s.costs[start]
+            start += 1
+        if window >= size and total < best_cost:
+            best_cost, best_start, best_end = total, start, end + 1
+    victims = 0
+    for block in range(best_start, best_end):
+        if s.block[OWNER, block] != FREE:
+            s.block[VICTIM, victims] = s.block[OWNER, block]
+            victims += 1
+    return victims
+
+
+@inner
+def _cheapest_tensor(s: ArenaState, rule: int) -> int:
+    """
+    DTR's and DTE's victim: the tensor of least cost / (bytes × staleness).
+
+    DTE counts the free bytes beside it as its own. Returns the number of victims, 1 or 0.
+    """
+    best_cost = np.inf
+    victims = 0
+    for block in range(s.counts[BLOCKS]):
+        owner = s.block[OWNER, block]
+        if owner == FREE:
+            continue
+        room = s.block[BLOCK_SIZE, block]
+        if rule == SINGLE_WITH_NEIGHBOURS:
+            if block > 0 and s.block[OWNER, block - 1] == FREE:
+                room += s.block[BLOCK_SIZE, block - 1]
+            if block + 1 < s.counts[BLOCKS] and s.block[OWNER, block + 1] == FREE:
+                room += s.block[BLOCK_SIZE, block + 1]
+        cost = _cost(s, owner) / room
+        if cost < best_cost:
+            best_cost = cost
+            s.block[VICTIM, 0] = owner
+            victims = 1
+    return victims
+
+
+@inner
+def _drop(a: Arrays, s: ArenaState, t: int) -> None:
+    """End tensor `t` after the last event so far; a copy of it must be over."""
+    if s.tensor[LEAVING, t] == 1:
+        end_offload(s, t)
+    if s.tensor[FLYING, t] == 1:
+        end_fetch(s, t)
+    s.record[DROPPED, s.counts[DROPS]] = t
+    s.record[DROP_EVENT, s.counts[DROPS]] = s.counts[EVENTS] - 1
+    s.counts[DROPS] += 1
+    s.tensor[LIVE, t] = 0
+    if a.size[t] > 0:
+        release(s, s.tensor[ADDRESS, t])
+    if s.tensor[HOSTED, t] == 0:
+        evicted(s, t)
+
+
+@inner
+def _release_touched(a: Arrays, s: ArenaState, op: int, before: int, position: int) -> None:
+    """Drop what `op` read or made if its last use in the program is before op `before`."""
+    for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+        if a.last_use[a.reads[k]] < before:
+            _release_if_dead(a, s, a.reads[k], position)
+    for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
+        if a.last_use[a.makes[k]] < before:
+            _release_if_dead(a, s, a.makes[k], position)
+
+
+@inner
+def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
+    """
+    Drop `t` if the program reads it no more after op `position` and nothing pins it.
+
+    A tensor that cannot be recomputed is banished (DTR, appendix C.3): it goes only when no
+    evicted tensor needs it, and what was made from it can no longer be evicted.
+    """
+    if a.last_use[t] > position or s.tensor[PINS, t] > 0 or s.tensor[LIVE, t] == 0:
+        return
+    if s.tensor[EVICTABLE, t] == 1:
+        _drop(a, s, t)
+    elif _banish(a, s, t, position):
+        if s.tensor[RETAINED_NOW, t] == 1:
+            _forget_retained(s, t)
+        _drop(a, s, t)
+    else:
+        _retain(s, t)
+
+
+@inner
+def _retain(s: ArenaState, t: int) -> None:
+    """See after every op whether `t` can go."""
+    if s.tensor[RETAINED_NOW, t] == 0:
+        s.tensor[RETAINED_NOW, t] = 1
+        s.tensor[WAITING, s.counts[RETAINED]] = t
+        s.counts[RETAINED] += 1
+
+
+@inner
+def _forget_retained(s: ArenaState, t: int) -> None:
+    s.tensor[RETAINED_NOW, t] = 0
+    kept = 0
+    for i in range(s.counts[RETAINED]):
+        if s.tensor[WAITING, i] != t:
+            s.tensor[WAITING, kept] = s.tensor[WAITING, i]
+            kept += 1
+    s.counts[RETAINED] = kept
+
+
+@inner
+def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
+    """
+    Whether no evicted tensor needs `t`; live ones made from it may then no longer be evicted.
+
+    It looks at the descendants of `t`, through those that are gone.
+    """
+    s.counts[STAMP] += 1
+    stamp = s.counts[STAMP]
+    s.tensor[MARK, t] = stamp
+    s.tensor[TO_VISIT, 0] = t
+    depth, found = 1, 0
+    while depth > 0:
+        depth -= 1
+        x = s.tensor[TO_VISIT, depth]
+        for k in range(a.uses_ptr[x], a.uses_ptr[x + 1]):
+            op = a.uses[k]
+            if op > position:
+                break
+            for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
+                child = a.makes[j]
+                if s.tensor[MARK, child] == stamp or a.is_output[child] == 1:
+                    continue
+                s.tensor[MARK, child] = stamp
+                if s.tensor[LIVE, child] == 1 or s.tensor[HOSTED, child] == 1:
+                    s.block[VICTIM, found] = child
+                    found += 1
+                elif a.last_use[child] > position:
+                    return False
+                else:
+                    s.tensor[TO_VISIT, depth] = child
+                    depth += 1
+    for i in range(found):
+        child = s.block[VICTIM, i]
+        s.tensor[EVICTABLE, child] = 0
+        if a.last_use[child] <= position:  # computed again for others, and now their only source
+            _retain(s, child)
+    return True

@@ -1,0 +1,137 @@
+"""The arena as an online allocator sees it: blocks ordered by address, taken or free."""
+
+from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.online.state import (
+    BLOCK_AT,
+    BLOCK_SIZE,
+    BLOCKS,
+    FREE,
+    HOLE_AT,
+    HOLE_SIZE,
+    HOLES,
+    OWNER,
+    USED,
+    ArenaState,
+)
+
+NO_ROOM = -1
+
+
+@inner
+def allocate(s: ArenaState, size: int, owner: int, right: bool) -> int:
+    """
+    Best fit: the smallest free block that holds `size` > 0 bytes; its offset, or `NO_ROOM`.
+
+    The block is taken from the left or the right end of the free block.
+    """
+    low = _hole(s, size, -1)
+    if low == s.counts[HOLES] or size > free_bytes(s):
+        return NO_ROOM
+    s.counts[USED] += size
+    at, room = int(s.block[HOLE_AT, low]), int(s.block[HOLE_SIZE, low])
+    _delete(s.block[HOLE_AT], low, s.counts[HOLES])
+    _delete(s.block[HOLE_SIZE], low, s.counts[HOLES])
+    s.counts[HOLES] -= 1
+    block = find(s, at)
+    left = room - size
+    if left == 0:
+        s.block[OWNER, block] = owner
+        return at
+    _insert(s.block[BLOCK_AT], block + 1, s.counts[BLOCKS], at + left if right else at + size)
+    _insert(s.block[BLOCK_SIZE], block + 1, s.counts[BLOCKS], size if right else left)
+    _insert(s.block[OWNER], block + 1, s.counts[BLOCKS], owner if right else FREE)
+    s.counts[BLOCKS] += 1
+    s.block[BLOCK_SIZE, block] = left if right else size
+    s.block[OWNER, block] = FREE if right else owner
+    _remember(s, at if right else at + size, left)
+    return at + left if right else at
+
+
+@inner
+def release(s: ArenaState, offset: int) -> None:
+    """Free the block at `offset` and merge it with its free neighbours."""
+    block = find(s, offset)
+    start, size = offset, s.block[BLOCK_SIZE, block]
+    s.counts[USED] -= size
+    first, last = block, block
+    if block > 0 and s.block[OWNER, block - 1] == FREE:
+        first = block - 1
+        start = s.block[BLOCK_AT, first]
+        size += s.block[BLOCK_SIZE, first]
+        _forget(s, start, s.block[BLOCK_SIZE, first])
+    if block + 1 < s.counts[BLOCKS] and s.block[OWNER, block + 1] == FREE:
+        last = block + 1
+        size += s.block[BLOCK_SIZE, last]
+        _forget(s, s.block[BLOCK_AT, last], s.block[BLOCK_SIZE, last])
+    s.block[BLOCK_AT, first] = start
+    s.block[BLOCK_SIZE, first] = size
+    s.block[OWNER, first] = FREE
+    for _ in range(last - first):
+        _delete(s.block[BLOCK_AT], first + 1, s.counts[BLOCKS])
+        _delete(s.block[BLOCK_SIZE], first + 1, s.counts[BLOCKS])
+        _delete(s.block[OWNER], first + 1, s.counts[BLOCKS])
+        s.counts[BLOCKS] -= 1
+    _remember(s, start, size)
+
+
+@inlined
+def find(s: ArenaState, offset: int) -> int:
+    """The index of the block at `offset`."""
+    low, high = 0, s.counts[BLOCKS]
+    while low < high:
+        middle = (low + high) // 2
+        if s.block[BLOCK_AT, middle] < offset:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@inlined
+def free_bytes(s: ArenaState) -> int:
+    """Bytes that nobody has, of the arena's capacity."""
+    return int(s.capacity - s.counts[USED])
+
+
+@inlined
+def _hole(s: ArenaState, size: int, at: int) -> int:
+    """The first hole not before (size, at)."""
+    low, high = 0, s.counts[HOLES]
+    while low < high:
+        middle = (low + high) // 2
+        here = s.block[HOLE_SIZE, middle]
+        if here < size or (here == size and s.block[HOLE_AT, middle] < at):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@inner
+def _remember(s: ArenaState, at: int, size: int) -> None:
+    hole = _hole(s, size, at)
+    _insert(s.block[HOLE_AT], hole, s.counts[HOLES], at)
+    _insert(s.block[HOLE_SIZE], hole, s.counts[HOLES], size)
+    s.counts[HOLES] += 1
+
+
+@inner
+def _forget(s: ArenaState, at: int, size: int) -> None:
+    hole = _hole(s, size, at)
+    _delete(s.block[HOLE_AT], hole, s.counts[HOLES])
+    _delete(s.block[HOLE_SIZE], hole, s.counts[HOLES])
+    s.counts[HOLES] -= 1
+
+
+@inlined
+def _insert(values: Ints, at: int, count: int, value: int) -> None:
+    for i in range(count, at, -1):
+        values[i] = values[i - 1]
+    values[at] = value
+
+
+@inlined
+def _delete(values: Ints, at: int, count: int) -> None:
+    for i in range(at, count - 1):
+        values[i] = values[i + 1]

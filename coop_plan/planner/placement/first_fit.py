@@ -1,0 +1,93 @@
+"""First fit of buffers in a given order: plain, and it honours every kind of constraint."""
+
+import numpy as np
+
+from coop_plan.planner.core.jit import njit
+from coop_plan.planner.placement.instance import Instance, Ints
+
+
+@njit
+def _first_fit(
+    order: Ints,
+    first: Ints,
+    last: Ints,
+    height: Ints,
+    fixed: Ints,
+    alias_start: Ints,
+    alias_items: Ints,
+    conflict_start: Ints,
+    conflict_items: Ints,
+) -> Ints:
+    """Each buffer of `order` at the lowest gap among those placed before it; fixed ones first."""
+    count = len(first)
+    offsets = np.zeros(count, np.int64)
+    by_offset = np.empty(count, np.int64)  # placed buffers, lowest offset first
+    placed = 0
+    near = np.full(count, -1, np.int64)  # near[j] == i: j is an extra conflict of i
+    partner = np.full(count, -1, np.int64)  # partner[j] == i: j may share i's offset
+    done = np.zeros(count, np.bool_)
+    for turn in range(2):
+        for i in order:
+            if height[i] == 0:
+                offsets[i] = max(fixed[i], 0)
+                continue
+            if (fixed[i] >= 0) != (turn == 0):
+                continue
+            for k in range(conflict_start[i], conflict_start[i + 1]):
+                near[conflict_items[k]] = i
+            for k in range(alias_start[i], alias_start[i + 1]):
+                partner[alias_items[k]] = i
+            best = np.int64(0)
+            if turn == 0:
+                best = fixed[i]
+            else:
+                for k in range(placed):
+                    j = by_offset[k]
+                    if offsets[j] >= best + height[i]:
+                        # A higher one cannot close this gap: all above lie higher still.
+                        break
+                    if (first[j] < last[i] and first[i] < last[j]) or near[j] == i:
+                        best = max(best, offsets[j] + height[j])
+                for k in range(alias_start[i], alias_start[i + 1]):
+                    a = alias_items[k]
+                    if not done[a] or offsets[a] >= best:
+                        continue
+                    # Would i fit exactly on its partner?
+                    free = True
+                    for m in range(placed):
+                        j = by_offset[m]
+                        if offsets[j] >= offsets[a] + height[i]:
+                            break
+                        if offsets[j] + height[j] <= offsets[a]:
+                            continue
+                        if partner[j] == i and offsets[j] == offsets[a]:
+                            continue
+                        if (first[j] < last[i] and first[i] < last[j]) or near[j] == i:
+                            free = False
+                            break
+                    if free:
+                        best = offsets[a]
+            offsets[i] = best
+            done[i] = True
+            k = placed
+            while k > 0 and offsets[by_offset[k - 1]] > best:
+                by_offset[k] = by_offset[k - 1]
+                k -= 1
+            by_offset[k] = i
+            placed += 1
+    return offsets
+
+
+def first_fit(instance: Instance, order: Ints) -> Ints:
+    """Offsets in units, from `order`."""
+    return _first_fit(
+        order,
+        instance.first,
+        instance.last,
+        instance.height,
+        instance.fixed,
+        instance.alias_links.start,
+        instance.alias_links.items,
+        instance.conflict_links.start,
+        instance.conflict_links.items,
+    )

@@ -1,0 +1,189 @@
+"""One placement problem as arrays: what must lie where, for how long, and beside whom."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from coop_plan.planner.core.jit import njit
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Pairs = Iterable[tuple[int, int]]
+
+NO_OFFSET = -1
+"""Marks a buffer whose offset is not given beforehand."""
+
+
+class FixedOverlapError(ValueError):
+    """Two buffers overlap at the offsets they were given."""
+
+    def __init__(self, a: int, b: int) -> None:
+        self.buffers = a, b
+        super().__init__(f"buffers {a} and {b} overlap at their fixed offsets")
+
+
+@dataclass(frozen=True)
+class Links:
+    """Undirected pairs of buffers as adjacency lists: slice `start[i]:start[i + 1]` is i's."""
+
+    start: Ints
+    items: Ints
+
+    @classmethod
+    def of(cls, pairs: Ints, count: int) -> "Links":
+        """Adjacency lists over `count` buffers from a (k, 2) array, doubles removed."""
+        both = np.unique(np.concatenate([pairs, pairs[:, ::-1]]), axis=0)
+        start = np.searchsorted(both[:, 0], np.arange(count + 1)).astype(np.int64)
+        return cls(start, np.ascontiguousarray(both[:, 1]))
+
+
+@dataclass(frozen=True)
+class Instance:
+    """
+    A validated problem. Lifetimes are half-open and counted in *sections*.
+
+    A section is a maximal stretch of time in which nothing that is live dies before something new
+    is born: two buffers overlap in time exactly when they share a section, and no coarser grid of
+    time has that property (Moffitt, ASPLOS 2023, section 4 uses the same sets).
+
+    Addresses are counted in *units* of `alignment` bytes; `height` is the size rounded up to units.
+    """
+
+    first: Ints
+    """First section in which each buffer lives."""
+    last: Ints
+    """Section after the last one."""
+    height: Ints
+    """Units each buffer takes."""
+    size: Ints
+    """Exact bytes of each buffer."""
+    fixed: Ints
+    """Units of a given offset, or `NO_OFFSET`."""
+    sections: int
+    alignment: int
+    """Bytes per unit."""
+    alias: Ints
+    """(k, 2) pairs (a, b) that may share one offset."""
+    alias_links: Links
+    conflict_links: Links
+
+    @property
+    def count(self) -> int:
+        return len(self.size)
+
+    def peak(self, offsets: Ints) -> int:
+        """Exact end in bytes of a placement given in units."""
+        return int((offsets * self.alignment + self.size).max(initial=0))
+
+
+def sections(lower: Ints, upper: Ints) -> tuple[Ints, Ints, int]:
+    """Lifetimes in time units to lifetimes in sections: (first, last, number of sections)."""
+    times = np.unique(np.concatenate([lower, upper]))
+    born = np.searchsorted(times, lower)
+    dead = np.searchsorted(times, upper)
+    births = np.zeros(len(times) + 1, np.int64)
+    births[born + 1] = 1
+    births = births.cumsum()  # births[k]: birth times among the first k
+    deaths = np.unique(dead)
+    # A section closes at a death when something was born since the death before it.
+    previous = np.concatenate([np.zeros(1, np.int64), deaths[:-1]])[: len(deaths)]
+    closes = np.zeros(len(times), np.int64)
+    closes[deaths] = births[deaths] > births[previous]
+    section = closes.cumsum()
+    return section[born], section[dead], int(closes.sum())
+
+
+def build(
+    lower: Ints,
+    upper: Ints,
+    size: Ints,
+    alignment: int,
+    fixed: Ints | None,
+    alias: Pairs | None,
+    conflicts: Pairs | None,
+) -> Instance:
+    """Check the arguments of `place` and put them in its own units; ValueError says what is bad."""
+    if alignment < 1:
+        raise ValueError(f"alignment must be at least 1, not {alignment}")
+    count = len(size)
+    if lower.shape != (count,) or upper.shape != (count,) or size.shape != (count,):
+        raise ValueError("lower, upper and size must be vectors of one length")
+    if (size < 0).any():
+        raise ValueError(f"buffer {int(np.argmin(size))} has a negative size")
+    if (lower >= upper).any():
+        raise ValueError(f"buffer {int(np.argmax(lower >= upper))} has an empty lifetime")
+    given = np.full(count, NO_OFFSET, np.int64) if fixed is None else fixed
+    if given.shape != (count,):
+        raise ValueError("fixed must have one entry per buffer")
+    if (given < NO_OFFSET).any():
+        raise ValueError("a fixed offset must be at least 0, or -1 for none")
+    if ((given >= 0) & (given % alignment != 0)).any():
+        raise ValueError("a fixed offset must be a multiple of the alignment")
+    first, last, total = sections(lower, upper)
+    alias_pairs = _pairs(alias, count)
+    instance = Instance(
+        first=first,
+        last=last,
+        height=-(-size // alignment),
+        size=size,
+        fixed=np.where(given >= 0, given // alignment, NO_OFFSET),
+        sections=total,
+        alignment=alignment,
+        alias=alias_pairs,
+        alias_links=Links.of(alias_pairs, count),
+        conflict_links=Links.of(_pairs(conflicts, count), count),
+    )
+    a, b = _fixed_clash(
+        instance.first,
+        instance.last,
+        instance.fixed,
+        instance.height,
+        instance.alias_links.start,
+        instance.alias_links.items,
+        instance.conflict_links.start,
+        instance.conflict_links.items,
+    )
+    if a >= 0:
+        raise FixedOverlapError(a, b)
+    return instance
+
+
+@njit
+def _fixed_clash(
+    first: Ints,
+    last: Ints,
+    fixed: Ints,
+    height: Ints,
+    alias_start: Ints,
+    alias_items: Ints,
+    conflict_start: Ints,
+    conflict_items: Ints,
+) -> tuple[int, int]:
+    """Two buffers that may not lie where they are told to, or (-1, -1)."""
+    solid = np.flatnonzero((fixed >= 0) & (height > 0))
+    solid = solid[np.argsort(fixed[solid], kind="mergesort")]
+    for p in range(len(solid)):
+        i = solid[p]
+        near = conflict_items[conflict_start[i] : conflict_start[i + 1]]
+        partners = alias_items[alias_start[i] : alias_start[i + 1]]
+        for q in range(p + 1, len(solid)):
+            j = solid[q]
+            if fixed[j] >= fixed[i] + height[i]:
+                break
+            if not (first[i] < last[j] and first[j] < last[i]) and not (near == j).any():
+                continue
+            if fixed[i] != fixed[j] or not (partners == j).any():
+                return min(i, j), max(i, j)
+    return -1, -1
+
+
+def _pairs(pairs: Pairs | None, count: int) -> Ints:
+    """Pairs as a (k, 2) array, those of a buffer with itself left out."""
+    listed = [] if pairs is None else [(int(a), int(b)) for a, b in pairs]
+    table = np.array(listed, np.int64).reshape(-1, 2)
+    if table.size and (table.min() < 0 or table.max() >= count):
+        raise ValueError("a pair names a buffer that does not exist")
+    apart: Ints = table[table[:, 0] != table[:, 1]]
+    return apart

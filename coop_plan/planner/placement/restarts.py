@@ -1,0 +1,267 @@
+"""
+Exact search under a node budget: a portfolio of orders, restarted with what dead ends taught.
+
+The instance is cut into components that share no time; each is given to `canonical.depth_first`
+again and again: under orders that solve different instances, from every order in two ways of
+choosing (lowest buffer first, or near the section with the most dead ends), with Luby's restart
+budgets (Luby, Sinclair and Zuckerman 1993), and from the second round on with the buffers of the
+sections that failed most moved forward ("squeaky wheel", Joslin and Clements 1999). Everything is
+deterministic but the clock.
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from coop_plan.planner.core.jit import njit
+from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, Task, depth_first
+from coop_plan.planner.placement.instance import Floats, Instance, Ints
+from coop_plan.planner.placement.keys import live_profile, order_by, sort_keys, spread
+from coop_plan.planner.placement.params import RestartParams
+
+
+@dataclass
+class Effort:
+    """What a search may still spend."""
+
+    work: int
+    """Nodes times live buffers summed over sections: what a node may look at, some 3.5 ns each."""
+    deadline: float | None = None
+    """`time.perf_counter()` value."""
+    pace: float = 0.0
+    """Seconds per unit of work in the last restart."""
+
+    @property
+    def spent(self) -> bool:
+        late = self.deadline is not None and time.perf_counter() >= self.deadline
+        return late or self.work <= 0
+
+    def nodes(self, looks: int) -> int:
+        """What may be spent at most on a restart whose nodes take `looks` units of work each."""
+        work = self.work
+        if self.deadline is not None and self.pace > 0:
+            left = max(0.0, self.deadline - time.perf_counter())
+            work = min(work, int(left / self.pace))
+        return max(1, work // looks)
+
+    def spend(self, work: int, seconds: float) -> None:
+        self.work -= work
+        self.pace = seconds / work
+
+
+class Component:
+    """Buffers (indices into the instance) that nothing connects to the others, and its restarts."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        buffers: Ints,
+        low: int,
+        high: int,
+        seed: int,
+        params: RestartParams,
+    ) -> None:
+        self.params = params
+        self.buffers = buffers
+        self.sections = high - low
+        self.first = instance.first[buffers] - low
+        self.last = instance.last[buffers] - low
+        self.height = instance.height[buffers]
+        self.size = instance.size[buffers]
+        self.fixed = instance.fixed[buffers]
+        self.alignment = instance.alignment
+        # All tops are sums of these: on a coarser grid the same bounds cut more.
+        self.grid = max(1, int(np.gcd.reduce(np.append(self.height, self.fixed.clip(0)))))
+        local = np.full(instance.count, -1, np.int64)
+        local[buffers] = np.arange(len(buffers))
+        links = instance.conflict_links
+        a = np.repeat(np.arange(instance.count), np.diff(links.start))
+        extra = np.stack([local[a], local[links.items]], axis=1)
+        extra = extra[(extra >= 0).all(axis=1)]
+        apart = self.first[extra].max(axis=1) >= self.last[extra].min(axis=1)
+        extra = np.ascontiguousarray(extra[apart])
+        self.bridge = bridges(self.first[extra], self.last[extra], self.sections)
+        self.near = neighbours(self.first, self.last, extra)
+        self.member = members(self.first, self.last, self.sections)
+        self.looks = max(1, len(self.member[1]))
+        keys = sort_keys(self.first, self.last, self.height, self.sections)
+        self.ranks = [np.argsort(order_by(name, keys)) for name in params.orders]
+        profile = live_profile(self.first, self.last, self.height, self.sections)
+        self.weight: Floats = profile / max(1, profile.max(initial=0))
+        self.taught = False
+        self.random = np.random.default_rng(seed)
+        self.restarts = 0
+        self.impossible = -1  # largest capacity in bytes proved too small
+        self.peak = np.iinfo(np.int64).max  # of the best placement found, in bytes
+        self.best = self.fixed
+
+    def fit(self, capacity: int, effort: Effort) -> tuple[int, Ints]:
+        """Search under a capacity in bytes: the search's answer, and offsets in units if FOUND."""
+        if capacity <= self.impossible:
+            return IMPOSSIBLE, self.fixed
+        if self.peak <= capacity:
+            return FOUND, self.best
+        params, grid = self.params, self.grid
+        task = Task(
+            self.first,
+            self.last,
+            self.height // grid,
+            (capacity - self.size) // self.alignment // grid,
+            -(-capacity // self.alignment) // grid,
+            np.where(self.fixed >= 0, self.fixed // grid, -1),
+            *self.near,
+            *self.member,
+            self.bridge,
+        )
+        offset = np.zeros(len(self.buffers), np.int64)
+        first_restart = self.restarts
+        while not effort.spent:
+            turn = (self.restarts - first_restart) // len(params.orders)
+            failures = np.zeros(self.sections, np.int64)
+            began = time.perf_counter()
+            answer, nodes = depth_first(
+                task,
+                self._rank(),
+                self.weight,
+                (self.restarts // len(params.orders) + self.restarts) % 2,
+                min(params.restart_nodes * luby(turn + 1), effort.nodes(self.looks)),
+                offset,
+                failures,
+            )
+            effort.spend((nodes + 1) * self.looks, time.perf_counter() - began)
+            kept = params.memory * self.weight if self.taught else np.zeros(self.sections)
+            self.weight = kept + failures / max(1, failures.sum())
+            self.taught = True
+            self.restarts += 1
+            if answer == FOUND:
+                self.best = offset * grid
+                self.peak = int((self.best * self.alignment + self.size).max())
+                return FOUND, self.best
+            if answer == IMPOSSIBLE:
+                self.impossible = max(self.impossible, capacity)
+                return IMPOSSIBLE, self.fixed
+        return UNKNOWN, self.fixed
+
+    def _rank(self) -> Ints:
+        """Position of each buffer in the next order of the portfolio."""
+        rank = self.ranks[self.restarts % len(self.ranks)]
+        if self.restarts < len(self.ranks):
+            return rank
+        blame = spread(self.weight, self.first, self.last)
+        shift = self.random.choice(self.params.shifts) * len(rank)
+        order = np.argsort(rank - shift * blame, kind="stable")
+        moved = np.empty_like(rank)
+        moved[order] = np.arange(len(rank))
+        return moved
+
+
+def components(instance: Instance, seed: int, params: RestartParams) -> list[Component] | None:
+    """The instance cut where no lifetime and no conflict crosses; None when it is too large."""
+    real = instance.height > 0
+    links = instance.conflict_links
+    a = np.repeat(np.arange(instance.count), np.diff(links.start))
+    begin = np.minimum(instance.first[a], instance.first[links.items])
+    end = np.maximum(instance.last[a], instance.last[links.items])
+    change = np.zeros(instance.sections + 1, np.int64)
+    for born, dead in ((instance.first[real], instance.last[real]), (begin, end)):
+        np.add.at(change, born, 1)
+        np.add.at(change, dead - 1, -1)
+    cuts = np.flatnonzero(change.cumsum()[: instance.sections] == 0) + 1
+    cuts = np.concatenate([[0], cuts, [instance.sections]])
+    where = np.searchsorted(cuts, instance.first, side="right") - 1
+    result = []
+    for k in np.unique(where[real]).tolist():
+        buffers = np.flatnonzero(real & (where == k))
+        if pair_count(instance.first[buffers], instance.last[buffers]) > params.most_pairs:
+            return None
+        low, high = int(cuts[k]), int(cuts[k + 1])
+        result.append(Component(instance, buffers, low, high, seed, params))
+    return result
+
+
+def fit(
+    instance: Instance, parts: list[Component], capacity: int, effort: Effort
+) -> tuple[int, Ints]:
+    """All components under one capacity in bytes; as `Component.fit`."""
+    offsets = instance.fixed.clip(0)
+    for part in parts:
+        answer, found = part.fit(capacity, effort)
+        if answer != FOUND:
+            return answer, offsets
+        offsets[part.buffers] = found
+    return FOUND, offsets
+
+
+def luby(i: int) -> int:
+    """1 1 2 1 1 2 4 1 1 2 …, from i = 1."""
+    k = i.bit_length()
+    return 1 << (k - 1) if i == (1 << k) - 1 else luby(i - (1 << (k - 1)) + 1)
+
+
+def pair_count(first: Ints, last: Ints) -> int:
+    """Pairs of buffers that share a section."""
+    born, dead = np.sort(first), np.sort(last)
+    before = np.searchsorted(dead, born, side="right")
+    return int((np.arange(len(first)) - before).sum())
+
+
+@njit
+def neighbours(first: Ints, last: Ints, extra: Ints) -> tuple[Ints, Ints]:
+    """Adjacency lists of the conflicts: lifetimes that overlap, and the directed pairs `extra`."""
+    count = len(first)
+    order = np.argsort(first, kind="mergesort")
+    start = np.zeros(count + 1, np.int64)
+    items = np.empty(0, np.int64)
+    for fill in range(2):
+        at = start.copy()
+        if fill:
+            items = np.empty(start[count], np.int64)
+        else:
+            at[:] = 0
+        for p in range(count):
+            i = order[p]
+            for q in range(p + 1, count):
+                j = order[q]
+                if first[j] >= last[i]:
+                    break
+                if fill:
+                    items[at[i]] = j
+                    items[at[j]] = i
+                at[i] += 1
+                at[j] += 1
+        for k in range(len(extra)):
+            i = extra[k, 0]
+            if fill:
+                items[at[i]] = extra[k, 1]
+            at[i] += 1
+        if not fill:
+            start[1:] = at[:count].cumsum()
+    return start, items
+
+
+@njit
+def members(first: Ints, last: Ints, sections: int) -> tuple[Ints, Ints]:
+    """The buffers live in each section."""
+    start = np.zeros(sections + 1, np.int64)
+    for i in range(len(first)):
+        for t in range(first[i], last[i]):
+            start[t + 1] += 1
+    start = start.cumsum()
+    at = start.copy()
+    items = np.empty(start[sections], np.int64)
+    for i in range(len(first)):
+        for t in range(first[i], last[i]):
+            items[at[t]] = i
+            at[t] += 1
+    return start, items
+
+
+@njit
+def bridges(first: Ints, last: Ints, sections: int) -> Ints:
+    """Per boundary after a section: the conflicting pairs that lie on both sides of it."""
+    count = np.zeros(sections, np.int64)
+    for k in range(len(first)):
+        for t in range(last[k].min() - 1, first[k].max()):
+            count[t] += 1
+    return count

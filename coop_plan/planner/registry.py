@@ -1,0 +1,201 @@
+"""The registry of planning methods. What a method needs is loaded when it is first asked."""
+
+from collections.abc import Mapping
+
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.method import MethodInfo, Request, Solution
+
+COOP_SWITCHES = {
+    "sliding-window": "evict one tensor at a time, by cost / (bytes x staleness), as dtr does",
+    "partitioning": "allocate cheap and expensive tensors from the same end",
+    "recomputable-inplace": "in-place pairs are copied instead of sharing one address",
+}
+
+DELTA_SWITCHES = {
+    "filter": "the stalest tensor is released, not the one of least cost / (bytes x staleness)",
+    "director": "what is released is swapped wherever it may be, and not by cost",
+    "prefetch": "a tensor comes back when it is asked for",
+    "overlap": "a copy to the host begins when an allocation fails",
+}
+
+CHECKMATE_SWITCHES = {
+    "integral": "the LP relaxation with two-phase rounding (section 5) solves it instead"
+}
+
+REORDER_SWITCHES = {"reorder": "ops run for the first time in program order, always"}
+
+COOP_OFFLINE_SWITCHES = REORDER_SWITCHES | {
+    "walk": "no walk among orders of runs ends the search, or finds what fits where no run does"
+}
+
+
+def _keep_all(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.keep_all import solve_keep_all
+
+    return solve_keep_all(problem, request)
+
+
+def _coop(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_coop
+
+    return solve_coop(problem, request)
+
+
+def _dtr(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_dtr
+
+    return solve_dtr(problem, request)
+
+
+def _dte(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_dte
+
+    return solve_dte(problem, request)
+
+
+def _delta(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_delta
+
+    return solve_delta(problem, request)
+
+
+def _swap_only(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.online.methods import solve_swap_only
+
+    return solve_swap_only(problem, request)
+
+
+def _coop_offline(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.heuristic.coop_offline import solve_coop_offline
+
+    if "variants" in problem.beyond_recomputation:
+        from coop_plan.planner.exact.variants import solve_with_bodies
+
+        return solve_with_bodies(problem, request, solve_coop_offline, prove=False)
+    return solve_coop_offline(problem, request)
+
+
+def _checkmate(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.exact.checkmate import solve_checkmate
+
+    return solve_checkmate(problem, request)
+
+
+def _monet(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.exact.monet import solve_monet
+
+    return solve_monet(problem, request)
+
+
+def _optimal(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.exact.optimal import solve_optimal
+
+    if "variants" in problem.beyond_recomputation:
+        from coop_plan.planner.exact.variants import solve_with_bodies
+
+        in_order = request.in_program_order()
+        return solve_with_bodies(problem, in_order, solve_optimal, prove=True)
+    return solve_optimal(problem, request)
+
+
+def _auto(problem: Problem, request: Request) -> Solution:
+    from coop_plan.planner.exact.auto import solve_auto
+
+    if "variants" in problem.beyond_recomputation:
+        from coop_plan.planner.exact.variants import solve_with_bodies
+
+        return solve_with_bodies(problem, request, solve_auto, prove=True)
+    return solve_auto(problem, request)
+
+
+METHODS: Mapping[str, MethodInfo] = {
+    info.name: info
+    for info in (
+        MethodInfo(
+            "keep-all",
+            "no eviction, best placement: the baseline of every ratio",
+            "Steiner et al., OLLA, 2022 (layout alone)",
+            _keep_all,
+        ),
+        MethodInfo(
+            "coop",
+            "online; evicts the cheapest contiguous set of blocks",
+            "Zhang et al., Coop: Memory is not a Commodity, NeurIPS 2023, Algorithm 1",
+            _coop,
+            switches=COOP_SWITCHES,
+        ),
+        MethodInfo(
+            "coop-offline",
+            "knows the whole step: plans evictions first, places second, near the optimum",
+            "ours; closure cost / (bytes x distance to next use^alpha), see planner.heuristic",
+            _coop_offline,
+            transfers=True,
+            variants=True,
+            switches=COOP_OFFLINE_SWITCHES,
+        ),
+        MethodInfo(
+            "dtr",
+            "online; evicts the single tensor of least cost / (bytes x staleness)",
+            "Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 3",
+            _dtr,
+        ),
+        MethodInfo(
+            "dte",
+            "as dtr, counting the free bytes next to a tensor as its own",
+            "Hu et al., MegTaiChi (MegEngine's DTE), ICS 2022",
+            _dte,
+        ),
+        MethodInfo(
+            "delta",
+            "online; a filter says what goes, a director whether it is swapped or recomputed",
+            "Tang et al., DELTA, arXiv 2203.15980, 2022; what is open, see planner.online.delta",
+            _delta,
+            transfers=True,
+            switches=DELTA_SWITCHES,
+        ),
+        MethodInfo(
+            "swap-only",
+            "online; the stalest tensor goes to the host, nothing is recomputed",
+            "after Rhu et al., vDNN, MICRO 2016, and Peng et al., Capuchin, ASPLOS 2020",
+            _swap_only,
+            transfers=True,
+            switches={name: DELTA_SWITCHES[name] for name in ("prefetch", "overlap")},
+        ),
+        MethodInfo(
+            "checkmate",
+            "the paper's integer program with CBC; small graphs only",
+            "Jain et al., Checkmate, MLSys 2020, section 4 (relaxed: section 5)",
+            _checkmate,
+            anytime=True,
+            takes_solver=True,
+            switches=CHECKMATE_SWITCHES,
+        ),
+        MethodInfo(
+            "monet",
+            "the paper's integer program over operator variants; small graphs only",
+            "Shah et al., Memory Optimization for Deep Networks, ICLR 2021, sections 3 and 4",
+            _monet,
+            anytime=True,
+            variants=True,
+        ),
+        MethodInfo(
+            "optimal",
+            "mixed-integer program refined until it fits, with a proved bound; best so far in time",
+            "ours; after Checkmate, MLSys 2020, section 4; see planner.exact",
+            _optimal,
+            anytime=True,
+            transfers=True,
+            variants=True,
+        ),
+        MethodInfo(
+            "auto",
+            "keep-all, then coop-offline at once, then optimal, then other orders of first runs",
+            "ours",
+            _auto,
+            anytime=True,
+            transfers=True,
+            variants=True,
+            switches=REORDER_SWITCHES,
+        ),
+    )
+}

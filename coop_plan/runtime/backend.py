@@ -1,0 +1,290 @@
+"""`torch.compile(fn, backend="coop", options={"budget": ...})`."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.planner.plan_cache.store import planner_version
+from coop_plan.runtime import unplanned_calls
+from coop_plan.runtime.gradients import capture_adjust
+from coop_plan.runtime.distributed.collectives import group_of
+from coop_plan.runtime.capture.tracing_rules import as_eager
+from coop_plan.runtime.capture.cost_scaling import known_from
+from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
+from coop_plan.runtime.gradients.capture_adjust import Circumstances
+from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
+from coop_plan.runtime.dynamic_shapes.history import Others
+from coop_plan.runtime.distributed.shared_plan import one_plan
+from coop_plan.runtime.dynamic_shapes.specialize import (
+    SIGNATURE,
+    AtSizes,
+    ByShape,
+    FirstShapes,
+    first_shapes,
+    function_of,
+    is_symbolic,
+    keep_recompiling,
+    shape_of,
+)
+from coop_plan.runtime.dynamic_shapes.dispatch import EveryLength
+from coop_plan.runtime.execute.lower_to_fx import stubs
+from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.execute.arena_pool import Pools, pools_of, rest
+from coop_plan.runtime.execute.planned_step import PlannedStep
+from coop_plan.runtime.source_lines import Lines, lines_of
+from coop_plan.runtime.options import Options
+from coop_plan.runtime.reports import StepReport, add, reports
+from coop_plan.runtime.torch_internals import warn_of_version
+from coop_plan.runtime.torch_internals.autograd import all_use_gradients
+from coop_plan.runtime.torch_internals.dynamo import (
+    called_from_compiled,
+    compile_call,
+    compiles_a_part,
+    let_numbers_of_modules_change,
+    prepare_dynamo,
+)
+from coop_plan.runtime.torch_internals.dynamo_graphs import takes_gradients
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
+from coop_plan.schemas import Plan
+
+log = logging.getLogger("coop-plan")
+
+warn_of_version()
+prepare_dynamo()
+
+
+def coop(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Dynamo backend: plans the joint graph of `gm` within a budget and runs it in one arena.
+
+    Each input shape has a plan of its own, within the same budget (a share is of that shape's own
+    peak). With `shapes="eager"`, only the first shape of a function has one: others run as eager
+    autograd, with eager's numbers and NOT within the budget; a warning says so.
+
+    Without gradients (`no_grad`, inference) the graph runs as it is: nothing is kept for a
+    backward, so there is nothing to plan.
+
+    Raises:
+        OptionsError, CaptureError, planner.InfeasibleBudgetError: at the first call with a shape;
+            inside Dynamo's own exception if the graph has no symbols in it.
+    """
+    wanted = Options.parse(options)
+    first, function = first_shapes(compile_call() or options), function_of(gm)
+    pools = pools_of(wanted)  # held by the steps
+    lines, hooked = lines_of(gm), all_use_gradients(gm)
+    keep_recompiling(lines.begin)
+
+    def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        shape = shape_of(graph, inputs)
+        another = first.shapes.get(function, shape) != shape
+        if wanted.shapes == "eager" and another and torch.is_grad_enabled():
+            log.warning(
+                "%s: input sizes %s run as eager autograd, not within the budget",
+                *(lines.begin, shape),
+            )
+            return unplanned_calls.told(graph)
+        others, varies = first.others[function], is_symbolic(gm)
+        compilation = _Compilation(wanted, pools, lines, first, others, sign=varies, hooked=hooked)
+        backend = aot_autograd(
+            fw_compiler=compilation.forward,
+            bw_compiler=compilation.backward,
+            inference_compiler=_as_it_is,
+            partition_fn=compilation.partition,
+        )
+        with as_eager(), known_from(first.costs[function]):
+            compiled: Callable[..., Any] = backend(graph, inputs)
+        if compilation.step is not None:
+            first.shapes.setdefault(function, shape)
+            if lines.breaks:
+                unplanned_calls.told_of_break()
+                log.warning(
+                    "graph break at %s: what runs outside the graph is not within the budget;"
+                    " fullgraph=True makes this an error",
+                    lines.end,
+                )
+            step = compilation.step
+            counted = unplanned_calls.counted(compiled, step.report, step.undefined.watch)
+            setattr(counted, SIGNATURE, compilation.signature)
+            return counted
+        if takes_gradients(gm):
+            log.warning(
+                "%s: torch.func takes gradients within the graph and leaves no backward to plan:"
+                " the graph runs as it is, not within the budget; loss.backward() is planned",
+                lines.begin,
+            )
+            return unplanned_calls.told(compiled)
+        return compiled
+
+    def compile_all(
+        graph: fx.GraphModule, examples: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[Trace, AtSizes]:
+        every = EveryLength(graph, examples, inputs)
+
+        def at_sizes(joint: fx.GraphModule) -> Callable[..., Any]:
+            of = first.others[function]
+            compilation = _Compilation(wanted, pools, lines, first, of, hooked=hooked)
+            with known_from(first.costs[function]):
+                step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)
+            return unplanned_calls.counted(every.calling(step), step.report, step.undefined.watch)
+
+        return every.trace, at_sizes
+
+    if first.numbers_change(function, gm, example_inputs):
+        let_numbers_of_modules_change()
+    if is_symbolic(gm):
+        return ByShape(gm, compile_static, compile_all if wanted.shapes == "plan" else None).run
+    return compile_static(gm, example_inputs)
+
+
+coop.reset = rest  # type: ignore[attr-defined]  # for torch._dynamo.reset(): steps may outlive it
+unplanned_calls.install(coop)
+
+
+class _Compilation:
+    """One joint graph on its way from capture to running code."""
+
+    def __init__(
+        self,
+        options: Options,
+        pools: Pools,
+        lines: Lines,
+        call: FirstShapes,
+        others: Others,
+        *,
+        sign: bool = False,
+        hooked: bool = False,
+    ) -> None:
+        self.hooked = hooked
+        self.others = others
+        self.options = options
+        self.pools = pools
+        self.lines = lines
+        self.call = call
+        self.step: PlannedStep | None = None
+        self.sign = sign
+        self.signature: list[object] = []
+        self.began = time.perf_counter()
+
+    def partition(
+        self,
+        joint: fx.GraphModule,
+        joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if self.sign:
+            self.signature = signature(joint)
+        captured = self._capture(joint, num_fwd_outputs, static_lifetime_input_indices or ())
+        return stubs(captured.module, captured.output_args, num_fwd_outputs)
+
+    def plan(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
+    ) -> PlannedStep:
+        """The step of a joint graph that is static already."""
+        self._capture(joint, num_fwd_outputs, static_inputs)
+        assert self.step is not None
+        self.step.report.compile_seconds = time.perf_counter() - self.began
+        return self.step
+
+    def _capture(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
+    ) -> Captured:
+        captured = capture_joint(
+            joint, num_fwd_outputs, static_inputs, variants=self.options.variants
+        )
+        self.step = plan_captured(
+            *(captured, self.options, self.pools, self.lines, self.call, self.others),
+            hooked=self.hooked,
+        )
+        return captured
+
+    def forward(self, _: fx.GraphModule, __: Sequence[Any]) -> Callable[..., Any]:
+        assert self.step is not None
+        return self.step.forward()
+
+    def backward(self, _: fx.GraphModule, __: Sequence[Any]) -> Callable[..., Any]:
+        assert self.step is not None
+        code = self.step.backward()
+        self.step.report.compile_seconds = time.perf_counter() - self.began
+        return code
+
+
+def plan_captured(
+    captured: Captured,
+    options: Options,
+    pools: Pools,
+    lines: Lines,
+    call: FirstShapes,
+    others: Others,
+    *,
+    hooked: bool = False,
+) -> PlannedStep:
+    """Plan a captured step, verify the plan, and make it runnable.
+
+    Where all its leaves are `hooked`, and nothing fits else, hooks are taken to use gradients up.
+    """
+    began = time.perf_counter()
+    if captured.device.type == "cuda":
+        options = options.on_cuda()
+
+    def find_or_make() -> tuple[Plan, bool]:
+        part = lines.breaks or called_from_compiled() or compiles_a_part()
+        part = part or unplanned_calls.is_one_of_several(call.owner)
+        return plan_for(captured.graph, options, part=part, others=others)
+
+    asked = options.plan.key("", planner_version(), "")
+    now = Circumstances()
+    try:
+        shared = one_plan(captured, asked, find_or_make, everywhere=options.server is not None)
+        captured = under = replace(captured, graph=shared.graph)
+        made, cached = shared.plan, shared.cached
+    except InfeasibleBudgetError as error:
+        now = Circumstances(used=frozenset(capture_adjust.usable(captured)))
+        if not hooked or not now.used or any(group_of(node) for node in captured.ops):
+            raise
+        under = capture_adjust.under(captured, now)
+        try:
+            made, cached = plan_for(under.graph, options.within(error.budget_bytes))
+        except InfeasibleBudgetError:
+            raise error from None
+    report = StepReport(
+        name=f"step {len(reports())}",
+        budget_bytes=made.budget_bytes,
+        peak_bytes=made.peak_bytes,
+        planned_arena_bytes=made.arena_bytes,
+        resident_bytes=made.resident_bytes - under.resident_within,
+        planned_overhead=made.overhead,
+        method=made.method,
+        status=made.status,
+        graph=under.graph,
+        plan=made,
+        profile_seconds=captured.profile_seconds,
+        profiled_ops=captured.profiled_ops,
+        plan_cached=cached,
+        plan_seconds=time.perf_counter() - began,
+    )
+    step = PlannedStep(captured, now, made, report, pools, lines, call, options, others)
+    add(report)
+    return step
+
+
+def _as_it_is(module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    def run(args: list[Any]) -> Any:
+        inputs = list(args)
+        args.clear()
+        with torch.no_grad():
+            return module(*inputs)
+
+    return boxed(run)

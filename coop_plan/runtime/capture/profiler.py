@@ -1,0 +1,421 @@
+"""Measures ops one by one, on real tensors: time, and every allocation they make.
+
+Each op runs once to warm up, once with its allocations recorded, and then several times with the
+same allocations served from memory that was touched before, as they will be in the arena: the time
+then has no page faults in it. Ops of equal signature are measured once on a machine.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import fx
+
+from coop_plan.planner.placement import place
+from coop_plan.runtime.cache.profiles import session
+from coop_plan.runtime.capture.cost_scaling import of_function
+from coop_plan.runtime.capture.op_profile import Allocation, OpProfile, Output
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
+from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.options import CUDA_ALIGNMENT
+from coop_plan.runtime.torch_internals.fakes import real_world
+from coop_plan.runtime.torch_internals.ops import (
+    SEEDS_ON_CPU,
+    OpOverload,
+    argument_names,
+    has_no_memory,
+    negative_view,
+    tree_flatten,
+    tree_map,
+)
+
+MIN_REPEATS = 5
+MAX_REPEATS = 25
+REPEAT_US = 4_000.0
+"""An op is repeated until this much time is spent on it, within the two counts above."""
+
+SCRATCH_ALIGNMENT = 64
+
+DRAWN = 4093
+"""Numbers of a stand-in after which they come again: a prime, or rows of matrices were equal."""
+
+LASTING_OPS = ("aten", "prims", "coop_plan")
+"""Namespaces whose ops change with the version only; others are measured by every process."""
+
+LASTING_VALUES = (
+    *(bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""Types whose `repr` says the same in every process."""
+
+
+_profiles: dict[object, OpProfile] = {}
+_measured = 0
+
+
+def measured_ops() -> int:
+    """How many ops this process has measured."""
+    return _measured
+
+
+def profile(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "") -> OpProfile:
+    """The profile of `target(*args, **kwargs)`; tensors in the arguments are fake ones.
+
+    `op` is what it is known by in a function, which may have been captured at other sizes, too.
+
+    Raises:
+        CaptureError: dynamic shapes, or an op that does not run on stand-in data.
+    """
+    key = signature(target, args, kwargs)
+    costs, size = of_function(), _bytes_read(args, kwargs)
+    found = _kept(key)
+    if found is None and key in costs.estimates:
+        return costs.estimates[key]
+    if found is None:
+        expected = costs.expected(op, size)
+        found = _measure_anew(target, args, kwargs, expected)
+        if expected is not None:
+            costs.estimates[key] = found
+            return found
+        _keep(key, found)
+    costs.learn(op, size, found.cost_us)
+    return found
+
+
+def fakes(arguments: Any) -> Any:
+    """A node's arguments with the fake values of the nodes among them."""
+    return fx.node.map_arg(arguments, lambda node: node.meta["val"])
+
+
+def _kept(key: tuple[object, ...]) -> OpProfile | None:
+    if key not in _profiles:
+        cache, name = session(), lasting(key)
+        found = None if cache is None or name is None else _parse(cache.get(name))
+        if found is None:
+            return None
+        _profiles[key] = found
+    return _profiles[key]
+
+
+def _keep(key: tuple[object, ...], made: OpProfile) -> None:
+    _profiles[key] = made
+    cache, name = session(), lasting(key)
+    if cache is not None and name is not None:
+        cache.put(name, msgspec.json.encode(made).decode())
+
+
+def _bytes_read(args: Any, kwargs: Any) -> int:
+    flat = tree_flatten((args, kwargs))[0]
+    return sum(v.numel() * v.element_size() for v in flat if isinstance(v, torch.Tensor))
+
+
+def _measure_anew(
+    target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None
+) -> OpProfile:
+    global _measured
+    with real_world():
+        made = _measure(target, *stand_in_arguments(target, args, kwargs), cost_us)
+    _measured += 1
+    return made
+
+
+def _parse(record: str | None) -> OpProfile | None:
+    if record is None:
+        return None
+    try:
+        return msgspec.json.decode(record, type=OpProfile)
+    except msgspec.DecodeError:
+        return None  # damaged: what is measured now replaces it
+
+
+def lasting(known_by: tuple[object, ...]) -> str | None:
+    """The signature as text, or None if the text might stand for something else elsewhere."""
+    target, *rest = known_by
+    if not isinstance(target, OpOverload) or target.namespace not in LASTING_OPS:
+        return None
+    types = [p[0] for p in rest if isinstance(p, tuple) and isinstance(p[0], type)]
+    if any(value_type not in LASTING_VALUES for value_type in types):
+        return None
+    text = f"{target} {rest!r}"
+    return None if " at 0x" in text else text
+
+
+def signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
+    """What an op and its arguments are known by; tensors in the arguments are fake ones."""
+    flat, spec = tree_flatten((args, kwargs))
+    parts: list[object] = [target, str(spec), torch.get_num_threads()]
+    for value in flat:
+        if isinstance(value, torch.Tensor):
+            if not all(isinstance(size, int) for size in value.shape):
+                raise CaptureError(
+                    f"{target} has dynamic shapes, which cannot be planned: compile with"
+                    " dynamic=False"
+                )
+            storage = value.untyped_storage().nbytes()
+            offset = value.storage_offset()
+            parts.append((tuple(value.shape), value.stride(), offset, storage, value.dtype))
+            parts.append((str(value.device), value.is_conj(), value.is_neg()))
+        else:
+            parts.append((type(value), repr(value)))
+    return tuple(parts)
+
+
+def stand_in_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Stand-in arguments that the op runs on.
+
+    Raises:
+        CaptureError: there are none.
+    """
+    totals = sorted(
+        {total for value in tree_flatten((args, kwargs))[0] for total in _totals(value)}
+    )
+    known = ((None, 0), (False, 0), (True, 0), (None, 1), *((n, n) for n in totals))
+    for truth, number in known:
+        given, named = _stand_in((args, kwargs), truth, number)
+        given = _as_forwards_leave(target, given)
+        try:
+            target(*given, **named)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            failed = error
+        else:
+            return given, named
+    first = str(failed).splitlines()[0]
+    raise CaptureError(f"{target} cannot be profiled on its own: {first}") from failed
+
+
+def _totals(value: object) -> tuple[int, ...]:
+    """What masks and lengths among the arguments may have to add up to: `h[mask] = rows`."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape[:1])
+    return (value,) if type(value) is int and value > 1 else ()
+
+
+def _as_forwards_leave(target: Callable[..., Any], given: Any) -> Any:
+    """Stand-ins for what an op's forward leaves to it alone, which crashes on anything else.
+
+    Efficient attention with dropout leaves its seed and offset on the CPU, whatever its fake result
+    says, and its backward reads them there.
+    """
+    if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        return (*given[:22], _rnn_workspace(given))
+    if isinstance(target, OpOverload) and target in SEEDS_ON_CPU:
+        at = map(argument_names(target).index, ("philox_seed", "philox_offset"))
+        read = {i: given[i].cpu() for i in at}
+        return tuple(read.get(i, value) for i, value in enumerate(given))
+    return given
+
+
+def _rnn_workspace(args: Any) -> torch.Tensor:
+    """What oneDNN's forward leaves to its backward, which crashes on anything else."""
+    reverse, mode, hidden, layers, biases, train, both_ways, sizes, batch_first = args[13:22]
+    workspace: torch.Tensor = torch.ops.coop_plan.lstm_layer.default(
+        *args[:7], reverse, sizes, mode, hidden, layers, biases, both_ways, batch_first, train
+    )[3]
+    return workspace
+
+
+def _stand_in(tree: Any, truth: bool | int | None, number: int) -> Any:
+    """Tensors for fake ones; `truth` is what all booleans are (None: both), `number` all integers.
+
+    A `truth` that is a count is how many booleans, the first, are true.
+    0 is an index that is in range whatever it indexes, 1 is one where they are counted from 1. What
+    is more is a sum: so many booleans are true, and one integer is that, the others are 0.
+    """
+
+    def make(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        count = value.untyped_storage().nbytes() // value.element_size()
+        flat = torch.empty(count, dtype=value.dtype, device=value.device)
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            _draw(flat) if value.dtype.is_floating_point else flat.fill_(0.5)
+        elif value.dtype == torch.bool:
+            if truth is None:
+                flat.bernoulli_(0.5)
+            elif isinstance(truth, bool):
+                flat.fill_(truth)
+            else:
+                flat.copy_(torch.arange(count) < truth)
+        elif number > 1:
+            flat.fill_(0)[:1] = number
+        else:
+            flat.fill_(number)
+        made = flat.as_strided(value.shape, value.stride(), value.storage_offset())
+        made = made.conj() if value.is_conj() else made
+        return negative_view(made) if value.is_neg() else made
+
+    return tree_map(make, tree)
+
+
+def _draw(flat: torch.Tensor) -> None:
+    """Fill with numbers, positive and away from zero: no NaN, no denormals to slow a kernel down.
+
+    The first are drawn, the others are these again, as drawing costs ten times what copying does.
+    """
+    have = min(DRAWN, flat.numel())
+    flat[:have].uniform_(0.05, 1.0)
+    while have < flat.numel():
+        more = min(have, flat.numel() - have)
+        flat[have : have + more].copy_(flat[:more])
+        have += more
+
+
+def _measure(
+    target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None = None
+) -> OpProfile:
+    """With a `cost_us` that is known, allocations alone."""
+    ext = extension()
+    flat = tree_flatten((args, kwargs))[0]
+    inputs = [v for v in flat if isinstance(v, torch.Tensor)]
+    device = _cuda_device(flat)
+    alignment = SCRATCH_ALIGNMENT if device is None else CUDA_ALIGNMENT
+    beside = []
+    for _ in range(2):  # the less: others of the process may take something meanwhile
+        result = None
+        ext.record_begin(device is not None)
+        try:
+            result = target(*args, **kwargs)
+        finally:
+            events = ext.record_end()
+        beside.append(ext.workers_peak())
+        if not beside[-1]:
+            break
+    results = tree_flatten(result)[0]
+    outputs, allocations, workspace = digest(events, inputs, results, target, alignment)
+    del result, results
+    if cost_us is None:
+        cost_us = _time(partial(target, *args, **kwargs), allocations, alignment, device)
+    return OpProfile(cost_us, outputs, allocations, workspace, min(beside))
+
+
+def _time(
+    run_op: Callable[[], object],
+    allocations: tuple[Allocation, ...],
+    alignment: int,
+    device: int | None,
+) -> float:
+    """The median time of an op in µs, which takes these allocations."""
+    slots = _scratch_slots(allocations, alignment)
+    size = max((offset + need for need, offset in slots), default=0)
+    arena, memory = Arena(size, [slots], [False], device), Memory()
+    run = Run(arena)
+    timed = _cpu_us if device is None else partial(cuda.device_us, device)
+    times: list[float] = []
+    while len(times) < MIN_REPEATS or (sum(times) < REPEAT_US and len(times) < MAX_REPEATS):
+        run.begin(memory, fresh=False)
+        try:
+            arena.enter(0)
+            times.append(timed(run_op))
+        finally:
+            arena.leave()
+    return statistics.median(times[1:])
+
+
+def _cuda_device(values: list[Any]) -> int | None:
+    """The number of the CUDA device that an op with these arguments runs on, if it does."""
+    devices = (v.device if isinstance(v, torch.Tensor) else v for v in values)
+    for device in devices:
+        if isinstance(device, torch.device) and device.type == "cuda":
+            return torch.cuda.current_device() if device.index is None else device.index
+    return None
+
+
+def _cpu_us(run: Callable[[], object]) -> float:
+    began = time.perf_counter_ns()
+    result = run()
+    elapsed = time.perf_counter_ns() - began
+    del result  # freeing is not the op's time
+    return elapsed / 1e3
+
+
+def _scratch_slots(allocations: tuple[Allocation, ...], alignment: int) -> list[tuple[int, int]]:
+    """Every allocation at an address of its own: for timing only."""
+    slots, end = [], 0
+    for allocation in allocations:
+        if allocation.output == -2:
+            slots.append((allocation.bytes, SERVED_OUTSIDE))
+            continue
+        slots.append((allocation.bytes, end))
+        end += -(-allocation.bytes // alignment) * alignment
+    return slots
+
+
+def digest(
+    events: list[tuple[int, int, int]],
+    inputs: list[torch.Tensor],
+    results: list[Any],
+    target: object,
+    alignment: int,
+) -> tuple[tuple[Output | None, ...], tuple[Allocation, ...], int]:
+    """Turn recorded events into outputs, ordered allocations and a laid-out workspace."""
+    sources = {t.untyped_storage().data_ptr(): i for i, t in reversed(list(enumerate(inputs)))}
+    owner: dict[int, int] = {}
+    outputs: list[Output | None] = []
+    for position, value in enumerate(results):
+        if value is None or isinstance(value, (int, float)):  # numbers are known when traced
+            outputs.append(None)
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"{target} returns a {type(value).__name__}, which a planned step cannot hold"
+            )
+        if value.layout is not torch.strided:
+            raise CaptureError(
+                f"{target} returns a sparse tensor, which has no place in an arena: nn.Embedding"
+                " and nn.EmbeddingBag have dense gradients with sparse=False"
+            )
+        # Zeros that autograd makes have no memory.
+        pointer = 0 if has_no_memory(value) else value.untyped_storage().data_ptr()
+        start = int(value.storage_offset())
+        layout = str(value.dtype), tuple(value.shape), value.stride(), start
+        size = value.untyped_storage().nbytes()
+        if pointer and pointer in sources:
+            outputs.append(Output(0, sources[pointer], -1, *layout))
+        elif pointer and pointer in owner:
+            made = Output(size, -1, owner[pointer], *layout)
+            if replace(made, twin=-1) != outputs[made.twin]:
+                raise CaptureError(f"{target} returns two views of one new tensor")
+            outputs.append(made)
+        else:
+            outputs.append(Output(size, -1, -1, *layout))
+            if pointer:
+                owner[pointer] = position
+    alive: dict[int, int] = {}
+    sizes: list[int] = []
+    spans: list[list[int]] = []
+    pointers: list[int] = []
+    for moment, (is_alloc, pointer, size) in enumerate(events):
+        if is_alloc:
+            alive[pointer] = len(sizes)
+            sizes.append(size)
+            pointers.append(pointer)
+            spans.append([moment, -1])
+        elif pointer in alive:
+            spans[alive.pop(pointer)][1] = moment
+    scratch = [i for i, span in enumerate(spans) if span[1] >= 0]
+    offsets = dict.fromkeys(range(len(sizes)), 0)
+    workspace = 0
+    if scratch:
+        placed = place(
+            np.array([spans[i][0] for i in scratch]),
+            np.array([spans[i][1] for i in scratch]),
+            np.array([sizes[i] for i in scratch]),
+            alignment=alignment,
+        )
+        workspace = placed.peak
+        offsets.update(zip(scratch, placed.offsets.tolist(), strict=True))
+    allocations = []
+    for i, size in enumerate(sizes):
+        if not size:
+            continue  # nothing is allocated for no bytes
+        output = -1 if spans[i][1] >= 0 else owner.get(pointers[i], -2)
+        allocations.append(Allocation(size, output, offsets[i]))
+    return tuple(outputs), tuple(allocations), workspace

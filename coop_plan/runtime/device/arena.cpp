@@ -1,0 +1,482 @@
+// The arena: an allocator in front of PyTorch's own, and the calls that drive it.
+//
+// On the CPU the allocator stands in front of PyTorch's, as PyTorch provides for. The data pointer
+// and the context of what `allocate` returns are the same, and one deleter serves both kinds of
+// memory, because oneDNN allocates by raw_allocate and frees by raw_deallocate.
+//
+// On CUDA the function `allocate` of PyTorch's own allocator is exchanged, and what the plan does not
+// place is PyTorch's as before: its cache, its errors, streams, statistics, pools of CUDA graphs.
+// (The pluggable allocators that PyTorch provides have none of these.) Memory is a tensor that the
+// caller keeps.
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <pthread.h>
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <algorithm>
+#include <memory>
+#include <tuple>
+
+#include "arena.h"
+#include "allocator_hook.h"
+
+namespace {
+
+at::Allocator* original = nullptr;
+coop::Allocate original_cuda = nullptr;
+auto& recorded = *new std::unordered_map<void*, at::DeleterFnPtr>();  // on CUDA; by mutex
+
+void release(void* pointer) {
+  if (pointer == nullptr) return;
+  if (is_recorded(false)) log_free(pointer);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (give(pointer)) {
+      remove_stray(pointer);
+    } else if (freed_in_memory(pointer)) {
+      return;
+    }
+  }
+  original->raw_deleter()(pointer);
+}
+
+class ArenaAllocator final : public at::Allocator {
+ public:
+  at::DataPtr allocate(size_t size) override {
+    const bool noted = watched > 0 && static_cast<int64_t>(size) >= kStray;
+    Served served;
+    char* place;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      std::tie(served, place) = planned(size, false);
+    }
+    if (place != nullptr) return {place, place, &release, at::Device(at::DeviceType::CPU)};
+    const std::string line = noted && served == Served::kByNobody ? user_line() : "";
+    at::DataPtr data = original->allocate(size);
+    void* p = data.release_context();
+    if (p != nullptr) {
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        const auto bytes = static_cast<int64_t>(size);
+        if (noted && served == Served::kByNobody) add_stray(p, bytes, line);
+        if (!idle.empty()) relieve(bytes);
+        take(p, bytes);
+      }
+      if (is_recorded(false)) log_alloc(p, size);
+    }
+    return {p, p, &release, at::Device(at::DeviceType::CPU)};
+  }
+
+  at::DeleterFnPtr raw_deleter() const override { return &release; }
+
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    default_copy_data(dest, src, count);
+  }
+};
+
+// Of what lies in memory of an arena, and of what was recorded.
+void cuda_release(void* pointer) {
+  if (is_recorded(true)) log_free(pointer);
+  at::DeleterFnPtr own = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (freed_in_memory(pointer)) return;
+    const auto found = recorded.find(pointer);
+    if (found == recorded.end()) return;
+    own = found->second;
+    recorded.erase(found);
+  }
+  own(pointer);
+}
+
+at::DataPtr cuda_allocate(void* self, size_t size) {
+  char* placed;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    placed = planned(size, true).second;
+  }
+  if (char* p = placed) {
+    const auto index = static_cast<c10::DeviceIndex>(active->memory->device);
+    return {p, p, &cuda_release, at::Device(at::DeviceType::CUDA, index)};
+  }
+  at::DataPtr data = original_cuda(self, size);
+  void* p = data.get();
+  if (inside_op && active->memory->device != kCpu) active->beside += static_cast<int64_t>(size);
+  // Recorded, it needs our deleter, which PyTorch's record_stream does not know: only for a moment.
+  if (is_recorded(true) && p != nullptr && data.get_context() == p) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      recorded[p] = data.get_deleter();
+    }
+    log_alloc(p, size);
+    data.release_context();
+    return {p, p, &cuda_release, data.device()};
+  }
+  return data;
+}
+
+void close_interval() {
+  const Clock::time_point now = Clock::now();
+  if (timed_class >= 0 && active != nullptr) {
+    active->elapsed_us[timed_class] +=
+        std::chrono::duration<double, std::micro>(now - timed_since).count();
+  }
+  timed_since = now;
+}
+
+template <typename T>
+T* as(PyObject* object) {
+  return static_cast<T*>(PyLong_AsVoidPtr(object));
+}
+
+// The paths of files whose lines are not the user's.
+PyObject* install(PyObject*, PyObject* paths) {
+  if (original == nullptr) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(paths); ++i) {
+      foreign.emplace_back(PyUnicode_AsUTF8(PyTuple_GetItem(paths, i)));
+    }
+    original = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(new ArenaAllocator(), 1);
+    const auto unlock = [] { mutex.unlock(); };
+    pthread_atfork([] { mutex.lock(); }, unlock, unlock);
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* install_cuda(PyObject*, PyObject* address) {
+  if (original_cuda == nullptr) {
+    original_cuda = coop::exchange_allocate(as<at::Allocator>(address), &cuda_allocate);
+  }
+  return PyBool_FromLong(original_cuda != nullptr);
+}
+
+PyObject* memory_create(PyObject*, PyObject* number) {
+  const Py_ssize_t bytes = PyLong_AsSsize_t(number);
+  if (bytes == -1 && PyErr_Occurred()) return nullptr;
+  auto* memory = new Memory();
+  memory->bytes = memory->counted = static_cast<size_t>(bytes);
+  memory->mapped = (memory->bytes + kPage - 1) / kPage * kPage;
+  if (memory->mapped != 0) {
+    void* found = mmap(nullptr, memory->mapped, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (found == MAP_FAILED) {
+      delete memory;
+      return PyErr_Format(PyExc_MemoryError, "cannot map an arena of %zd bytes", bytes);
+    }
+    memory->base = static_cast<char*>(found);
+  }
+  std::lock_guard<std::mutex> lock(mutex);
+  enlist(memory);
+  count(bytes);
+  return PyLong_FromVoidPtr(memory);
+}
+
+// Memory on a CUDA device, which the caller keeps until it is retired with nothing live in it.
+PyObject* memory_adopt(PyObject*, PyObject* args) {
+  int device;
+  unsigned long long address;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(args, "iKn", &device, &address, &bytes)) return nullptr;
+  auto* memory = new Memory();
+  memory->device = device;
+  memory->base = reinterpret_cast<char*>(address);
+  memory->bytes = memory->mapped = static_cast<size_t>(bytes);
+  std::lock_guard<std::mutex> lock(mutex);
+  enlist(memory);
+  return PyLong_FromVoidPtr(memory);
+}
+
+PyObject* memory_retire(PyObject*, PyObject* handle) {
+  std::lock_guard<std::mutex> lock(mutex);
+  retire(as<Memory>(handle));
+  Py_RETURN_NONE;
+}
+
+// No run is in it until the next `begin`: its pages go before the process has more than `ceiling`.
+PyObject* memory_rest(PyObject*, PyObject* args) {
+  PyObject* handle;
+  long long ceiling;
+  if (!PyArg_ParseTuple(args, "OL", &handle, &ceiling)) return nullptr;
+  Memory* memory = as<Memory>(handle);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (memory->device == kCpu) {
+    wake(memory);
+    memory->ceiling = std::max(0LL, ceiling);
+    memory->tail = static_cast<int64_t>(memory->mapped);
+    idle.push_back(memory);
+    relieve(0);
+  }
+  Py_RETURN_NONE;
+}
+
+// Where what lives in it begins.
+PyObject* memory_there(PyObject*, PyObject* handle) {
+  std::vector<int64_t> found;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (const auto& [begin, living] : as<Memory>(handle)->there) found.push_back(begin);
+  }
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(found.size()));
+  for (size_t i = 0; i < found.size(); ++i) {
+    PyList_SetItem(list, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(found[i]));
+  }
+  return list;
+}
+
+PyObject* program_create(PyObject*, PyObject* args) {
+  const char *first, *sizes, *offsets, *again;
+  Py_ssize_t n_first, n_sizes, n_offsets, n_again;
+  if (!PyArg_ParseTuple(args, "y#y#y#y#", &first, &n_first, &sizes, &n_sizes, &offsets, &n_offsets,
+                        &again, &n_again)) {
+    return nullptr;
+  }
+  auto* program = new Program();
+  const auto* firsts = reinterpret_cast<const int64_t*>(first);
+  program->first.assign(firsts, firsts + n_first / sizeof(int64_t));
+  const size_t slots = n_sizes / sizeof(int64_t);
+  for (size_t i = 0; i < slots; ++i) {
+    program->slots.push_back({reinterpret_cast<const int64_t*>(sizes)[i],
+                              reinterpret_cast<const int64_t*>(offsets)[i]});
+  }
+  program->again.assign(again, again + n_again);
+  program->vain.assign(slots, 0);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    program->number = ++programs;
+  }
+  return PyLong_FromVoidPtr(program);
+}
+
+PyObject* program_destroy(PyObject*, PyObject* handle) {
+  delete as<Program>(handle);
+  Py_RETURN_NONE;
+}
+
+PyObject* run_create(PyObject*, PyObject* program) {
+  auto* run = new Run();
+  run->program = as<Program>(program);
+  return PyLong_FromVoidPtr(run);
+}
+
+PyObject* run_destroy(PyObject*, PyObject* handle) {
+  Run* run = as<Run>(handle);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    close(&run->window);
+  }
+  delete run;
+  Py_RETURN_NONE;
+}
+
+// Which slots of its program PyTorch's allocator serves in this run, whatever their offsets.
+PyObject* run_elsewhere(PyObject*, PyObject* args) {
+  PyObject* handle;
+  const char* text;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "Oy#", &handle, &text, &length)) return nullptr;
+  Run* run = as<Run>(handle);
+  run->elsewhere.assign(run->program->slots.size(), 0);
+  const auto* numbers = reinterpret_cast<const int64_t*>(text);
+  for (size_t i = 0; i < length / sizeof(int64_t); ++i) {
+    run->elsewhere[static_cast<size_t>(numbers[i])] = 1;
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* begin(PyObject*, PyObject* args) {
+  PyObject *run, *handle;
+  int fresh, watch;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(args, "OOnpp", &run, &handle, &bytes, &fresh, &watch)) return nullptr;
+  as<Run>(run)->outer = active;
+  active = as<Run>(run);
+  Memory* memory = active->memory = as<Memory>(handle);
+  active->arena_bytes = -1;
+  if (memory->device != kCpu) active->arena_bytes = static_cast<int64_t>(memory->bytes);
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    wake(memory);
+    if (memory->device == kCpu) {
+      resize(memory, bytes);
+    }
+    if (fresh) open(&active->window, static_cast<int64_t>(memory->counted), watch);
+    active->window.thread = this_thread();
+  }
+  if (fresh) {
+    active->high_water = 0;
+    active->outside = active->beside = 0;
+    active->wanted = active->kept_slot = -1;
+    active->kept_bytes = 0;
+    active->elapsed_us[0] = active->elapsed_us[1] = 0;
+  }
+  inside_op = false;
+  timed_class = -1;
+  Py_RETURN_NONE;
+}
+
+// One call per op: its number is the occurrence's in the program.
+PyObject* enter(PyObject*, PyObject* number) {
+  const long k = PyLong_AsLong(number);
+  close_interval();
+  const Program& program = *active->program;
+  cursor = program.slots.data() + program.first[k];
+  limit = program.slots.data() + program.first[k + 1];
+  inside_op = true;
+  timed_class = program.again[k];
+  Py_RETURN_NONE;
+}
+
+PyObject* pause(PyObject*, PyObject*) {
+  close_interval();
+  inside_op = false;
+  timed_class = -1;
+  Py_RETURN_NONE;
+}
+
+PyObject* leave(PyObject*, PyObject*) {
+  close_interval();
+  inside_op = false;
+  timed_class = -1;
+  if (active != nullptr) active = active->outer;
+  Py_RETURN_NONE;
+}
+
+// Ends the run: its window is closed.
+PyObject* run_end(PyObject*, PyObject* handle) {
+  Run* run = as<Run>(handle);
+  std::lock_guard<std::mutex> lock(mutex);
+  close(&run->window);
+  Py_RETURN_NONE;
+}
+
+PyObject* counters(PyObject*, PyObject* handle) {
+  const Run* run = as<Run>(handle);
+  const Window& window = run->window;
+  const int64_t bytes = run->arena_bytes < 0 ? window.peak : run->arena_bytes + run->beside;
+  return Py_BuildValue("LLLLddLLLsLLL", static_cast<long long>(run->high_water),
+                       static_cast<long long>(run->outside), static_cast<long long>(bytes),
+                       static_cast<long long>(window.before), run->elapsed_us[0],
+                       run->elapsed_us[1], static_cast<long long>(window.stray_count),
+                       static_cast<long long>(window.stray_bytes),
+                       static_cast<long long>(window.largest.size), window.largest.line.c_str(),
+                       static_cast<long long>(run->wanted),
+                       static_cast<long long>(run->kept_slot),
+                       static_cast<long long>(run->kept_bytes));
+}
+
+// How many owners a node of autograd has that is written in C++, 0 if this PyTorch does not say:
+// `struct THPCppFunction` of torch/csrc/autograd/python_cpp_function.h, whose pointer is of one kind
+// up to PyTorch 2.12 and of another from then on.
+PyObject* node_owners(PyObject*, PyObject* wrapper) {
+  long owners = 0;
+#if defined(COOP_NODE_SHARED)
+  struct Wrapper {
+    PyObject_HEAD std::shared_ptr<void> node;
+  };
+  owners = reinterpret_cast<Wrapper*>(wrapper)->node.use_count();
+#elif defined(COOP_NODE_INTRUSIVE)
+  struct Wrapper {
+    PyObject_HEAD c10::intrusive_ptr_target* node;
+  };
+  owners = c10::raw::intrusive_ptr::use_count(reinterpret_cast<Wrapper*>(wrapper)->node);
+#endif
+  return PyLong_FromLong(owners);
+}
+
+PyObject* record_begin(PyObject*, PyObject* cuda) {
+  if (events == nullptr) events = new std::vector<Event>();
+  events->clear();
+  recording_cuda = cuda == Py_True;
+  recording = true;
+  std::lock_guard<std::mutex> lock(mutex);
+  workers.clear();
+  recorder = this_thread();
+  ++recording_number;
+  Py_RETURN_NONE;
+}
+
+PyObject* record_end(PyObject*, PyObject*) {
+  recording = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    recorder = 0;
+  }
+  PyObject* list = PyList_New(0);
+  for (const Event& event : *events) {
+    PyObject* item =
+        Py_BuildValue("iKL", event.is_alloc ? 1 : 0,
+                      static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(event.pointer)),
+                      static_cast<long long>(event.size));
+    PyList_Append(list, item);
+    Py_DECREF(item);
+  }
+  events->clear();
+  return list;
+}
+
+PyObject* workers_peak(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  int64_t bytes = 0;
+  for (const Worker& worker : workers) bytes += worker.peak;
+  return PyLong_FromLongLong(bytes);
+}
+
+PyObject* process_bytes(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return Py_BuildValue("LL", static_cast<long long>(current_bytes),
+                       static_cast<long long>(peak_bytes));
+}
+
+PyObject* reset_peak(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  peak_bytes = current_bytes;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"install", install, METH_O,
+     "(paths that are not the user's): put the arena allocator in front of PyTorch's."},
+    {"install_cuda", install_cuda, METH_O,
+     "(address of PyTorch's CUDA allocator) -> whether `allocate` could be exchanged"},
+    {"memory_create", memory_create, METH_O, "(bytes) -> handle"},
+    {"memory_adopt", memory_adopt, METH_VARARGS, "(CUDA device, address, bytes) -> handle"},
+    {"memory_retire", memory_retire, METH_O, "Unmap it once nothing lives in it."},
+    {"memory_rest", memory_rest, METH_VARARGS,
+     "(handle, ceiling): no run is in it; it gives pages before the process has more bytes."},
+    {"memory_there", memory_there, METH_O, "(handle) -> where what lives in it begins, ascending"},
+    {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again) -> handle"},
+    {"program_destroy", program_destroy, METH_O, "Forget a program."},
+    {"run_create", run_create, METH_O, "(program) -> handle of one call of it"},
+    {"run_destroy", run_destroy, METH_O, "Forget a run."},
+    {"run_elsewhere", run_elsewhere, METH_VARARGS,
+     "(run, slot numbers): PyTorch's allocator serves these in this run."},
+    {"run_end", run_end, METH_O, "Nothing more is counted for it."},
+    {"begin", begin, METH_VARARGS, "(run, memory, bytes of it, fresh, watch): this thread runs in the arena."},
+    {"enter", enter, METH_O, "(k): op occurrence k comes next."},
+    {"pause", pause, METH_NOARGS, "No op until the next enter."},
+    {"leave", leave, METH_NOARGS, "This thread is out of the arena, in that of the run around, if any."},
+    {"counters", counters, METH_O,
+     "(run) -> high water, outside bytes, bytes of the step, bytes before it, first us, again us,"
+     " count and bytes of strays at the peak, bytes and line of the largest, the first slot whose"
+     " place was kept, the slot of what lay there (-1: of another step), its bytes"},
+    {"node_owners", node_owners, METH_O, "(autograd's node, written in C++) -> owners of it"},
+    {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
+    {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},
+    {"workers_peak", workers_peak, METH_NOARGS,
+     "-> bytes that other threads took while this one recorded last, each at its highest"},
+    {"process_bytes", process_bytes, METH_NOARGS, "-> current, peak bytes of the process"},
+    {"reset_peak", reset_peak, METH_NOARGS, "Start a new peak from the current bytes."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "coop_plan_arena", nullptr, -1, methods, nullptr, nullptr, nullptr,
+    nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_coop_plan_arena() { return PyModule_Create(&definition); }

@@ -1,0 +1,92 @@
+"""One compiled function for all sizes: each call runs the step that was planned for its sizes."""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from coop_plan.runtime.capture.tracing_rules import as_eager
+from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.execute.invocation import Flight, flight_of
+from coop_plan.runtime.execute.lower_to_fx import stubs
+from coop_plan.runtime.execute.planned_step import PlannedStep
+from coop_plan.runtime.torch_internals.dynamo_graphs import Symbols
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, code_on_demand
+
+Half = Callable[[list[Any]], Any]
+
+
+class _Here(threading.local):
+    halves: tuple[Half, Half] | None = None
+
+
+class EveryLength:
+    """What AOTAutograd makes of Dynamo's graph when sizes are symbols.
+
+    `examples` are the graph's own stand-ins, `inputs` those of a call. `static_inputs` and
+    `num_fwd_outputs` are as of `capture_joint`, for whatever `trace` makes.
+
+    Raises:
+        Exception: of PyTorch, where a function cannot be traced so.
+    """
+
+    def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], inputs: Sequence[Any]) -> None:
+        symbols = Symbols(examples, inputs)
+        self.trace: Trace
+        self.num_fwd_outputs = 0
+        self.static_inputs: Sequence[int] = ()
+        self._here = _Here()
+        self._backwards: weakref.WeakKeyDictionary[Flight, Half] = weakref.WeakKeyDictionary()
+
+        def partition(
+            joint: fx.GraphModule,
+            _: Any,
+            *,
+            num_fwd_outputs: int,
+            static_lifetime_input_indices: list[int] | None = None,
+            **__: Any,
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            self.trace, self.num_fwd_outputs = Trace(symbols, joint), num_fwd_outputs
+            self.static_inputs = static_lifetime_input_indices or ()
+            output = next(iter(reversed(joint.graph.nodes)))
+            return stubs(joint, output.args[0], num_fwd_outputs)
+
+        backend = aot_autograd(
+            fw_compiler=lambda *_: boxed(partial(self._forward)),
+            bw_compiler=lambda *_: boxed(partial(self._backward)),
+            inference_compiler=_refuse,
+            partition_fn=partition,
+        )
+        with code_on_demand(), as_eager():
+            self._run: Callable[..., Any] = backend(gm, symbols.inputs)
+
+    def calling(self, step: PlannedStep) -> Callable[..., Any]:
+        """The function, for inputs of which `step` has the sizes."""
+        halves = step.forward(), step.backward()
+
+        def run(*args: Any) -> Any:
+            self._here.halves = halves
+            try:
+                return self._run(*args)
+            finally:
+                self._here.halves = None
+
+        return run
+
+    def _forward(self, args: list[Any]) -> Any:
+        assert self._here.halves is not None
+        forward, backward = self._here.halves
+        made = forward(args)
+        self._backwards[flight_of(made[-1])] = backward
+        return made
+
+    def _backward(self, args: list[Any]) -> Any:
+        return self._backwards[flight_of(args[0])](args)
+
+
+def _refuse(*_: Any) -> Any:
+    raise CaptureError("without gradients there is nothing to plan")

@@ -1,0 +1,363 @@
+"""A plan as ordinary FX: one graph for the forward, one for the backward.
+
+Every compute step becomes a copy of its op's node, with the arguments taken from the buffers the
+plan reads; views are made again from the tensor they are views of. The forward returns the tensors
+that later steps read, the backward starts from them.
+
+What AOTAutograd sees of this is the same for every plan of a graph (`stubs`): a forward that saves
+one ticket, and a backward that takes it. So another plan can take the place of one that runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args
+from coop_plan.runtime.capture.joint_graph import Captured
+from coop_plan.runtime.variants.inplace_outputs import write_over
+from coop_plan.runtime.execute.transfers import Transfers, offload, prefetch, wait
+from coop_plan.runtime.torch_internals.fakes import FakeTensor
+from coop_plan.runtime.torch_internals.joint_graphs import (
+    SavedForBackwardsAOTOutput,
+    is_primal,
+    is_tangent,
+)
+from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, TensorRead, Wait
+
+Source = tuple[str, Any]
+"""("buffer", id), ("outside", tensor id) or ("input", node: a primal or the copy of one)."""
+
+OCCURRENCE = "coop_occurrence"
+"""Key in `node.meta`: the number of the op occurrence among the plan's compute steps."""
+
+FLIGHT = "flight"
+"""Name of the first input."""
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The two graphs of a plan; the first input of each is the flight that runs it.
+
+    The forward then takes the inputs of the step, and returns its outputs and the saved tensors;
+    the backward takes these and the tangents. `inputs` are the primals and copies of them, in
+    order; `saved_inputs[i]` is the position of saved tensor i among them, None if it is made by the
+    forward; `read` are positions of the inputs that the forward reads.
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph
+    saved_inputs: Sequence[int | None]
+    read: Sequence[int]
+
+
+def inputs_of(captured: Captured) -> list[fx.Node]:
+    """The primals of a step, then the copies of those that it overwrites."""
+    nodes = captured.module.graph.nodes
+    return [*filter(is_primal, nodes), *(node for node in nodes if SNAPSHOT in node.meta)]
+
+
+def tangents_of(captured: Captured) -> list[fx.Node]:
+    """The gradients of its outputs that a step is given."""
+    return list(filter(is_tangent, captured.module.graph.nodes))
+
+
+def copied(captured: Captured) -> list[int]:
+    """The primals that are copied when a step begins, by position, in the order of the copies."""
+    inputs = inputs_of(captured)
+    return [inputs.index(node.all_input_nodes[0]) for node in inputs if SNAPSHOT in node.meta]
+
+
+Over = Mapping[int, fx.Node]
+"""By result of an op the argument in whose place, which it gives up, the plan puts it."""
+
+
+def split(captured: Captured, plan: Plan, over: Mapping[int, Over]) -> Halves:
+    """The forward and the backward of `plan`; `over` are its `shared_places`."""
+    border = _border(captured, plan)
+    emitter = _Emitter(plan, over)
+    final = final_sources(plan)
+    forward = _Half(captured, None)
+    inputs = inputs_of(captured)
+    for node in inputs:
+        forward.place(node)
+    emitter.emit(forward, range(border))
+    backward = _Half(captured, forward)
+    for node in tangents_of(captured):
+        backward.place(node)
+    emitter.emit(backward, range(border, len(plan.steps)))
+
+    cut = captured.num_fwd_outputs
+    gradients = [backward.value(arg, final) for arg in captured.output_args[cut:]]
+    results = [forward.value(arg, final) for arg in captured.output_args[:cut]]
+    read = [i for i, node in enumerate(inputs) if forward.placed[node].users]
+    saved = [forward.tensor(source) for source in backward.saved]
+    positions = {forward.placed[node]: i for i, node in enumerate(inputs)}
+    for half, values in ((forward, [*results, *saved]), (backward, gradients)):
+        half.graph.output(tuple(values))
+        half.graph.lint()
+    return Halves(
+        forward.graph,
+        backward.graph,
+        [positions.get(node) for node in saved],
+        read,
+    )
+
+
+def _border(captured: Captured, plan: Plan) -> int:
+    """How many steps of the plan are the forward's: to its last op, and what is copied right then.
+
+    What waits, or takes over memory, is the backward's.
+    """
+    seen: set[int] = set()
+    border = 0
+    for number, step in enumerate(plan.steps, start=1):
+        if isinstance(step, Compute):
+            if step.op < captured.forward_ops and step.op not in seen:
+                border = number
+            seen.add(step.op)
+    while border < len(plan.steps) and isinstance(plan.steps[border], Offload | Free):
+        border += 1
+    return border
+
+
+def shared_places(captured: Captured, plan: Plan) -> dict[int, Over]:
+    """By op occurrence what the plan puts in the place of an argument."""
+    offset: dict[int, int] = {}
+    found: dict[int, Over] = {}
+    number = 0
+    for step in plan.steps:
+        if isinstance(step, Prefetch):
+            offset[step.buffer] = step.offset
+        if not isinstance(step, Compute):
+            continue
+        form, node, _ = captured.body(step)
+        reads = dict(zip(form.inputs, step.reads, strict=True))
+        placed = {write.tensor: write.offset for write in step.writes}
+        over: dict[int, fx.Node] = {}
+        for made, source in form.inplace:
+            read = reads[source]
+            if isinstance(read, TensorRead) or placed.get(made) is None:
+                continue
+            if placed[made] == offset.get(read):
+                arguments = tensor_args(node)
+                over[captured.base[made][1]] = next(
+                    a for a in arguments if captured.storages[a][0] == source
+                )
+        if over:
+            found[number] = over
+        offset |= {w.buffer: w.offset for w in step.writes if w.offset is not None}
+        number += 1
+    return found
+
+
+class _Emitter:
+    """Puts the steps of a plan into the halves, in order."""
+
+    def __init__(self, plan: Plan, over: Mapping[int, Over]) -> None:
+        self._steps = plan.steps
+        self._transfers = Transfers(plan)
+        self._over = over
+        self._occurrence = 0
+
+    def emit(self, half: "_Half", numbers: range) -> None:
+        """The steps with these numbers."""
+        for number in numbers:
+            step = self._steps[number]
+            if isinstance(step, Compute):
+                half.emit(step, self._occurrence, self._over.get(self._occurrence, {}))
+                self._occurrence += 1
+            elif not isinstance(step, Free):
+                half.transfer(step, self._transfers.of_step[number])
+
+
+def stubs(
+    joint: fx.GraphModule, output_args: Sequence[Any], num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The two graphs as AOTAutograd sees them: their inputs and outputs, and nothing between.
+
+    `output_args` are the outputs of the joint graph, the first of which are the forward's. That is
+    AOTAutograd's contract between partitioner and autograd function (functorch's partitioners,
+    PyTorch 2.13).
+    """
+    primals = list(filter(is_primal, joint.graph.nodes))
+    tangents = list(filter(is_tangent, joint.graph.nodes))
+    output = next(iter(reversed(joint.graph.nodes)))
+    descs = output.meta.get("desc", [None] * len(output_args))
+    cut = num_fwd_outputs
+    forward, backward = fx.Graph(), fx.Graph()
+    placed = {node: forward.node_copy(node) for node in primals}
+    results = [_stub(forward, arg, placed) for arg in output_args[:cut]]
+    issued = forward.call_function(int)
+    # For AOTAutograd an alias of an input: what is none it takes for a buffer that the backward may
+    # write to, and refuses to run a backward twice (collect_bw_donated_buffer_idxs).
+    fakes = (node.meta["val"] for node in primals)
+    issued.meta["val"] = next(value for value in fakes if isinstance(value, FakeTensor))
+    received = backward.placeholder("saved_ticket")
+    received.meta["val"] = issued.meta["val"]
+    placed = {node: backward.node_copy(node) for node in tangents}
+    gradients = [_stub(backward, arg, placed) for arg in output_args[cut:]]
+    saved = SavedForBackwardsAOTOutput(0)
+    forward.output((*results, issued)).meta["desc"] = [*descs[:cut], saved]
+    backward.output(tuple(gradients)).meta["desc"] = list(descs[cut:])
+    return fx.GraphModule(joint, forward), fx.GraphModule(joint, backward)
+
+
+def _stub(graph: fx.Graph, arg: Any, placed: Mapping[fx.Node, fx.Node]) -> Any:
+    if not isinstance(arg, fx.Node):
+        return arg
+    if arg in placed:
+        return placed[arg]
+    node = graph.call_function(int)
+    node.meta["val"] = arg.meta["val"]
+    return node
+
+
+def final_sources(plan: Plan) -> dict[int, Source]:
+    """Where each output is when the step is over.
+
+    It may have been made again after that, as a by-product of another output of its op: such a
+    buffer is freed, and its place taken.
+    """
+    freed = {b for step in plan.steps if isinstance(step, Free) for b in step.buffers}
+    found: dict[int, Source] = {}
+    for step in plan.steps:
+        if isinstance(step, Compute):
+            for write in step.writes:
+                if write.offset is None:
+                    found[write.tensor] = ("outside", write.tensor)
+                elif write.buffer not in freed:
+                    found.setdefault(write.tensor, ("buffer", write.buffer))
+        elif isinstance(step, Prefetch) and step.buffer not in freed:
+            found.setdefault(step.tensor, ("buffer", step.buffer))
+    return found
+
+
+class _Half:
+    """One of the two graphs under construction."""
+
+    def __init__(self, captured: Captured, before: "_Half | None") -> None:
+        self.captured = captured
+        self.graph = fx.Graph()
+        self.saved: list[Source] = []
+        self.placed: dict[fx.Node, fx.Node] = {}
+        self._before = before
+        self._flight = self._last_saved = self.graph.placeholder(FLIGHT)
+        self._made: dict[Source, tuple[fx.Node, int]] = {}
+        self._tensors: dict[Source, fx.Node] = {}
+        self._views: dict[tuple[fx.Node, tuple[Source, ...]], fx.Node] = {}
+
+    def place(self, node: fx.Node) -> None:
+        """Let an input of the step be one of the graph."""
+        self.placed[node] = self.graph.placeholder(node.name)
+        self.placed[node].meta = dict(node.meta)
+
+    def emit(self, step: Compute, number: int, over: Over) -> None:
+        """Copy the op of a compute step, of which some results lie `over` arguments."""
+        captured = self.captured
+        form, node, _ = captured.body(step)
+        bind: dict[int, Source] = {}
+        for t, read in zip(form.inputs, step.reads, strict=True):
+            if isinstance(read, TensorRead):
+                bind[t] = ("outside", t)
+            else:
+                bind[t] = ("buffer", read)
+        copy = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
+        if over:
+            target: Any = copy.target
+            places = [
+                self._resolve(over[i], bind) if i in over else None for i in range(max(over) + 1)
+            ]
+            copy.args = (target, places, *copy.args)
+            copy.target = write_over
+        copy.meta[OCCURRENCE] = number
+        if not step.writes:  # what it returns lies in none of the plan's tensors
+            self.placed[node] = copy
+        for write in step.writes:
+            source: Source = (
+                ("outside", write.tensor) if write.offset is None else ("buffer", write.buffer)
+            )
+            self._made[source] = (copy, captured.base[write.tensor][1])
+            self.tensor(source)  # at once, or a tuple would keep all that the op made
+
+    def transfer(self, step: Offload | Prefetch | Wait, number: int) -> None:
+        """Begin transfer `number` of the plan, or wait for it."""
+        if isinstance(step, Wait):
+            self.graph.call_function(wait, (self._flight, number))
+        elif isinstance(step, Offload):
+            source = self.tensor(("buffer", step.buffer))
+            self.graph.call_function(offload, (self._flight, number, source))
+        else:
+            node = self.graph.call_function(prefetch, (self._flight, number))
+            maker, position = self.captured.base[step.tensor]
+            value = maker.meta["val"]
+            node.meta["val"] = value if isinstance(value, torch.Tensor) else value[position]
+            self._made["buffer", step.buffer] = (node, 0)
+
+    def value(self, arg: Any, final: Mapping[int, Source]) -> Any:
+        """An output of the step in terms of this graph."""
+        if not isinstance(arg, fx.Node):
+            return arg
+        return self._resolve(arg, final)
+
+    def tensor(self, source: Source) -> fx.Node:
+        """The node that holds a whole buffer, outside tensor or primal."""
+        kind, which = source
+        if kind == "input":
+            return self.placed[which]
+        found = self._tensors.get(source)
+        if found is not None:
+            return found
+        made = self._made.get(source)
+        if made is None:
+            return self._receive(source)
+        node, position = made
+        if isinstance(node.meta["val"], torch.Tensor):
+            self._tensors[source] = node
+        else:
+            item = self.graph.call_function(GETITEM, (node, position))
+            item.meta["val"] = node.meta["val"][position]
+            self._tensors[source] = item
+        return self._tensors[source]
+
+    def _receive(self, source: Source) -> fx.Node:
+        """A backward input for something that the forward has and returns as saved."""
+        assert self._before is not None, f"{source} is read before it is made"
+        origin = self._before.tensor(source)
+        with self.graph.inserting_after(self._last_saved):
+            node = self.graph.placeholder(f"saved_{len(self.saved)}")
+        self._last_saved = node
+        node.meta = {key: val for key, val in origin.meta.items() if key != OCCURRENCE}
+        self.saved.append(source)
+        if source[0] == "input":
+            self.placed[source[1]] = node
+        else:
+            self._tensors[source] = node
+        return node
+
+    def _resolve(self, node: fx.Node, bind: Mapping[int, Source]) -> fx.Node:
+        if node in self.placed:
+            return self.placed[node]
+        if node.op == "placeholder" or SNAPSHOT in node.meta:
+            return self._receive(("input", node))
+        if node.op == "get_attr":
+            self.placed[node] = self.graph.node_copy(node)
+            return self.placed[node]
+        if node not in self.captured.views:
+            (t,) = self.captured.storages[node]
+            assert t is not None
+            return self.tensor(bind[t])
+        if node.target is GETITEM:
+            parent = node.args[0]
+            assert isinstance(parent, fx.Node)
+            if parent not in self.captured.views:
+                (t,) = self.captured.storages[node]
+                assert t is not None
+                return self.tensor(bind[t])
+        behind = {t for t in self.captured.storages[node] if t is not None}
+        key = (node, tuple(bind[t] for t in sorted(behind) if t in bind))
+        if key not in self._views:
+            self._views[key] = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
+        return self._views[key]

@@ -1,0 +1,56 @@
+"""transformers' Trainer, and TRL's, made of it: `Trainer(..., callbacks=[Budget("50%")])`.
+
+`TrainingArguments(torch_compile_backend=...)` takes the names of a closed list, without options.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+
+from coop_plan.runtime.integrations.inplace import compile_module, coop
+from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
+from coop_plan.runtime.reports import reports
+
+
+class Budget(TrainerCallback):
+    """Plans the step of the Trainer's model into a budget, from `train()` on until it is over.
+
+    Args:
+        budget: as in `torch.compile(..., options={"budget": ...})`; `COOP_BUDGET` without one.
+        options: the backend's other options.
+
+    Raises:
+        OptionsError: at once, if they cannot be used; when training begins, if the model is to be
+            compiled by another backend too.
+        RuntimeRefusalError: after the first step, if nothing was planned in it.
+    """
+
+    def __init__(self, budget: int | str | None = None, **options: Any) -> None:
+        self._arguments = coop(budget, options)
+        self._undo: Callable[[], None] | None = None
+        self._before = 0
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any
+    ) -> None:
+        if args.torch_compile:
+            raise OptionsError("torch_compile=True compiles the model a second time: leave it out")
+        self._before = _steps()
+        self._undo = compile_module(model, self._arguments)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._before >= 0 and _steps() == self._before:
+            raise RuntimeRefusalError(
+                "the Trainer made a step in which nothing was planned; the log says why"
+            )
+        self._before = -1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+def _steps() -> int:
+    return sum(report.steps_run for report in reports())

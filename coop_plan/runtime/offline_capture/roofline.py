@@ -1,0 +1,225 @@
+"""What an op costs on a device that is not there: a roofline (Williams et al., CACM 2009).
+
+    time = max(launch, operations / (peak of the type x share of the class), bytes / bandwidth)
+
+*Operations* are those of PyTorch's own counter (`torch.utils.flop_counter`): matrix products,
+convolutions and fused attention with their backwards; of other ops the bytes count alone. *Bytes*
+are what the op has to read and write once: each input as far as it has elements of its own (a
+broadcast reads one element once; a gather only what it returns), each output it makes. float32
+products run in tf32 where PyTorch allows it, convolutions by default.
+
+*Workspace* is that of documented formulas: of flash attention's backward its accumulator in float32
+and one float32 a row (flash-attention 2, `mha_bwd`; and the gradients of all heads where heads
+share keys), of efficient attention's the one float32 a row; cuBLAS keeps one of a fixed size, which
+is resident. Of all others it is taken to be 0: a convolution's depends on what cuDNN chooses.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.utils.flop_counter import (
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+from coop_plan.runtime.offline_capture.devices import DeviceSpec
+from coop_plan.runtime.capture.op_profile import Allocation, OpProfile, Output
+from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.torch_internals.fakes import FakeTensor
+from coop_plan.runtime.torch_internals.ops import (
+    EFFICIENT_BACKWARD,
+    FLASH_BACKWARD,
+    FLASH_BACKWARD_ON_CPU,
+    FLASH_ON_CPU,
+    OpOverload,
+    storage_key,
+    tree_flatten,
+)
+
+aten = torch.ops.aten
+
+CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
+GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.select_scatter}
+"""Of their first input they read only what they return."""
+
+ATTENTION = "scaled_dot_product"
+
+
+def _attention_on_cpu(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    count: Any = sdpa_flop_count
+    return int(count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward_on_cpu(
+    gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+) -> int:
+    count: Any = sdpa_backward_flop_count
+    return int(count(gradient.shape, query.shape, key.shape, value.shape))
+
+
+FORMULAS: dict[Any, Any] = {
+    **flop_registry,
+    FLASH_ON_CPU: _attention_on_cpu,
+    FLASH_BACKWARD_ON_CPU: _attention_backward_on_cpu,
+}
+"""Operations by op: PyTorch's own, and those of attention's kernels on the CPU, which it lacks."""
+
+
+class Roofline:
+    """Profiles of ops on `spec`, from fake tensors alone."""
+
+    def __init__(self, spec: DeviceSpec) -> None:
+        self.spec = spec
+        self.multiplies = False
+
+    @property
+    def resident_bytes(self) -> int:
+        """What libraries keep, of the ops seen so far."""
+        return self.spec.matmul_workspace_bytes if self.multiplies else 0
+
+    def described(self) -> dict[str, Any]:
+        """The device of the graph document."""
+        spec = self.spec
+        return {
+            "kind": spec.kind,
+            "name": f"{spec.name} (roofline; workspaces of attention only)",
+            "memory_bytes": spec.memory_bytes,
+            "h2d_bytes_per_s": spec.link_bytes_per_s,
+            "d2h_bytes_per_s": spec.link_bytes_per_s,
+        }
+
+    def profile(self, target: OpOverload, args: Any, kwargs: Any, result: Any) -> OpProfile:
+        """The facts about `target(*args, **kwargs)`, which returns `result`; all tensors are fake.
+
+        Raises:
+            CaptureError: a shape that depends on data, or a result that no arena holds.
+        """
+        inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
+        outputs = _outputs(target, inputs, tree_flatten(result)[0])
+        results = tree_flatten(result)[0]
+        allocations = tuple(
+            Allocation(output.bytes, position, 0)
+            for position, output in enumerate(outputs)
+            if output is not None
+            and output.alias < 0
+            and output.twin < 0
+            and output.bytes
+            and results[position].device.type == self.spec.kind
+        )
+        workspace = _workspace(target, args)
+        if workspace:
+            allocations = (Allocation(workspace, -1, 0), *allocations)
+        made = sum(output.bytes for output in outputs if output is not None and output.alias < 0)
+        if not made:
+            return OpProfile(0.0, outputs, allocations, workspace, 0)
+        return OpProfile(
+            self._cost_us(work_of(target, args, kwargs, result)),
+            outputs,
+            allocations,
+            workspace,
+            0,
+        )
+
+    def _cost_us(self, work: "Work") -> float:
+        spec = self.spec
+        seconds = work.bytes / (spec.bytes_per_s * spec.memory_share)
+        if work.kind != "memory":
+            share = getattr(spec, f"{work.kind}_share")
+            peak = self._peak(work.dtype, work.kind == "convolution")
+            seconds = max(seconds, work.operations / (peak * share))
+            self.multiplies |= work.kind == "matmul"
+        return max(spec.launch_us, seconds * 1e6)
+
+    def _peak(self, dtype: torch.dtype, convolution: bool) -> float:
+        name = str(dtype).removeprefix("torch.")
+        if name == "float32" and self.spec.kind == "cuda":
+            backends = torch.backends
+            allowed = backends.cudnn.allow_tf32 if convolution else backends.cuda.matmul.allow_tf32
+            name = "tf32" if allowed and "tf32" in self.spec.flops else name
+        return self.spec.flops.get(name, self.spec.flops["float32"])
+
+
+class Work(NamedTuple):
+    """What an op has to do: operations of which kind in which type, and bytes to read and write."""
+
+    kind: Literal["matmul", "convolution", "attention", "memory"]
+    operations: int
+    bytes: int
+    dtype: torch.dtype
+
+
+def work_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Work:
+    """The work of `target(*args, **kwargs)`, which returns `result`."""
+    packet = target.overloadpacket
+    inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
+    results = [v for v in tree_flatten(result)[0] if isinstance(v, torch.Tensor)]
+    read = {storage_key(value) for value in inputs}
+    fresh = {storage_key(v): v for v in results if storage_key(v) not in read}
+    made = sum(value.untyped_storage().nbytes() for value in fresh.values())
+    moved = made + sum(_own_bytes(value) for value in inputs)
+    if packet in GATHERS:
+        moved = 2 * made + sum(_own_bytes(value) for value in inputs[1:])
+    dtype = (inputs or results)[0].dtype
+    formula = FORMULAS.get(packet)
+    if formula is None:
+        return Work("memory", 0, moved, dtype)
+    kind: Literal["matmul", "convolution", "attention"] = "matmul"
+    if packet in CONVOLUTIONS:
+        kind = "convolution"
+    elif ATTENTION in str(packet):
+        kind = "attention"
+    return Work(kind, int(formula(*args, **kwargs, out_val=result)), moved, dtype)
+
+
+def _own_bytes(value: torch.Tensor) -> int:
+    """What reading all of a tensor reads: what is broadcast once."""
+    count = 1
+    for length, stride in zip(value.shape, value.stride(), strict=True):
+        count *= length if stride else 1
+    return count * value.element_size()
+
+
+def _outputs(
+    target: OpOverload, inputs: list[torch.Tensor], results: list[Any]
+) -> tuple[Output | None, ...]:
+    sources = {storage_key(value): i for i, value in reversed(list(enumerate(inputs)))}
+    owner: dict[int, int] = {}
+    outputs: list[Output | None] = []
+    for position, value in enumerate(results):
+        if not isinstance(value, torch.Tensor):
+            outputs.append(None)
+            continue
+        if value.layout is not torch.strided:
+            raise CaptureError(f"{target} returns a sparse tensor, which has no place in an arena")
+        if not isinstance(value, FakeTensor) or not all(isinstance(n, int) for n in value.shape):
+            raise CaptureError.out_of_data(target, "a shape")
+        key = storage_key(value)
+        layout = str(value.dtype), tuple(value.shape), value.stride(), int(value.storage_offset())
+        size = value.untyped_storage().nbytes()
+        if key in sources:
+            outputs.append(Output(0, sources[key], -1, *layout))
+        else:
+            outputs.append(Output(size, -1, owner.get(key, -1), *layout))
+            owner.setdefault(key, position)
+    return tuple(outputs)
+
+
+def _workspace(target: OpOverload, args: Any) -> int:
+    """The scratch of an op, in bytes, by the formulas of the module's docstring."""
+    packet = target.overloadpacket
+    if packet is not FLASH_BACKWARD and packet is not EFFICIENT_BACKWARD:
+        return 0
+    query, key = args[1], args[2]
+    batch, heads, rows, width = map(int, query.shape)
+    row_sums = 4 * batch * heads * _up(rows, 128)
+    if packet is EFFICIENT_BACKWARD:
+        return row_sums
+    grouped = 0
+    if key.shape[1] != heads:
+        grouped = 2 * batch * heads * int(key.shape[2]) * width * int(query.element_size())
+    return row_sums * (1 + _up(width, 32 if width <= 128 else 64)) + grouped
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

@@ -1,0 +1,95 @@
+// A plan as the map draws it: the same columns as planner/inspect/drawing.py makes of it.
+
+import { KINDS } from "./palette.js";
+
+export function replay(graph, plan) {
+  const opAt = new Map(graph.ops.map((op, i) => [op.id, i]));
+  const tensorAt = new Map(graph.tensors.map((tensor, i) => [tensor.id, i]));
+  const held = [];
+  const live = new Map();
+  const still = new Map(); // by moment, bytes of what is overwritten by less
+  const ran = new Set();
+  const begin = [];
+  let now = 0;
+  let clock = 0;
+  let outside = 0;
+  let copies = false;
+  const kind = (name) => KINDS.indexOf(name);
+  const hold = (tensor, op, offset, size, what, buffer) => {
+    const made = { tensor, op, offset, size, begin: now, end: now + 1, kind: kind(what) };
+    held.push(made);
+    if (buffer != null) live.set(buffer, made);
+  };
+  for (const step of plan.steps) {
+    if (step.do === "free") {
+      for (const buffer of step.buffers) {
+        live.get(buffer).end = now;
+        live.delete(buffer);
+      }
+      continue;
+    }
+    begin.push(clock);
+    if (step.do === "compute") {
+      const at = opAt.get(step.op);
+      const op = graph.ops[at];
+      const body = step.variant ? op.variants.find((v) => v.name === step.variant) : op;
+      clock += body.cost_us;
+      const scratch = step.workspace;
+      if (scratch?.bytes) hold(-1, at, scratch.offset, scratch.bytes, "workspace");
+      const dying = new Map();
+      for (const read of step.reads) if (live.get(read)?.size) dying.set(live.get(read).offset, read);
+      for (const write of step.writes) {
+        if (write.offset == null) {
+          outside += write.bytes;
+          continue;
+        }
+        if (write.bytes && dying.has(write.offset)) {
+          const taken = dying.get(write.offset);
+          live.get(taken).end = now; // in place: it ends what was there
+          still.set(now, (still.get(now) ?? 0) + Math.max(0, live.get(taken).size - write.bytes));
+          live.delete(taken);
+          dying.delete(write.offset);
+        }
+        const tensor = tensorAt.get(write.tensor);
+        const made = ran.has(step.op) ? "recomputed" : "kept";
+        const what = graph.tensors[tensor].kind === "output" ? "output" : made;
+        hold(tensor, at, write.offset, write.bytes, what, write.buffer);
+      }
+      ran.add(step.op);
+    } else {
+      copies = true;
+      if (step.do === "offload") live.get(step.buffer).kind = kind("swapped");
+      if (step.do === "prefetch") {
+        hold(tensorAt.get(step.tensor), -1, step.offset, step.bytes, "swapped", step.buffer);
+      }
+    }
+    now += 1;
+  }
+  for (const made of live.values()) made.end = now;
+  const change = new Array(now + 1).fill(0);
+  for (const made of held) {
+    change[made.begin] += made.size;
+    change[made.end] -= made.size;
+  }
+  let total = 0;
+  const bytes = change.slice(0, now).map((step, m) => (total += step) + (still.get(m) ?? 0));
+  const column = (name) => held.map((made) => made[name]);
+  return {
+    offset: column("offset"),
+    size: column("size"),
+    begin: column("begin"),
+    end: column("end"),
+    kind: column("kind"),
+    op: column("op"),
+    tensor: column("tensor"),
+    live: bytes,
+    begin_us: copies ? [] : begin, // times of copies are the planner's to say
+    end_us: clock,
+    peak: bytes.reduce((best, value, i) => (value > bytes[best] ? i : best), 0),
+    arena: plan.arena_bytes,
+    budget_arena: plan.budget_bytes - plan.resident_bytes - outside,
+    names: graph.tensors.map((tensor) => tensor.name || `tensor ${tensor.id}`),
+    ops: graph.ops.map((op) => op.name),
+    sources: graph.ops.map((op) => op.source ?? ""),
+  };
+}

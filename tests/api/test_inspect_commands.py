@@ -1,0 +1,117 @@
+"""The commands that show and explain a plan."""
+
+import csv
+import json
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+
+from coop_plan.api.cli.export import FORMS
+from coop_plan.planner import PlanOptions, plan
+from coop_plan.planner.inspect import exports
+from coop_plan.planner.inspect.compare import compare
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "graph.json")
+
+
+def test_explain_names_what_holds_the_peak_with_its_source(run):
+    code, out, _ = run("explain", EXAMPLE, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["holders"][0]["bytes"] == 4 << 20
+    assert found["holders"][0]["source"].startswith("model.0, examples/train_step.py:")
+    code, out, _ = run("explain", EXAMPLE)
+    assert "model.0, examples/train_step.py:" in out
+
+
+def test_explain_of_a_budget_that_cannot_be_met_names_the_blocker(run):
+    code, out, err = run("explain", EXAMPLE, "--budget", "30MiB", "--json")
+    assert code == 3
+    assert json.loads(out)["infeasible"]["blocking_op_name"] == "aten.mul.Tensor"
+    assert "aten.mul.Tensor" in err
+
+
+def test_explain_prints_no_name_that_moves_the_cursor_or_has_no_end(run, folder):
+    graph = json.loads(Path(EXAMPLE).read_text())
+    graph["tensors"] = [
+        tensor | {"name": "\x1b[31m\u202ename" + "n" * 9999} for tensor in graph["tensors"]
+    ]
+    Path("names.json").write_text(json.dumps(graph))
+    code, out, _ = run("explain", "names.json")
+    assert code == 0
+    assert "[31m" in out
+    assert not {"\x1b", "\u202e"} & set(out)
+    assert max(map(len, out.splitlines())) == 200
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_explain_of_a_step_without_bytes(run, folder, keep):
+    graph = json.loads(Path(EXAMPLE).read_text())
+    graph["tensors"] = [t | {"bytes": 0} for t in graph["tensors"] if keep]
+    graph["ops"] = [op | {"workspace_bytes": 0} for op in graph["ops"] if keep]
+    Path("nothing.json").write_text(json.dumps(graph))
+    code, out, err = run("explain", "nothing.json")
+    assert (code, err) == (0, "")
+    assert "peak 0 B" in out
+
+
+def test_show_writes_a_page_of_two_plans_or_a_picture_of_one(run, folder):
+    pytest.importorskip("matplotlib")
+    for share in ("60%", "80%"):
+        assert run(EXAMPLE, "--budget", share, "--method", "coop", "-o", f"{share}.json")[0] == 0
+    assert run("show", EXAMPLE, "60%.json", "80%.json")[0] == 0
+    assert '"title":"60%.json"' in (folder / "map.html").read_text()
+    code, _, err = run("show", EXAMPLE, "60%.json", "80%.json", "--format", "svg")
+    assert (code, "side by side" in err or ".html" in err) == (1, True)
+    assert run("show", EXAMPLE, "60%.json", "--format", "svg", "-o", "paper")[0] == 0
+    assert (folder / "paper.svg").read_bytes().startswith(b"<?xml")
+    code, _, err = run("show", "graph.json", "60%.json")
+    assert code == 2
+    assert "wrong-graph" in err
+
+
+def test_a_comparison_s_figures_are_the_plans_in_every_form(run, folder, chain):
+    reports = ("-o", "all.html", "-o", "all.json", "-o", "all.csv")
+    budgets, methods = ("--budgets", "100%,10%,min"), ("--methods", "coop,keep-all")
+    code, out, _ = run("compare", "graph.json", *budgets, *methods, *reports)
+    assert code == 0
+    assert "overhead over peak: o coop  x keep-all" in out
+    page = (folder / "all.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    rows = json.loads((folder / "all.json").read_text())
+    table = list(csv.DictReader((folder / "all.csv").read_text().splitlines()))
+    assert len(data["cells"]) == len(rows) == len(table) == 6
+    for cell, row, line in zip(data["cells"], rows, table, strict=True):
+        if cell["asked"] == "10%":
+            assert (cell["state"], cell["figures"]) == ("infeasible", None)
+            assert cell["least_bytes"] == rows[-2 if cell["method"] == "coop" else -1]["peak_bytes"]
+            continue
+        made = plan(chain, cell["asked"], method=cell["method"]).to_dict()
+        timed = ("steps", "solve_seconds", "versions")
+        assert {k: v for k, v in cell["figures"].items() if k not in timed} == {
+            k: v for k, v in made.items() if k not in timed
+        }
+        assert row["overhead"] == float(line["overhead"]) == made["overhead"]
+    assert "http" not in page
+
+
+def test_a_comparison_that_is_stopped_ends_its_processes(chain):
+    asked = [PlanOptions.of({"budget": b, "method": "keep-all"}) for b in ("min", "100%")]
+    cells = compare(chain, asked, 1)
+    assert next(cells).state == "planned"
+    cells.close()
+    for child in multiprocessing.active_children():
+        child.join(60)
+    assert multiprocessing.active_children() == []
+
+
+def test_export_writes_a_file_and_knows_its_forms(run, folder):
+    assert run("graph.json", "--budget", "min", "--method", "coop", "-o", "plan.json")[0] == 0
+    code, _, err = run("export", "graph.json", "plan.json", "--to", "csv", "-o", "plan.csv")
+    assert code == 0
+    assert "plan.csv: " in err
+    assert (folder / "plan.csv").read_text().startswith("buffer,tensor,kind")
+    assert run("export", "graph.json", "plan.json", "--to", "svg", "-o", "x")[0] == 2
+    assert tuple(exports.FORMS) == FORMS  # the command names them without loading the planner

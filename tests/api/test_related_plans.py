@@ -1,0 +1,154 @@
+"""A plan for a smaller budget at once, and better ones later, from the store."""
+
+import json
+
+import pytest
+
+from coop_plan.api.jobs.related_plans import OtherPlans
+from coop_plan.api.jobs.request_handler import Answers, Limits
+from coop_plan.api.service.graph_store import SqliteGraphs
+from coop_plan.planner import find_faults, plan
+from coop_plan.planner.plan_cache.record import StoredPlan
+from coop_plan.planner.plan_cache.store import SqliteStore
+from coop_plan.schemas import parse_plan
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = SqliteStore(tmp_path / "plans", secret=b"secret")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def answers(store, tmp_path):
+    graphs = SqliteGraphs(tmp_path / "plans")
+    yield Answers(store, Limits(), graphs)
+    graphs.close()
+
+
+@pytest.fixture
+def others(answers, store):
+    return OtherPlans(answers, store)
+
+
+@pytest.fixture
+def question(document):
+    return {"graph": document, "budget": 330, "alignment": 1}
+
+
+def body(question):
+    return json.dumps(question).encode()
+
+
+def solve(answers, question):
+    reply, _ = answers.solve(body(question), "", False, lambda _: None)
+    return reply.key
+
+
+def for_less(others, question):
+    reply, data = others.for_less(body(question), "")
+    assert reply.found == bool(data)
+    return parse_plan(data) if data else None
+
+
+def test_a_plan_for_less_memory_holds_for_more(answers, others, question, chain):
+    solve(answers, question)
+    solve(answers, question | {"budget": 320})
+    answer = for_less(others, question | {"budget": 460})
+    assert find_faults(chain, answer) == []
+    assert answer.budget_bytes == 460
+    assert answer.peak_bytes <= 330
+    best = answers.ask(body(question), "", b"")[1]
+    assert answer.cost_us == parse_plan(best).cost_us  # the better of the two
+    assert for_less(others, question | {"budget": 319}) is None
+    for other in ({"alignment": 2}, {"outputs": "arena"}, {"method": "coop"}):
+        assert for_less(others, question | {"budget": 460} | other) is None
+
+
+def test_a_bound_for_less_memory_is_none_for_more(answers, others, question):
+    question |= {"method": "optimal", "time_limit": 20}
+    key = solve(answers, question)
+    assert parse_plan(answers.stored(key)[1]).status == "optimal"
+    answer = for_less(others, question | {"budget": 420})
+    assert (answer.status, answer.lower_bound_us) == ("feasible", None)
+
+
+def test_shares_are_compared_with_shares_and_bytes_with_bytes(answers, others, question, chain):
+    solve(answers, question | {"budget": "70%"})
+    assert for_less(others, question | {"budget": "80%"}).budget_bytes < 460
+    assert for_less(others, question | {"budget": "69%"}) is None
+    assert find_faults(chain, for_less(others, question | {"budget": 500})) == []
+    assert for_less(others, question | {"budget": "min"}) is None
+
+
+def test_wrong_costs_of_others_are_not_served_for_less(answers, others, question, document):
+    ops = [op | {"cost_us": 1 + 99 * (n == 0)} for n, op in enumerate(document["ops"])]
+    solve(answers, question | {"graph": document | {"ops": ops}})
+    assert for_less(others, question | {"budget": 460}) is None
+
+
+def made_worse(store, key):
+    """Put a plan in the place of the kept one that recomputes more than it must."""
+    (record,) = store.get(key)
+    graph, best = record.as_made()
+    bad = plan(graph, "min", alignment=1).model_copy({"budget_bytes": best.budget_bytes})
+    assert bad.cost_us > best.cost_us
+    worse = StoredPlan.of(bad, graph)
+    assert store.replace(key, record, worse)
+    return best, bad
+
+
+def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
+    answers, others, store, question, chain, monkeypatch
+):
+    question |= {"budget": 420}
+    key = solve(answers, question)
+    best, bad = made_worse(store, key)
+    assert not answers.stored(key)[0].settled
+    assert not answers.ask(body(question), "", b"")[0].settled
+    said = []
+    reply, _ = others.improve(key, 20.0, said.append)
+    assert said
+    stored, data = answers.stored(key)
+    assert (stored.settled, reply.settled) == (True, True)
+    better = parse_plan(data)
+    assert find_faults(chain, better) == []
+    assert better.cost_us <= best.cost_us < bad.cost_us
+    found, data = answers.ask(body(question), "", b"")
+    assert (found.found, found.settled) == (True, True)
+    assert parse_plan(data) == better
+    monkeypatch.setattr("coop_plan.planner.plan", None)
+    others.improve(key, 20.0, said.append)
+    assert answers.stored(key)[1] == data
+
+
+def test_no_plan_is_replaced_by_one_that_is_no_better(answers, others, store, question):
+    key = solve(answers, question)
+    before = answers.stored(key)[1]
+    others.improve(key, 20.0, lambda _: None)
+    assert parse_plan(answers.stored(key)[1]).cost_us <= parse_plan(before).cost_us
+    assert store.get(key)[0].searched_seconds == 20.0
+
+
+def test_a_better_plan_takes_nobody_elses_place(answers, others, store, question, monkeypatch):
+    """One that was written while it was looked for stays."""
+    key = solve(answers, question | {"budget": 420})
+    made_worse(store, key)
+    (record,) = store.get(key)
+    theirs = record.model_copy({"searched_seconds": 1.0})
+
+    def plan_while(graph, options, **_):
+        assert store.replace(key, record, theirs)
+        return plan(graph, options)
+
+    monkeypatch.setattr("coop_plan.planner.plan", plan_while)
+    others.improve(key, 20.0, lambda _: None)
+    assert store.get(key) == [theirs]
+
+
+def test_what_a_baseline_made_is_not_improved(answers, others, question):
+    """Whoever asks for dtr compares with dtr."""
+    key = solve(answers, question | {"method": "dtr"})
+    assert answers.stored(key)[0].settled
+    assert others.improve("0" * 64, 1.0, lambda _: None)[0].problem == "not-found"

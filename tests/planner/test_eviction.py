@@ -1,0 +1,107 @@
+"""The clairvoyant step evicts the same whether it looks at all that is live or keeps an order."""
+
+import random
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.hard_graphs import FAMILIES, hard_graph
+from coop_plan.planner.core.arrays import to_arrays
+from coop_plan.planner.core.jit import njit
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
+from coop_plan.planner.heuristic.eviction_state import AT, HEAP_COUNT
+from coop_plan.planner.heuristic.eviction_state import HEAP as ORDERED
+from coop_plan.planner.heuristic.params import ClairvoyantParams
+from coop_plan.planner.heuristic.score_heap import put_in, take_out
+
+SCAN = ClairvoyantParams(pool_from=1 << 40)
+ORDER = replace(SCAN, pool_from=0, heap_from=0, pool=4096)
+
+
+def run(problem: Problem, params: ClairvoyantParams, share: float, settings: Settings):
+    program = Schedule.of(problem, np.arange(problem.op_count))
+    runner = Runner(to_arrays(problem), params, lambda: False)
+    return runner(int(share * program.blocks().live), settings)
+
+
+def drawn(problem: Problem, seed: int, alpha: float, cap: bool, foresee: bool) -> Settings:
+    """Settings whose weights leave no two scores equal."""
+    price = np.arange(problem.op_count + 1, dtype=np.float64)
+    uses = to_arrays(problem).uses.size + 1
+    weight = np.exp(np.random.default_rng(seed).normal(0.0, 0.1, uses))
+    return Settings(price, weight, alpha, cap, foresee)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(list(FAMILIES)),
+    st.integers(0, 99),
+    st.sampled_from([0.3, 0.4, 0.5, 0.7]),
+    st.sampled_from([1 / 16, 0.25, 0.5, 1.0, 2.0]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_in_order_as_by_looking_at_all(family, seed, share, alpha, cap, foresee):
+    """Whatever the rule, if every tensor that is live is among the best that are kept in hand."""
+    problem = Problem.from_graph(hard_graph(family, seed, 150), outputs="arena")
+    rule = drawn(problem, seed, alpha, cap, foresee)
+    scanned = run(problem, SCAN, share, rule)
+    ordered = run(problem, ORDER, share, rule)
+    if scanned is None:
+        assert ordered is None
+        return
+    assert isinstance(ordered, Record)
+    assert ordered.ops.tolist() == scanned.ops.tolist()
+
+
+class Tensors(NamedTuple):
+    """Of the arrays, what the heap asks for."""
+
+    size: np.ndarray
+
+
+class Live(NamedTuple):
+    """Of the state, what the heap asks for."""
+
+    small: int
+    counts: np.ndarray
+    tensor: np.ndarray
+    value: np.ndarray
+
+
+@njit
+def change(a, s, t, key):
+    if key < 0:
+        take_out(a, s, t)
+    else:
+        put_in(a, s, t, key)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(1, 40), st.integers(0, 200))
+def test_the_heap_has_the_least_first_and_large_ones_before_small(seed, tensors, changes):
+    """Whatever was put in, put in anew with another score, or taken out before."""
+    draw = random.Random(seed)
+    a = Tensors(np.array([draw.randint(1, 20) for _ in range(tensors)]))
+    s = Live(
+        10, np.zeros(13, np.int64), np.zeros((18, tensors + 1), np.int64), np.zeros((3, tensors))
+    )
+    s.tensor[AT] = -1
+    there = {}
+    for _ in range(changes):
+        t, key = draw.randrange(tensors), draw.choice([-1.0, draw.random(), draw.random()])
+        change(a, s, t, key)
+        there.pop(t, None)
+        if key >= 0:
+            there[t] = (a.size[t] < 10, key)
+    for t in sorted(there, key=there.get):
+        assert s.counts[HEAP_COUNT] == len(there)
+        assert s.tensor[ORDERED, 0] == t
+        change(a, s, t, -1.0)
+        del there[t]
+    assert s.counts[HEAP_COUNT] == 0

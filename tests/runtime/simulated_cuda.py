@@ -1,0 +1,153 @@
+"""A machine with one CUDA device, pretended: enough of `torch.cuda` for the runtime's CUDA path.
+
+    python -m tests.runtime.simulated_cuda LIBRARY MODULE [ARGUMENT ...]
+
+runs a module's `main()` there. The C++ side is pretend_cuda.cpp. What it cannot show is what only a
+device does: its kernels, its asynchrony, CUDA graphs.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+SOURCE = Path(__file__).with_name("simulated_cuda.cpp")
+
+
+def library():
+    """The compiled C++ side; half a minute, once per cache folder."""
+    from coop_plan.runtime.device import build
+
+    header = Path(build.__file__).with_name("fake_cuda_device.h")
+    return build.compiled(SOURCE, "pretend_cuda", [header], link=("c10", "torch_cpu"))
+
+
+def load(path):
+    """The library; PyTorch must find it when it is imported."""
+    assert "torch" not in sys.modules
+    folder = Path(importlib.util.find_spec("torch").origin).parent / "lib"
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(folder / name), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
+    return ctypes.CDLL(str(path))
+
+
+class Stream:
+    """A number; what waits for what is in the library's `pretended_wait`."""
+
+    numbers = itertools.count()
+    default: "Stream"
+    current: "Stream"
+
+    def __init__(self, device=None):
+        self.cuda_stream = next(self.numbers)
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        pass
+
+
+Stream.default = Stream.current = Stream()
+
+
+@contextlib.contextmanager
+def stream(chosen):
+    """As `torch.cuda.stream`, for all threads."""
+    before, Stream.current = Stream.current, chosen
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+class Event:
+    """The time at which the CPU was there."""
+
+    def __init__(self, enable_timing=False):
+        self.moment = None
+
+    def record(self, stream=None):
+        self.moment = time.perf_counter_ns()
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return (other.moment - self.moment) / 1e6
+
+
+class Generator:
+    """The CPU's, its states numbered by fours, as offsets are."""
+
+    def __init__(self, torch):
+        self.initial_seed = torch.initial_seed
+        self.get, self.set = torch.get_rng_state, torch.set_rng_state
+        self.states = []
+
+    def get_offset(self):
+        self.states.append(self.get())
+        return 4 * (len(self.states) - 1)
+
+    def set_offset(self, offset):
+        self.set(self.states[offset // 4])
+
+
+def pretend(path):
+    """Make this process believe it; there is no way back."""
+    pretended = load(path)
+    pretended.pretended_statistic.restype = ctypes.c_int64
+    import torch
+
+    from coop_plan.runtime.device import copy_engines
+    from coop_plan.runtime.torch_internals import cuda as library
+
+    library.CUDA_LIBRARY = Path(path)
+
+    def memory_stats(_=None):
+        current, peak = map(pretended.pretended_statistic, (0, 1))
+        return {"requested_bytes.all.current": current, "requested_bytes.all.peak": peak}
+
+    found = SimpleNamespace(name="Pretended", total_memory=2**30, major=9, minor=0)
+    replacements = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device": lambda _: contextlib.nullcontext(),
+        "device_count": lambda: 1,
+        "Stream": Stream,
+        "stream": stream,
+        "current_stream": lambda _=None: Stream.current,
+        "Event": Event,
+        "_sleep": lambda _: None,
+        "synchronize": lambda _=None: None,
+        "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: False,
+        "default_generators": (Generator(torch),),
+        "get_rng_state": lambda _=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, _=None: torch.set_rng_state(state),
+        "get_device_properties": lambda _=None: found,
+        "get_device_name": lambda _=None: found.name,
+        "memory_stats": memory_stats,
+        "reset_peak_memory_stats": lambda _=None: pretended.pretended_reset(),
+    }
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+    copy_engines.pinned = lambda size: torch.empty(size, dtype=torch.uint8)
+    torch.Tensor.record_stream = lambda tensor, stream: None
+
+
+if __name__ == "__main__":
+    name, path, module, *arguments = sys.argv
+    pretend(path)
+    sys.argv = [name, *arguments]
+    sys.exit(importlib.import_module(module).main())

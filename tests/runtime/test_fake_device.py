@@ -1,0 +1,416 @@
+"""A step captured for a device that is not there is the one captured here, but for its costs."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from benchmarks.models import ARCHITECTURES
+from coop_plan.planner import plan
+from coop_plan.runtime import CaptureError
+from coop_plan.runtime.capture import profiler
+from coop_plan.runtime.offline_capture import calibrate, fake_device
+from coop_plan.runtime.offline_capture.devices import DeviceSpec, built_in, device
+from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
+from coop_plan.runtime.offline_capture.roofline import Roofline
+from coop_plan.runtime.offline_capture.target import capture, capture_target
+from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
+from coop_plan.schemas import InvalidInputError
+
+cpu_build = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch is built for CUDA")
+
+SOURCE = """
+import torch
+from torch import nn
+
+def good(batch=8):
+    convolution = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
+    head = [nn.Flatten(), nn.Dropout(0.1), nn.Linear(8 * 16 * 16, 32), nn.GELU(), nn.LayerNorm(32)]
+    model = nn.Sequential(*convolution, *head)
+    return (lambda x: model(x).square().mean()), (torch.randn(batch, 3, 16, 16),)
+
+def huge():
+    model = nn.Sequential(*[nn.Linear(1 << 17, 1 << 17, bias=False) for _ in range(3)]).float()
+    return (lambda x: model(x).sum()), (torch.ones(4, 1 << 17),)
+
+def truncated():
+    model = nn.Linear(4, 4)
+    nn.init.trunc_normal_(model.weight, std=0.02)
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
+def looks(): return (lambda x: x.sum()), (torch.ones(int(torch.rand(3).sum()), requires_grad=True),)
+
+def chooses():
+    model = nn.Linear(4, 4)
+    def step(x):
+        y = model(x)
+        return y.sum() if y.sum() > 0 else y.mean()
+    return step, (torch.ones(2, 4),)
+
+def leaves_the_device_open():
+    model = nn.Linear(4, 4)
+    return (lambda x: (model(x) + torch.arange(4.0)).sum()), (torch.ones(2, 4),)
+
+def looks_where_it_is():
+    model = nn.Linear(4, 4)
+    def step(x):
+        y = model(x)
+        return (y.tanh() if torch.arange(4.0).device.type == "cuda" else y.exp()).sum()
+    return step, (torch.ones(2, 4),)
+
+def copies():
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(1)]
+    model = nn.TransformerEncoder(layers[0], 2)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    return (lambda x: model(x).sum()), (torch.ones(2, 4, 8),)
+
+def recurs():
+    model = nn.GRU(8, 8, batch_first=True)
+    return (lambda x: model(x)[0].sum()), (torch.ones(2, 3, 8),)
+
+def casts():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = nn.Linear(4, 4).to(device)
+    def step(x):
+        with torch.autocast(device, torch.bfloat16):
+            return model(x).float().sum()
+    return step, (torch.ones(2, 4, device=device),)
+
+def asks():
+    model = nn.Linear(4, 4)
+    if torch.cuda.get_device_properties(0).total_memory < 20 << 30:
+        raise ValueError("too small")
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
+def lacks():
+    model = nn.Linear(8, 5)
+    lengths = torch.full((2,), 7), torch.full((2,), 3)
+    def step(x, y):
+        return nn.functional.ctc_loss(model(x).log_softmax(-1), y, *lengths)
+    return step, (torch.ones(7, 2, 8), torch.ones(2, 3, dtype=torch.int64))
+
+def by_size():
+    weight = nn.Parameter(torch.Tensor(4, 4))
+    return (lambda x: (x @ weight).sum()), (torch.ones(2, 4),)
+
+def elsewhere():
+    model = nn.Linear(4, 4).to("cpu")
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
+def has_kernels():
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Mish(), nn.RMSNorm(4))
+    return (lambda x: model(x).sum()), (torch.ones(2, 4),)
+
+def network(name):
+    from benchmarks.models import ARCHITECTURES
+    model, step_of, batch = ARCHITECTURES[name]()
+    return step_of(model), (batch,)
+
+def unet(): return network("unet")
+def gpt2(): return network("gpt2")
+def bert(): return network("bert")
+def resnet(): return network("resnet")
+def swin(): return network("swin")
+def distilbert(): return network("distilbert")
+
+def raises():
+    model = nn.Linear(4, 4)
+    def step(x):
+        if model.out_features != 5:
+            raise ValueError("five, please")
+        return model(x).sum()
+    return step, (torch.ones(2, 4),)
+"""
+
+
+@pytest.fixture
+def user_module(importable):
+    return importable("away_steps", SOURCE)
+
+
+def facts(graph):
+    """What does not depend on where a graph was captured: ops, edges, sizes."""
+    sizes = Counter((t.kind, t.bytes) for t in graph.tensors if t.name != "runtime")
+    return [(op.name, op.phase, op.inputs, op.outputs, op.rng) for op in graph.ops], sizes
+
+
+@cpu_build
+def test_for_a_device_as_on_the_cpu(user_module):
+    here = capture_target(f"{user_module}:good")
+    away = capture_for(Question(target=f"{user_module}:good", spec=device("a100-80gb")))
+    assert facts(away) == facts(here)
+    assert away.device.kind == "cuda"
+    assert away.device.memory_bytes == built_in()["a100-80gb"].memory_bytes
+    assert plan(away, "min").peak_bytes <= plan(away, "100%").peak_bytes
+
+
+@cpu_build
+def test_nothing_is_allocated(user_module):
+    """Three layers of 64 GiB, of which parameters, gradients and AdamW's two buffers are there."""
+    asked = Question(target=f"{user_module}:huge", spec=device("h200"), optimizer="adamw")
+    graph = capture_for(asked)
+    layer = 4 << 34
+    kinds = Counter()
+    for tensor in graph.tensors:
+        kinds[tensor.kind] += tensor.bytes
+    assert kinds["parameter"] == 3 * layer
+    assert [t.bytes for t in graph.tensors if t.kind == "output"].count(layer) == 3
+    assert [t.bytes for t in graph.tensors if t.name == "adamw"] == [6 * layer]
+
+
+@cpu_build
+def test_the_device_is_the_default_only_for_steps_that_leave_it_open(user_module):
+    """Dynamo is twice as slow under a default device, and a step on a device has none."""
+    asked = Question(target=f"{user_module}:leaves_the_device_open", spec=device("l4"))
+    made = next(op for op in capture_for(asked).ops if "arange" in op.name)
+    assert made.cost_us == device("l4").launch_us  # on the CPU it would take nothing
+    asked = Question(target=f"{user_module}:looks_where_it_is", spec=device("l4"))
+    assert "aten.exp.default" in [op.name for op in capture_for(asked).ops]
+
+
+@cpu_build
+@pytest.mark.parametrize(
+    ("function", "op", "count"),
+    [
+        ("copies", "layer_norm.default", 4),
+        ("recurs", "aten._thnn_fused_gru_cell.default", 3),
+        ("casts", "aten._to_copy.default", 3),
+        ("asks", "aten.addmm.default", 1),
+    ],
+)
+def test_what_pytorch_does_on_cuda_alone(user_module, function, op, count):
+    """Layers that are copied, cells of a GRU, autocast, and who asks whether there is CUDA."""
+    graph = capture_for(Question(target=f"{user_module}:{function}", spec=device("l4")))
+    ops = [made.name for made in graph.ops if made.phase == "forward" and made.name.endswith(op)]
+    assert len(ops) >= count
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Ops are not timed for long."""
+    monkeypatch.setattr(profiler, "MIN_REPEATS", 2)
+    monkeypatch.setattr(profiler, "REPEAT_US", 0.0)
+
+
+@pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
+def test_real_networks_as_on_the_cpu(name, untimed):
+    """The same ops, edges and sizes as where the tensors are real."""
+    model, step_of, batch = ARCHITECTURES[name]()
+    here = capture(step_of(model), (batch,))
+    with FakeTensorMode():
+        model, step_of, batch = ARCHITECTURES[name]()
+        step = step_of(model)
+    assert facts(capture(step, (batch,), model=Roofline(CPU))) == facts(here)
+
+
+ATTENTION = {
+    "aten._safe_softmax.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_efficient_attention_backward.default",
+    "aten._softmax_backward_data.default",
+    "aten.add.Tensor",
+    "aten.bmm.default",
+    "aten.clone.default",
+    "aten.mul.Scalar",
+    "aten.native_dropout.default",
+    "aten.native_dropout_backward.default",
+}
+"""Of attention with dropout, which is one kernel on CUDA, and one op after the other on the CPU."""
+
+
+@cpu_build
+@pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
+def test_real_networks_for_a_device_as_on_the_cpu(user_module, name, untimed):
+    here = capture_target(f"{user_module}:{name}")
+    away = capture_for(Question(target=f"{user_module}:{name}", spec=device("a100-80gb")))
+    if name in ("unet", "resnet", "swin"):
+        assert facts(away) == facts(here)
+        return
+    ours, theirs = (Counter(op.name for op in graph.ops) for graph in (away, here))
+    assert (ours - theirs).keys() | (theirs - ours).keys() <= ATTENTION
+
+    def lasting(graph):
+        sizes = Counter((t.kind, t.bytes) for t in graph.tensors if t.name != "runtime")
+        return {key: count for key, count in sizes.items() if key[0] != "activation"}
+
+    assert lasting(away) == lasting(here)
+
+
+@cpu_build
+def test_what_is_one_kernel_on_cuda_is_one_op(user_module):
+    """The CPU build of PyTorch has them for the CPU alone, and takes them apart elsewhere."""
+    graph = capture_for(Question(target=f"{user_module}:has_kernels", spec=device("l4")))
+    names = {op.name.split(".")[1] for op in graph.ops}
+    assert {"silu_backward", "mish_backward", "_fused_rms_norm_backward"} <= names
+
+
+def test_a_calibrated_device_is_the_one_that_was_measured(monkeypatch):
+    """Of ops that take what a roofline says, calibration finds peaks and shares again."""
+    there = DeviceSpec(
+        kind="cpu",
+        memory_bytes=2**30,
+        flops={"float32": 4e11, "bfloat16": 8e11},
+        bytes_per_s=1e12,
+        launch_us=2.0,
+        matmul_share=0.5,
+        convolution_share=0.25,
+        attention_share=0.125,
+        memory_share=0.5,
+    )
+
+    def modelled(target, args, kwargs):
+        with args[0].fake_mode:
+            return Roofline(there).profile(target, args, kwargs, target(*args, **kwargs))
+
+    monkeypatch.setattr(calibrate, "profile", modelled)
+    found = calibrate.calibrated("cpu", "here")
+    assert found.launch_us == 2
+    assert found.bytes_per_s == pytest.approx(5e11)
+    assert found.flops == pytest.approx({"float32": 2e11, "bfloat16": 4e11})
+    assert (found.matmul_share, found.memory_share) == (1, 1)
+    assert (found.convolution_share, found.attention_share) == (0.5, 0.25)
+    read = msgspec.json.decode(msgspec.json.encode(found), type=DeviceSpec)
+    assert read == found
+
+
+def test_built_in_devices_name_their_sources():
+    assert all(spec.source for spec in built_in().values())
+
+
+CPU = DeviceSpec(
+    name="one", kind="cpu", memory_bytes=2**30, flops={"float32": 1e9}, bytes_per_s=1e9, launch_us=1
+)
+
+
+def test_parameters_drawn_within_bounds(user_module):
+    """A draw that is repeated until it holds asks for values, which are not there."""
+    asked = Question(target=f"{user_module}:truncated", spec=CPU)
+    assert capture_for(asked).ops[0].name == "aten.addmm.default"
+
+
+def fake_step(run, *shapes, dtype=torch.float32, spec=CPU, **options):
+    with FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    return capture(run, inputs, model=Roofline(spec), **options)
+
+
+def cost_of(graph, name):
+    return next(op.cost_us for op in graph.ops if name in op.name)
+
+
+def test_a_pytorch_built_for_cuda_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(fake_device.importlib.util, "find_spec", lambda _: found)
+    with pytest.raises(CaptureError, match=r"captured for l4 with PyTorch's CPU build.*whl/cpu"):
+        capture_for(Question(target="away_steps:good", spec=device("l4")))
+
+
+def test_an_op_costs_its_operations_its_bytes_or_a_launch():
+    product = msgspec.structs.replace
+    fast = product(CPU, bytes_per_s=1e15, matmul_share=0.5)
+    graph = fake_step(lambda a, b: (a @ b).sin().sum(), (64, 32), (32, 16), spec=fast)
+    assert cost_of(graph, "aten.mm") == pytest.approx(2 * 64 * 32 * 16 / 0.5e9 * 1e6)
+    assert cost_of(graph, "aten.sin") == 1
+    slow = product(CPU, memory_share=0.5)
+    graph = fake_step(lambda a: a.sin().sum(), (64, 32), spec=slow)
+    assert cost_of(graph, "aten.sin") == pytest.approx(2 * 64 * 32 * 4 / 0.5e9 * 1e6)
+
+
+def test_what_is_broadcast_is_read_once():
+    graph = fake_step(lambda a, b: (a * b).sum(), (64, 32), (1, 32))
+    moved = (64 * 32 * 2 + 32) * 4
+    assert cost_of(graph, "aten.mul") == pytest.approx(moved / 0.85e9 * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "masters", "each"),
+    [("sgd", False, 0), ("momentum", False, 2), ("adamw", True, 12), ("sgd", True, 4)],
+)
+def test_an_optimizers_state(optimizer, masters, each):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16), False)
+            self.trained = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            return (self.frozen * self.trained * x).sum()
+
+    with FakeTensorMode():
+        model, x = Model(), torch.ones(8)
+    graph = capture(model, [x], model=Roofline(CPU), optimizer=optimizer, masters=masters)
+    assert graph.tensors[-1].bytes == 8 * each
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        (
+            "looks",
+            InvalidInputError,
+            "asks for a value in .*away_steps.py, line 20 .*without",
+        ),
+        ("chooses", CaptureError, "cannot be captured: .*away_steps.py, line 2"),
+        ("raises", CaptureError, r"it raises ValueError\('five, please'\) \(.*away_steps.py, line"),
+    ],
+)
+def test_what_cannot_be_captured_is_named_with_its_place(user_module, function, error, said):
+    with pytest.raises(error, match=said):
+        capture_for(Question(target=f"{user_module}:{function}", spec=CPU))
+
+
+@cpu_build
+def test_a_tensor_of_sizes_is_on_the_device(user_module):
+    """`torch.Tensor(4, 4)` knows no default device."""
+    graph = capture_for(Question(target=f"{user_module}:by_size", spec=device("l4")))
+    assert sorted(t.kind for t in graph.tensors[:2]) == ["input", "parameter"]
+    assert graph.ops[0].name == "aten.mm.default"
+
+
+@cpu_build
+def test_tensors_of_two_devices_are_named(user_module):
+    with pytest.raises(CaptureError, match=r"same device.*away_steps\.py, line .*with \.to\("):
+        capture_for(Question(target=f"{user_module}:elsewhere", spec=device("l4")))
+
+
+@cpu_build
+def test_a_recurrent_layer_is_captured_without_a_word(user_module, capfd):
+    capture_for(Question(target=f"{user_module}:recurs", spec=device("l4")))
+    assert capfd.readouterr().err == ""
+
+
+@cpu_build
+def test_an_op_that_cuda_alone_has_is_named(user_module):
+    with pytest.raises(CaptureError, match=r"ctc_loss.* no kernel for fake .*away_steps.py, line"):
+        capture_for(Question(target=f"{user_module}:lacks", spec=device("l4")))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"{", "device.json: not JSON"),
+        (b'{"kind": "\xff"}', "device.json: not JSON: the text is not UTF-8"),
+        (b'{"kind": "tpu"}', "device.json#/kind: "),
+        (b'{"kind": "cpu", "memory_bytes": NaN}', "device.json#/memory_bytes: NaN"),
+        (b'{"kind": "cpu", "memory_bytes": 1, "flops": {}, "bytes_per_s": 1}', "no float32"),
+    ],
+)
+def test_a_bad_device_file_is_named(tmp_path, content, said):
+    path = tmp_path / "device.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidInputError, match=said):
+        device(str(path))
+
+
+def test_a_device_of_ones_own(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(CPU, name="")))
+    assert device(str(path)) == msgspec.structs.replace(CPU, name="mine")
+    with pytest.raises(InvalidInputError, match="the devices are a100-80gb"):
+        device("a100")
