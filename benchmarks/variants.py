@@ -2,7 +2,7 @@
 Operator variants, off and on, at budgets: `python -m benchmarks.variants ../shared/data/graphs`.
 
 Step times (ms) of verified plans: variants and recomputation chosen jointly with the proved bound
-(`auto`), variants alone (every op runs once) and recomputation alone (default bodies), beside
+(`auto`), variants alone (every op runs once) and recomputation alone (default variants), beside
 MONeT's own published solutions evaluated in the same profiles. `--leave-one-out` says what each
 kind of variant was worth: the step without it, in the same time. `--headline` prints instead what
 MONeT's headline is held against (3 times less memory at 16 % at most): the step at a third of what
@@ -38,7 +38,7 @@ def without(graph: Graph, *, kinds: tuple[str, ...] = (), again: bool = True) ->
     return graph.model_copy(update={"ops": ops})
 
 
-DEFAULTS = "default bodies"
+DEFAULTS = "default variants"
 """Keeping everything as profiled: an activation's gradient reads what the activation read."""
 
 OUTPUTS = "gradients from outputs"
@@ -49,9 +49,11 @@ def by_outputs(graph: Graph) -> Graph:
     """The graph without variants whose gradients read outputs where they can (MONeT's `output`)."""
     ops = []
     for op in graph.ops:
-        body = next((v for v in op.variants if v.name == "output"), op)
+        variant = next((v for v in op.variants if v.name == "output"), op)
         fields = ("inputs", "outputs", "cost_us", "workspace_bytes", "inplace")
-        ops.append(op.model_copy(update={f: getattr(body, f) for f in fields} | {"variants": []}))
+        ops.append(
+            op.model_copy(update={f: getattr(variant, f) for f in fields} | {"variants": []})
+        )
     return graph.model_copy(update={"ops": ops})
 
 

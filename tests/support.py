@@ -291,8 +291,8 @@ class PlanWriter:
         """Compute `op`, first whatever it needs."""
         if depth > 12 or len(self.steps) > 100 * len(self.graph.ops) + 100:
             raise StuckError
-        body = next((v for v in op.variants if v.name == variant), op)
-        needs = [(t, self.needed[op.id, t]) for t in body.inputs]
+        variant = next((v for v in op.variants if v.name == variant), op)
+        needs = [(t, self.needed[op.id, t]) for t in variant.inputs]
         for _ in range(3):
             for t, version in needs:
                 if self.find(t, version) is None:
@@ -305,22 +305,24 @@ class PlanWriter:
         for t in op.mutates:
             if places[t] in self.copying:
                 self.wait(places[t])
-        reads = [places[t] for t in body.inputs]
+        reads = [places[t] for t in variant.inputs]
         taken: list[tuple[int, int]] = []
         writes: list[Write] = []
         ended: list[int] = []
-        for t in body.outputs:
+        for t in variant.outputs:
             size = self.tensors[t].bytes
             leaves = t in outside_outputs(self.graph, self.outputs)
             if leaves and t not in self.outside:
                 offset = None
             else:
-                offset = self.take_over(op, body, t, places, ended) if self.chance(evict) else None
+                offset = (
+                    self.take_over(op, variant, t, places, ended) if self.chance(evict) else None
+                )
                 if offset is None:
                     offset = self.place(size, taken)
                 taken.append((offset, size))
             writes.append(Write(buffer=self.buffer(), tensor=t, offset=offset, bytes=size))
-        scratch = body.workspace_bytes
+        scratch = variant.workspace_bytes
         self.steps.append(
             Compute(
                 op=op.id,
@@ -347,9 +349,9 @@ class PlanWriter:
                 self.live[write.buffer] = (write.tensor, 0, write.offset, write.bytes)
 
     def take_over(
-        self, op: Op, body: Op | Variant, t: int, places: dict, ended: list[int]
+        self, op: Op, variant: Op | Variant, t: int, places: dict, ended: list[int]
     ) -> int | None:
-        for out, source in body.inplace:
+        for out, source in variant.inplace:
             number = places.get(source)
             if out != t or number not in self.live or number in ended or number in self.copying:
                 continue

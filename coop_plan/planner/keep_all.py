@@ -9,7 +9,7 @@ from coop_plan.planner.method import Request, Solution
 
 
 def keep_all_schedule(problem: Problem) -> Schedule:
-    """Program order, every op once in its default body."""
+    """Program order, every op once in its default variant."""
     return Schedule.of(problem, range(problem.op_count))
 
 

@@ -72,7 +72,7 @@ class Solution:
     A placed schedule and what the method proved.
 
     `bound_model` says for which schedules the lower bound (µs) holds: "any", or those in
-    "program-order", in whatever bodies the method chooses among, which may move to the host what
+    "program-order", in whatever variants the method chooses among, which may move to the host what
     the problem lets them.
     """
 

@@ -69,9 +69,9 @@ def _coop_offline(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.heuristic.coop_offline import solve_coop_offline
 
     if "variants" in problem.beyond_recomputation:
-        from coop_plan.planner.exact.variants import solve_with_bodies
+        from coop_plan.planner.exact.variants import solve_with_variants
 
-        return solve_with_bodies(problem, request, solve_coop_offline, prove=False)
+        return solve_with_variants(problem, request, solve_coop_offline, prove=False)
     return solve_coop_offline(problem, request)
 
 
@@ -91,10 +91,10 @@ def _optimal(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.exact.optimal import solve_optimal
 
     if "variants" in problem.beyond_recomputation:
-        from coop_plan.planner.exact.variants import solve_with_bodies
+        from coop_plan.planner.exact.variants import solve_with_variants
 
         in_order = request.in_program_order()
-        return solve_with_bodies(problem, in_order, solve_optimal, prove=True)
+        return solve_with_variants(problem, in_order, solve_optimal, prove=True)
     return solve_optimal(problem, request)
 
 
@@ -102,9 +102,9 @@ def _auto(problem: Problem, request: Request) -> Solution:
     from coop_plan.planner.exact.auto import solve_auto
 
     if "variants" in problem.beyond_recomputation:
-        from coop_plan.planner.exact.variants import solve_with_bodies
+        from coop_plan.planner.exact.variants import solve_with_variants
 
-        return solve_with_bodies(problem, request, solve_auto, prove=True)
+        return solve_with_variants(problem, request, solve_auto, prove=True)
     return solve_auto(problem, request)
 
 

@@ -51,10 +51,10 @@ def resized(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Plan
     limit = budget_bytes - problem.fixed_bytes
     if limit <= 0 or everything.arena_bytes <= limit:
         return None
-    position = {op.id: i for i, op in enumerate(graph.ops)}  # of a default body too
-    bodies = [position[step.op] for step in plan.steps if isinstance(step, Compute)]
+    position = {op.id: i for i, op in enumerate(graph.ops)}  # of a default variant too
+    variants = [position[step.op] for step in plan.steps if isinstance(step, Compute)]
     try:
-        schedule = Schedule.of(problem, bodies)
+        schedule = Schedule.of(problem, variants)
     except NoScheduleError:
         return None
     placed, _ = lay_out(schedule, limit)

@@ -80,8 +80,8 @@ class Variant(Model, frozen=True, kw_only=True):
     Another implementation of an op (MONeT, ICLR 2021, section 4.2).
 
     It has reads, outputs, cost, workspace and in-place pairs of its own. It may make tensors that
-    only variants of other ops read, and need not make what only default bodies read. A tensor has
-    one size, whichever body makes it: what would have another size is another tensor. Its results
+    only variants of other ops read, and need not make what only default variants read. A tensor has
+    one size, whichever variant makes it: what would have another size is another tensor. Its results
     are the same to the bit unless it is `approximate`.
     """
 

@@ -115,7 +115,7 @@ class Plan(Model, frozen=True, kw_only=True):
     `budget_lower_bound_bytes` is there where the smallest budget was asked for: no schedule of any
     method has a peak below it.
     `lower_bound_model` says for which schedules `lower_bound_us` holds: "any", or those in
-    "program-order", in which every op runs for the first time in that order, in whichever body is
+    "program-order", in which every op runs for the first time in that order, in whichever variant is
     not approximate; they may move to the host what the device and `host_budget_bytes` let them.
     """
 

@@ -15,7 +15,7 @@ def straight(graph: Graph):
     values = {t.id: ("before", t.id) for t in graph.tensors if t.resident}
     read = {}
     for op in graph.ops:
-        names = {t for body in (op, *op.variants) for t in body.inputs}
+        names = {t for variant in (op, *op.variants) for t in variant.inputs}
         read |= {(op.id, t): values[t] for t in names}
         inputs = tuple(values[t] for t in op.inputs)
         values |= {t: hash(("made", op.id, t, inputs)) for t in op.outputs}
@@ -96,9 +96,9 @@ class Machine:
         self.rule(op)
         if op is None:
             return
-        bodies = {None: op, **{v.name: v for v in op.variants}}
-        self.rule(step.variant in bodies)
-        body = bodies.get(step.variant, op)
+        variants = {None: op, **{v.name: v for v in op.variants}}
+        self.rule(step.variant in variants)
+        variant = variants.get(step.variant, op)
         self.rule(op.recomputable or op.id not in self.ran)
         once = [o.id for o in self.graph.ops if not o.recomputable]
         if not op.recomputable:
@@ -107,8 +107,8 @@ class Machine:
         if op.rng and op.id not in self.ran:
             earlier = random_before[: random_before.index(op.id)]
             self.rule(all(number in self.ran for number in earlier))
-        self.rule(len(step.reads) == len(body.inputs) and len(step.writes) == len(body.outputs))
-        self.rule(step.workspace.bytes == body.workspace_bytes)
+        self.rule(len(step.reads) == len(variant.inputs) and len(step.writes) == len(variant.outputs))
+        self.rule(step.workspace.bytes == variant.workspace_bytes)
         self.ran.append(op.id)
 
         # The kernel scribbles over its scratch and its outputs before it reads its inputs.
@@ -122,7 +122,7 @@ class Machine:
             for number in read_buffers & self.live.keys():
                 t, offset, size = self.live[number]
                 if offset == write.offset and size and number not in taken.values():
-                    allowed = [write.tensor, t] in body.inplace and t not in op.mutates
+                    allowed = [write.tensor, t] in variant.inplace and t not in op.mutates
                     if allowed and write.bytes <= size:
                         taken[write.buffer] = number
         self.store(None, step.workspace.offset, step.workspace.bytes, self.garbage())
@@ -131,7 +131,7 @@ class Machine:
                 self.store(None, write.offset, write.bytes, self.garbage())
 
         mutable = {}
-        for entry, t in zip(step.reads, body.inputs, strict=False):
+        for entry, t in zip(step.reads, variant.inputs, strict=False):
             if isinstance(entry, TensorRead):
                 self.rule(entry.tensor == t and entry.tensor in self.outside)
                 value = self.outside.get(entry.tensor)
@@ -160,7 +160,7 @@ class Machine:
         self.rule(set(op.mutates) <= mutable.keys())
 
         self.rule(not scratch & self.occupied())
-        for write, t in zip(step.writes, body.outputs, strict=False):
+        for write, t in zip(step.writes, variant.outputs, strict=False):
             value = hash(("made", op.id, t, inputs))
             self.rule(write.buffer not in self.used)
             self.rule(write.tensor == t and write.bytes == self.tensors[t].bytes)

@@ -32,13 +32,13 @@ def test_a_cheaper_variant_is_in_the_bound(method):
     assert made.lower_bound_model == "program-order"
     assert made.lower_bound_us <= made.cost_us
     problem = Problem.from_graph(graph, 1)
-    body = {op: op for op in range(9)} | {1: 9}
-    bodies = [
-        body[graph.ops.index(next(o for o in graph.ops if o.id == step.op))]
+    variant = {op: op for op in range(9)} | {1: 9}
+    variants = [
+        variant[graph.ops.index(next(o for o in graph.ops if o.id == step.op))]
         for step in made.steps
         if step.do == "compute"
     ]
-    cheaper = plan_of(Schedule.of(problem, bodies), budget=42)
+    cheaper = plan_of(Schedule.of(problem, variants), budget=42)
     assert find_faults(graph, cheaper) == []
     assert made.lower_bound_us <= cheaper.cost_us
     assert made.cost_us <= cheaper.cost_us

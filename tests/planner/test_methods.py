@@ -41,8 +41,8 @@ def test_plan_is_valid_or_the_minimum_is_feasible(method, graph, outputs, budget
         assert made.peak_bytes <= max(1, error.min_feasible_bytes)
     assert find_faults(graph, made) == []
     assert made.peak_bytes <= made.budget_bytes
-    bodies = [min(f.cost_us for f in (op, *op.variants)) for op in graph.ops]
-    assert made.cost_us >= sum(bodies) * (1 - 1e-9)
+    variants = [min(f.cost_us for f in (op, *op.variants)) for op in graph.ops]
+    assert made.cost_us >= sum(variants) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("method", HEURISTICS)
@@ -75,7 +75,7 @@ def test_offline_is_never_worse_than_the_methods_it_stands_beside(graph, outputs
 
 @given(graph=graphs(max_ops=14), alignment=st.sampled_from([1, 8]))
 def test_a_budget_that_needs_nothing_costs_nothing(graph, alignment):
-    """At keep-everything's peak every method returns it, proved optimal, or cheaper bodies."""
+    """At keep-everything's peak every method returns it, proved optimal, or cheaper variants."""
     problem = Problem.from_graph(graph, alignment)
     schedule = keep_all_schedule(problem)
     placed, placement = lay_out(schedule)

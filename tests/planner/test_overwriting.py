@@ -52,7 +52,7 @@ def check(problem, placed, best):
     """It is a plan, and not below the optimum."""
     assert find_faults(problem.graph, plan_of(placed.schedule)) == []
     assert placed.cost_us >= best * (1 - 1e-9)
-    runs = Counter(placed.schedule.bodies)
+    runs = Counter(placed.schedule.variants)
     again = any(runs[op] > 1 and problem.touches_overwritten(op) for op in runs)
     event(f"made again: {again}")
 

@@ -111,7 +111,7 @@ def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share,
         cost, over = measured(program, state, arena, -1)
         schedule = Schedule.of_events(problem, *to_events(state))
         assert cost == pytest.approx(schedule.cost_us)
-        runs = [body for body in schedule.bodies if body >= 0]
+        runs = [variant for variant in schedule.variants if variant >= 0]
         assert list(dict.fromkeys(runs)) == list(range(problem.op_count))
         if over == 0:
             assert schedule.fits(arena)

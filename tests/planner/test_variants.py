@@ -1,4 +1,4 @@
-"""Bodies are chosen jointly with the schedule, run by run, and bounds hold with them."""
+"""Variants are chosen jointly with the schedule, run by run, and bounds hold with them."""
 
 import heapq
 import itertools
@@ -15,7 +15,7 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
 from coop_plan.planner.exact.model.variant_choices import Choices
-from coop_plan.planner.exact.model.variant_timepoint import BodyModel
+from coop_plan.planner.exact.model.variant_timepoint import VariantModel
 from coop_plan.planner.exact.monet import solve_monet
 from coop_plan.planner.exact.primal.variant_lns import neighbourhood, too_full
 from coop_plan.planner.exact.primal.warm_start import lifted
@@ -80,7 +80,7 @@ def test_a_dear_mask_is_not():
 
 
 def workspaces():
-    """One op, run twice: there is room for the fast body's workspace the first time alone."""
+    """One op, run twice: there is room for the fast variant's workspace the first time alone."""
     tensors = {0: ("input", 1), 8: ("output", 1)}
     tensors |= {1: ("activation", 6), 2: ("activation", 6), 3: ("activation", 4)}
     ops = [
@@ -118,7 +118,7 @@ def test_each_run_has_its_own_body():
 
 
 def test_the_bound_knows_what_a_recompute_needs():
-    """The fast body fits nowhere again: the program learns it from a run that was too full."""
+    """The fast variant fits nowhere again: the program learns it from a run that was too full."""
     made = plan(workspaces(), 18, method="optimal", alignment=1, time_limit=SECONDS)
     assert made.cost_us == pytest.approx(132.0)
     assert (made.status, made.lower_bound_us) == ("optimal", pytest.approx(132.0))
@@ -204,7 +204,7 @@ def cheapest(problem, arena, *, monet=False):
     @cache
     def moves(done, last, here):
         found = []
-        for b in problem.bodies:
+        for b in problem.variants:
             again = b.op < done
             if (
                 monet
@@ -276,20 +276,20 @@ def test_monet_agrees_with_brute_force_over_its_class(graph):
     except DoesNotFitError:
         solution = None
     # Of an op with several outputs, those that are there are made beside themselves.
-    if all(len(body.outputs) == 1 for body in problem.bodies):
+    if all(len(variant.outputs) == 1 for variant in problem.variants):
         assert (solution is None) == (least is None)
     if solution is not None:
         assert least is not None
         assert solution.placed.cost_us >= least - 1e-6
-        if all(len(body.outputs) == 1 for body in problem.bodies):
+        if all(len(variant.outputs) == 1 for variant in problem.variants):
             assert solution.placed.cost_us == pytest.approx(least)
 
 
 def test_a_neighbourhood_is_what_is_told_and_asks_for_room_where_it_is_strict():
     problem = Problem.from_graph(workspaces(), 1, "arena")
     choices, n = Choices.of_problem(problem), problem.op_count
-    schedule = Schedule.of(problem, [bodies[0] for bodies in choices.of])
-    model = BodyModel(choices, int(schedule.live_bytes().max()) - 1, list(range(n + 1)))
+    schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
+    model = VariantModel(choices, int(schedule.live_bytes().max()) - 1, list(range(n + 1)))
     values = lifted(model, schedule)
     full = too_full(model, values)
     assert full
@@ -318,9 +318,9 @@ def test_every_schedule_is_a_solution_of_the_program(graph):
     """Keep-everything meets all rows of the program at its own peak, and costs what it says."""
     problem = Problem.from_graph(graph, 1, "arena")
     choices = Choices.of_problem(problem)
-    schedule = Schedule.of(problem, [bodies[0] for bodies in choices.of])
+    schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
     peak = int(schedule.live_bytes().max(initial=0))
-    model = BodyModel(choices, max(peak, 1), list(range(problem.op_count + 1)))
+    model = VariantModel(choices, max(peak, 1), list(range(problem.op_count + 1)))
     values = lifted(model, schedule)
     milp = model.milp
     assert_meets_all_rows(milp, values)
@@ -343,12 +343,12 @@ def test_cuts_leave_every_schedule_in(graph, share, every):
         placed = run_coop(restricted(problem, range(n)), Request(arena)).placed
     except DoesNotFitError:
         return
-    runs = carried_back(problem, range(n), placed).schedule.bodies
+    runs = carried_back(problem, range(n), placed).schedule.variants
     schedule = Schedule.of(problem, list(runs))
     peak = int(schedule.live_bytes().max(initial=0))
     points = [*range(0, n, every), n]
     cuts = frozenset(itertools.product(range(n), range(n)))
-    model = BodyModel(choices, max(peak, 1), points, cuts)
+    model = VariantModel(choices, max(peak, 1), points, cuts)
     values = lifted(model, schedule)
     assert_meets_all_rows(model.milp, values)
     assert not too_full(model, values)
@@ -357,7 +357,7 @@ def test_cuts_leave_every_schedule_in(graph, share, every):
 @settings(max_examples=60, deadline=None)
 @given(graph=graphs(max_ops=14, bandwidth=False), share=st.sampled_from([0.9, 0.7, 0.5]))
 def test_a_plan_of_one_body_an_op_keeps_its_lifetimes(graph, share):
-    """What shares an address in place as the online method told does so among all bodies, too."""
+    """What shares an address in place as the online method told does so among all variants, too."""
     problem = Problem.from_graph(graph, 512)
     chosen = range(problem.op_count)
     arena = int(share * int(keep_all_schedule(problem).live_bytes().max(initial=0)))
@@ -425,4 +425,4 @@ def test_a_program_that_takes_too_long_is_given_up():
     problem = Problem.from_graph(masks(), 1, "arena")
     points = list(range(problem.op_count + 1))
     with pytest.raises(TimeLimitError, match="time limit reached"):
-        BodyModel(Choices.of_problem(problem), 100, points, deadline=0.0)
+        VariantModel(Choices.of_problem(problem), 100, points, deadline=0.0)

@@ -1,4 +1,4 @@
-"""Plans that name other bodies of ops than the default."""
+"""Plans that name other variants of ops than the default."""
 
 import msgspec
 import pytest
@@ -83,7 +83,7 @@ class Dropping(nn.Module):
 
 
 def dear(graph, options):
-    """A plan as if the default bodies of dropouts and their backwards cost a lot."""
+    """A plan as if the default variants of dropouts and their backwards cost a lot."""
     ops = []
     for op in graph.ops:
         others = [v.model_copy(update={"cost_us": 1.0}) for v in op.variants]
@@ -135,7 +135,7 @@ def test_bits_of_a_relu_pass_its_gradient(monkeypatch, dtype):
 
 
 class Activated(nn.Module):
-    """Of each activation another body of its gradient reads less."""
+    """Of each activation another variant of its gradient reads less."""
 
     def __init__(self):
         super().__init__()

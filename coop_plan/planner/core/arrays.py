@@ -17,8 +17,8 @@ class Arrays(NamedTuple):
     """
     Flat copy of `Problem`; row i of a list is `index[pointer[i]:pointer[i + 1]]`.
 
-    `reads`, `inputs`, `makes`, `pairs`, `cost`, `workspace` and `scratch` have a row per body, the
-    default bodies first, so that an op is its own default body; `op` tells the op of a body and
+    `reads`, `inputs`, `makes`, `pairs`, `cost`, `workspace` and `scratch` have a row per variant, the
+    default variants first, so that an op is its own default variant; `op` tells the op of a variant and
     `ops` how many ops there are. `reads` are the distinct inputs in the arena, `inputs` all of
     them; `makes` all outputs, those outside the arena included. `shares` are the pairs that may
     share one address, the largest outputs first; `pairs` are those of them with which a block
@@ -92,20 +92,20 @@ def to_arrays(problem: Problem) -> Arrays:
 
 
 def _convert(problem: Problem) -> Arrays:
-    bodies, size = problem.bodies, problem.size
+    variants, size = problem.variants, problem.size
     kept, outside = problem.is_output, problem.outside
-    reads_ptr, reads = _rows([body.reads for body in bodies])
-    inputs_ptr, inputs = _rows([body.inputs for body in bodies])
-    makes_ptr, makes = _rows([body.outputs for body in bodies])
+    reads_ptr, reads = _rows([variant.reads for variant in variants])
+    inputs_ptr, inputs = _rows([variant.inputs for variant in variants])
+    makes_ptr, makes = _rows([variant.outputs for variant in variants])
     uses_ptr, uses = _rows(problem.consumers)
-    shares = [sorted(body.inplace, key=lambda pair: (-size[pair[0]], pair[0])) for body in bodies]
+    shares = [sorted(variant.inplace, key=lambda pair: (-size[pair[0]], pair[0])) for variant in variants]
     pairs = [
-        [(a, b) for a, b in body.inplace if size[a] == size[b] and not kept[b] and not outside[a]]
-        for body in bodies
+        [(a, b) for a, b in variant.inplace if size[a] == size[b] and not kept[b] and not outside[a]]
+        for variant in variants
     ]
     return Arrays(
         ops=problem.op_count,
-        op=_ints(body.op for body in bodies),
+        op=_ints(variant.op for variant in variants),
         reads_ptr=reads_ptr,
         reads=reads,
         inputs_ptr=inputs_ptr,
@@ -118,9 +118,9 @@ def _convert(problem: Problem) -> Arrays:
         **_pairs("shares", shares),
         size=_ints(size),
         bytes=_ints(problem.bytes),
-        cost=np.array([body.cost_us for body in bodies], dtype=np.float64),
-        workspace=_ints(problem.rounded(body.workspace_bytes) for body in bodies),
-        scratch=_ints(body.workspace_bytes for body in bodies),
+        cost=np.array([variant.cost_us for variant in variants], dtype=np.float64),
+        workspace=_ints(problem.rounded(variant.workspace_bytes) for variant in variants),
+        scratch=_ints(variant.workspace_bytes for variant in variants),
         producer=_ints(problem.producer),
         last_use=_ints(problem.last_use),
         evictable=_flags(problem.evictable),

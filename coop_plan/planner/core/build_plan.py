@@ -50,7 +50,7 @@ def assemble(
     arena = placed.arena_bytes
     base, cost = problem.base_cost_us, schedule.cost_us
     live = int(schedule.live_bytes(exact=True).max(initial=0))
-    runs = sum(body >= 0 for body in schedule.bodies)
+    runs = sum(variant >= 0 for variant in schedule.variants)
     moved = schedule.trace.moved[schedule.trace.moved >= 0]
     steps = _Steps(placed, host_offsets)
     return Plan(
@@ -144,9 +144,9 @@ class _Steps:
 
     def _compute(self, run: Run, workspace_offset: int) -> Compute:
         problem = self.problem
-        body = problem.bodies[run.body]
+        variant = problem.variants[run.variant]
         writes = []
-        for t, buffer in zip(body.outputs, run.writes, strict=True):
+        for t, buffer in zip(variant.outputs, run.writes, strict=True):
             offset: int | None
             if buffer == OUTSIDE:
                 offset, number = None, self.next_buffer
@@ -162,14 +162,14 @@ class _Steps:
                 )
             )
         workspace = self.no_workspace
-        if body.workspace_bytes:
-            workspace = Workspace(offset=workspace_offset, bytes=body.workspace_bytes)
+        if variant.workspace_bytes:
+            workspace = Workspace(offset=workspace_offset, bytes=variant.workspace_bytes)
         return Compute(
-            op=problem.graph.ops[body.op].id,
-            variant=body.variant,
+            op=problem.graph.ops[variant.op].id,
+            variant=variant.name,
             reads=[
                 self.named[t] if buffer == OUTSIDE else buffer
-                for t, buffer in zip(body.inputs, run.reads, strict=True)
+                for t, buffer in zip(variant.inputs, run.reads, strict=True)
             ],
             writes=writes,
             workspace=workspace,

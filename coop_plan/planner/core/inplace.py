@@ -13,13 +13,13 @@ from coop_plan.planner.core.jit import linked, njit
 
 
 @linked
-def choose_pairs(a: Arrays, body: int, allowed: Flags) -> Flags:
+def choose_pairs(a: Arrays, variant: int, allowed: Flags) -> Flags:
     """
-    Flags per row entry of the body's `shares`: the pairs to use, of those that are `allowed` now.
+    Flags per row entry of the variant's `shares`: the pairs to use, of those that are `allowed` now.
 
     Each output and each input is in one of them at most.
     """
-    low, high = a.shares_ptr[body], a.shares_ptr[body + 1]
+    low, high = a.shares_ptr[variant], a.shares_ptr[variant + 1]
     count = high - low
     chosen = np.zeros(count, dtype=np.uint8)
     seen = np.full(count, -1, dtype=np.int64)  # by pair: the output that a path has led here for
@@ -62,29 +62,29 @@ def choose_pairs(a: Arrays, body: int, allowed: Flags) -> Flags:
 @njit
 def working_sets(a: Arrays) -> Ints:
     """
-    Per body the arena bytes that it needs at least, rounded sizes: in its first run, and run again.
+    Per variant the arena bytes that it needs at least, rounded sizes: in its first run, and run again.
 
-    Inputs, outputs and workspace, those that can share one address counted once. Shape (2, bodies).
+    Inputs, outputs and workspace, those that can share one address counted once. Shape (2, variants).
     """
     count = a.cost.size
     need = np.zeros((2, count), dtype=np.int64)
-    for body in range(count):
+    for variant in range(count):
         for again in range(2):
-            total = a.workspace[body]
-            for k in range(a.reads_ptr[body], a.reads_ptr[body + 1]):
+            total = a.workspace[variant]
+            for k in range(a.reads_ptr[variant], a.reads_ptr[variant + 1]):
                 total += a.size[a.reads[k]]
-            for k in range(a.makes_ptr[body], a.makes_ptr[body + 1]):
+            for k in range(a.makes_ptr[variant], a.makes_ptr[variant + 1]):
                 if again == 1 or a.outside[a.makes[k]] == 0:
                     total += a.size[a.makes[k]]
-            low, high = a.shares_ptr[body], a.shares_ptr[body + 1]
+            low, high = a.shares_ptr[variant], a.shares_ptr[variant + 1]
             if high > low:
                 allowed = np.ones(high - low, dtype=np.uint8)
                 for k in range(low, high):
                     if again == 0 and a.outside[a.shares_out[k]] == 1:
                         allowed[k - low] = 0
-                chosen = choose_pairs(a, body, allowed)
+                chosen = choose_pairs(a, variant, allowed)
                 for k in range(low, high):
                     if chosen[k - low] == 1:
                         total -= a.size[a.shares_out[k]]
-            need[again, body] = total
+            need[again, variant] = total
     return need

@@ -21,7 +21,7 @@ from coop_plan.planner.core.jit import inner, linked, njit
 from coop_plan.planner.core.inplace import choose_pairs
 
 RUN, OFFLOAD, PREFETCH, WAIT = range(4)
-"""Kinds of events: run a body; copy a tensor to the host, or back; wait for its last copy."""
+"""Kinds of events: run a variant; copy a tensor to the host, or back; wait for its last copy."""
 
 OUTSIDE = -1
 """Stands for a read or a write that does not touch the arena."""
@@ -36,7 +36,7 @@ class Trace(NamedTuple):
 
     Per buffer: its tensor, the events that make it and touch it last, the buffer whose address it
     takes over in place or −1, and whether it survives the step. Per event: row
-    `reads_ptr[e]:reads_ptr[e + 1]` of `reads` follows the inputs of the body, `writes` its outputs;
+    `reads_ptr[e]:reads_ptr[e + 1]` of `reads` follows the inputs of the variant, `writes` its outputs;
     `moved` is the buffer of a transfer, `source` the one that a prefetch was copied from, else −1.
     """
 
@@ -56,7 +56,7 @@ class Trace(NamedTuple):
 @njit
 def trace(a: Arrays, do: Ints, what: Ints) -> Trace:
     """
-    The buffers of events: kind `do[e]` of body (`RUN`) or tensor (else) `what[e]`.
+    The buffers of events: kind `do[e]` of variant (`RUN`) or tensor (else) `what[e]`.
 
     An op reads the latest copy of each input. A copy lives until its last touch, and what is made
     again takes over from then on, unless an op overwrites it: then the first copy stays, and a new
@@ -184,19 +184,19 @@ def _share(a: Arrays, do: Ints, what: Ints, t: Trace) -> None:
     for e in range(do.size):
         if do[e] != RUN or a.shares_ptr[what[e]] == a.shares_ptr[what[e] + 1]:
             continue
-        body = what[e]
-        low, high = a.shares_ptr[body], a.shares_ptr[body + 1]
+        variant = what[e]
+        low, high = a.shares_ptr[variant], a.shares_ptr[variant + 1]
         allowed = np.zeros(high - low, dtype=np.uint8)
         outs, sources = np.empty(high - low, np.int64), np.empty(high - low, np.int64)
         for k in range(high - low):
-            at, size = a.inputs_ptr[body], a.inputs_ptr[body + 1] - a.inputs_ptr[body]
+            at, size = a.inputs_ptr[variant], a.inputs_ptr[variant + 1] - a.inputs_ptr[variant]
             sources[k] = _at(t.reads, a.inputs, at, size, t.reads_ptr[e], a.shares_in[low + k])
-            at, size = a.makes_ptr[body], a.makes_ptr[body + 1] - a.makes_ptr[body]
+            at, size = a.makes_ptr[variant], a.makes_ptr[variant + 1] - a.makes_ptr[variant]
             outs[k] = _at(t.writes, a.makes, at, size, t.writes_ptr[e], a.shares_out[low + k])
             source = sources[k]
             if outs[k] >= 0 and source >= 0 and t.last[source] == e and t.survives[source] == 0:
                 allowed[k] = 1
-        chosen = choose_pairs(a, body, allowed)
+        chosen = choose_pairs(a, variant, allowed)
         for k in range(high - low):
             if chosen[k] == 1:
                 t.shares[outs[k]] = sources[k]
@@ -207,7 +207,7 @@ def live_bytes(do: Ints, what: Ints, t: Trace, size: Ints, scratch: Ints) -> Int
     """
     Arena bytes live at each event, workspace included, addresses shared in place counted once.
 
-    `size` is bytes per tensor and `scratch` per body: both rounded up (`Arrays.size`, `.workspace`)
+    `size` is bytes per tensor and `scratch` per variant: both rounded up (`Arrays.size`, `.workspace`)
     for what a layout needs, or both exact (`Arrays.bytes`, `.scratch`).
     """
     change = np.zeros(do.size + 1, dtype=np.int64)

@@ -1,7 +1,7 @@
 """
 The planning problem: one graph turned into flat lists, once, for every method.
 
-Ops, bodies and tensors are positions, not ids. Sizes are bytes rounded up to the alignment; `bytes`
+Ops, variants and tensors are positions, not ids. Sizes are bytes rounded up to the alignment; `bytes`
 keeps the exact ones (see `planner.core.lifetimes` for the one rule of both).
 """
 
@@ -29,9 +29,9 @@ def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Body:
+class OpVariant:
     """
-    One way to run an op: its default, or one of its variants (MONeT, ICLR 2021, section 4.2).
+    One way to run an op: its default, or another (MONeT, ICLR 2021, section 4.2).
 
     `inputs` and `outputs` follow the document, tensor by tensor; `reads` and `makes` are the
     distinct ones of them whose place is the arena. `cost_us` is µs, `workspace_bytes` exact.
@@ -41,7 +41,7 @@ class Body:
     """
 
     op: int
-    variant: str | None
+    name: str | None
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     reads: tuple[int, ...]
@@ -54,11 +54,11 @@ class Body:
 @dataclass(frozen=True)
 class Problem:
     """
-    One step's bodies and storages under an alignment and an outputs rule.
+    One step's variants and storages under an alignment and an outputs rule.
 
-    `bodies` begins with the default body of every op in program order, so that an op's number is
-    also that of its default body; variants follow. `producer[t]` is the op that makes t, and −1 for
-    a tensor that is there before the step. `consumers[t]` are the ops whose default bodies read t,
+    `variants` begins with the default variant of every op in program order, so that an op's number is
+    also that of its default variant; variants follow. `producer[t]` is the op that makes t, and −1 for
+    a tensor that is there before the step. `consumers[t]` are the ops whose default variants read t,
     `last_use[t]` the last of them in program order: the producer itself for a dead tensor,
     `op_count` for an output of the step.
     """
@@ -68,7 +68,7 @@ class Problem:
     outputs: Outputs
     host_budget: int | None
     op_count: int
-    bodies: list[Body]
+    variants: list[OpVariant]
     bytes: list[int]
     size: list[int]
     producer: list[int]
@@ -123,15 +123,15 @@ class Problem:
         in_arena = [not (r or o) for r, o in zip(resident, outside, strict=True)]
         tensor_bytes = [tensor.bytes for tensor in graph.tensors]
 
-        def body(position: int, op: Op, variant: Variant | None) -> Body:
-            form = op if variant is None else variant
+        def form_of(position: int, op: Op, other: Variant | None) -> OpVariant:
+            form = op if other is None else other
             inputs = tuple(index[t] for t in form.inputs)
             made = tuple(index[t] for t in form.outputs)
             overwritten = {index[t] for t in op.mutates}
             pairs = [(index[a], index[b]) for a, b in form.inplace]
-            return Body(
+            return OpVariant(
                 op=position,
-                variant=None if variant is None else variant.name,
+                name=None if other is None else other.name,
                 inputs=inputs,
                 outputs=made,
                 reads=tuple(t for t in dict.fromkeys(inputs) if in_arena[t]),
@@ -147,20 +147,20 @@ class Problem:
                 ),
             )
 
-        bodies = [body(position, op, None) for position, op in enumerate(graph.ops)]
-        bodies += [
-            body(position, op, variant)
+        variants = [form_of(position, op, None) for position, op in enumerate(graph.ops)]
+        variants += [
+            form_of(position, op, variant)
             for position, op in enumerate(graph.ops)
             for variant in op.variants
             if not variant.approximate
         ]
         count, n = len(graph.tensors), len(graph.ops)
         producer = [-1] * count
-        for made_by in bodies:
+        for made_by in variants:
             for t in made_by.outputs:
                 producer[t] = made_by.op
         consumers: list[list[int]] = [[] for _ in range(count)]
-        for read_by in bodies[:n]:
+        for read_by in variants[:n]:
             for t in dict.fromkeys(read_by.inputs):
                 consumers[t].append(read_by.op)
         mask = alignment - 1
@@ -170,7 +170,7 @@ class Problem:
             outputs=outputs,
             host_budget=host_budget,
             op_count=n,
-            bodies=bodies,
+            variants=variants,
             bytes=tensor_bytes,
             size=[(count + mask) & ~mask for count in tensor_bytes],
             producer=producer,
@@ -184,46 +184,46 @@ class Problem:
             is_output=is_output,
         )
 
-    # Columns of the default bodies, op by op, for all who know of no others.
+    # Columns of the default variants, op by op, for all who know of no others.
 
     @property
-    def _defaults(self) -> list[Body]:
-        return self.bodies[: self.op_count]
+    def _defaults(self) -> list[OpVariant]:
+        return self.variants[: self.op_count]
 
     @cached_property
     def op_inputs(self) -> list[tuple[int, ...]]:
         """Per op its inputs."""
-        return [body.inputs for body in self._defaults]
+        return [variant.inputs for variant in self._defaults]
 
     @cached_property
     def op_outputs(self) -> list[tuple[int, ...]]:
         """Per op its outputs."""
-        return [body.outputs for body in self._defaults]
+        return [variant.outputs for variant in self._defaults]
 
     @cached_property
     def reads(self) -> list[tuple[int, ...]]:
         """Per op the distinct inputs in the arena."""
-        return [body.reads for body in self._defaults]
+        return [variant.reads for variant in self._defaults]
 
     @cached_property
     def makes(self) -> list[tuple[int, ...]]:
         """Per op the outputs in the arena."""
-        return [body.makes for body in self._defaults]
+        return [variant.makes for variant in self._defaults]
 
     @cached_property
     def cost(self) -> list[float]:
         """Per op its cost, µs."""
-        return [body.cost_us for body in self._defaults]
+        return [variant.cost_us for variant in self._defaults]
 
     @cached_property
     def workspace(self) -> list[int]:
         """Per op its scratch, bytes rounded up to the alignment."""
-        return [self.rounded(body.workspace_bytes) for body in self._defaults]
+        return [self.rounded(variant.workspace_bytes) for variant in self._defaults]
 
     @cached_property
     def inplace(self) -> list[tuple[Pair, ...]]:
         """Per op the pairs that may share one address."""
-        return [body.inplace for body in self._defaults]
+        return [variant.inplace for variant in self._defaults]
 
     def rounded(self, size: int) -> int:
         """Bytes rounded up to the alignment: of a tensor, and of what may be live in an arena."""
@@ -243,15 +243,15 @@ class Problem:
 
     @cached_property
     def base_cost_us(self) -> float:
-        """Every op once in its default body, µs."""
+        """Every op once in its default variant, µs."""
         return fsum(self.cost)
 
     @cached_property
     def floor_us(self) -> float:
-        """Every op once in its cheapest body, µs: no schedule at all costs less."""
+        """Every op once in its cheapest variant, µs: no schedule at all costs less."""
         least = list(self.cost)
-        for body in self.bodies[self.op_count :]:
-            least[body.op] = min(least[body.op], body.cost_us)
+        for variant in self.variants[self.op_count :]:
+            least[variant.op] = min(least[variant.op], variant.cost_us)
         return fsum(least)
 
     @cached_property
@@ -303,18 +303,18 @@ class Problem:
             for t in range(self.tensor_count)
         ]
 
-    def _until(self, body: Body, *, arena: bool) -> int:
+    def _until(self, variant: OpVariant, *, arena: bool) -> int:
         """The first op from its own on that overwrites what it reads (`arena`: there too), or n."""
-        limit = self.op_count if self.graph.ops[body.op].recomputable else body.op
-        for t in body.inputs:
+        limit = self.op_count if self.graph.ops[variant.op].recomputable else variant.op
+        for t in variant.inputs:
             if arena or self.resident[t] or self.outside[t]:
-                later = [p for p in self.overwriters.get(t, ()) if p >= body.op]
+                later = [p for p in self.overwriters.get(t, ()) if p >= variant.op]
                 limit = min([limit, *later])
         return limit
 
-    def until_of(self, body: Body) -> int:
-        """As `until`, of any body."""
-        return self._until(body, arena=False)
+    def until_of(self, variant: OpVariant) -> int:
+        """As `until`, of any variant."""
+        return self._until(variant, arena=False)
 
     @cached_property
     def until(self) -> list[int]:
@@ -325,7 +325,7 @@ class Problem:
         overwritten in the arena can be made again at its old version, so this is all that every
         schedule has to keep to.
         """
-        return [self.until_of(body) for body in self._defaults]
+        return [self.until_of(variant) for variant in self._defaults]
 
     def touches_overwritten(self, op: int) -> bool:
         """Whether the op reads or makes what some op overwrites in the arena."""
@@ -382,7 +382,7 @@ class Problem:
     def repeatable(self, tensors: list[bool]) -> list[bool]:
         """Ops that make one of these tensors and may run again anywhere after their first run."""
         return [
-            self._until(self.bodies[op], arena=True) == self.op_count
+            self._until(self.variants[op], arena=True) == self.op_count
             and any(tensors[t] for t in self.op_outputs[op])
             for op in range(self.op_count)
         ]
@@ -406,6 +406,6 @@ class Problem:
         shared = {t for t in range(self.tensor_count) if self.outside[t] and self.consumers[t]}
         shared.update(self.overwriters)
         return [
-            op.rng or not op.recomputable or any(t in shared for t in (*body.inputs, *body.outputs))
-            for op, body in zip(self.graph.ops, self._defaults, strict=True)
+            op.rng or not op.recomputable or any(t in shared for t in (*variant.inputs, *variant.outputs))
+            for op, variant in zip(self.graph.ops, self._defaults, strict=True)
         ]

@@ -32,12 +32,12 @@ __all__ = ["OUTSIDE", "Event", "Offload", "PlacedSchedule", "Prefetch", "Run", "
 @dataclass(frozen=True, slots=True)
 class Run:
     """
-    Body `body` runs. `reads` follow its inputs and `writes` its outputs, buffer by buffer.
+    OpVariant `variant` runs. `reads` follow its inputs and `writes` its outputs, buffer by buffer.
 
     `OUTSIDE` stands for resident tensors and outputs outside the arena.
     """
 
-    body: int
+    variant: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
 
@@ -67,7 +67,7 @@ class Wait:
 Event = Run | Offload | Prefetch | Wait
 
 ORDERS = {"run": RUN, "offload": OFFLOAD, "prefetch": PREFETCH, "wait": WAIT}
-"""What can be asked for in order, and of what: a body to run, and else a tensor."""
+"""What can be asked for in order, and of what: a variant to run, and else a tensor."""
 
 
 class NoScheduleError(ValueError):
@@ -88,20 +88,20 @@ class Schedule:
     trace: Trace
 
     @classmethod
-    def of(cls, problem: Problem, bodies: Sequence[int] | Ints) -> "Schedule":
+    def of(cls, problem: Problem, variants: Sequence[int] | Ints) -> "Schedule":
         """
-        The schedule that runs these bodies in that order, and keeps nothing longer than it is read.
+        The schedule that runs these variants in that order, and keeps nothing longer than it is read.
 
         Raises:
             NoScheduleError: one of them reads what is not there.
         """
-        what = np.array(bodies, dtype=np.int64)
+        what = np.array(variants, dtype=np.int64)
         return cls._of(problem, np.full(what.size, RUN, dtype=np.int64), what)
 
     @classmethod
     def of_orders(cls, problem: Problem, orders: Iterable[tuple[str, int]]) -> "Schedule":
         """
-        The schedule of ("run", body), ("offload", tensor), ("prefetch", tensor), ("wait", tensor).
+        The schedule of ("run", variant), ("offload", tensor), ("prefetch", tensor), ("wait", tensor).
 
         A wait is for the last copy of that tensor.
 
@@ -145,8 +145,8 @@ class Schedule:
         return int(self.do.size)
 
     @cached_property
-    def bodies(self) -> list[int]:
-        """Per event the body it runs, −1 for a transfer."""
+    def variants(self) -> list[int]:
+        """Per event the variant it runs, −1 for a transfer."""
         found: list[int] = np.where(self.do == RUN, self.what, -1).tolist()
         return found
 
@@ -206,7 +206,7 @@ class Schedule:
         moved = self.trace.moved.tolist()
         for e, (do, what) in enumerate(zip(self.do.tolist(), self.what.tolist(), strict=True)):
             if do == RUN:
-                timeline.compute(problem.bodies[what].cost_us)
+                timeline.compute(problem.variants[what].cost_us)
             elif do == WAIT:
                 timeline.wait(moved[e])
             else:

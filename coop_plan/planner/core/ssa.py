@@ -23,7 +23,7 @@ from coop_plan.schemas import Op, Tensor
 @dataclass(frozen=True)
 class Versions:
     """
-    `problem` is `original` with versions as tensors: the same ops, in their default bodies only.
+    `problem` is `original` with versions as tensors: the same ops, in their default variants only.
 
     Where nothing in the arena is overwritten it is the original itself. Version 0 of a tensor has
     the tensor's number; the others follow all tensors. `overwrites[o]` are the (made, read)
@@ -67,7 +67,7 @@ class Versions:
         """Per buffer the one with version 0 in its place."""
         t = schedule.trace
         root = np.arange(t.tensor.size)
-        for event, op in enumerate(schedule.bodies):
+        for event, op in enumerate(schedule.variants):
             if op < 0 or not self.overwrites[op]:
                 continue
             reads = dict(zip(self.problem.op_inputs[op], schedule.reads(event), strict=True))
@@ -85,7 +85,7 @@ class Versions:
         last, survives = t.last[kept], t.survives[kept]
         np.maximum.at(last, buffer, t.last)
         np.maximum.at(survives, buffer, t.survives)
-        fewer = [0 if op < 0 else len(self.overwrites[op]) for op in schedule.bodies]
+        fewer = [0 if op < 0 else len(self.overwrites[op]) for op in schedule.variants]
         ends = t.writes_ptr[1:]
         stays = np.ones(t.writes.size, dtype=np.bool_)
         for end, versions in zip(ends, fewer, strict=True):

@@ -19,7 +19,7 @@ for it. An offload is listed right behind the run that makes its source for it t
 prefetch behind the last step that uses the bytes it takes over.
 
 The cost of a plan is its makespan: the end of the last compute step or of the last copy that was
-waited for. Without copies it is the sum of the costs of the bodies, whatever their order. How long
+waited for. Without copies it is the sum of the costs of the variants, whatever their order. How long
 compute is held is told by cause: waits for a tensor to come back, and waits for bytes that are
 still being copied away.
 """
@@ -70,7 +70,7 @@ class Timeline:
         self._to_device = Engine(self.device.h2d_bytes_per_s, latency)
 
     def compute(self, cost_us: float) -> None:
-        """A body runs for so long."""
+        """A variant runs for so long."""
         self._costs.append(cost_us)
         self._now_us += cost_us
 

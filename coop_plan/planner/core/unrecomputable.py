@@ -32,15 +32,15 @@ def most_held(problem: Problem, arena_bytes: int) -> Held | None:
             change[min(problem.last_use[t] + 1, n)] -= problem.size[t]
     beside = list(accumulate(change[:n]))
     for op in range(n):
-        body = problem.bodies[op]
-        for t in dict.fromkeys((*body.reads, *body.makes)):
+        variant = problem.variants[op]
+        for t in dict.fromkeys((*variant.reads, *variant.makes)):
             if kept[t] <= op <= problem.last_use[t]:
                 beside[op] -= problem.size[t]
     first = needs(problem).first
     op = max(range(n), key=lambda op: first[op] + beside[op], default=-1)
     if op < 0 or not beside[op] or first[op] + beside[op] <= arena_bytes:
         return None
-    own = {*problem.bodies[op].reads, *problem.bodies[op].makes}
+    own = {*problem.variants[op].reads, *problem.variants[op].makes}
     there = [t for t in kept if t not in own and kept[t] <= op <= problem.last_use[t]]
     return Held(op, beside[op], max(there, key=problem.size.__getitem__))
 
@@ -53,8 +53,8 @@ def least_with_outputs(problem: Problem) -> int:
     """
     first = needs(problem).first
     least = first[: problem.op_count]
-    for number, body in enumerate(problem.bodies):
-        least[body.op] = min(least[body.op], first[number])
+    for number, variant in enumerate(problem.variants):
+        least[variant.op] = min(least[variant.op], first[number])
     held = outputs_held(problem)
     return max((need + beside for need, beside in zip(least, held, strict=True)), default=0)
 
@@ -63,9 +63,9 @@ def outputs_held(problem: Problem) -> list[int]:
     """Per op the arena bytes of outputs made before that it neither reads nor makes."""
     made, total = set[int](), 0
     found = []
-    for body in problem.bodies[: problem.op_count]:
-        found.append(total - sum(problem.size[t] for t in {*body.reads, *body.makes} & made))
-        ends = {t for t in body.makes if problem.is_output[t]} - made
+    for variant in problem.variants[: problem.op_count]:
+        found.append(total - sum(problem.size[t] for t in {*variant.reads, *variant.makes} & made))
+        ends = {t for t in variant.makes if problem.is_output[t]} - made
         total += sum(problem.size[t] for t in ends)
         made |= ends
     return found

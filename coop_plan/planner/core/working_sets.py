@@ -9,7 +9,7 @@ from coop_plan.planner.core.problem import Problem
 
 class Needs(NamedTuple):
     """
-    Per body the arena bytes that it needs at least, in its first run and when it runs again.
+    Per variant the arena bytes that it needs at least, in its first run and when it runs again.
 
     Inputs, outputs and workspace, rounded up; what can share one address in place counts once.
     """
@@ -19,14 +19,14 @@ class Needs(NamedTuple):
 
 
 class WorkingSet(NamedTuple):
-    """An op and the arena bytes that it needs at least, in whichever body."""
+    """An op and the arena bytes that it needs at least, in whichever variant."""
 
     op: int
     bytes: int
 
 
 def needs(problem: Problem) -> Needs:
-    """The needs of a problem's bodies, found once."""
+    """The needs of a problem's variants, found once."""
     found = problem.__dict__.get("_needs")
     if found is None:
         first, again = working_sets(to_arrays(problem)).tolist()
@@ -37,9 +37,9 @@ def needs(problem: Problem) -> Needs:
 
 def largest_working_set(problem: Problem) -> WorkingSet:
     """
-    The op whose default body needs most, and that many bytes; (−1, 0) without ops.
+    The op whose default variant needs most, and that many bytes; (−1, 0) without ops.
 
-    A bound on the arena of every schedule of default bodies.
+    A bound on the arena of every schedule of default variants.
     """
     first = needs(problem).first[: problem.op_count]
     if not first:
@@ -50,13 +50,13 @@ def largest_working_set(problem: Problem) -> WorkingSet:
 
 def least_working_set(problem: Problem) -> WorkingSet:
     """
-    The op whose leanest body needs most, and that many bytes; (−1, 0) without ops.
+    The op whose leanest variant needs most, and that many bytes; (−1, 0) without ops.
 
     A bound on the arena of every schedule.
     """
     first = needs(problem).first
     least = first[: problem.op_count]
-    for number, body in enumerate(problem.bodies):
-        least[body.op] = min(least[body.op], first[number])
+    for number, variant in enumerate(problem.variants):
+        least[variant.op] = min(least[variant.op], first[number])
     op = max(range(len(least)), key=least.__getitem__, default=-1)
     return WorkingSet(op, least[op] if op >= 0 else 0)

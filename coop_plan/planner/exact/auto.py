@@ -49,7 +49,7 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
 
 @dataclass
 class _AnyOrderBound:
-    """What any schedule of the default bodies costs at least, where nothing can be moved."""
+    """What any schedule of the default variants costs at least, where nothing can be moved."""
 
     best: Incumbent
     process: BoundingProcess

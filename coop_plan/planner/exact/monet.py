@@ -3,15 +3,15 @@ monet: the integer program of Shah et al., Memory Optimization for Deep Networks
 
 Stage t ends with the first run of op t. The forward pass runs once (section 3); in a stage of the
 backward pass, ops of the forward pass may run again before op t, in program order, each at most
-once and each run in a body of its own (section 4.2).
+once and each run in a variant of its own (section 4.2).
 
-    δ[t, v]     body v runs in stage t: the paper's r and δ as one, Σ δ ≤ 1 by op
+    δ[t, v]     variant v runs in stage t: the paper's r and δ as one, Σ δ ≤ 1 by op
     s[t, d]     tensor d is kept from stage t − 1 into stage t
     N[t, i, d]  tensor d is needed in stage t by op i or later, or kept beyond the stage
     m[t, i, d]  tensor d is in memory in stage t while op i runs, and no output of it
-    z[t, v, p]  body v writes its output over an input in stage t, as the pair p allows
+    z[t, v, p]  variant v writes its output over an input in stage t, as the pair p allows
 
-Beyond the paper: any graph, tensors that only some bodies make, and ops that run once. The class is
+Beyond the paper: any graph, tensors that only some variants make, and ops that run once. The class is
 a restriction, so the optimum is no bound for all schedules, and the plan claims none.
 """
 
@@ -55,7 +55,7 @@ class MonetModel:
         for t in range(choices.n):
             for op in (*_again(choices, t), t):
                 for v in choices.of[op]:
-                    self.delta[t, v] = self.milp.binary(problem.bodies[v].cost_us / unit)
+                    self.delta[t, v] = self.milp.binary(problem.variants[v].cost_us / unit)
             for d, last in enumerate(choices.useful):
                 if 0 <= problem.producer[d] < t <= last:
                     self.s[t, d] = self.milp.binary()
@@ -69,12 +69,12 @@ class MonetModel:
 
     def made(self, t: int, d: int) -> Terms:
         """Whether stage t makes tensor d."""
-        bodies = self.choices.problem.bodies
+        variants = self.choices.problem.variants
         makers = self.choices.of[self.choices.problem.producer[d]]
         return [
             (self.delta[t, v], 1.0)
             for v in makers
-            if (t, v) in self.delta and d in bodies[v].outputs
+            if (t, v) in self.delta and d in variants[v].outputs
         ]
 
     def there(self, t: int, d: int) -> Terms:
@@ -138,9 +138,9 @@ class MonetModel:
                     weights[m] = problem.size[d]
             # [Constraint] Σ bytes in memory + outputs + workspace of op ≤ capacity.
             for v in choices.of[op]:
-                body = problem.bodies[v]
-                taken = problem.rounded(body.workspace_bytes)
-                taken += sum(problem.size[d] for d in body.makes)
+                variant = problem.variants[v]
+                taken = problem.rounded(variant.workspace_bytes)
+                taken += sum(problem.size[d] for d in variant.makes)
                 if op < t:
                     taken += need.again[v] - need.first[v]
                 weights[self.delta[t, v]] = taken
@@ -151,7 +151,7 @@ class MonetModel:
     def _share(self, t: int, v: int, after: dict[int, int], weights: dict[int, float]) -> None:
         """In-place pairs: the output takes the address of an input that ends with the run."""
         milp, problem = self.milp, self.choices.problem
-        pairs = [p for p in problem.bodies[v].inplace if p[1] in self.choices.reads[v]]
+        pairs = [p for p in problem.variants[v].inplace if p[1] in self.choices.reads[v]]
         z = {pair: milp.binary() for pair in pairs if not problem.outside[pair[0]]}
         for (out, source), column in z.items():
             weights[column] = -problem.size[out]
@@ -179,7 +179,7 @@ def _again(choices: Choices, t: int) -> list[int]:
         and not any(
             problem.overwritten[d]
             for v in choices.of[op]
-            for d in (*problem.bodies[v].inputs, *problem.bodies[v].outputs)
+            for d in (*problem.variants[v].inputs, *problem.variants[v].outputs)
         )
         and problem.graph.ops[op].recomputable
     ]

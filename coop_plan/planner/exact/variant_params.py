@@ -1,4 +1,4 @@
-"""The parameters of the search over bodies; the type of a field is its range."""
+"""The parameters of the search over variants; the type of a field is its range."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class VariantParams(Params):
 
     climbs: Count = 24
     """
-    Sets of bodies tried, one change at a time, where no program is solved; in haste on small steps.
+    Sets of variants tried, one change at a time, where no program is solved; in haste on small steps.
     """
 
     neighbourhoods: Count = 8
@@ -21,7 +21,7 @@ class VariantParams(Params):
     """Nodes of branch and bound of one of these at most; a time limit has no such end."""
 
     default_share: Share = 0.1
-    """Share of the time for the default bodies alone, with which it begins."""
+    """Share of the time for the default variants alone, with which it begins."""
 
     reorder_share: Share = 0.1
     """Share of the time for other orders of first runs, with which it ends."""
@@ -34,7 +34,7 @@ class VariantParams(Params):
 
     sizes: tuple[Share, ...] = (0.5, 1.0, 0.25)
     """
-    Rules: per op the cheapest body whose working set is this share at most of the arena without the
+    Rules: per op the cheapest variant whose working set is this share at most of the arena without the
     outputs that are there.
     """
 

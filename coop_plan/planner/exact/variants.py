@@ -1,4 +1,4 @@
-"""How a method chooses bodies: the search over them, and where that does less, the method too."""
+"""How a method chooses variants: the search over them, and where that does less, the method too."""
 
 import contextlib
 import time
@@ -14,10 +14,10 @@ from coop_plan.planner.search.compute.annealing import cheaper, reordered
 from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
 from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
 from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
-from coop_plan.planner.exact.primal.variant_search import BodySearch
+from coop_plan.planner.exact.primal.variant_search import VariantSearch
 
 
-def solve_with_bodies(
+def solve_with_variants(
     problem: Problem,
     request: Request,
     method: Solve,
@@ -26,15 +26,15 @@ def solve_with_bodies(
     params: VariantParams = DEFAULTS,
 ) -> Solution:
     """
-    The cheapest schedule found whose runs have the bodies that suit them; with `prove` its bound.
+    The cheapest schedule found whose runs have the variants that suit them; with `prove` its bound.
 
-    It begins with coop-offline's schedule of the default bodies. A schedule that chooses bodies
+    It begins with coop-offline's schedule of the default variants. A schedule that chooses variants
     moves nothing to the host: where there is a link, half of the time goes to `method`, which knows
-    of the default bodies alone, and the cheaper one of the two counts; there is no bound of both.
+    of the default variants alone, and the cheaper one of the two counts; there is no bound of both.
     Nor is there one where an op overwrites a tensor in the arena: the program does not follow that.
-    First runs are in the program's order, as in the program that chooses bodies; what is left of
+    First runs are in the program's order, as in the program that chooses variants; what is left of
     the time goes into other orders of the runs it chose. Without a time limit coop-offline's
-    schedule of the default bodies, in any order, counts if it costs less.
+    schedule of the default variants, in any order, counts if it costs less.
 
     Raises:
         DoesNotFitError: nothing was found.
@@ -49,7 +49,7 @@ def solve_with_bodies(
         reorder = not (links or request.any_schedule or "reorder" in request.off)
         if reorder:
             request = replace(request, deadline=end - (end - now) * params.reorder_share)
-    search = BodySearch(problem, request, params)
+    search = VariantSearch(problem, request, params)
     other: Solution | None = None
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
         first = method if links else solve_coop_offline
@@ -82,17 +82,17 @@ def solve_with_bodies(
 
 
 def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> PlacedSchedule | None:
-    """A cheaper schedule in whatever order, each op in the body of its first run; None: none."""
+    """A cheaper schedule in whatever order, each op in the variant of its first run; None: none."""
     chosen: dict[int, int] = {}
     ops: list[int] = []
-    for body in placed.schedule.bodies:
-        ops.append(problem.bodies[body].op)
-        chosen.setdefault(ops[-1], body)
-    bodies = [chosen[op] for op in range(problem.op_count)]
-    alone, sequence = restricted(problem, bodies), np.array(ops, dtype=np.int64)
+    for variant in placed.schedule.variants:
+        ops.append(problem.variants[variant].op)
+        chosen.setdefault(ops[-1], variant)
+    variants = [chosen[op] for op in range(problem.op_count)]
+    alone, sequence = restricted(problem, variants), np.array(ops, dtype=np.int64)
     try:
         Schedule.of(alone, sequence)
     except NoScheduleError:  # a later run makes what the first one does not
         return None
     found = reordered(alone, sequence, placed.cost_us, request)
-    return None if found is None else carried_back(problem, bodies, found)
+    return None if found is None else carried_back(problem, variants, found)

@@ -10,9 +10,9 @@ CONVOLUTION = ("conv",)
 def advice(problem: Problem, op: int) -> str:
     """What would make the working set of an op smaller."""
     name = problem.graph.ops[op].name
-    body = problem.bodies[op]
-    tensors = sum(problem.bytes[t] for t in dict.fromkeys((*body.reads, *body.makes)))
-    if body.workspace_bytes > tensors:
+    variant = problem.variants[op]
+    tensors = sum(problem.bytes[t] for t in dict.fromkeys((*variant.reads, *variant.makes)))
+    if variant.workspace_bytes > tensors:
         return "most of it is the op's own scratch: another implementation of the op, or less batch"
     around = _around(problem, op)
     if any(word in near for word in LOSS for near in (name, *around)):
@@ -29,7 +29,7 @@ def advice(problem: Problem, op: int) -> str:
 
 def _around(problem: Problem, op: int) -> list[str]:
     """Names of the ops that made what the op reads, and of those that read what it makes."""
-    body = problem.bodies[op]
-    near = {problem.producer[t] for t in body.reads}
-    near |= {reader for t in body.makes for reader in problem.consumers[t]}
+    variant = problem.variants[op]
+    near = {problem.producer[t] for t in variant.reads}
+    near |= {reader for t in variant.makes for reader in problem.consumers[t]}
     return [problem.graph.ops[i].name for i in sorted(near) if i >= 0]

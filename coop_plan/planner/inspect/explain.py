@@ -207,20 +207,20 @@ def _blocker(problem: Problem, top: int) -> Blocker | None:
     if not wanted:
         return None
     op = max(range(len(wanted)), key=wanted.__getitem__)
-    body = problem.bodies[op]
+    variant = problem.variants[op]
     parts = [
         Holder(
             tensor_name(graph, t),
             _op(graph, problem.producer[t]),
             _source(graph, problem.producer[t]),
             problem.bytes[t],
-            "output" if t in body.makes else "input",
+            "output" if t in variant.makes else "input",
         )
-        for t in dict.fromkeys((*body.reads, *body.makes))
+        for t in dict.fromkeys((*variant.reads, *variant.makes))
     ]
-    if body.workspace_bytes:
+    if variant.workspace_bytes:
         own = _op(graph, op), _source(graph, op)
-        parts.append(Holder("workspace", *own, body.workspace_bytes, "workspace"))
+        parts.append(Holder("workspace", *own, variant.workspace_bytes, "workspace"))
     parts.sort(key=lambda part: -part.bytes)
     return Blocker(_op(graph, op), _source(graph, op), wanted[op], parts[:top], advice(problem, op))
 

@@ -119,22 +119,22 @@ class Replay:
             self.fault("unknown-op", (at, "/op"), f"the graph has no op {step.op}")
             return
         self._check_order(op, at)
-        body: Op | Variant = op
+        variant: Op | Variant = op
         if step.variant is not None:
             found = next((v for v in op.variants if v.name == step.variant), None)
             if found is None:
                 message = f"op {op.id} has no variant '{step.variant}'"
                 self.fault("unknown-variant", (at, "/variant"), message)
             else:
-                body = found
-        read = self._reads(op, body, step, at)
-        if len(step.writes) != len(body.outputs):
-            message = f"op {op.id} has {len(body.outputs)} outputs, not {len(step.writes)}"
+                variant = found
+        read = self._reads(op, variant, step, at)
+        if len(step.writes) != len(variant.outputs):
+            message = f"op {op.id} has {len(variant.outputs)} outputs, not {len(step.writes)}"
             self.fault("wrong-writes", (at, "/writes"), message)
         shrinking: list[int] = []
-        for index, (write, tensor) in enumerate(zip(step.writes, body.outputs, strict=False)):
-            self._write(op, body, write, tensor, read, shrinking, (at, "/writes/", index))
-        self._workspace(op, body, step, at)
+        for index, (write, tensor) in enumerate(zip(step.writes, variant.outputs, strict=False)):
+            self._write(op, variant, write, tensor, read, shrinking, (at, "/writes/", index))
+        self._workspace(op, variant, step, at)
         # Only now do the buffers end that were taken over: within the step all live together.
         for number, buffer in read.items():
             if buffer.taken:
@@ -143,7 +143,7 @@ class Replay:
             buffer = self.live[writer]
             buffer.end = buffer.offset + buffer.bytes
             self.live_bytes += buffer.bytes
-        self.now_us += body.cost_us
+        self.now_us += variant.cost_us
 
     def free(self, step: Free, at: Place) -> None:
         for index, number in enumerate(step.buffers):
@@ -266,15 +266,15 @@ class Replay:
                 self.fault("rng-order", (at, "/op"), message)
             self.last_random = max(self.last_random, self.position[op.id])
 
-    def _reads(self, op: Op, body: Op | Variant, step: Compute, at: Place) -> dict[int, _Buffer]:
+    def _reads(self, op: Op, variant: Op | Variant, step: Compute, at: Place) -> dict[int, _Buffer]:
         """Check the reads and apply the op's mutations; returns the arena buffers read."""
-        if len(step.reads) != len(body.inputs):
-            message = f"op {op.id} has {len(body.inputs)} inputs, not {len(step.reads)}"
+        if len(step.reads) != len(variant.inputs):
+            message = f"op {op.id} has {len(variant.inputs)} inputs, not {len(step.reads)}"
             self.fault("wrong-reads", (at, "/reads"), message)
         read: dict[int, _Buffer] = {}
         mutated: dict[int, int | None] = {}
         mutators, live, outside, flights = self.mutators, self.live, self.outside, self.flights
-        for index, (entry, tensor) in enumerate(zip(step.reads, body.inputs, strict=False)):
+        for index, (entry, tensor) in enumerate(zip(step.reads, variant.inputs, strict=False)):
             if tensor not in mutators:  # most reads of most plans, looked at at once
                 if isinstance(entry, TensorRead):
                     if entry.tensor == tensor and outside.get(tensor) == 0:
@@ -321,7 +321,7 @@ class Replay:
                 message = f"op {op.id} mutates buffer {number} during its copy to the host"
                 self.fault("early-free", (at, "/reads"), message)
             read[number].version += 1
-        for tensor in set(op.mutates).difference(body.inputs) if op.mutates else ():
+        for tensor in set(op.mutates).difference(variant.inputs) if op.mutates else ():
             message = f"op {op.id} mutates tensor {tensor}, which its variant does not read"
             self.fault("unknown-variant", (at, "/variant"), message)
         return read
@@ -329,7 +329,7 @@ class Replay:
     def _write(
         self,
         op: Op,
-        body: Op | Variant,
+        variant: Op | Variant,
         write: Write,
         tensor: int,
         read: dict[int, _Buffer],
@@ -367,7 +367,7 @@ class Replay:
             self._allocate(write.buffer, write.tensor, write.offset, write.bytes, 0, at)
             return
         old = read[owner]
-        allowed = [write.tensor, old.tensor] in body.inplace and old.tensor not in op.mutates
+        allowed = [write.tensor, old.tensor] in variant.inplace and old.tensor not in op.mutates
         if not allowed or write.bytes > old.bytes:
             why = "is larger than" if allowed else "may not take over"
             message = f"buffer {write.buffer} {why} buffer {owner}, which is read at that offset"
@@ -386,11 +386,11 @@ class Replay:
         self._check_place(write.offset, write.bytes, at)
         shrinking.append(write.buffer)
 
-    def _workspace(self, op: Op, body: Op | Variant, step: Compute, at: Place) -> None:
+    def _workspace(self, op: Op, variant: Op | Variant, step: Compute, at: Place) -> None:
         offset, size = step.workspace.offset, step.workspace.bytes
         place = (at, "/workspace")
-        if size != body.workspace_bytes:
-            message = f"op {op.id} needs {body.workspace_bytes} bytes of workspace, not {size}"
+        if size != variant.workspace_bytes:
+            message = f"op {op.id} needs {variant.workspace_bytes} bytes of workspace, not {size}"
             self.fault("wrong-workspace", (place, "/bytes"), message)
         self._check_place(offset, size, place)
         clash = self._clash(offset, size)

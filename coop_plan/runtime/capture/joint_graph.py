@@ -53,7 +53,7 @@ TICKET_BYTES = 8
 
 
 class Running(NamedTuple):
-    """A body of an op: what the graph says of it, the node that runs, and its facts."""
+    """A variant of an op: what the graph says of it, the node that runs, and its facts."""
 
     form: Op | Variant
     node: fx.Node
@@ -89,7 +89,7 @@ class Captured:
     others: Mapping[fx.Node, Mapping[str, Other]] = field(default_factory=dict)
     """The variants of ops, by node and name."""
 
-    def body(self, step: Compute) -> Running:
+    def running(self, step: Compute) -> Running:
         """What a step of a plan runs.
 
         Raises:
@@ -175,9 +175,9 @@ def capture_joint(
         if t is not None and builder.tensors[t]["kind"] == "activation":
             builder.tensors[t]["kind"] = "output"
     for op in builder.op_fields:  # what is not the step's own is neither overwritten nor in a place
-        for body in (op, *op.get("variants", ())):
-            pairs = body["inplace"]
-            body["inplace"] = [
+        for variant in (op, *op.get("variants", ())):
+            pairs = variant["inplace"]
+            variant["inplace"] = [
                 p for p in pairs if {builder.tensors[t]["kind"] for t in p} == {"activation"}
             ]
     forward = _forward_nodes(module, outputs[:num_fwd_outputs])

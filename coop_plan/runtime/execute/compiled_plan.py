@@ -167,7 +167,7 @@ def _gradient_slots(
             assert isinstance(buffer, int)
             found[position] = made.get(buffer)
         buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
-        taken = captured.body(step).facts.allocated_beside(over.get(number, ()))
+        taken = captured.running(step).facts.allocated_beside(over.get(number, ()))
         for i, allocation in enumerate(taken):
             if allocation.output in buffers:
                 made[buffers[allocation.output]] = first + i
@@ -212,7 +212,7 @@ def _slots(captured: Captured, step: Compute, over: Collection[int]) -> list[tup
 
     There are none for results that lie `over` arguments.
     """
-    profile = captured.body(step).facts
+    profile = captured.running(step).facts
     written = {captured.base[w.tensor][1]: place_of(w) for w in step.writes}
     slots = []
     for allocation in profile.allocated_beside(over):

@@ -133,7 +133,7 @@ def shared_places(captured: Captured, plan: Plan) -> dict[int, Over]:
             offset[step.buffer] = step.offset
         if not isinstance(step, Compute):
             continue
-        form, node, _ = captured.body(step)
+        form, node, _ = captured.running(step)
         reads = dict(zip(form.inputs, step.reads, strict=True))
         placed = {write.tensor: write.offset for write in step.writes}
         over: dict[int, fx.Node] = {}
@@ -257,7 +257,7 @@ class _Half:
     def emit(self, step: Compute, number: int, over: Over) -> None:
         """Copy the op of a compute step, of which some results lie `over` arguments."""
         captured = self.captured
-        form, node, _ = captured.body(step)
+        form, node, _ = captured.running(step)
         bind: dict[int, Source] = {}
         for t, read in zip(form.inputs, step.reads, strict=True):
             if isinstance(read, TensorRead):

@@ -1,4 +1,4 @@
-"""Bodies that keep masks as bits: of dropouts, whose masks are bytes, and of ReLUs.
+"""Variants that keep masks as bits: of dropouts, whose masks are bytes, and of ReLUs.
 
 Of a ReLU the default keeps the result. A `hardtanh` gets none: through NaN its kernel passes a
 gradient or not by where the element is.
@@ -118,7 +118,7 @@ def _fits(masked: Keeping) -> bool:
 
 
 def _same(masked: Keeping, forward: OpProfile, backward: Mapping[fx.Node, OpProfile]) -> bool:
-    """Whether both bodies return the same, as tried."""
+    """Whether both variants return the same, as tried."""
     args = fakes(masked.args)
     key = signature(masked.target, args, {})
 
@@ -136,11 +136,11 @@ def _same(masked: Keeping, forward: OpProfile, backward: Mapping[fx.Node, OpProf
             theirs, rest = _RELU(values), []
             expected = _RELU_BACKWARD(gradient, theirs, 0)
         ours, ones = _seeded(lambda: masked.target(values, *others), values)
-        body, back = forward, backward[reader]
+        variant, back = forward, backward[reader]
         return (
             same_bits(ours, theirs)
             and same_bits(masked.backward(gradient, ones, *rest), expected)
-            and _in_place(masked.target, (values, *others), body, [theirs, ones])
+            and _in_place(masked.target, (values, *others), variant, [theirs, ones])
             and _in_place(masked.backward, (gradient, ones, *rest), back, [expected])
         )
 

@@ -1,4 +1,4 @@
-"""Bodies that run an op for some of its slices at a time, where that takes less memory.
+"""Variants that run an op for some of its slices at a time, where that takes less memory.
 
 What they need beside arguments and results is that of a part, and each result may lie in the place
 of an argument that is cut as it is.
@@ -26,7 +26,7 @@ SHARES = 2, 8
 """In how many parts an op is tried."""
 
 WORTH = 0.9
-"""A body is offered if it takes at most this part of what each before it takes at once."""
+"""A variant is offered if it takes at most this part of what each before it takes at once."""
 
 SMALL = 0.1
 """Results below this part of the largest are not put into places."""
@@ -48,19 +48,19 @@ def offer_parts(builder: GraphBuilder, offers: Offers) -> None:
         called = _Called(node.target, args, kwargs, facts)
         sizes = {t: builder.tensors[t]["bytes"] for t in (*fields["inputs"], *fields["outputs"])}
         need = _need(sizes, fields["inplace"], facts)
-        for name, own, body, pairs in called.in_parts(builder.names[node]):
+        for name, own, variant, pairs in called.in_parts(builder.names[node]):
             inplace = offers.places(node, pairs)
-            less = _need(sizes, inplace, body)
+            less = _need(sizes, inplace, variant)
             if less > WORTH * need:
                 continue
             need = less
             given = (*own, *node.args)
             other = offers.beside(node, IN_PARTS[node.target], given, node.kwargs)
-            offers.add(node, name, Other(other, body), inplace=inplace)
+            offers.add(node, name, Other(other, variant), inplace=inplace)
 
 
 def _need(sizes: Mapping[int, int], inplace: Sequence[Sequence[int]], facts: OpProfile) -> int:
-    """The bytes that a body takes at once, at least."""
+    """The bytes that a variant takes at once, at least."""
     shared: dict[int, int] = {}
     for made, source in inplace:
         if made not in shared and source not in shared.values():
@@ -89,10 +89,10 @@ class _Called:
             if name in found:
                 continue
             own = part, layouts
-            body = profile(IN_PARTS[self.target], (*own, *self.args), self.kwargs, f"{op}_{name}")
-            if body.outputs == outputs and self._alike(own, body, pairs):
+            variant = profile(IN_PARTS[self.target], (*own, *self.args), self.kwargs, f"{op}_{name}")
+            if variant.outputs == outputs and self._alike(own, variant, pairs):
                 found.add(name)
-                yield name, own, body, pairs
+                yield name, own, variant, pairs
 
     @property
     def _cut(self) -> Cut:
@@ -161,7 +161,7 @@ class _Called:
                     found.append((result, position))
         return tuple(found)
 
-    def _alike(self, own: Any, body: OpProfile, pairs: Pairs) -> bool:
+    def _alike(self, own: Any, variant: OpProfile, pairs: Pairs) -> bool:
         """Whether results in parts are the op's own to the bit, wherever they lie."""
         target, args = IN_PARTS[self.target], (*own, *self.args)
 
@@ -172,7 +172,7 @@ class _Called:
                 return False
             for over in _rounds(pairs):
                 made, taken = written_over(target, ((*own, *given), named), over)
-                if taken != body.allocated_beside(over) or not _same(made, expected):
+                if taken != variant.allocated_beside(over) or not _same(made, expected):
                     return False
             return True
 

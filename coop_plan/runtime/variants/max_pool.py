@@ -1,4 +1,4 @@
-"""Bodies of max-pooling that keep a byte of each maximum: its place in the window, not its number.
+"""Variants of max-pooling that keep a byte of each maximum: its place in the window, not its number.
 
 Some planes are pooled at a time, so that PyTorch's numbers, of eight bytes, are scratch.
 """
@@ -158,7 +158,7 @@ def _pair(given: Any, kernel: Any) -> Pair:
 
 
 def _same(keeping: Keeping, _: OpProfile, backward: Mapping[fx.Node, OpProfile]) -> bool:
-    """Whether both bodies return the same, as tried."""
+    """Whether both variants return the same, as tried."""
     args = fakes(keeping.args)
     sizes = [*args[0].shape]
 

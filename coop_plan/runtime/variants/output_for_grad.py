@@ -1,4 +1,4 @@
-"""Bodies of activations' gradients that read what the activation made instead of what it was given.
+"""Variants of activations' gradients that read what the activation made instead of what it was given.
 
 Beyond an activation its result is often kept for the next op, and its input for its gradient alone.
 Of those here the kernel asks which side of a bound an element is on, and the result says that as
@@ -57,15 +57,15 @@ def offer_results(builder: GraphBuilder, offers: Offers) -> None:
         if result.meta["val"].stride() != source.meta["val"].stride():
             continue
         args = fakes((gradient, result, *others))
-        body = profile(node.target, args, {}, f"{builder.names[node]}_{NAME}")
-        if body.outputs != facts.outputs or not _same(activation, bounds, node.target, args):
+        variant = profile(node.target, args, {}, f"{builder.names[node]}_{NAME}")
+        if variant.outputs != facts.outputs or not _same(activation, bounds, node.target, args):
             continue
         other = offers.beside(node, node.target, (gradient, result, *others))
         (old,), (new,) = builder.storages[source], builder.storages[result]
         assert new is not None
         inputs = [new if t == old else t for t in fields["inputs"]]
         pairs = [pair for pair in fields["inplace"] if pair[1] != old]
-        offers.add(node, NAME, Other(other, body), inputs=inputs, inplace=pairs)
+        offers.add(node, NAME, Other(other, variant), inputs=inputs, inplace=pairs)
 
 
 def _same(activation: OpOverload, bounds: list[Any], backward: OpOverload, args: Any) -> bool:

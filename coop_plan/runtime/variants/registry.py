@@ -1,4 +1,4 @@
-"""Bodies of ops beside their defaults: as the graph has them, and as they run.
+"""Variants of ops beside their defaults: as the graph has them, and as they run.
 
 Each is offered only if what it returns on stand-in data is the same to the bit as the default's,
 and lies in memory as that does.
@@ -16,7 +16,7 @@ from coop_plan.runtime.capture.op_profile import OpProfile
 
 @dataclass(frozen=True)
 class Other:
-    """A body of an op beside its default: the node that runs it, and its facts."""
+    """A variant of an op beside its default: the node that runs it, and its facts."""
 
     node: fx.Node
     facts: OpProfile

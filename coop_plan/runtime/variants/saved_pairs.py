@@ -1,4 +1,4 @@
-"""Bodies of an op and of its backwards that keep something smaller between them.
+"""Variants of an op and of its backwards that keep something smaller between them.
 
 Both the op and its backwards get a variant, with a tensor of their own between them; which run, the
 plan says.
@@ -92,5 +92,5 @@ def offer_keeping(builder: GraphBuilder, offers: Offers, keeping: Keeping, same:
         reads = builder.op_fields[position[reader]]["inputs"]
         inputs = [t if read == kept else read for read in reads]
         pairs = offers.places(reader, keeping.pairs(reader, backward[reader]))
-        body = Other(other, backward[reader])
-        offers.add(reader, keeping.name, body, inputs=inputs, inplace=pairs)
+        variant = Other(other, backward[reader])
+        offers.add(reader, keeping.name, variant, inputs=inputs, inplace=pairs)

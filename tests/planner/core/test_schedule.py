@@ -40,7 +40,7 @@ def plan_of(schedule, budget=None):
 
 
 def random_orders(problem, draw):
-    """Any bodies, ops run again wherever they may be, copies to the host and back, in flight."""
+    """Any variants, ops run again wherever they may be, copies to the host and back, in flight."""
     orders, made, hosted, away, back = [], [], set(), set(), set()
     overwritten = problem.overwritten
 
@@ -51,18 +51,18 @@ def random_orders(problem, draw):
         away.discard(t)
         back.discard(t)
 
-    def run(body):
-        for t in problem.bodies[body].inputs:
+    def run(variant):
+        for t in problem.variants[variant].inputs:
             if t in back:
                 wait(t)
-        orders.append(("run", body))
+        orders.append(("run", variant))
 
     repeatable = problem.repeatable(problem.remakeable)
     for op in range(problem.op_count):
         again = [o for o in range(op) if repeatable[o]]
-        for body in draw(st.lists(st.sampled_from(again), max_size=3)) if again else ():
-            run(body)
-        run(draw(st.sampled_from([b for b, body in enumerate(problem.bodies) if body.op == op])))
+        for variant in draw(st.lists(st.sampled_from(again), max_size=3)) if again else ():
+            run(variant)
+        run(draw(st.sampled_from([b for b, variant in enumerate(problem.variants) if variant.op == op])))
         made += [t for t in problem.makes[op] if not overwritten[t]]
         for t in sorted(away | back):
             if draw(st.booleans()):
@@ -200,7 +200,7 @@ def test_copies_on_the_host_share_addresses_once_they_are_read():
 
 
 def test_arrays_are_rows_of_bodies():
-    """Variants follow the default bodies, each with its own reads, makes and cost."""
+    """Variants follow the default variants, each with its own reads, makes and cost."""
     op = {"inputs": [0], "outputs": [1], "cost_us": 5.0}
     lean = {"name": "lean", "inputs": [0], "outputs": [1, 2], "cost_us": 7.0, "workspace_bytes": 3}
     tensors = {0: ("input", 8), 1: ("output", 8), 2: ("activation", 1)}

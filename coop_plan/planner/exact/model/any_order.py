@@ -13,7 +13,7 @@ step. Beside the columns of `planner.exact.model.timepoint` there is the order:
 D is known of the ancestors of o_k, of o_k itself and of its descendants: on real steps of nearly
 all ops.
 
-Why the optimum is a bound: take any schedule that the verifier accepts, in default bodies and
+Why the optimum is a bound: take any schedule that the verifier accepts, in default variants and
 without transfers, and D, X and Y as they say. All that an op reads has run before it, so D holds
 the producers of what it holds, and grows with k. What is read in segment k, by a first run or by an
 op that is run again, was first made in the segment, is run again in it, or was resident while o_k

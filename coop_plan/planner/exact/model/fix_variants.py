@@ -1,4 +1,4 @@
-"""A step in which each op has one body, for the methods that know of no others."""
+"""A step in which each op has one variant, for the methods that know of no others."""
 
 from collections.abc import Sequence
 
@@ -8,13 +8,13 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 
 def restricted(problem: Problem, chosen: Sequence[int]) -> Problem:
     """
-    The problem with body `chosen[o]` as the only one of op o, with the same tensors and no host.
+    The problem with variant `chosen[o]` as the only one of op o, with the same tensors and no host.
 
-    Every body must find what it reads: the body chosen of its maker makes it.
+    Every variant must find what it reads: the variant chosen of its maker makes it.
     """
     ops = []
     for op, number in zip(problem.graph.ops, chosen, strict=True):
-        name = problem.bodies[number].variant
+        name = problem.variants[number].name
         form = next((v for v in op.variants if v.name == name), op)
         ops.append(
             op.model_copy(
@@ -36,7 +36,7 @@ def plainest(problem: Problem) -> Problem | None:
     """
     The problem without variants and in-place pairs, with the same tensors; None if there are none.
 
-    What is a schedule of it is one of `problem` (`carried_back`, by each op's default body).
+    What is a schedule of it is one of `problem` (`carried_back`, by each op's default variant).
     """
     if not any(op.variants or op.inplace for op in problem.graph.ops):
         return None
@@ -54,8 +54,8 @@ def carried_back(problem: Problem, chosen: Sequence[int], placed: PlacedSchedule
     """
     old = placed.schedule
     what = old.what.copy()
-    for event, body in enumerate(old.bodies):
-        if body >= 0:
-            what[event] = chosen[body]
+    for event, variant in enumerate(old.variants):
+        if variant >= 0:
+            what[event] = chosen[variant]
     schedule = Schedule(problem, old.do, what, old.trace)
     return PlacedSchedule(schedule, placed.offset, placed.workspace_offset)

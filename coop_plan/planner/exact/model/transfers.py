@@ -16,7 +16,7 @@ to the host and back, on the timeline of `planner.core.timeline`:
 A copy that begins in segment k is no column of its own: it is A[k] − A[k−1] + L[k].
 
 Why the optimum is a bound. Take any plan that the verifier accepts and that first runs every op in
-program order, in its default body. An *episode* of a tensor is a longest stretch of steps over
+program order, in its default variant. An *episode* of a tensor is a longest stretch of steps over
 which at least one buffer of it is live. Within an episode the tensor can be read from its first run
 or the first wait for a copy from the host on, whichever is first; until then it is arriving. A step
 that reads the tensor comes after that moment, and an episode without such a moment is of no use and

@@ -1,11 +1,11 @@
-"""The bodies of a problem that are worth anything, and what a relaxed model may assume of them."""
+"""The variants of a problem that are worth anything, and what a relaxed model may assume of them."""
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.problem import Body, Problem
+from coop_plan.planner.core.problem import OpVariant, Problem
 
 
-def dominates(problem: Problem, a: Body, b: Body) -> bool:
+def dominates(problem: Problem, a: OpVariant, b: OpVariant) -> bool:
     """
     Whether `a` can stand in for `b` in any run: no dearer, no larger, and it needs nothing more.
 
@@ -24,11 +24,11 @@ def dominates(problem: Problem, a: Body, b: Body) -> bool:
 @dataclass(frozen=True)
 class Choices:
     """
-    Per op the bodies that no other one of it dominates, the cheapest first.
+    Per op the variants that no other one of it dominates, the cheapest first.
 
-    Position n, the end of the step, reads the outputs. `reads` are by body the tensors that it
-    reads and that the step makes, `made` the tensors by op that every one of its bodies makes.
-    `until[b]` is the last position before which body b can run again (`Problem.until`). `useful[t]`
+    Position n, the end of the step, reads the outputs. `reads` are by variant the tensors that it
+    reads and that the step makes, `made` the tensors by op that every one of its variants makes.
+    `until[b]` is the last position before which variant b can run again (`Problem.until`). `useful[t]`
     is the last position at which having tensor t can still matter. `always[t]` says that t takes no
     room in the arena.
     """
@@ -45,21 +45,21 @@ class Choices:
     @classmethod
     def of_problem(cls, problem: Problem) -> "Choices":
         """Those of a problem."""
-        n, bodies = problem.op_count, problem.bodies
+        n, variants = problem.op_count, problem.variants
         by_op: list[list[int]] = [[] for _ in range(n)]
-        for number in sorted(range(len(bodies)), key=lambda b: (bodies[b].cost_us, b)):
-            body = bodies[number]
-            rivals = by_op[body.op]
-            if not any(dominates(problem, bodies[r], body) for r in rivals):
-                rivals[:] = [r for r in rivals if not dominates(problem, body, bodies[r])]
+        for number in sorted(range(len(variants)), key=lambda b: (variants[b].cost_us, b)):
+            variant = variants[number]
+            rivals = by_op[variant.op]
+            if not any(dominates(problem, variants[r], variant) for r in rivals):
+                rivals[:] = [r for r in rivals if not dominates(problem, variant, variants[r])]
                 rivals.append(number)
         of = [tuple(rivals) for rivals in by_op]
         listed = [b for rivals in of for b in rivals]
         reads = {
-            b: frozenset(t for t in bodies[b].inputs if problem.producer[t] >= 0) for b in listed
+            b: frozenset(t for t in variants[b].inputs if problem.producer[t] >= 0) for b in listed
         }
-        made = [frozenset.intersection(*(frozenset(bodies[b].outputs) for b in r)) for r in of]
-        until = {b: problem.until_of(bodies[b]) for b in listed}
+        made = [frozenset.intersection(*(frozenset(variants[b].outputs) for b in r)) for r in of]
+        until = {b: problem.until_of(variants[b]) for b in listed}
         always = [
             size == 0 or problem.outside[t] or problem.resident[t]
             for t, size in enumerate(problem.size)
@@ -69,7 +69,7 @@ class Choices:
             if problem.is_output[t]:
                 useful[t] = n
         for op in range(n - 1, -1, -1):
-            last = max((useful[t] for b in of[op] for t in bodies[b].outputs), default=op)
+            last = max((useful[t] for b in of[op] for t in variants[b].outputs), default=op)
             for b in of[op]:
                 for t in reads[b]:
                     useful[t] = max(useful[t], max(op, min(last, until[b])))
@@ -82,7 +82,7 @@ class Choices:
         return frozenset(t for t in range(problem.tensor_count) if problem.is_output[t])
 
     def read_by_all(self, position: int) -> frozenset[int]:
-        """The tensors that the first run at a position reads in whichever body."""
+        """The tensors that the first run at a position reads in whichever variant."""
         if position == self.n:
             return self.outputs
         return frozenset.intersection(*(self.reads[b] for b in self.of[position]))

@@ -1,19 +1,19 @@
 """
-The time-point program with bodies: memory is checked only while K chosen ops run first.
+The time-point program with variants: memory is checked only while K chosen ops run first.
 
 As `planner.exact.model.timepoint`, with the operator variants of MONeT (Shah et al., ICLR 2021,
 section 4.2) as columns of their own:
 
-    F[v]      body v runs its op for the first time (their δ; Σ F = 1 by op)
+    F[v]      variant v runs its op for the first time (their δ; Σ F = 1 by op)
     X[k, d]   tensor d is resident while τ_k runs
-    Y[k, v]   the op of body v is computed again in segment k, in that body
+    Y[k, v]   the op of variant v is computed again in segment k, in that variant
     Z[k, p]   the in-place pair p of τ_k shares one address, so its input is gone afterwards
     H[k, d]   d is held through the whole of segment k (only where a cut needs it)
 
 Only what every schedule must do is asked for, so that the minimum is a lower bound for any schedule
-that first computes in program order, in whatever bodies. A body that another one dominates is left
+that first computes in program order, in whatever variants. A variant that another one dominates is left
 out (`planner.exact.model.variant_choices`). The memory of recomputes is looked at where a cut asks for it;
-elsewhere, of bodies that read and make the same, a segment has the cheapest one that fits into the
+elsewhere, of variants that read and make the same, a segment has the cheapest one that fits into the
 arena alone.
 """
 
@@ -32,13 +32,13 @@ Terms = list[tuple[int, float]]
 
 
 @dataclass
-class BodyModel:
+class VariantModel:
     """
     The program for one set of time points, in rising order, the last one the end of the step.
 
     `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs. `cuts` are pairs
     (position, op): the op runs again in the segment of that position only if the working set of its
-    body fits beside what is held through the segment. If the program is to be read, `ordered` says
+    variant fits beside what is held through the segment. If the program is to be read, `ordered` says
     that what is made before the op is there, too, as if a segment's recomputes ran in program order
     and once: that is a program for searching, which proves nothing. Of a large graph the program
     alone takes long: it is given up at `deadline`, a `time.monotonic` value (s).
@@ -56,11 +56,11 @@ class BodyModel:
     params: ModelParams = DEFAULTS.model
     milp: Milp = field(default_factory=Milp)
     f: dict[int, int] = field(default_factory=dict)
-    """By body its column, of ops that have more than one."""
+    """By variant its column, of ops that have more than one."""
     x: list[dict[int, int | None]] = field(default_factory=list)
     """Per segment: tensor → column, or None where X is 1."""
     y: list[dict[int, int]] = field(default_factory=list)
-    """Per segment: body → column."""
+    """Per segment: variant → column."""
     z: list[dict[tuple[int, int], int]] = field(default_factory=list)
     """Per segment: in-place pair of τ_k → column."""
     h: list[dict[int, int]] = field(default_factory=list)
@@ -91,17 +91,17 @@ class BodyModel:
         return self.points[k - 1] if k else -1
 
     def _first(self, op: int) -> None:
-        # [Variable] F[v]; [Constraint] Σ F[v] = 1 over the bodies of an op that fit at all.
+        # [Variable] F[v]; [Constraint] Σ F[v] = 1 over the variants of an op that fit at all.
         problem, need = self.choices.problem, needs(self.choices.problem).first
-        bodies = self.choices.of[op]
-        if len(bodies) == 1:
-            self.fixed_us += problem.bodies[bodies[0]].cost_us
+        variants = self.choices.of[op]
+        if len(variants) == 1:
+            self.fixed_us += problem.variants[variants[0]].cost_us
             return
-        for v in bodies:
+        for v in variants:
             upper = 1.0 if need[v] <= self.capacity else 0.0
-            cost = problem.bodies[v].cost_us / self.cost_unit
+            cost = problem.variants[v].cost_us / self.cost_unit
             self.f[v] = self.milp.column(0.0, upper, cost, integer=True)
-        self.milp.row([(self.f[v], 1.0) for v in bodies], 1.0, 1.0)
+        self.milp.row([(self.f[v], 1.0) for v in variants], 1.0, 1.0)
 
     def _variables(self, k: int) -> None:
         choices, point, start = self.choices, self.points[k], self.start(k)
@@ -119,19 +119,19 @@ class BodyModel:
         for op in range(point):
             seen = set[tuple[frozenset[int], frozenset[int]]]()
             for v in choices.of[op]:
-                body = problem.bodies[v]
-                made = frozenset(body.outputs)
-                # Its tensors are there, but for those that only other bodies make; where there are
+                variant = problem.variants[v]
+                made = frozenset(variant.outputs)
+                # Its tensors are there, but for those that only other variants make; where there are
                 # cuts, what was made last may have gone for a moment.
                 if op > start or (op == start and not self._cut[k]):
                     made -= choices.made[op]
                 of_use = any(choices.useful[t] > max(start, op) for t in made)
-                kind = choices.reads[v], frozenset(body.outputs)
+                kind = choices.reads[v], frozenset(variant.outputs)
                 fits = again[v] <= self.capacity
                 new = op in self._cut[k] or kind not in seen
                 if of_use and fits and choices.until[v] > max(start, op) and new:
                     seen.add(kind)
-                    columns[v] = self.milp.binary(body.cost_us / self.cost_unit)
+                    columns[v] = self.milp.binary(variant.cost_us / self.cost_unit)
         self.y.append(columns)
 
     def made_first(self, t: int) -> tuple[int, Terms]:
@@ -140,7 +140,7 @@ class BodyModel:
         op = choices.problem.producer[t]
         if t in choices.made[op]:
             return 1, []
-        makers = [v for v in choices.of[op] if t in choices.problem.bodies[v].outputs]
+        makers = [v for v in choices.of[op] if t in choices.problem.variants[v].outputs]
         return 0, [(self.f[v], 1.0) for v in makers]
 
     def again(self, k: int, t: int) -> Terms:
@@ -149,7 +149,7 @@ class BodyModel:
         return [
             (self.y[k][v], 1.0)
             for v in choices.of[choices.problem.producer[t]]
-            if v in self.y[k] and t in choices.problem.bodies[v].outputs
+            if v in self.y[k] and t in choices.problem.variants[v].outputs
         ]
 
     def available(self, k: int, t: int) -> tuple[int, Terms]:
@@ -210,28 +210,28 @@ class BodyModel:
         fixed = sum(size[t] for t, column in self.x[k].items() if column is None)
         weights = {c: size[t] for t, c in self.x[k].items() if c is not None}
         pairs: dict[tuple[int, int], list[int]] = {}
-        bodies = choices.of[point] if point < choices.n else ()
-        for v in bodies:
-            body = problem.bodies[v]
-            need = problem.rounded(body.workspace_bytes) + sum(size[t] for t in body.makes)
-            if len(bodies) == 1:
+        variants = choices.of[point] if point < choices.n else ()
+        for v in variants:
+            variant = problem.variants[v]
+            need = problem.rounded(variant.workspace_bytes) + sum(size[t] for t in variant.makes)
+            if len(variants) == 1:
                 fixed += need
                 continue
             weights[self.f[v]] = need
-            # [Constraint] what the chosen body reads is resident.
+            # [Constraint] what the chosen variant reads is resident.
             for t in sorted(choices.reads[v]):
                 resident = self.x[k].get(t)
                 if resident is not None:
                     milp.row([(resident, 1.0), (self.f[v], -1.0)], 0.0, INFINITY)
-        for v in bodies:
-            for pair in problem.bodies[v].inplace:
+        for v in variants:
+            for pair in problem.variants[v].inplace:
                 if not problem.outside[pair[0]]:
                     pairs.setdefault(pair, []).append(v)
         z: dict[tuple[int, int], int] = {}
         for pair, users in pairs.items():
             z[pair] = milp.binary()
             weights[z[pair]] = -size[pair[0]]
-            if len(users) < len(bodies):
+            if len(users) < len(variants):
                 milp.row([(z[pair], -1.0), *((self.f[v], 1.0) for v in users)], 0.0, INFINITY)
         for side in (0, 1):
             for t in {pair[side] for pair in z}:
@@ -252,8 +252,8 @@ class BodyModel:
         """Cuts: Σ bytes of H[k, d], d no input of v, + need of v · Y[k, v] ≤ capacity."""
         choices, milp, problem = self.choices, self.milp, self.choices.problem
         self.h.append({})
-        bodies = [v for v in self.y[k] if problem.bodies[v].op in self._cut[k]]
-        for t, resident in self.x[k].items() if bodies else ():
+        variants = [v for v in self.y[k] if problem.variants[v].op in self._cut[k]]
+        for t, resident in self.x[k].items() if variants else ():
             # What is first made later in the segment may be made again, of which Y does not tell.
             if problem.producer[t] > self.start(k) or not problem.size[t]:
                 continue
@@ -267,9 +267,9 @@ class BodyModel:
                 row.append((resident, -1.0))
             milp.row(row, constant + (resident is None) - 1, INFINITY)
         again, unit = needs(problem).again, max(self.capacity, 1)
-        for v in bodies:
+        for v in variants:
             terms, room = [(self.y[k][v], again[v] / unit)], 1.0
-            op = problem.bodies[v].op
+            op = problem.variants[v].op
             others = (t for t in self.x[k] if t not in choices.reads[v])
             for t in others:
                 maker = problem.producer[t]
@@ -287,8 +287,8 @@ class BodyModel:
         return self.fixed_us + bound * self.cost_unit
 
     def chosen(self, values: list[float]) -> list[int]:
-        """Per op the body of its first run in a solution."""
+        """Per op the variant of its first run in a solution."""
         return [
-            max(bodies, key=lambda v: values[self.f[v]]) if len(bodies) > 1 else bodies[0]
-            for bodies in self.choices.of
+            max(variants, key=lambda v: values[self.f[v]]) if len(variants) > 1 else variants[0]
+            for variants in self.choices.of
         ]

@@ -54,7 +54,7 @@ class PlanFollower:
             int, int
         ] = {}  # tensor → event of its production or last use in program order
         seen: set[int] = set()
-        for event, op in enumerate(plan.bodies):
+        for event, op in enumerate(plan.variants):
             if op in seen:
                 continue
             seen.add(op)

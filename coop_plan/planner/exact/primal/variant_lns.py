@@ -1,5 +1,5 @@
 """
-Neighbourhoods of a solution of the program with bodies: what is set free around it.
+Neighbourhoods of a solution of the program with variants: what is set free around it.
 
 Shaw, Using constraint programming and local search methods to solve vehicle routing problems, CP
 1998. What is free is one stretch of the program, two of half the length (what is kept in one for
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from coop_plan.planner.exact.model.milp import Milp, Outcome
 from coop_plan.planner.exact.model.timepoint import ROUNDING
-from coop_plan.planner.exact.model.variant_timepoint import BodyModel
+from coop_plan.planner.exact.model.variant_timepoint import VariantModel
 from coop_plan.planner.exact.variant_params import VariantParams
 
 
@@ -24,7 +24,7 @@ class Neighbourhoods:
         self.widths = [params.first_width] * 3
         self._kind = 0
 
-    def next(self, model: BodyModel, values: list[float]) -> Milp:
+    def next(self, model: VariantModel, values: list[float]) -> Milp:
         """The program with what is drawn set free around a solution, values per column."""
         n, segments = model.choices.n, len(model.points)
         self._kind = self.draw.randrange(3)
@@ -36,7 +36,7 @@ class Neighbourhoods:
             return neighbourhood(model, values, ops, range(0))
         return neighbourhood(model, values, range(0), self._stretch(segments, width))
 
-    def around(self, model: BodyModel, values: list[float], k: int) -> Milp:
+    def around(self, model: VariantModel, values: list[float], k: int) -> Milp:
         """What is done near segment k and what is resident there set free, to fit there."""
         width = self.widths[self._kind]
         near = int(len(model.points) * width / 2) + 1
@@ -61,7 +61,7 @@ class Neighbourhoods:
 
 
 def neighbourhood(
-    model: BodyModel,
+    model: VariantModel,
     values: list[float],
     ops: range | set[int],
     segments: range,
@@ -70,7 +70,7 @@ def neighbourhood(
     """
     The program with all but some ops and segments as it is in a solution.
 
-    Free are the tensors made and the ops first run in `ops`, in all segments, and the bodies of the
+    Free are the tensors made and the ops first run in `ops`, in all segments, and the variants of the
     ops that read those tensors, as what a forward op makes is decided with its backward; and all
     that is done in `segments`. Rows of memory that the solution breaks are as it has them, but for
     segments that are `strict`.
@@ -79,7 +79,7 @@ def neighbourhood(
     loose = set[int]()
     first = {op for k in segments for op in range(model.start(k) + 1, model.points[k] + 1)}
     for v in model.f:
-        op = problem.bodies[v].op
+        op = problem.variants[v].op
         near = any(problem.producer[t] in ops for t in choices.reads[v])
         if near or op in ops or op in first:
             loose.add(model.f[v])
@@ -87,7 +87,7 @@ def neighbourhood(
         here = k in segments
         kept = x.items()
         loose.update(c for t, c in kept if c is not None and (here or problem.producer[t] in ops))
-        loose.update(c for v, c in y.items() if here or problem.bodies[v].op in ops)
+        loose.update(c for v, c in y.items() if here or problem.variants[v].op in ops)
         loose.update(z.values())
     for held in model.h:
         loose.update(held.values())
@@ -102,7 +102,7 @@ def neighbourhood(
     return replace(model.milp, lower=lower, upper=upper, row_upper=row_upper)
 
 
-def too_full(model: BodyModel, values: list[float]) -> dict[int, float]:
+def too_full(model: VariantModel, values: list[float]) -> dict[int, float]:
     """The segments whose rows of memory a solution breaks, and by how much of their room."""
     found = dict[int, float]()
     for k, rows in enumerate(_used(model, values)):
@@ -112,7 +112,7 @@ def too_full(model: BodyModel, values: list[float]) -> dict[int, float]:
     return found
 
 
-def _used(model: BodyModel, values: list[float]) -> list[dict[int, float]]:
+def _used(model: VariantModel, values: list[float]) -> list[dict[int, float]]:
     """Per segment what a solution uses in the rows of memory, by row."""
     used = {row: 0.0 for rows in model.memory for row in rows}
     for row, column, value in zip(

@@ -1,16 +1,16 @@
-"""From a solution of the program with bodies to runs in order, and each run's cheapest body."""
+"""From a solution of the program with variants to runs in order, and each run's cheapest variant."""
 
 from collections.abc import Iterable, Sequence
 
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.exact.model.variant_choices import Choices
-from coop_plan.planner.exact.model.variant_timepoint import BodyModel
+from coop_plan.planner.exact.model.variant_timepoint import VariantModel
 
 
-def read_out(model: BodyModel, values: list[float]) -> list[tuple[int, int]] | None:
+def read_out(model: VariantModel, values: list[float]) -> list[tuple[int, int]] | None:
     """
-    The runs that a solution stands for: body, and the position whose first run it serves.
+    The runs that a solution stands for: variant, and the position whose first run it serves.
 
     Within a segment everything is computed again as late as possible and dropped after its last
     touch, unless it is resident at the next time point. None where a tensor cannot be made again
@@ -21,7 +21,7 @@ def read_out(model: BodyModel, values: list[float]) -> list[tuple[int, int]] | N
 
 
 class _Reader:
-    def __init__(self, model: BodyModel, values: list[float]) -> None:
+    def __init__(self, model: VariantModel, values: list[float]) -> None:
         self.model, self.values = model, values
         self.choices, self.problem = model.choices, model.choices.problem
         self.first = model.chosen(values)
@@ -42,14 +42,14 @@ class _Reader:
                     self._run(self.first[op], op)
             taken = {pair[1] for pair, c in model.z[k].items() if self.values[c] > 0.5}
             if point < choices.n:
-                made = self.problem.bodies[self.first[point]].outputs
+                made = self.problem.variants[self.first[point]].outputs
                 stays = {t for t in self.here if choices.always[t]}
                 self.here &= (resident - taken) | set(made) | stays
         return True
 
-    def _run(self, body: int, position: int) -> None:
-        self.runs.append((body, position))
-        self.here.update(self.problem.bodies[body].outputs)
+    def _run(self, variant: int, position: int) -> None:
+        self.runs.append((variant, position))
+        self.here.update(self.problem.variants[variant].outputs)
 
     def _fetch(self, wanted: Iterable[int], position: int, k: int) -> bool:
         stack = [t for t in sorted(wanted, reverse=True) if t not in self.here]
@@ -58,36 +58,36 @@ class _Reader:
             if t in self.here:
                 stack.pop()
                 continue
-            body = self._maker(t, position, k)
-            if body is None:
+            variant = self._maker(t, position, k)
+            if variant is None:
                 return False
-            missing = [x for x in sorted(self.choices.reads[body]) if x not in self.here]
+            missing = [x for x in sorted(self.choices.reads[variant]) if x not in self.here]
             if missing:
                 stack += missing
             else:
-                self._run(body, position)
+                self._run(variant, position)
         return True
 
     def _maker(self, t: int, position: int, k: int) -> int | None:
-        """The body that makes t again: the one of the solution, or else the cheapest."""
+        """The variant that makes t again: the one of the solution, or else the cheapest."""
         choices, y = self.choices, self.model.y[k]
         op = self.problem.producer[t]
         makers = [
             v
             for v in choices.of[op]
-            if t in self.problem.bodies[v].outputs and choices.until[v] >= position
+            if t in self.problem.variants[v].outputs and choices.until[v] >= position
         ]
 
         def rank(v: int) -> tuple[bool, bool, float]:
             told = v in y and self.values[y[v]] > 0.5
-            return not told, v != self.first[op], self.problem.bodies[v].cost_us
+            return not told, v != self.first[op], self.problem.variants[v].cost_us
 
         return min(makers, key=rank, default=None)
 
 
 class Rebody:
     """
-    A local search over the bodies of the runs of a schedule, and over leaving runs out.
+    A local search over the variants of the runs of a schedule, and over leaving runs out.
 
     A schedule is judged by the bytes by which its events exceed the capacity, then by its cost.
     """
@@ -100,10 +100,10 @@ class Rebody:
         over = schedule.live_bytes() - self.capacity
         return int(over[over > 0].sum()), schedule.cost_us
 
-    def improve(self, bodies: Sequence[int], rounds: int = 3) -> Schedule:
+    def improve(self, variants: Sequence[int], rounds: int = 3) -> Schedule:
         """The best schedule of single changes, taken one after the other."""
         problem: Problem = self.choices.problem
-        runs = list(bodies)
+        runs = list(variants)
         best = Schedule.of(problem, runs)
         score = self.judge(best)
         for _ in range(rounds):
@@ -127,11 +127,11 @@ class Rebody:
         return best
 
     def _changes(self, runs: list[int], event: int) -> Iterable[list[int]]:
-        problem, body = self.choices.problem, runs[event]
-        op = problem.bodies[body].op
-        if op in (problem.bodies[b].op for b in runs[:event]):
+        problem, variant = self.choices.problem, runs[event]
+        op = problem.variants[variant].op
+        if op in (problem.variants[b].op for b in runs[:event]):
             yield [*runs[:event], *runs[event + 1 :]]
-        latest = max(problem.bodies[b].op for b in runs[: event + 1])
+        latest = max(problem.variants[b].op for b in runs[: event + 1])
         for other in self.choices.of[op]:
-            if other != body and (latest == op or self.choices.until[other] >= latest):
+            if other != variant and (latest == op or self.choices.until[other] >= latest):
                 yield [*runs[:event], other, *runs[event + 1 :]]

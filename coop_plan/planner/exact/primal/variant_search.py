@@ -1,13 +1,13 @@
 """
-The search for a schedule with its bodies: starts, then large neighbourhoods of the program.
+The search for a schedule with its variants: starts, then large neighbourhoods of the program.
 
-A start is one body per op: the cheapest that is no larger than some share of the arena, and what
-the relaxed program (`planner.exact.model.variant_timepoint`) says. coop-offline plans the step of those bodies
+A start is one variant per op: the cheapest that is no larger than some share of the arena, and what
+the relaxed program (`planner.exact.model.variant_timepoint`) says. coop-offline plans the step of those variants
 alone. Without a time limit all work is counted, so that a seed is a plan; small steps, and those
-without OR-Tools, then have single bodies of the best start exchanged in place of programs. From the
+without OR-Tools, then have single variants of the best start exchanged in place of programs. From the
 cheapest such schedule on, a stretch of the program at a time is set free and solved (Shaw, Using
 constraint programming and local search methods to solve vehicle routing problems, CP 1998); what
-comes out is read at every event, each run gets the body that fits it there, and where that is too
+comes out is read at every event, each run gets the variant that fits it there, and where that is too
 full the program looks closer. With a time limit the best that is too full is led to one that fits
 before that. A schedule counts once it has a layout.
 """
@@ -35,7 +35,7 @@ from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.exact.model.variant_choices import Choices
 from coop_plan.planner.exact.primal.warm_start import lifted
-from coop_plan.planner.exact.model.variant_timepoint import BodyModel
+from coop_plan.planner.exact.model.variant_timepoint import VariantModel
 from coop_plan.planner.exact.primal.variant_lns import Neighbourhoods, too_full
 from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
 from coop_plan.planner.exact.primal.variant_readout import Rebody, read_out
@@ -45,7 +45,7 @@ FOREVER = 1e6
 """Seconds; where there is no time limit, work is counted."""
 
 
-class BodySearch:
+class VariantSearch:
     """
     One search on one request.
 
@@ -81,10 +81,10 @@ class BodySearch:
         """Of so many groups of the ops that are too full with everything kept, the worst."""
         if self.choices.n <= self.params.small_ops:
             return list(range(self.choices.n + 1))
-        least = [self._leanest(bodies) for bodies in self.choices.of]
-        cheapest = self._consistent([bodies[0] for bodies in self.choices.of])
+        least = [self._leanest(variants) for variants in self.choices.of]
+        cheapest = self._consistent([variants[0] for variants in self.choices.of])
         live = Schedule.of(self.problem, cheapest).live_bytes().tolist()
-        scratch = self.problem.bodies
+        scratch = self.problem.variants
         over = [
             op
             for op, used in enumerate(live)
@@ -93,44 +93,44 @@ class BodySearch:
         chosen = worst_of_groups(over, count, key=lambda op: self._need[least[op]])
         return [*chosen, self.choices.n]
 
-    # Starts: one body per op.
+    # Starts: one variant per op.
 
     def _consistent(self, wanted: list[int]) -> list[int]:
-        """Bodies as wanted, but for those that read what is not made, or do not fit."""
+        """Variants as wanted, but for those that read what is not made, or do not fit."""
         choices, made, chosen = self.choices, set[int](), list[int]()
-        for op, body in enumerate(wanted):
+        for op, variant in enumerate(wanted):
             found = [v for v in choices.of[op] if choices.reads[v] <= made] or [op]
             fit = [v for v in found if self._need[v] <= self._room[op]] or [self._leanest(found)]
-            chosen.append(body if body in fit else fit[0])
-            made.update(self.problem.bodies[chosen[-1]].outputs)
+            chosen.append(variant if variant in fit else fit[0])
+            made.update(self.problem.variants[chosen[-1]].outputs)
         return chosen
 
     def _rules(self) -> Iterator[list[int]]:
         """Those that fit most often first: in haste no more than `hasty_rules` are tried."""
         choices = self.choices.of
-        yield self._consistent([self._leanest(bodies) for bodies in choices])
+        yield self._consistent([self._leanest(variants) for variants in choices])
         yield self._no_larger(self.params.sizes[0])
-        yield self._consistent([min(bodies, key=self._touched) for bodies in choices])
+        yield self._consistent([min(variants, key=self._touched) for variants in choices])
         for share in self.params.sizes[1:]:
             yield self._no_larger(share)
 
     def _no_larger(self, share: float) -> list[int]:
-        """The cheapest bodies that take this share at most of the room that is there for them."""
+        """The cheapest variants that take this share at most of the room that is there for them."""
         wanted = []
-        for bodies, room in zip(self.choices.of, self._room, strict=True):
-            fit = (v for v in bodies if self._need[v] <= share * room)
-            wanted.append(next(fit, self._leanest(bodies)))
+        for variants, room in zip(self.choices.of, self._room, strict=True):
+            fit = (v for v in variants if self._need[v] <= share * room)
+            wanted.append(next(fit, self._leanest(variants)))
         return self._consistent(wanted)
 
-    def _leanest(self, bodies: Sequence[int]) -> int:
-        return min(bodies, key=self._need.__getitem__)
+    def _leanest(self, variants: Sequence[int]) -> int:
+        return min(variants, key=self._need.__getitem__)
 
-    def _touched(self, body: int) -> int:
-        """Bytes of the tensors that a body reads and makes: what is kept for others, or by them."""
-        tensors = self.choices.reads[body].union(self.problem.bodies[body].makes)
+    def _touched(self, variant: int) -> int:
+        """Bytes of the tensors that a variant reads and makes: what is kept for others, or by them."""
+        tensors = self.choices.reads[variant].union(self.problem.variants[variant].makes)
         return sum(self.problem.size[t] for t in tensors)
 
-    def _relaxed(self, process: SolverProcess, model: BodyModel) -> Iterator[list[int]]:
+    def _relaxed(self, process: SolverProcess, model: VariantModel) -> Iterator[list[int]]:
         """What the program says whose columns need not be integers."""
         relaxed = replace(model.milp, integer=[False] * len(model.milp.integer))
         answer = process.solve(relaxed, self._until(INFINITY))
@@ -139,14 +139,14 @@ class BodySearch:
         if answer.values is not None:
             yield self._consistent(model.chosen(answer.values))
 
-    def prove(self, model: BodyModel, bound: float) -> None:
+    def prove(self, model: VariantModel, bound: float) -> None:
         """Take a bound of a program at the full capacity."""
         if bound > -INFINITY:
             proved = model.bound_us(bound) * (1 - SOLVER_TOLERANCE)
             self.bound_us = max(self.bound_us, min(proved, self.cost_us))
 
     def _start(self, chosen: list[int]) -> None:
-        """Plan the step of these bodies, and give each run its own."""
+        """Plan the step of these variants, and give each run its own."""
         request = self.request.in_program_order()
         request = replace(request, progress=None, any_schedule=True)
         method = CoopOffline(restricted(self.problem, chosen), request)
@@ -163,12 +163,12 @@ class BodySearch:
             base = max(self.problem.base_cost_us, 1e-12)
             overhead, bound = placed.cost_us / base - 1, self.bound_us / base - 1
             self.request.progress(
-                Progress(f"bodies and recomputes: overhead {overhead:.2%}", None, overhead, bound)
+                Progress(f"variants and recomputes: overhead {overhead:.2%}", None, overhead, bound)
             )
         return True
 
     def _improve_runs(self, runs: list[int], capacity: int) -> Schedule | None:
-        """The runs with the bodies that suit them; None where they are no schedule."""
+        """The runs with the variants that suit them; None where they are no schedule."""
         try:
             return Rebody(self.choices, capacity).improve(runs, self.params.repairs)
         except NoScheduleError:
@@ -185,14 +185,14 @@ class BodySearch:
         return self.offer(layout.placed)
 
     def _climb(self, chosen: list[int]) -> None:
-        """From the bodies of a start on, exchange one at a time, with what makes what it reads."""
-        changes = [v for bodies in self.choices.of if len(bodies) > 1 for v in bodies]
+        """From the variants of a start on, exchange one at a time, with what makes what it reads."""
+        changes = [v for variants in self.choices.of if len(variants) > 1 for v in variants]
         tried = unchanged = 0
-        for body in itertools.cycle(changes):
+        for variant in itertools.cycle(changes):
             if tried >= self.params.climbs or unchanged >= len(changes) or self._done():
                 break
             unchanged += 1
-            other = self._exchanged(chosen, body)
+            other = self._exchanged(chosen, variant)
             if other != chosen:
                 tried += 1
                 before = self.cost_us
@@ -201,19 +201,19 @@ class BodySearch:
                     chosen, unchanged = other, 0
                     if self.request.any_schedule:
                         return
-        self._give_bodies()
+        self._give_variants()
 
-    def _exchanged(self, chosen: list[int], body: int) -> list[int]:
-        """Bodies with another one, and with those that make what it reads."""
-        wanted, stack = list(chosen), [body]
+    def _exchanged(self, chosen: list[int], variant: int) -> list[int]:
+        """Variants with another one, and with those that make what it reads."""
+        wanted, stack = list(chosen), [variant]
         while stack:
             v = stack.pop()
-            wanted[self.problem.bodies[v].op] = v
+            wanted[self.problem.variants[v].op] = v
             for t in sorted(self.choices.reads[v]):
                 maker = self.problem.producer[t]
-                if t not in self.problem.bodies[wanted[maker]].outputs:
+                if t not in self.problem.variants[wanted[maker]].outputs:
                     makers = self.choices.of[maker]
-                    stack += [m for m in makers if t in self.problem.bodies[m].outputs][:1]
+                    stack += [m for m in makers if t in self.problem.variants[m].outputs][:1]
         return self._consistent(wanted)
 
     # The search.
@@ -256,7 +256,7 @@ class BodySearch:
             raise DoesNotFitError(least_working_set(self.problem).op)
 
     def _from(self, starts: Iterator[list[int]]) -> list[int]:
-        """The starts, the runs of the best of which get bodies of their own; which one that is."""
+        """The starts, the runs of the best of which get variants of their own; which one that is."""
         seen: list[list[int]] = []
         best = list(range(self.choices.n))
         for chosen in starts:
@@ -268,11 +268,11 @@ class BodySearch:
                 best = chosen
             if self.request.any_schedule and self.placed is not None:
                 return best
-        self._give_bodies()
+        self._give_variants()
         return best
 
-    def _give_bodies(self) -> None:
-        """Give each run of the best schedule the body that suits it."""
+    def _give_variants(self) -> None:
+        """Give each run of the best schedule the variant that suits it."""
         if self.placed is not None and self._plain:
             better = self._improve_runs(self.placed.schedule.what.tolist(), self.capacity)
             if better is not None:
@@ -293,16 +293,16 @@ class BodySearch:
             self._repair(process, self._too_full)
         self._search(process)
 
-    def _model(self, capacity: int, *, ordered: bool = False) -> BodyModel:
+    def _model(self, capacity: int, *, ordered: bool = False) -> VariantModel:
         deadline = self.request.deadline
-        return BodyModel(self.choices, capacity, self.points, self.cuts, ordered, deadline)
+        return VariantModel(self.choices, capacity, self.points, self.cuts, ordered, deadline)
 
-    def _looks_at(self, model: BodyModel, capacity: int) -> bool:
+    def _looks_at(self, model: VariantModel, capacity: int) -> bool:
         """Whether a model is of this capacity (bytes) and looks as closely as is known by now."""
         seen = model.points, model.cuts, model.capacity
         return seen == (self.points, self.cuts, capacity)
 
-    def _refine(self, process: SolverProcess, model: BodyModel, *, until_placed: bool) -> None:
+    def _refine(self, process: SolverProcess, model: VariantModel, *, until_placed: bool) -> None:
         """
         The whole program, as long as it knows too little of what its solutions need.
 
@@ -333,7 +333,7 @@ class BodySearch:
         now = time.monotonic()
         return now + (self._until(INFINITY) - now) * share
 
-    def _solve(self, process: SolverProcess, model: BodyModel, until: float, gap: float) -> bool:
+    def _solve(self, process: SolverProcess, model: VariantModel, until: float, gap: float) -> bool:
         """The program's bound, and the schedule of its solution; whether it was solved."""
         exact = self.choices.n <= self.params.small_ops
         gap = 0.0 if exact else gap
@@ -345,18 +345,18 @@ class BodySearch:
         self._solved |= exact and ended and self._looks_at(model, self.capacity)
         return ended
 
-    def _use(self, model: BodyModel, values: list[float], capacity: int) -> bool:
+    def _use(self, model: VariantModel, values: list[float], capacity: int) -> bool:
         """Make a schedule of a solution; where it is too full, look closer from now on."""
         read = read_out(model, values)
         if read is None:
             return False
-        runs = [body for body, _ in read]
+        runs = [variant for variant, _ in read]
         try:
             schedule = Schedule.of(self.problem, runs)
         except NoScheduleError:
             return False
         if schedule.cost_us < self.cost_us and not schedule.fits(capacity):
-            # Bodies that fit hide, at a price, what the program does not know.
+            # Variants that fit hide, at a price, what the program does not know.
             self._too_full = schedule
             self._look_closer(schedule, capacity)
         schedule = Rebody(self.choices, capacity).improve(runs, self.params.repairs)
@@ -370,8 +370,8 @@ class BodySearch:
         """More time points, or cuts, where a schedule needs more than that many bytes."""
         over = (schedule.live_bytes() - capacity).tolist()
         at, first, again = -1, dict[int, int](), dict[tuple[int, int], int]()
-        for body, excess in zip(schedule.bodies, over, strict=True):
-            op = self.problem.bodies[body].op
+        for variant, excess in zip(schedule.variants, over, strict=True):
+            op = self.problem.variants[variant].op
             if op == at + 1:
                 at = op
                 if excess > 0:
@@ -391,8 +391,8 @@ class BodySearch:
         if len(self.points) < self.params.most_points:
             self.points = sorted({*self.points, *sorted(new, key=lambda op: new[op])[-count:]})
 
-    def _promising(self, model: BodyModel, answer: Answer) -> list[float] | None:
-        """A solution of which bodies that suit its runs may make the best schedule yet."""
+    def _promising(self, model: VariantModel, answer: Answer) -> list[float] | None:
+        """A solution of which variants that suit its runs may make the best schedule yet."""
         most = self.cost_us * (1 + self.params.worth_reading)
         return answer.values if model.bound_us(answer.objective) <= most else None
 

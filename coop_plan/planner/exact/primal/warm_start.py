@@ -1,31 +1,31 @@
-"""A schedule as a solution of the program with bodies: where the search starts from."""
+"""A schedule as a solution of the program with variants: where the search starts from."""
 
 import numpy as np
 
 from coop_plan.planner.core.lifetimes import RUN
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact.model.variant_timepoint import BodyModel
+from coop_plan.planner.exact.model.variant_timepoint import VariantModel
 
 
-def lifted(model: BodyModel, schedule: Schedule) -> list[float]:
+def lifted(model: VariantModel, schedule: Schedule) -> list[float]:
     """Values of the program's columns; the schedule has no transfers."""
     choices, problem = model.choices, model.choices.problem
     values = [0.0] * len(model.milp.lower)
-    bodies = schedule.what[schedule.do == RUN].tolist()
+    variants = schedule.what[schedule.do == RUN].tolist()
     first: dict[int, int] = {}
-    for event, v in enumerate(bodies):
-        first.setdefault(problem.bodies[v].op, event)
+    for event, v in enumerate(variants):
+        first.setdefault(problem.variants[v].op, event)
     for event in first.values():
-        v = _listed(model, bodies[event])
+        v = _listed(model, variants[event])
         if v in model.f:
             values[model.f[v]] = 1.0
     t = schedule.trace
     begin = 0
     for k, point in enumerate(model.points):
-        end = first.get(point, len(bodies))
+        end = first.get(point, len(variants))
         for event in range(begin, end):
-            if event != first[problem.bodies[bodies[event]].op]:
-                column = _rerun(model, k, bodies[event])
+            if event != first[problem.variants[variants[event]].op]:
+                column = _rerun(model, k, variants[event])
                 if column is not None:
                     values[column] = 1.0
         here = np.flatnonzero((t.first < end) & (t.last >= end))
@@ -50,22 +50,22 @@ def lifted(model: BodyModel, schedule: Schedule) -> list[float]:
     return values
 
 
-def _listed(model: BodyModel, body: int) -> int:
-    """The body of the same op that the model has instead of one that it leaves out."""
+def _listed(model: VariantModel, variant: int) -> int:
+    """The variant of the same op that the model has instead of one that it leaves out."""
     problem, choices = model.choices.problem, model.choices
-    asked = problem.bodies[body]
-    if body in choices.of[asked.op]:
-        return body
-    same = [v for v in choices.of[asked.op] if set(problem.bodies[v].outputs) == {*asked.outputs}]
-    return min(same, key=lambda v: problem.bodies[v].cost_us)
+    asked = problem.variants[variant]
+    if variant in choices.of[asked.op]:
+        return variant
+    same = [v for v in choices.of[asked.op] if set(problem.variants[v].outputs) == {*asked.outputs}]
+    return min(same, key=lambda v: problem.variants[v].cost_us)
 
 
-def _rerun(model: BodyModel, k: int, body: int) -> int | None:
-    """The column of a recompute: of the body that reads and makes the same, if there is one."""
+def _rerun(model: VariantModel, k: int, variant: int) -> int | None:
+    """The column of a recompute: of the variant that reads and makes the same, if there is one."""
     problem, choices = model.choices.problem, model.choices
-    asked = problem.bodies[_listed(model, body)]
+    asked = problem.variants[_listed(model, variant)]
     for v in choices.of[asked.op]:
-        same = {*problem.bodies[v].outputs} == {*asked.outputs}
-        if v in model.y[k] and same and {*problem.bodies[v].inputs} == {*asked.inputs}:
+        same = {*problem.variants[v].outputs} == {*asked.outputs}
+        if v in model.y[k] and same and {*problem.variants[v].inputs} == {*asked.inputs}:
             return model.y[k][v]
     return None

@@ -175,7 +175,7 @@ def reordered(
     least_us: Callable[[], float] | None = None,
 ) -> PlacedSchedule | None:
     """
-    A cheaper schedule of default bodies than one that costs `cost_us`, in whatever order.
+    A cheaper schedule of default variants than one that costs `cost_us`, in whatever order.
 
     It begins at a `sequence` of ops, and ends at the deadline, which the request has, or where what
     it found costs no more than is known to be the least (`least_us`, else every op once); None

@@ -173,7 +173,7 @@ class JointSearch:
         return fits
 
     def at_the_floor(self) -> bool:
-        """Whether no schedule of default bodies costs less: every op once, and nobody waits."""
+        """Whether no schedule of default variants costs less: every op once, and nobody waits."""
         return self.cost_us <= self.problem.base_cost_us * (1 + 1e-9)
 
     def _place(self, sequence: Ints, work: int) -> None:
