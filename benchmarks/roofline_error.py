@@ -13,7 +13,7 @@ from statistics import median, quantiles
 import torch
 
 from benchmarks.papers import networks
-from coop_plan.runtime.offline_capture.calibrate import calibrated
+from coop_plan.runtime.offline_capture.calibrate import calibrate
 from coop_plan.runtime.offline_capture.devices import device
 from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.offline_capture.target import capture
@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device")
     args = parser.parse_args()
-    spec = device(args.device) if args.device else calibrated("cpu")
+    spec = device(args.device) if args.device else calibrate("cpu")
     print("| network | ops | median | 90th percentile | step, modelled ÷ measured |")
     print("| --- | --- | --- | --- | --- |")
     for name, batch in STEPS.items():

@@ -7,6 +7,7 @@ loads neither kernels nor PyTorch. `torch.compile(..., backend="coop")` needs no
 """
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
         plan,
         verify,
     )
-    from coop_plan.runtime import StepReport, clear_reports, reports
+    from coop_plan.runtime.errors import RuntimeRefusalError
+    from coop_plan.runtime.offline_capture.calibrate import calibrate
+    from coop_plan.runtime.offline_capture.capture import capture
+    from coop_plan.runtime.reports import StepReport, clear_reports, reports
     from coop_plan.runtime.train_step import train_step
     from coop_plan.schemas import Graph, InvalidInputError, Plan, load_graph, load_plan
 
@@ -41,11 +45,14 @@ __all__ = [
     "Plan",
     "PlanOptions",
     "Progress",
+    "RuntimeRefusalError",
     "ServerAwayError",
     "ServerError",
     "ServerProblemError",
     "StepReport",
     "TimeLimitError",
+    "calibrate",
+    "capture",
     "clear_reports",
     "find_faults",
     "load_graph",
@@ -56,19 +63,34 @@ __all__ = [
     "verify",
 ]
 
-_SCHEMAS = {"Graph", "InvalidInputError", "Plan", "load_graph", "load_plan"}
-_RUNTIME = {"StepReport", "clear_reports", "reports"}
-_CALLS = {"JobState", "ServerAwayError", "ServerError", "ServerProblemError"}
-_HOMES = (
-    dict.fromkeys(_SCHEMAS, "schemas")
-    | dict.fromkeys(_RUNTIME, "runtime")
-    | dict.fromkeys(_CALLS, "client.protocol")
-    | dict.fromkeys(("AsyncClient", "Client"), "client.client")
-    | {"train_step": "runtime.train_step"}
-)
+_MODULES = {
+    "client.client": ("AsyncClient", "Client"),
+    "client.protocol": ("JobState", "ServerAwayError", "ServerError", "ServerProblemError"),
+    "runtime": ("RuntimeRefusalError", "StepReport", "clear_reports", "reports"),
+    "runtime.offline_capture.calibrate": ("calibrate",),
+    "runtime.offline_capture.capture": ("capture",),
+    "runtime.train_step": ("train_step",),
+    "schemas": ("Graph", "InvalidInputError", "Plan", "load_graph", "load_plan"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_FOLDERS = ("api", "client", "planner", "runtime", "schemas", "web")
+
+
+def incomplete() -> str:
+    """Message that names the folders which this installation lacks; empty if it is whole."""
+    here = Path(__file__).parent
+    missing = [name for name in _FOLDERS if not (here / name / "__init__.py").is_file()]
+    if not missing:
+        return ""
+    return f"incomplete installation: {here} lacks {', '.join(missing)}; install coop-plan again"
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'planner')}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'planner')}"), name)
+    except ModuleNotFoundError as error:
+        if reason := incomplete():
+            raise ImportError(reason) from error
+        raise

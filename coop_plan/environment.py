@@ -1,20 +1,34 @@
-"""`COOP_BUDGET` in the environment: training scripts that nobody may touch.
+"""`COOP_BUDGET` in the environment: budgets for training scripts that nobody may edit.
 
-PyTorch calls `autoload` when it is imported, by the entry point group `torch.backends`. Without the
-variable nothing happens; this file imports nothing, so that `import torch` costs what it did.
+PyTorch calls `autoload` when it is imported (entry point group `torch.backends`). Without the
+variable nothing happens; this file imports nothing else, so `import torch` costs what it did.
 """
 
 VARIABLE = "COOP_BUDGET"
-_begun = False
+_started = False
 
 
 def autoload() -> None:
-    """Plan whatever this process trains, if the environment says within what."""
-    global _begun
+    """Plan the models that this process trains within `COOP_BUDGET`, if it is set.
+
+    `import torch` never fails by it: an installation that is broken is one line in the log.
+    """
+    global _started
     import os
 
-    if os.environ.get(VARIABLE) and not _begun:
-        _begun = True  # what follows imports PyTorch, which calls this again
-        from coop_plan.runtime.integrations.anything import plan_what_trains
+    if os.environ.get(VARIABLE) and not _started:
+        _started = True  # the import below imports PyTorch, which calls this function again
+        import logging
 
-        plan_what_trains(os.environ[VARIABLE])
+        from coop_plan import incomplete
+
+        reason = incomplete()
+        if not reason:
+            try:
+                from coop_plan.runtime.integrations.autoload import plan_what_trains
+
+                plan_what_trains(os.environ[VARIABLE])
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+        if reason:
+            logging.getLogger("coop-plan").error("%s: nothing is planned: %s", VARIABLE, reason)

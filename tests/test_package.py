@@ -32,16 +32,35 @@ def run(*command, **options):
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """A copy of what is built from, so that building leaves nothing in the repository."""
-    folder = tmp_path_factory.mktemp("sources") / "repository"
-    folder.mkdir()
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in (*FOLDERS, "coop_plan", "tests"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
-    return folder
+def clone(tmp_path_factory):
+    """A clone of what is in the working tree, committed, in which links are text files.
+
+    So are they after a clone on Windows, or of any repository with `core.symlinks=false`.
+    """
+    from tests.mutations import copy_repository
+
+    folder = tmp_path_factory.mktemp("clone")
+    tree, made = folder / "tree", folder / "clone"
+    tree.mkdir()
+    copy_repository(tree)
+    git = ("git", "-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    run(*git, "init", "--quiet", cwd=tree)
+    run(*git, "add", "--all", cwd=tree)
+    run(*git, "commit", "--quiet", "--message", "tree", cwd=tree)
+    run("git", "clone", "--quiet", "-c", "core.symlinks=false", tree, made)
+    assert (made / "planner").read_text() == "coop_plan/planner"
+    return made
+
+
+@pytest.fixture(scope="module")
+def sources(clone, tmp_path_factory):
+    """The sources as `git archive --format=zip` packs them, as "Download ZIP" of a forge does."""
+    folder = tmp_path_factory.mktemp("zip")
+    run("git", "archive", "--format=zip", "--prefix=repository/", "-o", folder / "main.zip", "HEAD",
+        cwd=clone)  # fmt: skip
+    with zipfile.ZipFile(folder / "main.zip") as archive:
+        archive.extractall(folder)  # which makes no links
+    return folder / "repository"
 
 
 def build_wheel(sources, to):
@@ -69,14 +88,23 @@ def wheel(sources, sdist, tmp_path_factory):
 
 
 def expected():
-    """The files of the package, seen through the links in coop_plan/."""
-    files = {f"coop_plan/{name}" for name in ("__init__.py", "environment.py", "py.typed")}
+    """The files of the package."""
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "coop_plan").rglob("*")
+        if path.is_file() and path.suffix in SHIPPED
+    }
+
+
+def test_the_names_at_the_top_are_links_into_the_package():
     for folder in FOLDERS:
-        assert (ROOT / "coop_plan" / folder).samefile(ROOT / folder)
-        for path in (ROOT / folder).rglob("*"):
-            if path.is_file() and path.suffix in SHIPPED:
-                files.add(f"coop_plan/{path.relative_to(ROOT).as_posix()}")
-    return files
+        assert (ROOT / folder).is_symlink()
+        assert (ROOT / folder).samefile(ROOT / "coop_plan" / folder)
+
+
+def test_a_clone_without_links_makes_the_same_wheel(clone, wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(build_wheel(clone, tmp_path)) as other:
+        assert sorted(one.namelist()) == sorted(other.namelist())
 
 
 def test_the_wheel_holds_the_package_and_its_metadata_only(wheel):
@@ -191,6 +219,56 @@ def test_python_plans_beside_a_users_packages(call, users):
     method, steps = call("python", script).split()
     assert method == "coop"
     assert int(steps) >= len(load_graph(users / "graph.json").ops)
+
+
+IMPORT_TORCH = "import torch; print(torch.nn.Module.__call__.__code__.co_filename)"
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_torch_is_imported_with_a_budget(call):
+    planned = call("python", "-c", IMPORT_TORCH, COOP_BUDGET="1GiB")
+    assert planned.endswith("site-packages/coop_plan/runtime/integrations/autoload.py\n")
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+def test_an_editable_installation_is_whole(clone, installed, tmp_path):
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path)
+    python = tmp_path / "bin" / "python"
+    place = Path(sysconfig.get_path("purelib", "venv", {"base": str(tmp_path)}))
+    shutil.copy(next(installed.parent.rglob("needs.pth")), place)
+    run(sys.executable, "-m", "pip", "--quiet", "--python", python, "install", "--no-index",
+        "--no-deps", "--no-build-isolation", "--ignore-installed", "--editable", clone)  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    command = (python, "-c", "import coop_plan; print(coop_plan.__file__, coop_plan.incomplete())")
+    shown = run(*command, cwd=tmp_path, env=environment).stdout
+    assert shown == f"{clone / 'coop_plan' / '__init__.py'} \n"
+    shown = run(python, "-c", IMPORT_TORCH, cwd=tmp_path, env=environment | {"COOP_BUDGET": "1GiB"})
+    autoload = clone / "coop_plan" / "runtime" / "integrations" / "autoload.py"
+    assert shown.stdout == f"{autoload}\n"
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")
+@pytest.mark.parametrize("missing", FOLDERS)
+def test_an_incomplete_installation_is_one_line_and_never_breaks_torch(missing, tmp_path):
+    """As old zips made them: links became text files, which no installer takes along."""
+    ignore = shutil.ignore_patterns("__pycache__", missing)
+    shutil.copytree(ROOT / "coop_plan", tmp_path / "coop_plan", ignore=ignore)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_DISABLE_JIT": "1"}
+    says = f"incomplete installation: {tmp_path / 'coop_plan'} lacks {missing}; install coop-plan"
+
+    def end(*arguments, **more):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True, text=True, cwd=tmp_path, env=environment | more, check=False,
+        )  # fmt: skip
+
+    command = end("-m", "coop_plan", "--help")
+    assert command.returncode == 1
+    assert command.stderr == f"coop-plan: error: {says} again\n"
+    torch = end("-c", "import torch; print('imported')", COOP_BUDGET="1GiB")
+    assert torch.stdout == "imported\n"
+    assert len(torch.stderr.splitlines()) == 1
+    assert f"COOP_BUDGET: nothing is planned: {says}" in torch.stderr
 
 
 @pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch")

@@ -26,7 +26,7 @@ from benchmarks.gpu.training import (
 )
 from coop_plan.runtime import reports
 from coop_plan.runtime.device.arena import Memory
-from coop_plan.runtime.offline_capture.calibrate import calibrated
+from coop_plan.runtime.offline_capture.calibrate import calibrate
 from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.offline_capture.target import capture
 
@@ -47,7 +47,7 @@ def methods(device: str, small: bool) -> Result:
 
 def roofline(device: str, small: bool) -> Result:
     """What a device file made by `calibrate` says of op times, beside the measured ones."""
-    spec = calibrated(device)
+    spec = calibrate(device)
     rows: list[Row] = [{"mode": "device file", "said": msgspec.json.encode(spec).decode()}]
     for name in TASKS:
         if name == "gpt2-fp32":

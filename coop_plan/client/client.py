@@ -15,11 +15,11 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from coop_plan.api.service.graph_store import digest_of
 from coop_plan.client import protocol
 from coop_plan.client.protocol import Calls, Exchange, JobState, ServerAwayError
 from coop_plan.planner.options import OptionFields, PlanOptions
 from coop_plan.schemas import Graph, InvalidInputError, Plan
+from coop_plan.schemas.fingerprint import digest_of
 
 TOKEN_VARIABLE = "COOP_PLAN_TOKEN"  # noqa: S105 - the name of a variable
 """Environment variable of the token, which on a command line everybody would see."""

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from coop_plan.api.service.graph_store import digest_of
 from coop_plan.planner.core.errors import InfeasibleBudgetError, TimeLimitError
 from coop_plan.planner.options import OPTION_NAMES, PlanOptions
 from coop_plan.planner.plan_cache.record import StoredPlan
 from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_plan
+from coop_plan.schemas.fingerprint import digest_of
 
 WAIT_SECONDS = 60
 """How long one request waits for its plan; then the same is asked again."""

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from coop_plan.planner.registry import METHODS
     from coop_plan.planner.verifier import Fault, InvalidPlanError, find_faults, verify
 
+if __name__ != "coop_plan.planner":  # found by a link of a checkout
+    raise ImportError(f"import coop_plan.planner, not {__name__}")
+
 __all__ = [
     "METHODS",
     "Fault",

@@ -17,6 +17,9 @@ from coop_plan.runtime.errors import (
 )
 from coop_plan.runtime.reports import StepReport, clear_reports, reports
 
+if __name__ != "coop_plan.runtime":  # found by a link of a checkout
+    raise ImportError(f"import coop_plan.runtime, not {__name__}")
+
 __all__ = [
     "BudgetExceededError",
     "BuildError",

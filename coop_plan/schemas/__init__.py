@@ -21,6 +21,9 @@ from coop_plan.schemas.plan import (
 )
 from coop_plan.schemas.units import Budget, format_bytes, parse_budget, parse_bytes, parse_rate
 
+if __name__ != "coop_plan.schemas":  # found by a link of a checkout
+    raise ImportError(f"import coop_plan.schemas, not {__name__}")
+
 __all__ = [
     "BoundModel",
     "Budget",

@@ -10,6 +10,11 @@ import msgspec
 from coop_plan.schemas.graph import Graph, Op, Tensor, Variant
 
 
+def digest_of(document: bytes) -> str:
+    """Returns `sha256:…` of a document's bytes: the name under which a server keeps a graph."""
+    return f"sha256:{hashlib.sha256(document).hexdigest()}"
+
+
 def fingerprint(graph: Graph) -> str:
     """
     `sha256:…` over the structure: op targets, edges, sizes, kinds, flags.

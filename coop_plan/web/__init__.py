@@ -14,6 +14,9 @@ import re
 from importlib import resources
 from typing import Any
 
+if __name__ != "coop_plan.web":  # found by a link of a checkout
+    raise ImportError(f"import coop_plan.web, not {__name__}")
+
 IMPORT = re.compile(r'^import (?:\{[^}]*\} from )?"\./([a-z]+\.js)";\n', re.MULTILINE)
 EXPORT = re.compile(r"^export ", re.MULTILINE)
 

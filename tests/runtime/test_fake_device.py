@@ -267,7 +267,7 @@ def test_a_calibrated_device_is_the_one_that_was_measured(monkeypatch):
             return Roofline(there).profile(target, args, kwargs, target(*args, **kwargs))
 
     monkeypatch.setattr(calibrate, "profile", modelled)
-    found = calibrate.calibrated("cpu", "here")
+    found = calibrate.calibrate("cpu", "here")
     assert found.launch_us == 2
     assert found.bytes_per_s == pytest.approx(5e11)
     assert found.flops == pytest.approx({"float32": 2e11, "bfloat16": 4e11})

@@ -1,8 +1,6 @@
 """`coop-plan capture`: a training step of PyTorch as a graph; the command's door to the runtime."""
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -48,12 +46,17 @@ def capture(
     from coop_plan.api.cli.output import check_writable, write_whole
 
     check_writable(output)
-    if variants and device is not None:
-        raise click.UsageError("--variants are tried here, not on a --device that is not")
-    from coop_plan.runtime.errors import RuntimeRefusalError
+    from coop_plan import RuntimeRefusalError
 
     try:
-        graph = captured(target, device, batch, optimizer, masters, variants=variants)
+        graph = captured(
+            target,
+            device=device,
+            batch=batch,
+            optimizer=optimizer,
+            masters=masters,
+            variants=variants,
+        )
     except RuntimeRefusalError as error:
         fail(error, EXIT_ERROR)
     if output == "-":
@@ -63,40 +66,20 @@ def capture(
     click.echo(f"{output}: {len(graph.ops)} ops, {len(graph.tensors)} tensors", err=True)
 
 
-def captured(
-    target: str,
-    device: str | None,
-    batch: int | None,
-    optimizer: str | None,
-    masters: bool,
-    *,
-    variants: bool = False,
-) -> "Graph":
-    """The graph of what a user names.
-
-    Raises:
-        InvalidInputError: no such step, or no such device.
-        RuntimeRefusalError: it cannot be captured.
-    """
-    if masters and optimizer is None:
-        raise click.UsageError("--masters needs an --optimizer")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+def captured(target: str, **options: Any) -> "Graph":
+    """Returns the graph of `coop_plan.capture`, whose errors pass; ends the command without PyTorch."""
     try:
-        from coop_plan.runtime.offline_capture.target import capture_target
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
-    from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
-    from coop_plan.runtime.offline_capture.devices import device as device_named
+        from coop_plan import capture
 
-    if device is None:
-        return capture_target(target, batch, optimizer, masters, variants=variants)
-    spec = device_named(device)
-    return capture_for(
-        Question(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
-    )
+        return capture(target, **options)
+    except ModuleNotFoundError as error:
+        _fail_without_torch("capture", error)
+
+
+def _fail_without_torch(command: str, error: ModuleNotFoundError) -> NoReturn:
+    if error.name != "torch":
+        raise error
+    fail(f"{command} needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
 
 
 @click.command(short_help="Measure this machine's device into a file for --device.")
@@ -114,21 +97,18 @@ def calibrate(output: str, device: str) -> None:
 
     import msgspec
 
+    from coop_plan import RuntimeRefusalError
     from coop_plan.api.cli.output import check_writable, write_whole
 
     check_writable(output)
     try:
-        from coop_plan.runtime.offline_capture.calibrate import calibrated
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        fail("calibrate needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
-    from coop_plan.runtime.errors import RuntimeRefusalError
+        from coop_plan import calibrate as measured
 
-    try:
-        found = json.dumps(msgspec.to_builtins(calibrated(device)), indent=2)
+        found = json.dumps(msgspec.to_builtins(measured(device)), indent=2)
     except RuntimeRefusalError as error:
         fail(error, EXIT_ERROR)
+    except ModuleNotFoundError as error:
+        _fail_without_torch("calibrate", error)
     if output == "-":
         click.echo(found)
     else:

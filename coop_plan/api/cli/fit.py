@@ -51,21 +51,22 @@ def _row(
     target: str, device: str, batch: int, optimizer: str | None, masters: bool
 ) -> tuple[dict[str, Any], int]:
     """What is known of one device, and the exit code; `error` says why what is missing is."""
+    from coop_plan import RuntimeRefusalError
     from coop_plan.planner.fit import fit as figures_of
-    from coop_plan.runtime.errors import RuntimeRefusalError
     from coop_plan.schemas import InvalidInputError
 
     def graph_at(number: int) -> "Graph":
         if number == batch:
             return graph
         try:
-            return captured(target, device, number, optimizer, masters)
+            return captured(target, **options, batch=number)
         except (InvalidInputError, RuntimeRefusalError) as error:
             raise InvalidInputError(f"at batch {number}, {error}") from None
 
+    options = {"device": device, "optimizer": optimizer, "masters": masters}
     row: dict[str, Any] = {"device": device, "batch": batch}
     try:
-        graph = captured(target, device, batch, optimizer, masters)
+        graph = captured(target, **options, batch=batch)
     except (InvalidInputError, RuntimeRefusalError) as error:
         figures = dict.fromkeys(("memory_bytes", "keep_all", "smallest", "within"))
         code = EXIT_INVALID if isinstance(error, InvalidInputError) else EXIT_ERROR

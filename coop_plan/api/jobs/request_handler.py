@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coop_plan.api.service.graph_store import Digest, Graphs, GraphStore, digest_of
+from coop_plan.api.service.graph_store import Digest, Graphs, GraphStore
 from coop_plan.planner.plan_cache.record import Record, StoredPlan, StoredRefusal, as_bytes, as_record
 from coop_plan.planner.plan_cache.store import Families, PlanStore, planner_version
 from coop_plan.planner.method import Progress
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint
+from coop_plan.schemas.fingerprint import digest_of
 from coop_plan.schemas._parse import parse
 
 T = TypeVar("T")

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from coop_plan.schemas import Graph, fingerprint, parse_graph
+from coop_plan.schemas.fingerprint import digest_of
 
 Digest = Annotated[
     str,
@@ -30,11 +31,6 @@ Digest = Annotated[
 
 REMEMBERED_BYTES = 32 << 20
 """Of documents whose parsed graphs a reader keeps at hand; they take some ten times as much."""
-
-
-def digest_of(document: bytes) -> str:
-    """`sha256:...` of a document's bytes."""
-    return f"sha256:{hashlib.sha256(document).hexdigest()}"
 
 
 LISTED = 100

@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from coop_plan.api.service.graph_store import LISTED, GraphCard, GraphStore, SqliteGraphs, digest_of
+from coop_plan.api.service.graph_store import LISTED, GraphCard, GraphStore, SqliteGraphs
 from coop_plan.planner.plan_cache.opening import in_redis
 from coop_plan.planner.plan_cache.store import StoreError
+from coop_plan.schemas.fingerprint import digest_of
 
 
 def open_graphs(address: str, max_bytes: int) -> GraphStore:

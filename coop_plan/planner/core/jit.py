@@ -40,7 +40,7 @@ with _without("coverage", *(() if Path(".numba_config.yaml").exists() else ("yam
 
 log = logging.getLogger("coop-plan")
 
-SHARED = ("arrays.py", "compiled.py", "inplace.py", "lifetimes.py", "../orders/*.py")
+SHARED = ("arrays.py", "jit.py", "inplace.py", "lifetimes.py", "../search/compute/*.py")
 """From here, the modules that kernels elsewhere are made of."""
 
 P = ParamSpec("P")

@@ -20,17 +20,13 @@ import torch
 from coop_plan.runtime.cache.files import cache_dir, going_on_without
 
 MEASURING = (
-    *("capture/profile.py", "capture/overwriting.py", "capture/masks.py", "capture/own_ops.py"),
-    *(
-        "capture/parts.py",
-        "capture/part_ops.py",
-        "capture/bit_ops.py",
-        "capture/dropouts.py",
-        "capture/results.py",
-        "capture/tried.py",
-        "capture/sizes.py",
-    ),
-    *("device/cuda.py", "device/arena.cpp", "device/arena.h", "device/bernoulli.cpp"),
+    "capture/profiler.py",
+    "capture/op_replacements.py",
+    "capture/dropout.py",
+    "variants/*.py",
+    "device/cuda.py",
+    "device/arena.*",
+    "device/bernoulli.cpp",
 )
 """The sources, in the runtime's folder, by which ops are measured."""
 
@@ -125,7 +121,8 @@ def _measured_by() -> str:
     folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for name in MEASURING:
-        digest.update((folder / name).read_bytes())
+        for path in sorted(folder.glob(name)):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -39,7 +39,7 @@ SIZES = {
 reaches a third of its peak at 1024."""
 
 
-def calibrated(kind: str, name: str = "") -> DeviceSpec:
+def calibrate(kind: str, name: str = "") -> DeviceSpec:
     """A device file's content for the CPU or the current CUDA device; takes about ten seconds.
 
     Raises:

@@ -1,0 +1,54 @@
+"""`coop_plan.capture`: a training step that is named `package.module:function`, as a graph."""
+
+import sys
+from pathlib import Path
+
+from coop_plan.runtime.offline_capture.devices import device as device_named
+from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
+from coop_plan.schemas import Graph, InvalidInputError
+
+
+def capture(
+    target: str,
+    *,
+    device: str | None = None,
+    batch: int | None = None,
+    optimizer: str | None = None,
+    masters: bool = False,
+    variants: bool = False,
+) -> Graph:
+    """Returns the profiled graph of a training step.
+
+    Args:
+        target: `package.module:function`; the function returns a callable and its example
+            arguments. The current folder is searched first.
+        device: name or file of a device that is not here: the step is traced without memory, and
+            its costs are a roofline. None: the step is profiled on this machine.
+        batch: argument `batch` of the function.
+        optimizer: optimizer whose states are resident, too: "sgd", "momentum" or "adamw".
+        masters: float32 copies of parameters of fewer bits are resident, too.
+        variants: also measure other ways to run ops that return the same bits.
+
+    Raises:
+        InvalidInputError: no such function or device, or arguments that exclude each other.
+        RuntimeRefusalError: the step cannot be captured.
+    """
+    if masters and optimizer is None:
+        raise InvalidInputError("masters are copies for an optimizer: name one (--optimizer)")
+    if variants and device is not None:
+        raise InvalidInputError("variants are measured here, not on a --device that is not here")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    if device is not None:
+        return capture_for(
+            Question(
+                target=target,
+                spec=device_named(device),
+                batch=batch,
+                optimizer=optimizer,
+                masters=masters,
+            )
+        )
+    from coop_plan.runtime.offline_capture.target import capture_target  # imports PyTorch
+
+    return capture_target(target, batch, optimizer, masters, variants=variants)
