@@ -12,8 +12,7 @@ from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
 from coop_plan.planner.exact.auto import solve_auto
 from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
-from coop_plan.planner.exact.model.chains import Ancestry, Chains
-from coop_plan.planner.exact.model.points import too_full
+from coop_plan.planner.exact.model.point_selection import Ancestry, Chains, too_full
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS

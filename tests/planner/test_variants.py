@@ -13,9 +13,8 @@ from coop_plan.planner import InfeasibleBudgetError, find_faults, plan, planning
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
-from coop_plan.planner.exact.model.variant_choices import Choices
 from coop_plan.planner.exact.model.variant_timepoint import VariantModel
+from coop_plan.planner.exact.model.variants import Choices, carried_back, restricted
 from coop_plan.planner.exact.monet import solve_monet
 from coop_plan.planner.exact.primal.variant_lns import neighbourhood, too_full
 from coop_plan.planner.exact.primal.warm_start import lifted

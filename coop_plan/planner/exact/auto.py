@@ -12,10 +12,10 @@ from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
+from coop_plan.planner.heuristic.coop_offline import in_any_order
 from coop_plan.planner.keep_all import solve_keep_all
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.search.compute.annealing import cheaper, reordered
-from coop_plan.planner.heuristic.coop_offline import in_any_order
 
 
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:

@@ -19,18 +19,16 @@ import time
 from dataclasses import dataclass, field, replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
-from coop_plan.planner.core.working_sets import least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome
+from coop_plan.planner.core.working_sets import least_working_set, needs
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
+from coop_plan.planner.exact.model.variants import Choices
 from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.exact.model.variant_choices import Choices
 from coop_plan.planner.exact.variant_params import MONET, MonetParams
+from coop_plan.planner.method import Request, Solution
 from coop_plan.schemas import InvalidInputError
-
-Terms = list[tuple[int, float]]
 
 
 @dataclass

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from coop_plan.planner.core.cpu_count import processors
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.cpu_count import processors
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import Incumbent
@@ -30,9 +30,9 @@ from coop_plan.planner.exact.primal.packing import Crowded, place_or_pack, place
 from coop_plan.planner.exact.primal.readout import Readout
 from coop_plan.planner.exact.refine import Refinement
 from coop_plan.planner.exact.solver.process import SolverProcess, require
-from coop_plan.planner.placement.layout import WORK_PER_SECOND
-from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
+from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.placement.layout import WORK_PER_SECOND
 
 
 class _OptimalSolve:

@@ -9,7 +9,7 @@ from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import PROOF, Incumbent
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.paths import PathCuts
-from coop_plan.planner.exact.model.points import initial_points, segment, worst_of_groups
+from coop_plan.planner.exact.model.point_selection import initial_points, segment, worst_of_groups
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams

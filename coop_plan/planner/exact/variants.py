@@ -9,12 +9,12 @@ import numpy as np
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
+from coop_plan.planner.exact.model.variants import carried_back, restricted
+from coop_plan.planner.exact.primal.variant_search import VariantSearch
+from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
+from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
 from coop_plan.planner.method import Request, Solution, Solve
 from coop_plan.planner.search.compute.annealing import cheaper, reordered
-from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
-from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
-from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
-from coop_plan.planner.exact.primal.variant_search import VariantSearch
 
 
 def solve_with_variants(

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from coop_plan.planner.exact.model.any_order import AnyOrderModel
-from coop_plan.planner.exact.model.chains import Ancestry, Chains
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
+from coop_plan.planner.exact.model.point_selection import Ancestry, Chains
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.solver.jobs import News, SolveMilp
 from coop_plan.planner.exact.solver.milp_solvers import solve_milp

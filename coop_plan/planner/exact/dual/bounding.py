@@ -17,7 +17,7 @@ from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
 from coop_plan.planner.exact.dual.background import BoundingJob
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Relaxation
 from coop_plan.planner.exact.model.paths import Path, PathCuts, Relax
-from coop_plan.planner.exact.model.points import initial_points, too_full
+from coop_plan.planner.exact.model.point_selection import initial_points, too_full
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams

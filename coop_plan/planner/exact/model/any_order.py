@@ -1,7 +1,7 @@
 """
 The time-point MILP of any order: first runs need not be in the program's.
 
-Time points are a chain of ops o_1, …, o_K (`planner.exact.model.chains`), each an ancestor of the
+Time points are a chain of ops o_1, …, o_K (`planner.exact.model.point_selection`), each an ancestor of the
 next one, so that in every schedule o_k runs for the first time before o_{k+1} does. Segment k is
 what happens after the first run of o_k up to that of o_{k+1}, the last one up to the end of the
 step. Beside the columns of `planner.exact.model.timepoint` there is the order:
@@ -26,10 +26,9 @@ segment in which they first run.
 from dataclasses import dataclass, field
 
 from coop_plan.planner.core.working_sets import needs
-from coop_plan.planner.exact.model.chains import Ancestry
-from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
+from coop_plan.planner.exact.model.point_selection import Ancestry
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.model.segments import Terms
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
 
 

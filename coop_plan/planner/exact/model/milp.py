@@ -11,6 +11,9 @@ if TYPE_CHECKING:  # the solver's process, which starts for every plan, needs no
 
 INFINITY = math.inf
 
+Terms = list[tuple[int, float]]
+"""A linear expression: (column, coefficient) pairs, each column at most once."""
+
 
 @dataclass
 class Milp:

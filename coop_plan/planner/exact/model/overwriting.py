@@ -17,16 +17,19 @@ arena. E costs what the runs cost; it may be less than there are, as far as the 
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from coop_plan.planner.exact.model.milp import INFINITY
-from coop_plan.planner.exact.model.segments import Segments
+
+if TYPE_CHECKING:
+    from coop_plan.planner.exact.model.timepoint import TimePointModel
 
 
 @dataclass
 class Overwriting:
     """The columns of overwriting in a model, added segment by segment."""
 
-    model: Segments
+    model: "TimePointModel"
     buffers: dict[int, int] = field(default_factory=dict)
     """B of the last segment, by version."""
     _makers: list[tuple[int, list[tuple[int, int]]]] = field(init=False)

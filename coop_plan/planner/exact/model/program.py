@@ -9,9 +9,9 @@ version (see `planner.core.ssa`).
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.working_sets import needs
 from coop_plan.planner.core.problem import Pair, Problem
 from coop_plan.planner.core.ssa import Versions
+from coop_plan.planner.core.working_sets import needs
 
 
 @dataclass(frozen=True)

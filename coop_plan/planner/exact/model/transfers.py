@@ -45,9 +45,12 @@ is no more with fewer bytes or shorter copies, so both may be cut off (`LONGEST_
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from coop_plan.planner.exact.model.milp import INFINITY
-from coop_plan.planner.exact.model.segments import Segments, Terms
+from coop_plan.planner.exact.model.milp import INFINITY, Terms
+
+if TYPE_CHECKING:
+    from coop_plan.planner.exact.model.timepoint import TimePointModel
 
 ROUNDING = 1e-9
 """Relative slack of rows of the host's memory (see `planner.exact.model.timepoint`)."""
@@ -60,7 +63,7 @@ LONGEST_COPY = 10.0
 class Transfers:
     """The columns of transfers in a model; by segment, tensor → column."""
 
-    model: Segments
+    model: "TimePointModel"
     landed: list[dict[int, int]] = field(default_factory=list)
     """L."""
     arriving: list[dict[int, int]] = field(default_factory=list)

@@ -12,7 +12,7 @@ section 4.2) as columns of their own:
 
 Only what every schedule must do is asked for, so that the minimum is a lower bound for any schedule
 that first computes in program order, in whatever variants. A variant that another one dominates is left
-out (`planner.exact.model.variant_choices`). The memory of recomputes is looked at where a cut asks for it;
+out (`planner.exact.model.variants`). The memory of recomputes is looked at where a cut asks for it;
 elsewhere, of variants that read and make the same, a segment has the cheapest one that fits into the
 arena alone.
 """
@@ -23,12 +23,10 @@ from dataclasses import dataclass, field
 
 from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.core.working_sets import needs
-from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
+from coop_plan.planner.exact.model.variants import Choices
 from coop_plan.planner.exact.params import DEFAULTS, ModelParams
-from coop_plan.planner.exact.model.variant_choices import Choices
-
-Terms = list[tuple[int, float]]
 
 
 @dataclass

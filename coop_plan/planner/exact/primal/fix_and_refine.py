@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coop_plan.planner.core.working_sets import needs
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
+from coop_plan.planner.core.working_sets import needs
 from coop_plan.planner.exact.model.milp import INFINITY, Outcome
-from coop_plan.planner.exact.model.points import segment, worst_of_groups
+from coop_plan.planner.exact.model.point_selection import segment, worst_of_groups
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING, TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams

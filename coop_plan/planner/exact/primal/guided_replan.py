@@ -14,9 +14,9 @@ import numpy as np
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import OUTSIDE, PlacedSchedule, Schedule
 from coop_plan.planner.exact.params import DEFAULTS, FollowParams
-from coop_plan.planner.method import Request
-from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.heuristic.eviction_run import Settings
+from coop_plan.planner.heuristic.portfolio import Portfolio
+from coop_plan.planner.method import Request
 
 
 class PlanFollower:

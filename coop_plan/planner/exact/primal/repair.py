@@ -8,7 +8,7 @@ two drops take from each other, or nothing can go, a segment is given up.
 import time
 from dataclasses import dataclass, field
 
-from coop_plan.planner.exact.model.points import segment
+from coop_plan.planner.exact.model.point_selection import segment
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, RepairParams
 from coop_plan.planner.exact.primal.readout import (

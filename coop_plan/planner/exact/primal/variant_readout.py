@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
-from coop_plan.planner.exact.model.variant_choices import Choices
 from coop_plan.planner.exact.model.variant_timepoint import VariantModel
+from coop_plan.planner.exact.model.variants import Choices
 
 
 def read_out(model: VariantModel, values: list[float]) -> list[tuple[int, int]] | None:

@@ -21,25 +21,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
-from coop_plan.planner.core.unrecomputable import outputs_held
-from coop_plan.planner.core.working_sets import least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
+from coop_plan.planner.core.unrecomputable import outputs_held
+from coop_plan.planner.core.working_sets import least_working_set, needs
 from coop_plan.planner.exact.incumbent import PROOF, SOLVER_TOLERANCE
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
-from coop_plan.planner.exact.model.points import worst_of_groups
-from coop_plan.planner.exact.params import DEFAULTS as EXACT
-from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.placement.layout import WORK, lay_out
-from coop_plan.planner.method import Progress, Request
-from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.exact.model.variant_choices import Choices
-from coop_plan.planner.exact.primal.warm_start import lifted
+from coop_plan.planner.exact.model.point_selection import worst_of_groups
 from coop_plan.planner.exact.model.variant_timepoint import VariantModel
+from coop_plan.planner.exact.model.variants import Choices, carried_back, restricted
+from coop_plan.planner.exact.params import DEFAULTS as EXACT
 from coop_plan.planner.exact.primal.variant_lns import Neighbourhoods, too_full
-from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
 from coop_plan.planner.exact.primal.variant_readout import Rebody, read_out
-from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
+from coop_plan.planner.exact.primal.warm_start import lifted
+from coop_plan.planner.exact.solver.process import SolverProcess
+from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
+from coop_plan.planner.heuristic.coop_offline import CoopOffline
+from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.placement.layout import WORK, lay_out
 
 FOREVER = 1e6
 """Seconds; where there is no time limit, work is counted."""
