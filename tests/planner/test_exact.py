@@ -29,8 +29,8 @@ from coop_plan.planner.exact.params import (
 )
 from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
 from coop_plan.planner.exact.primal.intervals import schedule_intervals
-from coop_plan.planner.exact.primal.packing import Crowded
-from coop_plan.planner.exact.primal.readout import Outline
+from coop_plan.planner.exact.primal.packing import LayoutConflict
+from coop_plan.planner.exact.primal.readout import Residency
 from coop_plan.planner.exact.solver.process import Child, SolverError, SolverProcess, require
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.placement.layout import lay_out
@@ -112,7 +112,7 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
         first_points=6,
         wide_gap=math.inf,  # bounds in the background: test_bounding.py
     )
-    every_cut = PathCutParams(violation=-1.0)  # tight or not
+    every_cut = PathCutParams(min_violation=-1.0)  # tight or not
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "_slack", lambda *_: -2.0)
         try:
@@ -157,11 +157,11 @@ def test_fix_and_refine_leaves_room_where_a_layout_needs_it(process, arena):
     def place(schedule):
         live = schedule.live_bytes()
         if live.max() == arena:
-            return Crowded(int(live.argmax()), 1)
+            return LayoutConflict(int(live.argmax()), 1)
         return lay_out(schedule).placed
 
     search = FixAndRefine(program, process, arena, time.monotonic() + SECONDS, place)
-    placed = search.run(Outline.of(model, answer.values), math.inf)
+    placed = search.run(Residency.of(model, answer.values), math.inf)
     assert placed is not None
     assert placed.schedule.live_bytes().max() == arena - 1
 

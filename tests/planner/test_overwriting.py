@@ -152,7 +152,7 @@ def test_no_schedule_is_cheaper_than_the_model_says(
     for answer, bound in relaxations(process, problem, arena, chosen):
         assert answer.outcome is Outcome.OPTIMAL
         assert bound <= best * (1 + 1e-6) + 1e-6
-    told, params = [0.0], replace(DEFAULTS, bounding=BoundingParams(spread=1))
+    told, params = [0.0], replace(DEFAULTS, bounding=BoundingParams(first_spread=1))
     Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params).run()
     assert problem.base_cost_us + max(told) <= best * (1 + 1e-6) + 1e-6
 

@@ -14,10 +14,10 @@ from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.variant_timepoint import VariantModel
-from coop_plan.planner.exact.model.variants import Choices, carried_back, restricted
+from coop_plan.planner.exact.model.variants import VariantChoices, fix_variants, restore_variants
 from coop_plan.planner.exact.monet import solve_monet
-from coop_plan.planner.exact.primal.variant_lns import neighbourhood, too_full
-from coop_plan.planner.exact.primal.warm_start import lifted
+from coop_plan.planner.exact.primal.variant_lns import neighbourhood, overfull_segments
+from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.method import Request
 from coop_plan.planner.online.methods import run_coop
@@ -286,11 +286,11 @@ def test_monet_agrees_with_brute_force_over_its_class(graph):
 
 def test_a_neighbourhood_is_what_is_told_and_asks_for_room_where_it_is_strict():
     problem = Problem.from_graph(workspaces(), 1, "arena")
-    choices, n = Choices.of_problem(problem), problem.op_count
+    choices, n = VariantChoices.of_problem(problem), problem.op_count
     schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
     model = VariantModel(choices, int(schedule.live_bytes().max()) - 1, list(range(n + 1)))
-    values = lifted(model, schedule)
-    full = too_full(model, values)
+    values = warm_start(model, schedule)
+    full = overfull_segments(model, values)
     assert full
     loose = neighbourhood(model, values, range(0), range(0))
     strict = neighbourhood(model, values, range(0), range(0), range(n + 1))
@@ -316,11 +316,11 @@ def assert_meets_all_rows(milp, values):
 def test_every_schedule_is_a_solution_of_the_program(graph):
     """Keep-everything meets all rows of the program at its own peak, and costs what it says."""
     problem = Problem.from_graph(graph, 1, "arena")
-    choices = Choices.of_problem(problem)
+    choices = VariantChoices.of_problem(problem)
     schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
     peak = int(schedule.live_bytes().max(initial=0))
     model = VariantModel(choices, max(peak, 1), list(range(problem.op_count + 1)))
-    values = lifted(model, schedule)
+    values = warm_start(model, schedule)
     milp = model.milp
     assert_meets_all_rows(milp, values)
     cost = sum(c * v for c, v in zip(milp.cost, values, strict=True))
@@ -336,21 +336,21 @@ def test_every_schedule_is_a_solution_of_the_program(graph):
 def test_cuts_leave_every_schedule_in(graph, share, every):
     """A schedule with recomputes meets all rows at its own peak, whatever is looked at closely."""
     problem = Problem.from_graph(graph, 1, "arena")
-    choices, n = Choices.of_problem(problem), problem.op_count
+    choices, n = VariantChoices.of_problem(problem), problem.op_count
     arena = int(share * int(keep_all_schedule(problem).live_bytes().max(initial=0)))
     try:
-        placed = run_coop(restricted(problem, range(n)), Request(arena)).placed
+        placed = run_coop(fix_variants(problem, range(n)), Request(arena)).placed
     except DoesNotFitError:
         return
-    runs = carried_back(problem, range(n), placed).schedule.variants
+    runs = restore_variants(problem, range(n), placed).schedule.variants
     schedule = Schedule.of(problem, list(runs))
     peak = int(schedule.live_bytes().max(initial=0))
     points = [*range(0, n, every), n]
     cuts = frozenset(itertools.product(range(n), range(n)))
     model = VariantModel(choices, max(peak, 1), points, cuts)
-    values = lifted(model, schedule)
+    values = warm_start(model, schedule)
     assert_meets_all_rows(model.milp, values)
-    assert not too_full(model, values)
+    assert not overfull_segments(model, values)
 
 
 @settings(max_examples=60, deadline=None)
@@ -361,10 +361,10 @@ def test_a_plan_of_one_body_an_op_keeps_its_lifetimes(graph, share):
     chosen = range(problem.op_count)
     arena = int(share * int(keep_all_schedule(problem).live_bytes().max(initial=0)))
     try:
-        placed = run_coop(restricted(problem, chosen), Request(arena)).placed
+        placed = run_coop(fix_variants(problem, chosen), Request(arena)).placed
     except DoesNotFitError:
         return
-    back = carried_back(problem, chosen, placed)
+    back = restore_variants(problem, chosen, placed)
     assert back.cost_us == placed.cost_us
     for mine, its in zip(back.schedule.trace, placed.schedule.trace, strict=True):
         assert mine.tolist() == its.tolist()
@@ -424,4 +424,4 @@ def test_a_program_that_takes_too_long_is_given_up():
     problem = Problem.from_graph(masks(), 1, "arena")
     points = list(range(problem.op_count + 1))
     with pytest.raises(TimeLimitError, match="time limit reached"):
-        VariantModel(Choices.of_problem(problem), 100, points, deadline=0.0)
+        VariantModel(VariantChoices.of_problem(problem), 100, points, deadline=0.0)

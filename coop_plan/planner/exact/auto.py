@@ -34,15 +34,15 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
         pass
     if "reorder" in request.off or request.any_schedule:
         return solve_optimal(problem, request, params)
-    links = "transfers" in problem.beyond_recomputation
-    solve = _other_orders_first if links or any(problem.overwritten) else _program_order_first
+    transfers = "transfers" in problem.beyond_recomputation
+    solve = _other_orders_first if transfers or any(problem.overwritten) else _program_order_first
     with BoundingProcess(params) as process:
-        bound = _AnyOrderBound(Incumbent(problem, request.arena_bytes, model="any"), process)
+        bound = _AnyOrderBound(Incumbent(problem, request.arena_bytes, bound_model="any"), process)
         found, other = solve(problem, request, params, bound)
     for placed in (found.placed, other):
         if placed is not None:
-            bound.best.offer(placed)
-    of_any, solution = bound.best.answer(), cheaper(problem, found, other)
+            bound.incumbent.offer(placed)
+    of_any, solution = bound.incumbent.answer(), cheaper(problem, found, other)
     higher = (of_any.lower_bound_us or 0.0) >= (solution.lower_bound_us or 0.0)
     return of_any if higher or of_any.status == "optimal" else solution
 
@@ -51,19 +51,19 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
 class _AnyOrderBound:
     """What any schedule of the default variants costs at least, where nothing can be moved."""
 
-    best: Incumbent
+    incumbent: Incumbent
     process: BoundingProcess
 
     def begin(self) -> None:
         """Look for it from now on."""
-        if "transfers" not in self.best.problem.beyond_recomputation:
-            program = Program.of(self.best.problem)
-            self.process.begin(program, program.problem.rounded(self.best.arena))
+        if "transfers" not in self.incumbent.problem.beyond_recomputation:
+            program = Program.of(self.incumbent.problem)
+            self.process.begin(program, program.problem.rounded(self.incumbent.arena))
 
-    def least_us(self) -> float:
+    def bound_us(self) -> float:
         """What is proved so far, µs."""
-        self.best.prove(self.process.proved())
-        return self.best.bound_us
+        self.incumbent.prove(self.process.proved())
+        return self.incumbent.bound_us
 
 
 def _other_orders_first(
@@ -72,10 +72,10 @@ def _other_orders_first(
     """coop-offline in any order, as its walk cannot go on from `optimal`, and that after it."""
     left = math.inf if request.deadline is None else request.deadline - time.monotonic()
     other = None
-    if params.search.unhurried(problem.op_count, left):
+    if params.search.heuristic_runs_to_end(problem.op_count, left):
         bound.begin()
         other = in_any_order(problem, request)
-        bound.least_us()
+        bound.bound_us()
         bound.process.kill()
     try:
         return solve_optimal(problem, request, params), other
@@ -100,6 +100,6 @@ def _program_order_first(
     rest = replace(request, deadline=min(deadline, now + seconds))
     bound.begin()
     sequence, cost_us = found.placed.schedule.what, found.placed.cost_us
-    other = reordered(problem, sequence, cost_us, rest, bound.least_us)
-    bound.least_us()
+    other = reordered(problem, sequence, cost_us, rest, bound.bound_us)
+    bound.bound_us()
     return found, other

@@ -77,12 +77,12 @@ class CheckmateModel:
         for i in range(min(t + 1, program.n)):
             if i == t:
                 self.r[t, i] = 1  # frontier-advancing
-            elif program.until[i] >= t and not program.once(i):
+            elif program.until[i] >= t and not program.runs_once(i):
                 self.r[t, i] = self._binary(f"R_{t}_{i}")
         for i in range(t):
             for d in program.makes[i]:
                 assert producer[d] == i
-                if program.useful[d] >= t:
+                if program.last_useful[d] >= t:
                     self.s[t, d] = self._binary(f"S_{t}_{d}")
 
     def _correctness(self, t: int) -> None:
@@ -93,8 +93,8 @@ class CheckmateModel:
             if i < program.n and (t, i) not in r:
                 continue
             for d in program.reads[i]:
-                there = r.get((t, producer[d]), 0) + s.get((t, d), 0)
-                self._add(r.get((t, i), 1) - there <= 0)
+                available = r.get((t, producer[d]), 0) + s.get((t, d), 0)
+                self._add(r.get((t, i), 1) - available <= 0)
         for i in range(t):
             for d in program.makes[i]:
                 if (t, d) not in s:
@@ -157,17 +157,17 @@ class CheckmateModel:
                 self._add(1 - free[d] <= total)
                 self._add((1 + len(hazards)) * (1 - free[d]) >= total)
             # A copy made beside one that was kept, for the sake of a sibling, ends at once.
-            beside = self._beside(t, i)
-            shared = self._shared(t, i, free)
+            duplicates = self._duplicates(t, i)
+            shared = self._inplace_bytes(t, i, free)
             need = (program.workspace(i) + (program.rerun_bytes[i] if i < t else 0)) / self.capacity
             # [Constraint] U ≤ M_budget, workspace included, addresses shared in place counted once.
             self._add(u + r[t, i] * need - shared <= 1)
             freed = self.pulp.lpSum(
-                [f * (size[d] / self.capacity) for d, f in free.items()] + [beside]
+                [f * (size[d] / self.capacity) for d, f in free.items()] + [duplicates]
             )
             used = u
 
-    def _beside(self, t: int, i: int) -> Any:
+    def _duplicates(self, t: int, i: int) -> Any:
         terms = []
         for d in self.program.makes[i]:
             if len(self.program.makes[i]) > 1 and (t, d) in self.s and i < t:
@@ -177,9 +177,9 @@ class CheckmateModel:
                 terms.append(both * (self.program.problem.size[d] / self.capacity))
         return self.pulp.lpSum(terms)
 
-    def _shared(self, t: int, i: int, free: dict[int, Any]) -> Any:
+    def _inplace_bytes(self, t: int, i: int, free: dict[int, Any]) -> Any:
         """In-place pairs: the output may take the address of an input that is freed after op i."""
-        allowed = self.program.problem.inplace[i] if i < t else self.program.pairs[i]
+        allowed = self.program.problem.inplace[i] if i < t else self.program.inplace_pairs[i]
         pairs = [(out, source) for out, source in allowed if source in free]
         share = {pair: self._binary(f"P_{t}_{i}_{pair[0]}_{pair[1]}") for pair in pairs}
         for (out, source), z in share.items():
@@ -249,13 +249,13 @@ def _solve(
         known = ", ".join(pulp.listSolvers(onlyAvailable=True))
         raise InvalidInputError(f"PuLP has no solver '{solver}' here: it has {known}", "/solver")
     assert request.deadline is not None
-    blocked = DoesNotFitError(largest_working_set(program.problem).op)
+    infeasible = DoesNotFitError(largest_working_set(program.problem).op)
     if capacity < largest_working_set(program.problem).bytes:
-        raise blocked
+        raise infeasible
     model = CheckmateModel(program, capacity, pulp, integral)
     answer = process.solve_pulp(model.lp.toDict(), request.deadline, solver)
     if answer.outcome is Outcome.INFEASIBLE:
-        raise blocked
+        raise infeasible
     values = answer.values
     if values is None:
         raise TimeLimitError("time limit reached before checkmate found any plan")
@@ -263,14 +263,16 @@ def _solve(
     if integral:
         computed = {key for key, r in model.r.items() if _value(r, values) > 0.5}
     else:
-        computed = _complete(program, chosen, set(model.r), blocked)
+        computed = _complete_rounding(program, chosen, set(model.r), infeasible)
     built = ScheduleBuilder(program)
     for t in range(program.n + 1):
         for i in range(min(t + 1, program.n)):
             if (t, i) in computed:
                 built.run(i, t)
         last = t == program.n
-        built.keep(set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1})
+        built.retain(
+            set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1}
+        )
     return built.schedule()
 
 
@@ -279,17 +281,17 @@ def _value(variable: Any, values: dict[str, float]) -> float:
     return float(variable if isinstance(variable, int) else values.get(variable.name, 0.0))
 
 
-def _complete(
+def _complete_rounding(
     program: Program,
     kept: set[tuple[int, int]],
     possible: set[tuple[int, int]],
-    blocked: DoesNotFitError,
+    infeasible: DoesNotFitError,
 ) -> set[tuple[int, int]]:
     """Phase two of the rounding: the least R for a rounded S; both are changed where they must."""
     producer = program.problem.producer
     computed = {(i, i) for i in range(program.n)}
 
-    def demand(t: int, d: int) -> None:
+    def require(t: int, d: int) -> None:
         if (t, d) in kept or (t, producer[d]) in computed:
             return
         if (t, producer[d]) in possible:
@@ -297,18 +299,18 @@ def _complete(
         elif producer[d] < t:
             kept.add((t, d))  # it cannot be computed again
         else:
-            raise blocked
+            raise infeasible
 
     for t in range(program.n, -1, -1):
         for d in sorted(d for stage, d in kept if stage == t + 1):
-            demand(t, d)
+            require(t, d)
         if t == program.n:
             for d in program.reads[t]:
-                demand(t, d)
+                require(t, d)
         for i in range(min(t, program.n - 1), -1, -1):
             if (t, i) in computed:
                 for d in program.reads[i]:
-                    demand(t, d)
+                    require(t, d)
                 if any((t + 1, d) in kept for _, d in program.overwrites[i]):
-                    raise blocked
+                    raise infeasible
     return computed

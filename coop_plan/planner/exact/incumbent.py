@@ -14,7 +14,7 @@ from coop_plan.schemas import BoundModel
 SOLVER_TOLERANCE = 1e-7
 """Share of the base cost that a bound gives away, as solvers compute in floating point."""
 
-PROOF = 1e-6
+OPTIMALITY_TOLERANCE = 1e-6
 """A plan is optimal when its cost is within this share of the bound."""
 
 
@@ -29,15 +29,15 @@ class Incumbent:
         self,
         problem: Problem,
         arena: int,
-        tell: Callable[[Progress], None] | None = None,
-        model: BoundModel = "program-order",
+        progress: Callable[[Progress], None] | None = None,
+        bound_model: BoundModel = "program-order",
     ) -> None:
         self.problem = problem
         self.arena = arena
-        self.model = model
+        self.bound_model = bound_model
         self.bound_us = problem.base_cost_us
         self.solution: Solution | None = None
-        self._tell = tell
+        self._progress = progress
 
     @property
     def cost_us(self) -> float:
@@ -47,7 +47,7 @@ class Incumbent:
     @property
     def proved(self) -> bool:
         """Whether the plan is within the tolerance of the bound."""
-        return self.cost_us <= self.bound_us * (1 + PROOF)
+        return self.cost_us <= self.bound_us * (1 + OPTIMALITY_TOLERANCE)
 
     @property
     def gap(self) -> float:
@@ -59,16 +59,16 @@ class Incumbent:
         self.bound_us = max(self.bound_us, min(bound_us, self.cost_us))
         self.report()
 
-    def prove(self, recomputes_us: float) -> None:
+    def prove(self, recompute_us: float) -> None:
         """Take what recomputes cost at least, as a solver has it; −∞ changes nothing."""
-        if recomputes_us > -INFINITY:
-            self.raise_bound(self.problem.base_cost_us * (1 - SOLVER_TOLERANCE) + recomputes_us)
+        if recompute_us > -INFINITY:
+            self.raise_bound(self.problem.base_cost_us * (1 - SOLVER_TOLERANCE) + recompute_us)
 
-    def distrust(self, why: str) -> None:
+    def discard_bounds(self, reason: str) -> None:
         """Forget the bounds of a solver that contradicts a plan; every op once remains one."""
         self.bound_us = self.problem.base_cost_us
-        if self._tell is not None:
-            self._tell(Progress(f"bound given up: {why}"))
+        if self._progress is not None:
+            self._progress(Progress(f"bound given up: {reason}"))
 
     def offer(self, placed: PlacedSchedule) -> None:
         """A schedule with addresses within the arena; the cheapest is kept."""
@@ -78,17 +78,21 @@ class Incumbent:
 
     def report(self, bound_us: float = 0.0) -> None:
         """Incumbent, bound and gap as progress; `bound_us` is one that is still being raised."""
-        if self._tell is None:
+        if self._progress is None:
             return
         base = max(self.problem.base_cost_us, 1e-12)
         bound = min(max(self.bound_us, bound_us), self.cost_us)
-        least = bound / base - 1
+        bound_overhead = bound / base - 1
         if self.solution is None:
-            self._tell(Progress(f"no plan yet, overhead at least {least:.2%}", bound=least))
+            self._progress(
+                Progress(
+                    f"no plan yet, overhead at least {bound_overhead:.2%}", bound=bound_overhead
+                )
+            )
             return
         overhead, gap = self.cost_us / base - 1, self.cost_us / max(bound, 1e-12) - 1
-        message = f"overhead {overhead:.2%}, at least {least:.2%}, gap {gap:.2%}"
-        self._tell(Progress(message, overhead=overhead, bound=least, gap=gap))
+        message = f"overhead {overhead:.2%}, at least {bound_overhead:.2%}, gap {gap:.2%}"
+        self._progress(Progress(message, overhead=overhead, bound=bound_overhead, gap=gap))
 
     def answer(self) -> Solution:
         """
@@ -103,5 +107,5 @@ class Incumbent:
             self.solution,
             status="optimal" if self.proved else "feasible",
             lower_bound_us=min(self.bound_us, self.cost_us),
-            bound_model=self.model,
+            bound_model=self.bound_model,
         )

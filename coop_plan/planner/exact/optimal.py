@@ -24,9 +24,9 @@ from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
 from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
-from coop_plan.planner.exact.primal.guided_replan import PlanFollower
+from coop_plan.planner.exact.primal.guided_replan import GuidedReplan
 from coop_plan.planner.exact.primal.intervals import schedule_intervals
-from coop_plan.planner.exact.primal.packing import Crowded, place_or_pack, place_or_tell
+from coop_plan.planner.exact.primal.packing import LayoutConflict, place_or_conflict, place_or_pack
 from coop_plan.planner.exact.primal.readout import Readout
 from coop_plan.planner.exact.refine import Refinement
 from coop_plan.planner.exact.solver.process import SolverProcess, require
@@ -51,15 +51,15 @@ class _OptimalSolve:
         self.process = process
         self.problem = problem
         self.program = Program.of(problem)
-        self.follower = PlanFollower(problem, request, params.follow)
+        self.guided_replan = GuidedReplan(problem, request, params.guided_replan)
         self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
         assert request.deadline is not None
         self.deadline = request.deadline
-        self.climbed = False
+        self.offline_improved = False
         self.bounding = bounding
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         """Start from coop-offline's plan; without one, do not spend all the time looking for one.
 
         The caller may ask for other budgets next, within the same deadline.
@@ -67,15 +67,15 @@ class _OptimalSolve:
         params = self.params.search
         now = time.monotonic()
         left = self.deadline - now
-        unhurried = params.unhurried(self.program.n, left)
-        limit = None if unhurried else now + left * params.heuristic_share
+        heuristic_runs_to_end = params.heuristic_runs_to_end(self.program.n, left)
+        limit = None if heuristic_runs_to_end else now + left * params.heuristic_share
         request = replace(self.request.in_program_order(), deadline=limit)
         self.offline = CoopOffline(self.problem, request)
         self.offline.begin()
         self._offer_heuristic()
         if self.incumbent.solution is None:
             now = time.monotonic()
-            self.deadline = now + (self.deadline - now) * params.blind_share
+            self.deadline = now + (self.deadline - now) * params.first_plan_share
 
     def _offer_heuristic(self) -> None:
         """Offer coop-offline's plan, if it has one."""
@@ -90,13 +90,13 @@ class _OptimalSolve:
     def finished(self) -> bool:
         """Whether there is nothing left to look for, or no time."""
         self.incumbent.prove(self.bounding.proved())
-        enough = self.request.any_schedule and self.incumbent.solution is not None
-        return enough or self.incumbent.proved or time.monotonic() >= self.deadline
+        stop = self.request.any_schedule and self.incumbent.solution is not None
+        return stop or self.incumbent.proved or time.monotonic() >= self.deadline
 
-    def finish(self) -> None:
+    def await_bounds(self) -> None:
         """Use the time for which better bounds may come."""
         if self.bounding.running and not self.finished():
-            self._climb(1.0, self.finished)
+            self._improve_offline(1.0, self.finished)
         while self.bounding.running and not self.finished():
             self.incumbent.prove(self.bounding.proved(self.deadline))
 
@@ -114,10 +114,10 @@ class _OptimalSolve:
             self.params,
         )
         placed = self._iterate(rounds)
-        linked = self.program.links is not None
-        if rounds.gave_way:
-            share = self.params.search.linked_bounding_share if linked else 1.0
-            self._climb(share, lambda: self.finished() or self.bounding.ended)
+        linked = self.program.host_link is not None
+        if rounds.yielded:
+            share = self.params.search.transfer_bounding_share if linked else 1.0
+            self._improve_offline(share, lambda: self.finished() or self.bounding.ended)
             if linked and self.bounding.running:
                 self.bounding.kill()
             else:
@@ -125,24 +125,26 @@ class _OptimalSolve:
         if rounds.infeasible:
             return
         if linked:
-            self._go_on_with_transfers()
+            self._finish_with_transfers()
             return
         if not placed:
-            self._shrink(rounds)
-        if rounds.cut_short:
+            self._solve_smaller_arenas(rounds)
+        if rounds.timed_out:
             rounds.tighten()
-            rounds.last = True
+            rounds.final = True
             self._iterate(rounds)
         if not self.finished() and self.program.n <= self.params.search.joint_ops:
             self._solve_jointly(capacity)
 
-    def _go_on_with_transfers(self) -> None:
+    def _finish_with_transfers(self) -> None:
         """Leave the rest to coop-offline, which alone makes plans with transfers."""
         if self.finished():
             return
         params, left = self.params.search, self.deadline - time.monotonic()
         small = self.program.n <= params.joint_ops and self.incumbent.solution is not None
-        self._climb(min(1.0, params.joint_seconds / left) if small else 1.0, self.finished)
+        self._improve_offline(
+            min(1.0, params.joint_seconds / left) if small else 1.0, self.finished
+        )
 
     def _solve_jointly(self, capacity: int) -> None:
         """Eviction and layout as one model."""
@@ -154,15 +156,15 @@ class _OptimalSolve:
             self.process, self.program, capacity, until, copies=copies, joint=True
         )
         if schedule is not None:
-            self._use(Readout(schedule, [], []))
+            self._place_readout(Readout(schedule, [], []))
 
-    def _shrink(self, rounds: Refinement) -> None:
+    def _solve_smaller_arenas(self, rounds: Refinement) -> None:
         """Rounds at smaller capacities until a plan is placed."""
         params = self.params.search
-        for share in params.shrink:
-            if self.incumbent.gap < params.good_gap or self.finished():
+        for share in params.shrunk_arenas:
+            if self.incumbent.gap < params.small_gap or self.finished():
                 return
-            smaller = self._smaller(rounds, int(self.request.arena_bytes * share))
+            smaller = self._within(rounds, int(self.request.arena_bytes * share))
             if self._iterate(smaller):
                 return
 
@@ -172,25 +174,25 @@ class _OptimalSolve:
             readout = rounds.round()
             if readout is None:
                 return False
-            placed = self._use(readout)
+            placed = self._place_readout(readout)
             if readout.overflows:
-                if rounds.cut_short:
-                    if not self.climbed:
-                        self.climbed = True
-                        self._climb(self.params.search.climb_share, self.finished)
+                if rounds.timed_out:
+                    if not self.offline_improved:
+                        self.offline_improved = True
+                        self._improve_offline(self.params.search.offline_share, self.finished)
                     self._fix_and_refine(rounds)
                 if not rounds.refine(readout.overflows):
                     return False
-            elif not rounds.proves or rounds.cut_short or not rounds.tighten():
+            elif not rounds.proves or rounds.timed_out or not rounds.tighten():
                 return placed
         return True
 
-    def _climb(self, share: float, enough: Callable[[], bool]) -> None:
+    def _improve_offline(self, share: float, stop: Callable[[], bool]) -> None:
         """Let coop-offline look longer: until `enough`, for this share of the time left at most."""
         now = time.monotonic()
         self.offline.processors = max(1, processors() - self.bounding.running)
         try:
-            self.offline.improve(now + (self.deadline - now) * share, enough)
+            self.offline.improve(now + (self.deadline - now) * share, stop)
         finally:
             self._offer_heuristic()
 
@@ -200,23 +202,23 @@ class _OptimalSolve:
         unit = self.program.problem.alignment
         for share in params.fix_arenas:
             if share < 1:
-                rounds = self._smaller(rounds, int(arena * share))
+                rounds = self._within(rounds, int(arena * share))
                 if rounds.round() is None:
                     return
-            assert rounds.outline is not None
+            assert rounds.residency is not None
             now = time.monotonic()
             until = now + (self.deadline - now) * params.fix_share
             capacity = min(rounds.capacity, arena // unit * unit)
             search = FixAndRefine(
                 self.program, self.process, capacity, until, self._place, self.params
             )
-            placed = search.run(rounds.outline, self.incumbent.cost_us)
+            placed = search.run(rounds.residency, self.incumbent.cost_us)
             if placed is not None:
                 self._offer(placed)
             if placed is not None or not search.margins:
                 return
 
-    def _smaller(self, rounds: Refinement, arena: int) -> Refinement:
+    def _within(self, rounds: Refinement, arena: int) -> Refinement:
         """The rounds' state within a smaller arena (bytes), where it proves nothing."""
         smaller = replace(
             rounds,
@@ -225,21 +227,21 @@ class _OptimalSolve:
             points=list(rounds.points),
             cuts=set(rounds.cuts),
         )
-        smaller.gap = self.params.search.good_gap
+        smaller.gap = self.params.search.small_gap
         smaller.paths.paths = list(rounds.paths.paths)
         return smaller
 
-    def _place(self, schedule: Schedule) -> PlacedSchedule | Crowded:
+    def _place(self, schedule: Schedule) -> PlacedSchedule | LayoutConflict:
         """A schedule with offsets within the arena, or where that fails."""
         left = max(0.0, self.deadline - time.monotonic())
         work = min(self.params.search.place_work, int(left * WORK_PER_SECOND))
-        return place_or_tell(schedule, self.request.arena_bytes, work)
+        return place_or_conflict(schedule, self.request.arena_bytes, work)
 
     def _offer(self, placed: PlacedSchedule) -> None:
         """Offer a placed schedule of the program, whose tensors are versions."""
         self.incumbent.offer(self.program.versions.placed(placed))
 
-    def _use(self, readout: Readout) -> bool:
+    def _place_readout(self, readout: Readout) -> bool:
         """Make a plan of a readout if it is worth it; whether it was placed as it is."""
         schedule = readout.schedule
         if schedule.cost_us >= self.incumbent.cost_us:
@@ -252,9 +254,9 @@ class _OptimalSolve:
                 self._offer(placed)
                 return True
         restored = self.program.versions.restored(schedule)
-        followed = self.follower.follow(restored, self.incumbent.cost_us)
-        if followed is not None:
-            self.incumbent.offer(followed)
+        replanned = self.guided_replan.replan(restored, self.incumbent.cost_us)
+        if replanned is not None:
+            self.incumbent.offer(replanned)
         return False
 
 
@@ -277,7 +279,7 @@ def solve_optimal(problem: Problem, request: Request, params: ExactParams = DEFA
         try:
             if not solve.finished():
                 solve.run()
-                solve.finish()
+                solve.await_bounds()
         except KeyboardInterrupt:  # whoever has seen enough gets the best so far
             if solve.incumbent.solution is None:
                 raise

@@ -23,8 +23,8 @@ class SearchParams(Params):
     probe_seconds: Seconds = 10.0
     """The same, where any schedule will do: one of many budgets tried in search of the smallest."""
 
-    small_ops: Size = 3000
-    long_seconds: Seconds = 10.0
+    small_graph_ops: Size = 3000
+    ample_seconds: Seconds = 10.0
     heuristic_share: Share = 0.25
     """coop-offline takes its own time on graphs up to `small_ops` ops when there are more than
     `long_seconds` left, and else this share of the time left;"""
@@ -36,16 +36,16 @@ class SearchParams(Params):
     """so long if it is there, however soon `optimal` ends: a process that proves takes some of it
     to start."""
 
-    tiny_ops: Size = 50
+    tiny_graph_ops: Size = 50
     """on graphs up to so many always: a fraction of a second."""
 
-    blind_share: Share = 0.25
+    first_plan_share: Share = 0.25
     """Share of the time left for finding any plan at all where coop-offline finds none."""
 
-    climb_share: Share = 0.2
+    offline_share: Share = 0.2
     """Share of the time left for more of coop-offline once a model took all of its own."""
 
-    linked_bounding_share: Share = 0.4
+    transfer_bounding_share: Share = 0.4
     """With transfers, share of the time left for which bounds are looked for beside the search;
     after that all processors search."""
 
@@ -55,10 +55,10 @@ class SearchParams(Params):
     fix_arenas: tuple[Share, ...] = (1.0, 0.99, 0.975)
     """Shares of the arena to fix and refine within, in turn as long as only a layout is missing."""
 
-    shrink: tuple[Share, ...] = (0.995, 0.99, 0.98, 0.96, 0.93)
+    shrunk_arenas: tuple[Share, ...] = (0.995, 0.99, 0.98, 0.96, 0.93)
     """Logical budgets, as shares of the arena, for plans that are easier to place."""
 
-    good_gap: Ratio = 1e-4
+    small_gap: Ratio = 1e-4
     """Cost over bound, minus one, below which smaller logical budgets are not worth trying; and the
     gap, as a share of the base cost, to which their models are solved."""
 
@@ -75,9 +75,9 @@ class SearchParams(Params):
     """How long it may look for a better plan; for any plan at all, as long as there is time. With
     transfers, which that model does not have, coop-offline goes on for so long instead."""
 
-    def unhurried(self, ops: int, left: float) -> bool:
+    def heuristic_runs_to_end(self, ops: int, left: float) -> bool:
         """Whether coop-offline may take its own time on so many ops, with so much left (s)."""
-        return ops <= (self.small_ops if left > self.long_seconds else self.tiny_ops)
+        return ops <= (self.small_graph_ops if left > self.ample_seconds else self.tiny_graph_ops)
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class RefinementParams(Params):
     first_points: Count = 3
     """Time points to begin with: often these are enough."""
 
-    points_at_once: Count = 4
+    points_per_round: Count = 4
     """Time points, or else cuts, that a round adds where a solution overflows a little."""
 
-    large_excess: Ratio = 1.0
-    most_points: Count = 12
+    large_overflow: Ratio = 1.0
+    max_points: Count = 12
     """From so large an excess on, in capacities, there is one in each segment, up to so many."""
 
     easy_share: Share = 0.05
@@ -120,22 +120,22 @@ class RefinementParams(Params):
     """Cost over bound, minus one, above which a hard model is worth a process beside the search for
     bounds, and longer climbs of coop-offline."""
 
-    wide_gap_linked: Ratio = 1e-3
+    wide_gap_transfers: Ratio = 1e-3
     """The same with transfers, for which coop-offline is the one that finds plans."""
 
     all_points_ops: Size = 30
     """With transfers, all ops are time points from the beginning where there are no more."""
 
-    alone_share: Share = 0.3
+    single_core_share: Share = 0.3
     """Share of the time left for those bounds where there is one processor only."""
 
     shares: RoundShares = RoundShares(0.12, 0.12, 0.05)
     """For hard models; the rest is for fix-and-refine and closer looks."""
 
-    last_shares: RoundShares = RoundShares(0.25, 0.9, 0.5)
+    final_shares: RoundShares = RoundShares(0.25, 0.9, 0.5)
     """The same once nothing else is left to do."""
 
-    least_seconds: Seconds = 5.0
+    min_solve_seconds: Seconds = 5.0
     """A solve after path cuts gets so much at least, if there is as much."""
 
 
@@ -143,7 +143,7 @@ class RefinementParams(Params):
 class ModelParams(Params):
     """The time-point model itself (see `planner.exact.model.timepoint`)."""
 
-    finest: Size = 40
+    finest_rounding: Size = 40
     """Memory rows are also rounded to multiples of sizes down to room / `finest`; 0: to none."""
 
 
@@ -151,7 +151,7 @@ class ModelParams(Params):
 class PathCutParams(Params):
     """Path cuts and their separation (see `planner.exact.model.paths`)."""
 
-    violation: Annotated[float, Within(-math.inf, 1.0)] = 0.02
+    min_violation: Annotated[float, Within(-math.inf, 1.0)] = 0.02
     """Cuts that are violated by less are not worth a row; negative: those that hold anyway are."""
 
     precision: tuple[tuple[Share, Share], ...] = (
@@ -209,7 +209,7 @@ class FixAndRefineParams(Params):
     window_seconds: Seconds = 1.0
     """Time of one window: this share of what is left, or so long if that is more."""
 
-    points_at_once: Count = 4
+    points_per_window: Count = 4
     """Time points that a window gets at once."""
 
     margin_share: Share = 0.01
@@ -217,7 +217,7 @@ class FixAndRefineParams(Params):
     """Bytes to free where a layout did not fit: this share of the capacity, or else of the excess,
     whichever is more."""
 
-    most_crowds: Count = 3
+    max_conflicts: Count = 3
     """Crowds of the same op at the same position before it may not run there again."""
 
 
@@ -225,15 +225,15 @@ class FixAndRefineParams(Params):
 class RepairParams(Params):
     """Repairs of readouts that overflow (see `planner.exact.primal.repair`)."""
 
-    dearest: Ratio = 0.02
+    max_cost_share: Ratio = 0.02
     """Share of the base cost that what goes for one overflow may cost at most."""
 
-    most_runs: Count = 3
+    max_runs: Count = 3
     """How often an op may run for the same position before drops count as stuck."""
 
 
 @dataclass(frozen=True)
-class FollowParams(Params):
+class GuidedReplanParams(Params):
     """Plans as advice for coop-offline's kernel (see `planner.exact.primal.guided_replan`)."""
 
     evicted_weight: Ratio = 1e-3
@@ -251,25 +251,25 @@ class FollowParams(Params):
 class BoundingParams(Params):
     """Time points of the relaxations beside the search (see `planner.exact.dual.bounding`)."""
 
-    few: tuple[Count, ...] = (4, 8, 20)
-    integral_columns: Size = 6000
+    few_points: tuple[Count, ...] = (4, 8, 20)
+    integral_max_columns: Size = 6000
     integral_seconds: Seconds = 20.0
     """With transfers, so many time points are tried, and the best of these models is also solved as
     it is, if it has no more columns, for so long, before there are more time points."""
 
-    spread: Count = 10
+    first_spread: Count = 10
     """Time points of the first step where nothing repeats; each step has twice as many."""
 
     samples: Annotated[int, Within(2, math.inf)] = 4
     """Copies of a block from which the choice of an op is learned."""
 
-    tried: Count = 4
+    candidates: Count = 4
     """How many ops are tried beside those that were chosen before."""
 
-    worth_keeping: Ratio = 2e-3
+    min_gain: Ratio = 2e-3
     """Share by which an op must raise the bound to be a time point from then on."""
 
-    mostly: Share = 0.5
+    min_block_share: Share = 0.5
     """Blocks are used if so much of where keeping everything does not fit lies in them."""
 
 
@@ -280,7 +280,7 @@ class PackingParams(Params):
     seconds: Seconds = 5.0
     """How long the solver may look for a layout of one schedule."""
 
-    most_blocks: Size = 1500
+    max_blocks: Size = 1500
     """Beyond so many blocks the model is not worth building."""
 
 
@@ -323,7 +323,7 @@ class ExactParams:
     lns: LnsParams = LnsParams()
     fix_and_refine: FixAndRefineParams = FixAndRefineParams()
     repair: RepairParams = RepairParams()
-    follow: FollowParams = FollowParams()
+    guided_replan: GuidedReplanParams = GuidedReplanParams()
     bounding: BoundingParams = BoundingParams()
     packing: PackingParams = PackingParams()
     solver: SolverParams = SolverParams()

@@ -9,7 +9,7 @@ from coop_plan.planner.core.params import Count, Factor, Params, Seconds, Share,
 class VariantParams(Params):
     """Starts, and the large neighbourhood search from them (`planner.exact.primal.variant_search`)."""
 
-    climbs: Count = 24
+    exchanges: Count = 24
     """
     Sets of variants tried, one change at a time, where no program is solved; in haste on small steps.
     """
@@ -20,7 +20,7 @@ class VariantParams(Params):
     nodes: Count = 20
     """Nodes of branch and bound of one of these at most; a time limit has no such end."""
 
-    default_share: Share = 0.1
+    default_variants_share: Share = 0.1
     """Share of the time for the default variants alone, with which it begins."""
 
     reorder_share: Share = 0.1
@@ -32,49 +32,49 @@ class VariantParams(Params):
     solve_share: Share = 0.2
     """Share of the time left that one of its solves takes, once there is a schedule."""
 
-    sizes: tuple[Share, ...] = (0.5, 1.0, 0.25)
+    size_shares: tuple[Share, ...] = (0.5, 1.0, 0.25)
     """
     Rules: per op the cheapest variant whose working set is this share at most of the arena without the
     outputs that are there.
     """
 
-    hasty_rules: Count = 3
+    quick_rules: Count = 3
     """Rules tried where any schedule will do."""
 
     bound_points: Count = 12
     """Time points of the whole program at first: few, as what is solved has the better bound."""
 
-    rough: Share = 0.2
+    gap_share: Share = 0.2
     """Share of the gap to which the whole program is solved as long as it grows."""
 
     points: Count = 30
     """Time points of the program of which neighbourhoods are solved, to begin with."""
 
-    most_points: Count = 90
+    max_points: Count = 90
     """And at most."""
 
-    points_at_once: Count = 4
+    points_per_round: Count = 4
     """Points added where what was read out did not fit."""
 
     first_width: Share = 0.12
     """Share of the program that is set free at first."""
 
-    wider: Factor = 1.1
+    widen: Factor = 1.1
     """Factor on that share after a neighbourhood that was solved."""
 
-    narrower: Share = 0.7
+    narrow: Share = 0.7
     """And after one that was not, in its time or with its nodes."""
 
-    narrowest: Share = 0.04
+    min_width: Share = 0.04
     """The share is no less."""
 
-    widest: Share = 0.7
+    max_width: Share = 0.7
     """And no more."""
 
     repair_rounds: Size = 40
     """Neighbourhoods solved around what is too full in a solution of the whole program, at most."""
 
-    worth_reading: Share = 0.01
+    max_read_excess: Share = 0.01
     """Of solutions of neighbourhoods none is read that costs more by this share than the best."""
 
     step_seconds: Seconds = 3.0
@@ -95,10 +95,10 @@ class VariantParams(Params):
     margin: Share = 0.002
     """Share of the arena by which the search stays below it for each layout that was not found."""
 
-    most_margin: Share = 0.04
+    max_margin: Share = 0.04
     """And at most."""
 
-    repairs: Count = 3
+    reselection_rounds: Count = 3
     """Rounds of changes of single runs."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
-from coop_plan.planner.exact.model.variants import carried_back, restricted
+from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
 from coop_plan.planner.exact.primal.variant_search import VariantSearch
 from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
 from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
@@ -39,41 +39,43 @@ def solve_with_variants(
     Raises:
         DoesNotFitError: nothing was found.
     """
-    links = "transfers" in problem.beyond_recomputation
-    share = 0.5 if links else params.default_share
+    transfers = "transfers" in problem.beyond_recomputation
+    share = 0.5 if transfers else params.default_variants_share
     until = None
     end, reorder = request.deadline, False
     if end is not None:
         now = time.monotonic()
         until = now + (end - now) * share
-        reorder = not (links or request.any_schedule or "reorder" in request.off)
+        reorder = not (transfers or request.any_schedule or "reorder" in request.off)
         if reorder:
             request = replace(request, deadline=end - (end - now) * params.reorder_share)
     search = VariantSearch(problem, request, params)
-    other: Solution | None = None
+    fallback: Solution | None = None
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
-        first = method if links else solve_coop_offline
-        other = first(problem, replace(request.in_program_order(), deadline=until))
-        if not links:
-            search.offer(other.placed)
-    if not (request.any_schedule and other is not None):
+        first = method if transfers else solve_coop_offline
+        fallback = first(problem, replace(request.in_program_order(), deadline=until))
+        if not transfers:
+            search.offer(fallback.placed)
+    if not (request.any_schedule and fallback is not None):
         try:
             search.run(prove=prove and not request.any_schedule)
         except (DoesNotFitError, TimeLimitError):
-            if other is None and search.placed is None:
+            if fallback is None and search.placed is None:
                 raise
-    if search.placed is None or (other is not None and other.placed.cost_us <= search.cost_us):
-        assert other is not None
-        search.placed = other.placed
+    if search.placed is None or (
+        fallback is not None and fallback.placed.cost_us <= search.cost_us
+    ):
+        assert fallback is not None
+        search.placed = fallback.placed
     solution = Solution(search.placed)
-    if prove and not links and not any(problem.overwritten):
+    if prove and not transfers and not any(problem.overwritten):
         solution = replace(
             solution,
             status="optimal" if search.proved else "feasible",
             lower_bound_us=min(search.bound_us, search.cost_us),
             bound_model="program-order",
         )
-    if end is None and not (links or request.any_schedule or "reorder" in request.off):
+    if end is None and not (transfers or request.any_schedule or "reorder" in request.off):
         solution = cheaper(problem, solution, in_any_order(problem, request))
     if reorder:
         placed = _reordered(problem, replace(request, deadline=end), search.placed)
@@ -89,10 +91,10 @@ def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> Pl
         ops.append(problem.variants[variant].op)
         chosen.setdefault(ops[-1], variant)
     variants = [chosen[op] for op in range(problem.op_count)]
-    alone, sequence = restricted(problem, variants), np.array(ops, dtype=np.int64)
+    alone, sequence = fix_variants(problem, variants), np.array(ops, dtype=np.int64)
     try:
         Schedule.of(alone, sequence)
     except NoScheduleError:  # a later run makes what the first one does not
         return None
     found = reordered(alone, sequence, placed.cost_us, request)
-    return None if found is None else carried_back(problem, variants, found)
+    return None if found is None else restore_variants(problem, variants, found)

@@ -28,7 +28,7 @@ class BoundingProcess(Child):
     def __init__(self, params: ExactParams = DEFAULTS) -> None:
         super().__init__("coop_plan.planner.exact.dual.bounding", params.solver)
         self._params = params
-        self.running = self._begun = False
+        self.running = self._started = False
         self.ended = False
         """Whether it ran to its end: it has no more time points to add."""
 
@@ -39,9 +39,9 @@ class BoundingProcess(Child):
 
     def begin(self, program: Program, capacity: int, points: set[int] | None = None) -> None:
         """Start, with time points that are known to matter, or for any order; once only."""
-        if not self._begun:
+        if not self._started:
             job = BoundingJob(program, capacity, points, self._params)
-            self._begun = self.running = self.send(job)
+            self._started = self.running = self.send(job)
 
     def proved(self, until: float = 0.0) -> float:
         """
@@ -55,11 +55,11 @@ class BoundingProcess(Child):
         best = -INFINITY
         while self.running:
             try:
-                news: float | None = self.receive(until if best == -INFINITY else 0.0)
+                bound: float | None = self.receive(until if best == -INFINITY else 0.0)
             except queue.Empty:
                 break
-            if news is None:
+            if bound is None:
                 self.running, self.ended = False, True
             else:
-                best = max(best, news)
+                best = max(best, bound)
         return best

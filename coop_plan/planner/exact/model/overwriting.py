@@ -49,32 +49,37 @@ class Overwriting:
         model, program, milp = self.model, self.model.program, self.model.milp
         start, point = model.start(k), model.points[k]
         before, self.buffers = self.buffers, {}
-        more: dict[int, int] = {}
+        extra_runs: dict[int, int] = {}
         for maker, versions in self._makers:
-            mattering = [(w, d) for w, d in versions if program.useful[d] > start]
-            if maker > point or not mattering:
+            live_versions = [(w, d) for w, d in versions if program.last_useful[d] > start]
+            if maker > point or not live_versions:
                 continue
-            rooms = [float(max(1, model.capacity // program.problem.size[d])) for _, d in mattering]
+            max_buffers = [
+                float(max(1, model.capacity // program.problem.size[d])) for _, d in live_versions
+            ]
             if program.until[maker] > max(start, maker):
                 # [Variable] E[k, v]: what stays of it and what ends of it are no more than that.
-                ending = sum(2.0 + milp.upper[more[w]] if w in more else 2.0 for w, _ in mattering)
+                ending = sum(
+                    2.0 + milp.upper[extra_runs[w]] if w in extra_runs else 2.0
+                    for w, _ in live_versions
+                )
                 cost = program.problem.cost[maker] / model.cost_unit
-                more[maker] = milp.column(0.0, sum(rooms) + ending, cost, integer=False)
-            for (writer, d), room in zip(mattering, rooms, strict=True):
+                extra_runs[maker] = milp.column(0.0, sum(max_buffers) + ending, cost, integer=False)
+            for (writer, d), room in zip(live_versions, max_buffers, strict=True):
                 # [Variable] B[k, d].
                 self.buffers[d] = milp.column(0.0, room, 0.0, integer=False)
                 terms = [(self.buffers[d], 1.0)]
                 terms += [(before[d], -1.0)] if d in before else []
                 for op, sign in (maker, -1.0), (writer, 1.0):
-                    terms += [(runs[op], sign) for runs in (model.y[k], more) if op in runs]
+                    terms += [(runs[op], sign) for runs in (model.y[k], extra_runs) if op in runs]
                 # [Constraint] B[k, d] ≤ B[k−1, d] + runs of v − runs of w.
                 milp.row(terms, -INFINITY, float((start < maker) - (start < writer <= point)))
-                self._resident(k, writer, d)
+                self._residency_row(k, writer, d)
 
-    def _resident(self, k: int, writer: int, d: int) -> None:
+    def _residency_row(self, k: int, writer: int, d: int) -> None:
         """[Constraint] B[k, d] ≥ X[k, d], less the one that ends if w is τ_k."""
         model, now = self.model, self.model.points[k] == writer
-        ends = model.taken(k, d) if now else []
+        ends = model.inplace_columns(k, d) if now else []
         if d not in model.x[k] or (now and not ends):
             return
         column = model.x[k][d]

@@ -46,9 +46,9 @@ class Path:
 
     low: int
     high: int
-    at: int | None
+    resident_at: int | None
     tensors: tuple[int, ...]
-    copied: frozenset[int] = frozenset()
+    via_host_copy: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -70,7 +70,7 @@ class PathCuts:
         relax: Relax,
         model: TimePointModel,
         deadline: float,
-        tell: Callable[[float], None] | None = None,
+        report: Callable[[float], None] | None = None,
     ) -> float:
         """
         Add cuts to the model until its relaxation gains no more; the best bound of a relaxation.
@@ -96,8 +96,8 @@ class PathCuts:
             answer = relax(relaxed, deadline, accuracy, last)
             gained = solved == 1 or answer.bound >= bound + progress * abs(bound)
             bound = max(bound, answer.bound)
-            if tell is not None:
-                tell(answer.bound)
+            if report is not None:
+                report(answer.bound)
             if answer.values is None:
                 break
             last = answer
@@ -112,7 +112,7 @@ class PathCuts:
             if not found or not gained:
                 stalled += 1
         if last is not None and last.values is not None:
-            values, loose = last.values, self.params.violation
+            values, loose = last.values, self.params.min_violation
             self.paths = [path for path in self.paths if _slack(model, path, values) < loose]
         for path in self.paths:
             _add(model.milp, model, path)
@@ -124,8 +124,8 @@ def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
     low, high = model.points.index(path.low), model.points.index(path.high)
     terms: dict[int, float] = {}
     demand = 1.0
-    if path.at is not None:
-        column = model.x[model.points.index(path.at)][path.tensors[0]]
+    if path.resident_at is not None:
+        column = model.x[model.points.index(path.resident_at)][path.tensors[0]]
         if column is not None:
             terms[column], demand = -1.0, 0.0
     for t in path.tensors:
@@ -134,7 +134,7 @@ def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
         for column, value in kept:
             terms[column] = terms.get(column, 0.0) + value
         if model.transfers is not None:
-            back = model.transfers.came_back(low, high, t, copied=t in path.copied)
+            back = model.transfers.prefetch_columns(low, high, t, copied=t in path.via_host_copy)
             terms |= dict.fromkeys(back, 1.0)
     maker = model.program.problem.producer[path.tensors[-1]]
     for k in range(low + 1, high + 1):
@@ -153,7 +153,7 @@ def _slack(model: TimePointModel, path: Path, values: Vector) -> float:
     return float(sum(value * values[column] for column, value in terms.items()) - demand)
 
 
-def _copied(model: TimePointModel, path: Path, values: Vector) -> frozenset[int]:
+def _via_host_copy(model: TimePointModel, path: Path, values: Vector) -> frozenset[int]:
     """Of which tensors of a path less is on the host than comes from there."""
     low, high = model.points.index(path.low), model.points.index(path.high)
     transfers = model.transfers
@@ -161,8 +161,8 @@ def _copied(model: TimePointModel, path: Path, values: Vector) -> frozenset[int]
     return frozenset(
         t
         for t in path.tensors
-        if sum(values[transfers.came_back(low, high, t, copied=True)])
-        < sum(values[transfers.came_back(low, high, t, copied=False)])
+        if sum(values[transfers.prefetch_columns(low, high, t, copied=True)])
+        < sum(values[transfers.prefetch_columns(low, high, t, copied=False)])
     )
 
 
@@ -178,7 +178,7 @@ def _violated(
     found = []
     for low, start in enumerate(model.points[:-2]):
         amounts, cuts, tensors = most_violated(
-            solution, low, params.violation, params.cuts_per_interval, params.cuts_per_op
+            solution, low, params.min_violation, params.cuts_per_interval, params.cuts_per_op
         )
         found += [(-amount, start, cuts[i : i + 2], tensors) for i, amount in enumerate(amounts)]
         if time.monotonic() > deadline:
@@ -189,7 +189,7 @@ def _violated(
         point = model.points[high]
         path = Path(start, point, None if first else point, tuple(tensors[begin:end].tolist()))
         if model.transfers is not None:
-            path = replace(path, copied=_copied(model, path, values))
+            path = replace(path, via_host_copy=_via_host_copy(model, path, values))
         if path not in known:
             chosen.append(path)
         if len(chosen) == params.cuts_per_round:

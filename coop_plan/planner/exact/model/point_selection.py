@@ -10,7 +10,7 @@ from coop_plan.planner.keep_all import keep_all_schedule
 
 T = TypeVar("T")
 
-LOOKS = 1000
+MAX_CANDIDATES = 1000
 """Ops that are looked at, at most, for the first time point."""
 
 
@@ -21,23 +21,23 @@ def initial_points(program: Program, capacity: int, count: int) -> list[int]:
     Chosen among the ops at which keeping everything exceeds the capacity (bytes): as many groups of
     equal length, and of each group the op with the largest working set.
     """
-    over = too_full(program, capacity)
-    return [*worst_of_groups(over, count, key=program.touched), program.n]
+    over = ops_over_capacity(program, capacity)
+    return [*worst_of_groups(over, count, key=program.working_set), program.n]
 
 
-def too_full(program: Program, capacity: int) -> list[int]:
+def ops_over_capacity(program: Program, capacity: int) -> list[int]:
     """The ops at which keeping everything exceeds the capacity (bytes), in program order."""
     live = keep_all_schedule(program.problem).live_bytes().tolist()
     return [op for op, used in enumerate(live) if used > capacity]
 
 
-def segment(points: Sequence[int], position: int) -> tuple[int, int]:
+def segment_of(points: Sequence[int], position: int) -> tuple[int, int]:
     """The segment of a position: it begins after the first and ends with the second one."""
     number = bisect_left(points, position)
     return points[number - 1] if number else -1, points[number]
 
 
-def groups(items: Sequence[T], count: int) -> list[Sequence[T]]:
+def equal_groups(items: Sequence[T], count: int) -> list[Sequence[T]]:
     """At most `count` groups of equal length, in order; none is empty."""
     number = min(count, len(items))
     edges = [len(items) * group // number for group in range(number + 1)] if number > 0 else []
@@ -46,7 +46,7 @@ def groups(items: Sequence[T], count: int) -> list[Sequence[T]]:
 
 def worst_of_groups(items: Sequence[T], count: int, key: Callable[[T], int]) -> list[T]:
     """Of each of at most `count` groups of equal length, in order, the item of the largest key."""
-    return [max(group, key=key) for group in groups(items, count)]
+    return [max(group, key=key) for group in equal_groups(items, count)]
 
 
 class Ancestry:
@@ -55,38 +55,38 @@ class Ancestry:
     def __init__(self, program: Program) -> None:
         problem = program.problem
         self.program = program
-        self.before: list[set[int]] = [
+        self.producers: list[set[int]] = [
             {problem.producer[t] for t in inputs} - {-1}
             for inputs in problem.op_inputs[: program.n]
         ]
-        self.after: list[set[int]] = [set() for _ in self.before]
-        for op, producers in enumerate(self.before):
+        self.consumers: list[set[int]] = [set() for _ in self.producers]
+        for op, producers in enumerate(self.producers):
             for producer in producers:
-                self.after[producer].add(op)
+                self.consumers[producer].add(op)
 
     def ancestors(self, op: int) -> set[int]:
         """Ops that run before the first run of `op`."""
-        return _reached(op, self.before)
+        return _reached(op, self.producers)
 
     def descendants(self, op: int) -> set[int]:
         """Ops that run after the first run of `op`."""
-        return _reached(op, self.after)
+        return _reached(op, self.consumers)
 
     def comparable(self, op: int) -> set[int]:
         """Ops of either kind."""
         return self.ancestors(op) | self.descendants(op)
 
-    def held(self, op: int) -> int:
+    def live_bytes(self, op: int) -> int:
         """Arena bytes that the first run of `op` finds or takes in any order, if nothing goes."""
         program, problem = self.program, self.program.problem
         later = self.descendants(op) | {op}
-        there = {
+        live = {
             t
             for earlier in self.ancestors(op)
             for t in program.makes[earlier]
             if problem.is_output[t] or not later.isdisjoint(problem.consumers[t])
         }
-        return program.workspace(op) + sum(problem.size[t] for t in there.union(program.makes[op]))
+        return program.workspace(op) + sum(problem.size[t] for t in live.union(program.makes[op]))
 
 
 def _reached(op: int, edges: Sequence[Iterable[int]]) -> set[int]:
@@ -110,16 +110,16 @@ class Chains:
 
     def __init__(self, ancestry: Ancestry, capacity: int) -> None:
         self.ancestry = ancestry
-        over = too_full(ancestry.program, capacity)
+        over = ops_over_capacity(ancestry.program, capacity)
         self._first = [_fullest(ancestry, over)] if over else []
-        self._others = {op for first in self._first for op in ancestry.comparable(first)}
-        self._others.intersection_update(over)
+        self._allowed = {op for first in self._first for op in ancestry.comparable(first)}
+        self._allowed.intersection_update(over)
 
-    def of(self, count: int) -> list[int]:
+    def points(self, count: int) -> list[int]:
         """`count` ops at most; none where keeping everything fits."""
-        chosen, allowed = list(self._first), set(self._others)
-        for stretch in groups(sorted(allowed), count - 1):
-            for op in sorted(stretch, key=self.ancestry.program.touched, reverse=True):
+        chosen, allowed = list(self._first), set(self._allowed)
+        for stretch in equal_groups(sorted(allowed), count - 1):
+            for op in sorted(stretch, key=self.ancestry.program.working_set, reverse=True):
                 if op in allowed:
                     chosen.append(op)
                     allowed &= self.ancestry.comparable(op)
@@ -131,9 +131,9 @@ def _fullest(ancestry: Ancestry, ops: Sequence[int]) -> int:
     """Of some ops the one that holds most in any order, which is no more than in program order."""
     live = keep_all_schedule(ancestry.program.problem).live_bytes()
     best, most = ops[0], -1
-    for op in sorted(ops, key=lambda op: -int(live[op]))[:LOOKS]:
+    for op in sorted(ops, key=lambda op: -int(live[op]))[:MAX_CANDIDATES]:
         if live[op] <= most:
             break
-        if (held := ancestry.held(op)) > most:
-            best, most = op, held
+        if (live_bytes := ancestry.live_bytes(op)) > most:
+            best, most = op, live_bytes
     return best

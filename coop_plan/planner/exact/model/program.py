@@ -15,7 +15,7 @@ from coop_plan.planner.core.working_sets import needs
 
 
 @dataclass(frozen=True)
-class Links:
+class HostLink:
     """
     What may be moved to the host and back, and how fast.
 
@@ -28,7 +28,7 @@ class Links:
     host_capacity: int | None
 
     @classmethod
-    def of(cls, problem: Problem) -> "Links | None":
+    def of(cls, problem: Problem) -> "HostLink | None":
         """Those of a problem, None where nothing can be moved."""
         device, limit = problem.device, problem.host_budget
         if "transfers" not in problem.beyond_recomputation:
@@ -65,13 +65,13 @@ class Program:
     n: int
     reads: list[tuple[int, ...]]
     makes: list[tuple[int, ...]]
-    always: list[bool]
+    unconstrained: list[bool]
     overwrites: list[tuple[Pair, ...]]
     until: list[int]
-    useful: list[int]
-    pairs: list[tuple[Pair, ...]]
+    last_useful: list[int]
+    inplace_pairs: list[tuple[Pair, ...]]
     rerun_bytes: list[int]
-    links: Links | None
+    host_link: HostLink | None
 
     @classmethod
     def of(cls, problem: Problem) -> "Program":
@@ -82,18 +82,18 @@ class Program:
         kept = [t for t in range(problem.tensor_count) if problem.is_output[t]]
         reads = [*problem.reads, tuple(t for t in kept if not problem.outside[t])]
         makes = [*problem.makes, ()]
-        links = Links.of(problem)
+        host_link = HostLink.of(problem)
         until = [*problem.until, n]
-        if links is None:  # else the host may have a copy
+        if host_link is None:  # else the host may have a copy
             for op, pairs in enumerate(versions.overwrites):
                 if any(until[maker] <= maker for maker in (problem.producer[t] for _, t in pairs)):
                     until[op] = min(until[op], op)
-        useful = [problem.producer[t] for t in range(problem.tensor_count)]
+        last_useful = [problem.producer[t] for t in range(problem.tensor_count)]
         for position in range(n, -1, -1):
-            last = max((useful[t] for t in makes[position]), default=position)
+            last = max((last_useful[t] for t in makes[position]), default=position)
             last = max(position, min(last, until[position]))
             for t in reads[position]:
-                useful[t] = max(useful[t], last)
+                last_useful[t] = max(last_useful[t], last)
         shared = [
             tuple(pair for pair in problem.inplace[op] if not problem.outside[pair[0]])
             for op in range(n)
@@ -112,13 +112,13 @@ class Program:
             [size == 0 and t not in versioned for t, size in enumerate(problem.size)],
             versions.overwrites,
             until,
-            useful,
+            last_useful,
             [*shared, ()],
             [*again, 0],
-            links,
+            host_link,
         )
 
-    def once(self, op: int) -> bool:
+    def runs_once(self, op: int) -> bool:
         """Whether the op must run once."""
         return self.until[op] <= op
 
@@ -126,11 +126,11 @@ class Program:
         """Scratch bytes of the op; the end of the step needs none."""
         return self.problem.workspace[op] if op < self.n else 0
 
-    def touched(self, op: int) -> int:
+    def working_set(self, op: int) -> int:
         """Arena bytes that the op's first run needs at once, nothing shared in place."""
         size = self.problem.size
         return self.workspace(op) + sum(size[t] for t in {*self.reads[op], *self.makes[op]})
 
-    def rerun_need(self, op: int) -> int:
+    def rerun_working_set(self, op: int) -> int:
         """Arena bytes that a recompute of the op needs at least, in-place pairs shared."""
         return needs(self.problem).again[op]

@@ -67,7 +67,7 @@ class TimePointModel:
 
     def __post_init__(self) -> None:
         self.cost_unit = self.program.problem.base_cost_us / COST_SCALE or 1.0
-        if self.program.links is not None:
+        if self.program.host_link is not None:
             self.transfers = Transfers(self)
         overwriting = Overwriting(self) if self.transfers is None else None
         for k in range(len(self.points)):
@@ -78,12 +78,12 @@ class TimePointModel:
                 overwriting.rows(k)
         if self.transfers is not None:
             self.transfers.finish()
-        wanted: dict[int, list[int]] = {}
+        cut_ops: dict[int, list[int]] = {}
         for position, op in sorted(self.cuts):
             k = next(k for k, point in enumerate(self.points) if point >= position)
-            if op in self.y[k] and op not in wanted.setdefault(k, []):
-                wanted[k].append(op)
-        for k, ops in wanted.items():
+            if op in self.y[k] and op not in cut_ops.setdefault(k, []):
+                cut_ops[k].append(op)
+        for k, ops in cut_ops.items():
             self._working_sets(k, ops)
 
     def start(self, k: int) -> int:
@@ -98,8 +98,10 @@ class TimePointModel:
         self.x.append(
             {
                 t: None if t in inputs else self.milp.binary()
-                for t, last in enumerate(program.useful)
-                if 0 <= producer[t] < point <= last and not program.always[t] and self._in_arena(t)
+                for t, last in enumerate(program.last_useful)
+                if 0 <= producer[t] < point <= last
+                and not program.unconstrained[t]
+                and self._in_arena(t)
             }
         )
         # [Variable] Y[k, v] for every op first run before τ_{k−1} that can be run again.
@@ -109,7 +111,7 @@ class TimePointModel:
                 v: self.milp.binary(cost[v] / self.cost_unit)
                 for v in range(max(start, 0))
                 if program.until[v] > max(start, v)
-                and any(program.useful[t] > start for t in program.makes[v])
+                and any(program.last_useful[t] > start for t in program.makes[v])
             }
         )
         if self.transfers is not None:
@@ -119,35 +121,35 @@ class TimePointModel:
         problem = self.program.problem
         return not (problem.resident[t] or problem.outside[t])
 
-    def read_in(self, k: int) -> list[int]:
+    def first_run_inputs(self, k: int) -> list[int]:
         """The tensors that first runs of segment k read, the end of the step included."""
         ops = range(self.start(k) + 1, self.points[k] + 1)
         return sorted({t for op in ops for t in self.program.reads[op]})
 
     def kept(self, k: int, t: int) -> tuple[int, list[tuple[int, float]]]:
         """Whether t is there when segment k begins or is first made in it: constant and terms."""
-        if self.program.problem.producer[t] >= self.start(k) or self.program.always[t]:
+        if self.program.problem.producer[t] >= self.start(k) or self.program.unconstrained[t]:
             return 1, []
         if t not in self.x[k - 1]:
             return 0, []
         column = self.x[k - 1][t]
-        gone = [(z, -1.0) for z in self.taken(k - 1, t)]
-        return (1, gone) if column is None else (0, [(column, 1.0), *gone])
+        evicted = [(z, -1.0) for z in self.inplace_columns(k - 1, t)]
+        return (1, evicted) if column is None else (0, [(column, 1.0), *evicted])
 
-    def taken(self, k: int, source: int) -> list[int]:
+    def inplace_columns(self, k: int, source: int) -> list[int]:
         """Columns Z[k, ·] of pairs whose input is `source`."""
-        pairs = self.program.pairs[self.points[k]]
+        pairs = self.program.inplace_pairs[self.points[k]]
         return [z for number, z in self.z[k].items() if pairs[number][1] == source]
 
     def available(self, k: int, t: int) -> tuple[int, list[tuple[int, float]]]:
         """Whether t can be had in segment k at all: kept, computed again, or back from the host."""
         constant, terms = self.kept(k, t)
-        terms = [*terms, *self.again(k, t)]
+        terms = [*terms, *self.recomputed(k, t)]
         if self.transfers is not None:
-            terms += self.transfers.waited(k, t)
+            terms += self.transfers.awaited(k, t)
         return constant, terms
 
-    def again(self, k: int, t: int) -> list[tuple[int, float]]:
+    def recomputed(self, k: int, t: int) -> list[tuple[int, float]]:
         """Whether t is computed again in segment k."""
         column = self.y[k].get(self.program.problem.producer[t])
         return [] if column is None else [(column, 1.0)]
@@ -165,7 +167,7 @@ class TimePointModel:
                 milp.row(terms, demand - constant, INFINITY)
 
         # [Constraint] inputs of what is first run in segment k, the end of the step included.
-        for t in self.read_in(k):
+        for t in self.first_run_inputs(k):
             require(t, 1, None)
         # [Constraint] inputs of what is run again.
         for v, column in self.y[k].items():
@@ -182,24 +184,26 @@ class TimePointModel:
         # [Constraint] Σ bytes of residents + outputs + workspace of τ_k ≤ capacity.
         program, milp = self.program, self.milp
         point, size = self.points[k], self.program.problem.size
-        fixed = program.touched(point)
+        fixed = program.working_set(point)
         weights = {
             column: size[t] for t, column in self.x[k].items() if column is not None and size[t]
         }
         if self.transfers is not None:
             weights |= {column: size[t] for t, column in self.transfers.arriving[k].items()}
         z: dict[int, int] = {}
-        for number, (out, source) in enumerate(program.pairs[point]):
-            if program.useful[source] <= point:
-                rivals = [p for p in program.pairs[point] if out in p or source in p]
+        for number, (out, source) in enumerate(program.inplace_pairs[point]):
+            if program.last_useful[source] <= point:
+                rivals = [p for p in program.inplace_pairs[point] if out in p or source in p]
                 if len(rivals) == 1:
                     fixed -= size[out]
                     continue
             z[number] = milp.binary()
             weights[z[number]] = -size[out]
         for side in (0, 1):
-            for t in {program.pairs[point][number][side] for number in z}:
-                same = [c for number, c in z.items() if program.pairs[point][number][side] == t]
+            for t in {program.inplace_pairs[point][number][side] for number in z}:
+                same = [
+                    c for number, c in z.items() if program.inplace_pairs[point][number][side] == t
+                ]
                 if len(same) > 1:
                     milp.row([(c, 1.0) for c in same], -INFINITY, 1.0)
         self.z.append(z)
@@ -213,7 +217,9 @@ class TimePointModel:
 
         In bytes, half of a tensor fits where only half of it has room.
         """
-        for s in sorted({w for w in weights.values() if w * self.params.finest >= max(room, 1)}):
+        for s in sorted(
+            {w for w in weights.values() if w * self.params.finest_rounding >= max(room, 1)}
+        ):
             terms = [(c, float(w // s)) for c, w in weights.items() if w // s]
             yield self.milp.row(terms, -INFINITY, room // s)
 
@@ -221,7 +227,7 @@ class TimePointModel:
         """Cuts of segment k: Σ bytes of H[k, d], d no input of v, + working set of v ≤ capacity."""
         program, milp = self.program, self.milp
         size, producer = program.problem.size, program.problem.producer
-        held: list[tuple[int, int]] = []
+        throughout: list[tuple[int, int]] = []
         for t, column in self.x[k].items():
             constant, terms = self.kept(k, t)
             # What was just made may be made again in the segment, of which Y does not tell.
@@ -229,18 +235,18 @@ class TimePointModel:
                 continue
             # [Constraint] H ≥ kept + X − 1 − Y − L.
             h = milp.column(0.0, 1.0, 0.0, integer=False)
-            again = self.y[k].get(producer[t])
+            recomputed = self.y[k].get(producer[t])
             row = [(h, 1.0), *((c, -value) for c, value in terms)]
             if column is not None:
                 row.append((column, -1.0))
-            if again is not None:
-                row.append((again, 1.0))
+            if recomputed is not None:
+                row.append((recomputed, 1.0))
             if self.transfers is not None:
-                row += self.transfers.waited(k, t)
+                row += self.transfers.awaited(k, t)
             milp.row(row, constant + (column is None) - 1, INFINITY)
-            held.append((t, h))
+            throughout.append((t, h))
         for v in ops:
-            need = program.rerun_need(v)
+            need = program.rerun_working_set(v)
             inputs = set(program.reads[v])
-            terms = [(h, size[t] / self.capacity) for t, h in held if t not in inputs]
+            terms = [(h, size[t] / self.capacity) for t, h in throughout if t not in inputs]
             milp.row([*terms, (self.y[k][v], need / self.capacity)], -INFINITY, 1.0 + ROUNDING)

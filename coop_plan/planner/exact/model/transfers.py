@@ -64,26 +64,26 @@ class Transfers:
     """The columns of transfers in a model; by segment, tensor → column."""
 
     model: "TimePointModel"
-    landed: list[dict[int, int]] = field(default_factory=list)
+    prefetched: list[dict[int, int]] = field(default_factory=list)
     """L."""
     arriving: list[dict[int, int]] = field(default_factory=list)
     """A."""
-    left: list[dict[int, int]] = field(default_factory=list)
+    offloaded: list[dict[int, int]] = field(default_factory=list)
     """C."""
-    held: list[dict[int, int]] = field(default_factory=list)
+    on_host: list[dict[int, int]] = field(default_factory=list)
     """G; empty where the host's bytes are not limited."""
     stall: list[int] = field(default_factory=list)
     """W, in units of the model's cost."""
-    ahead: list[tuple[int, int]] = field(default_factory=list)
+    early_work: list[tuple[int, int]] = field(default_factory=list)
     """V and U, in units of the model's cost."""
 
     def __post_init__(self) -> None:
-        links, unit = self.model.program.links, self.model.cost_unit
-        assert links is not None
+        host_link, unit = self.model.program.host_link, self.model.cost_unit
+        assert host_link is not None
         longest = LONGEST_COPY * max(self.model.program.problem.base_cost_us, unit)
-        self.to_host = [min(us, longest) / unit for us in links.to_host_us]
-        self.to_device = [min(us, longest) / unit for us in links.to_device_us]
-        self.host_capacity = links.host_capacity
+        self.to_host = [min(us, longest) / unit for us in host_link.to_host_us]
+        self.to_device = [min(us, longest) / unit for us in host_link.to_device_us]
+        self.host_capacity = host_link.host_capacity
 
     def variables(self, k: int) -> None:
         """The columns of segment k; those of X and Y are there already."""
@@ -91,122 +91,131 @@ class Transfers:
         program, milp = model.program, model.milp
         point, start = model.points[k], model.start(k)
         before = model.x[k - 1] if k else {}
-        useful = program.useful
+        last_useful = program.last_useful
         # [Variable] L[k, d] for what was made before the segment and is read in it or later.
-        self.landed.append({t: milp.binary() for t in before if self._moves(t, start)})
+        self.prefetched.append({t: milp.binary() for t in before if self._may_transfer(t, start)})
         # [Variable] A[k, d], unless τ_k reads it.
         self.arriving.append(
             {
                 t: milp.column(0.0, 1.0, 0.0, integer=False)
-                for t in self.landed[k]
-                if useful[t] > point and model.x[k].get(t) is not None
+                for t in self.prefetched[k]
+                if last_useful[t] > point and model.x[k].get(t) is not None
             }
         )
         # [Variable] C[k, d] for what is there before τ_k, once a segment at most.
-        known = self.left[k - 1] if k else {}
-        made = [t for t in model.x[k] if t not in known and self._moves(t, start)]
-        most = 1.0 if self.host_capacity is None else float(k + 1)
-        self.left.append(
+        earlier = self.offloaded[k - 1] if k else {}
+        made = [t for t in model.x[k] if t not in earlier and self._may_transfer(t, start)]
+        upper = 1.0 if self.host_capacity is None else float(k + 1)
+        self.offloaded.append(
             {
-                t: milp.column(0.0, most, 0.0, integer=False)
-                for t in [*known, *made]
-                if self._moves(t, start)
+                t: milp.column(0.0, upper, 0.0, integer=False)
+                for t in [*earlier, *made]
+                if self._may_transfer(t, start)
             }
         )
-        limited = self.left[k] if self.host_capacity is not None else {}
-        self.held.append({t: milp.column(0.0, 1.0, 0.0, integer=False) for t in limited})
+        limited = self.offloaded[k] if self.host_capacity is not None else {}
+        self.on_host.append({t: milp.column(0.0, 1.0, 0.0, integer=False) for t in limited})
 
-    def _moves(self, t: int, start: int) -> bool:
+    def _may_transfer(self, t: int, start: int) -> bool:
         """Whether it may help that t, which lies in the arena, comes back after this position."""
         program = self.model.program
-        return program.problem.size[t] > 0 and program.useful[t] > start
+        return program.problem.size[t] > 0 and program.last_useful[t] > start
 
-    def waited(self, k: int, t: int) -> Terms:
+    def awaited(self, k: int, t: int) -> Terms:
         """Whether a copy of t from the host is waited for in segment k."""
-        column = self.landed[k].get(t)
+        column = self.prefetched[k].get(t)
         return [] if column is None else [(column, 1.0)]
 
-    def came_back(self, low: int, high: int, t: int, *, copied: bool) -> list[int]:
+    def prefetch_columns(self, low: int, high: int, t: int, *, copied: bool) -> list[int]:
         """
         Columns of which t cannot be back in segments low + 1 … high without one of them.
 
         If `copied`, the one that says that the host had it before; none if it cannot be back.
         """
-        back = [columns[t] for columns in self.landed[low + 1 : high + 1] if t in columns]
-        return [self.copies[low][t]] if copied and back and t in self.copies[low] else back
+        columns = [
+            by_tensor[t] for by_tensor in self.prefetched[low + 1 : high + 1] if t in by_tensor
+        ]
+        return (
+            [self.host_copies[low][t]]
+            if copied and columns and t in self.host_copies[low]
+            else columns
+        )
 
     @property
-    def copies(self) -> list[dict[int, int]]:
+    def host_copies(self) -> list[dict[int, int]]:
         """Whether the host has a copy at the end of a segment: G, or else C."""
-        return self.left if self.host_capacity is None else self.held
+        return self.offloaded if self.host_capacity is None else self.on_host
 
     def _column(self, columns: list[dict[int, int]], k: int, t: int, value: float) -> Terms:
         found = columns[k].get(t) if k >= 0 else None
         return [] if found is None else [(found, value)]
 
-    def _begun(self, k: int, t: int) -> Terms:
+    def _started_copies(self, k: int, t: int) -> Terms:
         """How many copies of t from the host begin in segment k."""
         return [
             *self._column(self.arriving, k, t, 1.0),
             *self._column(self.arriving, k - 1, t, -1.0),
-            *self._column(self.landed, k, t, 1.0),
+            *self._column(self.prefetched, k, t, 1.0),
         ]
 
     def rows(self, k: int) -> None:
         """The rows of segment k."""
-        self._copies(k)
-        self._host(k)
-        self._engines(k)
+        self._copy_rows(k)
+        self._host_memory(k)
+        self._copy_engines(k)
 
-    def _copies(self, k: int) -> None:
+    def _copy_rows(self, k: int) -> None:
         model, milp = self.model, self.model.milp
-        for t in self.landed[k]:
-            begun = self._begun(k, t)
+        for t in self.prefetched[k]:
+            started = self._started_copies(k, t)
             # [Constraint] what is waited for was begun: A[k] − A[k−1] + L[k] ≥ 0.
-            if len(begun) > 1:
-                milp.row(begun, 0.0, INFINITY)
+            if len(started) > 1:
+                milp.row(started, 0.0, INFINITY)
             # [Constraint] what begins was on the host: ≤ C[k], or G[k−1] + C[k] − C[k−1].
             if self.host_capacity is None:
-                there = self._column(self.left, k, t, -1.0)
+                available = self._column(self.offloaded, k, t, -1.0)
             else:
-                there = [
-                    *self._column(self.held, k - 1, t, -1.0),
-                    *self._column(self.left, k, t, -1.0),
-                    *self._column(self.left, k - 1, t, 1.0),
+                available = [
+                    *self._column(self.on_host, k - 1, t, -1.0),
+                    *self._column(self.offloaded, k, t, -1.0),
+                    *self._column(self.offloaded, k - 1, t, 1.0),
                 ]
-            milp.row([*begun, *there], -INFINITY, 0.0)
+            milp.row([*started, *available], -INFINITY, 0.0)
             # [Constraint] none of it without a copy: A[k] ≤ G[k], L[k] ≤ G[k−1].
-            for at, column in (k, self.arriving[k].get(t)), (k - 1, self.landed[k][t]):
+            for at, column in (k, self.arriving[k].get(t)), (k - 1, self.prefetched[k][t]):
                 if column is not None:
-                    there = self._column(self.copies, at, t, -1.0)
-                    milp.row([(column, 1.0), *there], -INFINITY, 0.0)
-        for t in self.left[k]:
-            gone = [*self._column(self.left, k, t, 1.0), *self._column(self.left, k - 1, t, -1.0)]
+                    available = self._column(self.host_copies, at, t, -1.0)
+                    milp.row([(column, 1.0), *available], -INFINITY, 0.0)
+        for t in self.offloaded[k]:
+            started = [
+                *self._column(self.offloaded, k, t, 1.0),
+                *self._column(self.offloaded, k - 1, t, -1.0),
+            ]
             # [Constraint] C[k] ≥ C[k−1].
-            if len(gone) > 1:
-                milp.row(gone, 0.0, INFINITY)
+            if len(started) > 1:
+                milp.row(started, 0.0, INFINITY)
             # [Constraint] what is copied to the host is there: C[k] − C[k−1] ≤ kept + Y.
             constant, terms = model.kept(k, t)
-            terms = [*terms, *model.again(k, t)]
-            milp.row([*gone, *((c, -value) for c, value in terms)], -INFINITY, constant)
+            terms = [*terms, *model.recomputed(k, t)]
+            milp.row([*started, *((c, -value) for c, value in terms)], -INFINITY, constant)
 
-    def _host(self, k: int) -> None:
+    def _host_memory(self, k: int) -> None:
         """[Constraint] Σ bytes of G[k, d] ≤ the host's; G[k] ≤ G[k−1] + C[k] − C[k−1]."""
         milp, size = self.model.milp, self.model.program.problem.size
-        for t in self.held[k]:
+        for t in self.on_host[k]:
             terms = [
-                *self._column(self.held, k, t, 1.0),
-                *self._column(self.held, k - 1, t, -1.0),
-                *self._column(self.left, k, t, -1.0),
-                *self._column(self.left, k - 1, t, 1.0),
+                *self._column(self.on_host, k, t, 1.0),
+                *self._column(self.on_host, k - 1, t, -1.0),
+                *self._column(self.offloaded, k, t, -1.0),
+                *self._column(self.offloaded, k - 1, t, 1.0),
             ]
             milp.row(terms, -INFINITY, 0.0)
-        if self.held[k]:
+        if self.on_host[k]:
             assert self.host_capacity is not None
-            load = [(c, size[t] / self.host_capacity) for t, c in self.held[k].items()]
+            load = [(c, size[t] / self.host_capacity) for t, c in self.on_host[k].items()]
             milp.row(load, -INFINITY, 1.0 + ROUNDING)
 
-    def _engines(self, k: int) -> None:
+    def _copy_engines(self, k: int) -> None:
         """[Constraint] what an engine does in segment k takes no longer than the segment."""
         model, milp = self.model, self.model.milp
         program = model.program
@@ -214,51 +223,52 @@ class Transfers:
         point, start = model.points[k], model.start(k)
         least = sum(cost[op] for op in range(start + 1, point + 1)) / model.cost_unit
         last = cost[point] / model.cost_unit
-        most = sum(
-            2 * (self.to_host[t] + self.to_device[t]) for t in {*self.left[k], *self.landed[k]}
+        upper = sum(
+            2 * (self.to_host[t] + self.to_device[t])
+            for t in {*self.offloaded[k], *self.prefetched[k]}
         )
-        self.stall.append(milp.column(0.0, most, 1.0, integer=False))
-        back = milp.column(0.0, most, 0.0, integer=False)
-        away = milp.column(0.0, most, 0.0, integer=False)
-        self.ahead.append((back, away))
+        self.stall.append(milp.column(0.0, upper, 1.0, integer=False))
+        prefetch_done = milp.column(0.0, upper, 0.0, integer=False)
+        offload_done = milp.column(0.0, upper, 0.0, integer=False)
+        self.early_work.append((prefetch_done, offload_done))
         segment = [(self.stall[k], -1.0)]
         segment += [(c, -cost[v] / model.cost_unit) for v, c in model.y[k].items() if cost[v]]
         # [Constraint] V[k] ≤ Σ µs of what is arriving.
         arriving = [(c, -self.to_device[t]) for t, c in self.arriving[k].items()]
-        milp.row([(back, 1.0), *arriving], -INFINITY, 0.0)
-        waited: list[tuple[int, Terms]] = [
-            (back, [(c, self.to_device[t]) for t, c in self.landed[k].items()]),
+        milp.row([(prefetch_done, 1.0), *arriving], -INFINITY, 0.0)
+        awaited: list[tuple[int, Terms]] = [
+            (prefetch_done, [(c, self.to_device[t]) for t, c in self.prefetched[k].items()]),
             (
-                away,
+                offload_done,
                 [
                     (column, value * self.to_host[t])
-                    for t in self.left[k]
+                    for t in self.offloaded[k]
                     for column, value in [
-                        *self._column(self.left, k, t, 1.0),
-                        *self._column(self.left, k - 1, t, -1.0),
+                        *self._column(self.offloaded, k, t, 1.0),
+                        *self._column(self.offloaded, k - 1, t, -1.0),
                     ]
                 ],
             ),
         ]
-        for engine, (column, work) in enumerate(waited):
-            known = [(self.ahead[k - 1][engine], -1.0)] if k else []
+        for engine, (column, work) in enumerate(awaited):
+            earlier = [(self.early_work[k - 1][engine], -1.0)] if k else []
             # [Constraint] what is waited for is over when τ_k begins.
-            milp.row([*work, *known, *segment], -INFINITY, least - last)
+            milp.row([*work, *earlier, *segment], -INFINITY, least - last)
             # [Constraint] with what goes on beyond it, when τ_k ends.
-            milp.row([*work, (column, 1.0), *known, *segment], -INFINITY, least)
+            milp.row([*work, (column, 1.0), *earlier, *segment], -INFINITY, least)
 
     def finish(self) -> None:
         """[Constraint] U[k] ≤ Σ µs of copies to the host, of what is made by then, still to end."""
         model, milp = self.model, self.model.milp
         producer = model.program.problem.producer
         last: dict[int, int] = {}
-        for columns in self.left:
+        for columns in self.offloaded:
             last |= columns
-        for k, (_, away) in enumerate(self.ahead):
-            terms: dict[int, float] = {away: 1.0}
+        for k, (_, offload_done) in enumerate(self.early_work):
+            terms: dict[int, float] = {offload_done: 1.0}
             for t, column in last.items():
                 if producer[t] < model.points[k]:
                     terms[column] = terms.get(column, 0.0) - self.to_host[t]
-                    done = self.left[k].get(t, column)
+                    done = self.offloaded[k].get(t, column)
                     terms[done] = terms.get(done, 0.0) + self.to_host[t]
             milp.row([(c, value) for c, value in terms.items() if value], -INFINITY, 0.0)

@@ -25,7 +25,7 @@ from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.core.working_sets import needs
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
-from coop_plan.planner.exact.model.variants import Choices
+from coop_plan.planner.exact.model.variants import VariantChoices
 from coop_plan.planner.exact.params import DEFAULTS, ModelParams
 
 
@@ -45,7 +45,7 @@ class VariantModel:
         TimeLimitError: the deadline passed.
     """
 
-    choices: Choices
+    choices: VariantChoices
     capacity: int
     points: list[int]
     cuts: frozenset[tuple[int, int]] = frozenset()
@@ -108,12 +108,12 @@ class VariantModel:
         self.x.append(
             {
                 t: None if t in needed else self.milp.binary()
-                for t, last in enumerate(choices.useful)
-                if 0 <= problem.producer[t] < point <= last and not choices.always[t]
+                for t, last in enumerate(choices.last_useful)
+                if 0 <= problem.producer[t] < point <= last and not choices.unconstrained[t]
             }
         )
         # [Variable] Y[k, v] for every op that can be run again, and is of use.
-        again, columns = needs(problem).again, dict[int, int]()
+        recomputed, columns = needs(problem).again, dict[int, int]()
         for op in range(point):
             seen = set[tuple[frozenset[int], frozenset[int]]]()
             for v in choices.of[op]:
@@ -123,9 +123,9 @@ class VariantModel:
                 # cuts, what was made last may have gone for a moment.
                 if op > start or (op == start and not self._cut[k]):
                     made -= choices.made[op]
-                of_use = any(choices.useful[t] > max(start, op) for t in made)
+                of_use = any(choices.last_useful[t] > max(start, op) for t in made)
                 kind = choices.reads[v], frozenset(variant.outputs)
-                fits = again[v] <= self.capacity
+                fits = recomputed[v] <= self.capacity
                 new = op in self._cut[k] or kind not in seen
                 if of_use and fits and choices.until[v] > max(start, op) and new:
                     seen.add(kind)
@@ -141,7 +141,7 @@ class VariantModel:
         makers = [v for v in choices.of[op] if t in choices.problem.variants[v].outputs]
         return 0, [(self.f[v], 1.0) for v in makers]
 
-    def again(self, k: int, t: int) -> Terms:
+    def recomputed(self, k: int, t: int) -> Terms:
         """Whether t is computed again in segment k."""
         choices = self.choices
         return [
@@ -153,16 +153,16 @@ class VariantModel:
     def available(self, k: int, t: int) -> tuple[int, Terms]:
         """Whether t can be had in segment k: kept, made first in it, or computed again in it."""
         choices = self.choices
-        if choices.always[t]:
+        if choices.unconstrained[t]:
             constant, terms = self.made_first(t)
             if constant:
                 return 1, []
-            return 0, [*terms, *(term for j in range(k + 1) for term in self.again(j, t))]
+            return 0, [*terms, *(term for j in range(k + 1) for term in self.recomputed(j, t))]
         later = choices.problem.producer[t] > self.start(k)
         constant, terms = self.made_first(t) if later else self.before(k, t)
         if constant and not terms:
             return 1, []
-        return constant, [*terms, *self.again(k, t)]
+        return constant, [*terms, *self.recomputed(k, t)]
 
     def before(self, k: int, t: int) -> tuple[int, Terms]:
         """Whether t of τ_{k−1} or before is there when segment k begins: constant and terms."""
@@ -171,8 +171,8 @@ class VariantModel:
         if k == 0 or t not in self.x[k - 1]:
             return 0, []
         column = self.x[k - 1][t]
-        gone = [(z, -1.0) for (_, source), z in self.z[k - 1].items() if source == t]
-        return (1, gone) if column is None else (0, [(column, 1.0), *gone])
+        evicted = [(z, -1.0) for (_, source), z in self.z[k - 1].items() if source == t]
+        return (1, evicted) if column is None else (0, [(column, 1.0), *evicted])
 
     def _require(self, k: int, t: int, demand: int, minus: Terms) -> None:
         constant, terms = self.available(k, t)
@@ -242,7 +242,9 @@ class VariantModel:
         terms = [(column, weight / unit) for column, weight in weights.items()]
         self.memory.append([milp.row(terms, -INFINITY, room / unit + ROUNDING)])
         # Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for the sizes s in the sum.
-        for s in sorted({w for w in weights.values() if w * self.params.finest >= max(room, 1)}):
+        for s in sorted(
+            {w for w in weights.values() if w * self.params.finest_rounding >= max(room, 1)}
+        ):
             rounded = [(c, float(w // s)) for c, w in weights.items() if w // s]
             self.memory[k].append(milp.row(rounded, -INFINITY, room // s))
 
@@ -260,13 +262,13 @@ class VariantModel:
                 continue
             # [Constraint] H ≥ kept + X − 1 − Y.
             h = self.h[k][t] = milp.column(0.0, 1.0, 0.0, integer=False)
-            row = [(h, 1.0), *((c, -value) for c, value in terms), *self.again(k, t)]
+            row = [(h, 1.0), *((c, -value) for c, value in terms), *self.recomputed(k, t)]
             if resident is not None:
                 row.append((resident, -1.0))
             milp.row(row, constant + (resident is None) - 1, INFINITY)
-        again, unit = needs(problem).again, max(self.capacity, 1)
+        recomputed, unit = needs(problem).again, max(self.capacity, 1)
         for v in variants:
-            terms, room = [(self.y[k][v], again[v] / unit)], 1.0
+            terms, room = [(self.y[k][v], recomputed[v] / unit)], 1.0
             op = problem.variants[v].op
             others = (t for t in self.x[k] if t not in choices.reads[v])
             for t in others:

@@ -24,7 +24,7 @@ def dominates(problem: Problem, a: OpVariant, b: OpVariant) -> bool:
 
 
 @dataclass(frozen=True)
-class Choices:
+class VariantChoices:
     """
     Per op the variants that no other one of it dominates, the cheapest first.
 
@@ -41,11 +41,11 @@ class Choices:
     reads: dict[int, frozenset[int]]
     made: list[frozenset[int]]
     until: dict[int, int]
-    useful: list[int]
-    always: list[bool]
+    last_useful: list[int]
+    unconstrained: list[bool]
 
     @classmethod
-    def of_problem(cls, problem: Problem) -> "Choices":
+    def of_problem(cls, problem: Problem) -> "VariantChoices":
         """Those of a problem."""
         n, variants = problem.op_count, problem.variants
         by_op: list[list[int]] = [[] for _ in range(n)]
@@ -62,20 +62,20 @@ class Choices:
         }
         made = [frozenset.intersection(*(frozenset(variants[b].outputs) for b in r)) for r in of]
         until = {b: problem.until_of(variants[b]) for b in listed}
-        always = [
+        unconstrained = [
             size == 0 or problem.outside[t] or problem.resident[t]
             for t, size in enumerate(problem.size)
         ]
-        useful = list(problem.producer)
+        last_useful = list(problem.producer)
         for t in range(problem.tensor_count):
             if problem.is_output[t]:
-                useful[t] = n
+                last_useful[t] = n
         for op in range(n - 1, -1, -1):
-            last = max((useful[t] for b in of[op] for t in variants[b].outputs), default=op)
+            last = max((last_useful[t] for b in of[op] for t in variants[b].outputs), default=op)
             for b in of[op]:
                 for t in reads[b]:
-                    useful[t] = max(useful[t], max(op, min(last, until[b])))
-        return cls(problem, n, of, reads, made, until, useful, always)
+                    last_useful[t] = max(last_useful[t], max(op, min(last, until[b])))
+        return cls(problem, n, of, reads, made, until, last_useful, unconstrained)
 
     @property
     def outputs(self) -> frozenset[int]:
@@ -90,7 +90,7 @@ class Choices:
         return frozenset.intersection(*(self.reads[b] for b in self.of[position]))
 
 
-def restricted(problem: Problem, chosen: Sequence[int]) -> Problem:
+def fix_variants(problem: Problem, chosen: Sequence[int]) -> Problem:
     """
     The problem with variant `chosen[o]` as the only one of op o, with the same tensors and no host.
 
@@ -116,7 +116,7 @@ def restricted(problem: Problem, chosen: Sequence[int]) -> Problem:
     return Problem.from_graph(graph, problem.alignment, problem.outputs, host_budget=0)
 
 
-def plainest(problem: Problem) -> Problem | None:
+def without_variants(problem: Problem) -> Problem | None:
     """
     The problem without variants and in-place pairs, with the same tensors; None if there are none.
 
@@ -130,7 +130,9 @@ def plainest(problem: Problem) -> Problem | None:
     return Problem.from_graph(graph, problem.alignment, problem.outputs, problem.host_budget)
 
 
-def carried_back(problem: Problem, chosen: Sequence[int], placed: PlacedSchedule) -> PlacedSchedule:
+def restore_variants(
+    problem: Problem, chosen: Sequence[int], placed: PlacedSchedule
+) -> PlacedSchedule:
     """
     A placed schedule of the restricted problem as one of `problem`: same events, same places.
 

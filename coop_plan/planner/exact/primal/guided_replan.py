@@ -13,22 +13,25 @@ import numpy as np
 
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import OUTSIDE, PlacedSchedule, Schedule
-from coop_plan.planner.exact.params import DEFAULTS, FollowParams
+from coop_plan.planner.exact.params import DEFAULTS, GuidedReplanParams
 from coop_plan.planner.heuristic.eviction_run import Settings
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.method import Request
 
 
-class PlanFollower:
+class GuidedReplan:
     """Remembers the kernel's arrays and the best run between plans to follow."""
 
     def __init__(
-        self, problem: Problem, request: Request, params: FollowParams = DEFAULTS.follow
+        self,
+        problem: Problem,
+        request: Request,
+        params: GuidedReplanParams = DEFAULTS.guided_replan,
     ) -> None:
         self._params = params
         self._portfolio = Portfolio(problem, replace(request, progress=None))
 
-    def follow(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
+    def replan(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
         """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
         portfolio = self._portfolio
         portfolio.best.cost_us = min(portfolio.best.cost_us, cost_limit_us)
@@ -50,7 +53,7 @@ class PlanFollower:
         """A factor per row entry of `Arrays.uses`: was the tensor made anew for that use?"""
         problem, arrays = plan.problem, self._portfolio.arrays
         weight = np.full(arrays.uses.size + 1, self._params.kept_weight)
-        touched: dict[
+        last_access: dict[
             int, int
         ] = {}  # tensor → event of its production or last use in program order
         seen: set[int] = set()
@@ -59,10 +62,10 @@ class PlanFollower:
                 continue
             seen.add(op)
             for t, buffer in zip(problem.op_inputs[op], plan.reads(event), strict=True):
-                if buffer != OUTSIDE and plan.first[buffer] > touched[t]:
+                if buffer != OUTSIDE and plan.first[buffer] > last_access[t]:
                     slot = int(arrays.uses_ptr[t]) + problem.consumers[t].index(op)
                     weight[slot] = self._params.evicted_weight
-                touched[t] = event
+                last_access[t] = event
             for t in problem.makes[op]:
-                touched[t] = event
+                last_access[t] = event
         return weight

@@ -38,17 +38,19 @@ def schedule_intervals(
     job = ScheduleIntervals(
         capacity=capacity // unit,
         joint=joint,
-        copies=[1 if program.once(op) else copies for op in range(program.n)],
+        copies=[1 if program.runs_once(op) else copies for op in range(program.n)],
         reads=program.reads[: program.n],
         makes=program.makes[: program.n],
-        pairs=problem.inplace,
+        inplace_pairs=problem.inplace,
         overwritten=[[read for _, read in pairs] for pairs in program.overwrites],
-        kept=program.reads[program.n],
+        step_outputs=program.reads[program.n],
         until=program.until,
         cost=problem.cost,
         workspace=[need // unit for need in problem.workspace],
         size=[size // unit for size in problem.size],
-        again=[[t for t in outputs if problem.outside[t]] for outputs in problem.op_outputs],
+        rerun_outputs=[
+            [t for t in outputs if problem.outside[t]] for outputs in problem.op_outputs
+        ],
     )
     answer = process.schedule(job, deadline)
     return answer.outcome, None if answer.ops is None else in_order(program, answer.ops)
@@ -67,5 +69,5 @@ def in_order(program: Program, ops: list[int]) -> Schedule:
     for op, after in zip(ops, reversed(kept), strict=True):
         position = max(position, op)
         built.run(op, position)
-        built.keep(after)
+        built.retain(after)
     return built.schedule()

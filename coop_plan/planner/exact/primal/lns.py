@@ -24,16 +24,16 @@ def improve_by_lns(
 ) -> Answer:
     """The answer, or one with better values; its bound stays. `deadline` is monotonic, s."""
     assert answer.values is not None
-    draw = random.Random(0)  # noqa: S311  (no secret)
-    place = _positions(model)
+    rng = random.Random(0)  # noqa: S311  (no secret)
+    positions = _positions(model)
     best = answer
     failures = 0
     while failures < params.patience and time.monotonic() < deadline:
         assert best.values is not None
-        width = int(model.program.n * draw.choice(params.widths)) + 1
-        low = draw.randrange(-width // 2, model.program.n)
+        width = int(model.program.n * rng.choice(params.widths)) + 1
+        low = rng.randrange(-width // 2, model.program.n)
         lower, upper = list(model.milp.lower), list(model.milp.upper)
-        for column, position in place.items():
+        for column, position in positions.items():
             if not low <= position < low + width:
                 lower[column] = upper[column] = float(round(best.values[column]))
         until = min(deadline, time.monotonic() + params.step_seconds)
@@ -52,8 +52,8 @@ def improve_by_lns(
 def _positions(model: TimePointModel) -> dict[int, int]:
     """Where in the program each column's tensor is made, or its op runs first."""
     producer = model.program.problem.producer
-    place: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for x, y in zip(model.x, model.y, strict=True):
-        place |= {column: producer[t] for t, column in x.items() if column is not None}
-        place |= {column: op for op, column in y.items()}
-    return place
+        positions |= {column: producer[t] for t, column in x.items() if column is not None}
+        positions |= {column: op for op, column in y.items()}
+    return positions

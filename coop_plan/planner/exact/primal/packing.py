@@ -24,7 +24,7 @@ def pack(
     problem, t = schedule.problem, schedule.trace
     scratch = schedule.blocks().event
     unit = problem.alignment
-    if t.tensor.size + scratch.size > params.most_blocks:
+    if t.tensor.size + scratch.size > params.max_blocks:
         return None
     size = to_arrays(problem).size[t.tensor]
     workspace = to_arrays(problem).workspace[schedule.what[scratch]]
@@ -41,14 +41,16 @@ def pack(
 
 
 @dataclass(frozen=True)
-class Crowded:
+class LayoutConflict:
     """An event at which a layout needs more than the arena, by `excess` bytes."""
 
     event: int
     excess: int
 
 
-def place_or_tell(schedule: Schedule, arena: int, work: int = WORK) -> PlacedSchedule | Crowded:
+def place_or_conflict(
+    schedule: Schedule, arena: int, work: int = WORK
+) -> PlacedSchedule | LayoutConflict:
     """
     The schedule laid out within the arena (bytes) by `lay_out` with that work.
 
@@ -62,7 +64,7 @@ def place_or_tell(schedule: Schedule, arena: int, work: int = WORK) -> PlacedSch
     worst = int(ends.argmax())
     first, last = int(blocks.lower[worst]), int(blocks.upper[worst])
     live = schedule.live_bytes()[first:last]
-    return Crowded(first + int(live.argmax()), int(ends[worst]) - arena)
+    return LayoutConflict(first + int(live.argmax()), int(ends[worst]) - arena)
 
 
 def place_or_pack(
@@ -73,7 +75,7 @@ def place_or_pack(
     params: PackingParams = DEFAULTS.packing,
 ) -> PlacedSchedule | None:
     """The schedule laid out within the arena (bytes) by placement, or else by `pack`."""
-    placed = place_or_tell(schedule, arena)
+    placed = place_or_conflict(schedule, arena)
     if isinstance(placed, PlacedSchedule):
         return placed
     if not schedule.fits(arena):

@@ -12,7 +12,7 @@ from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 
 
 @dataclass
-class Outline:
+class Residency:
     """
     What a schedule is made of: time points in order, the last one the end of the step.
 
@@ -21,18 +21,18 @@ class Outline:
 
     points: list[int]
     resident: dict[int, set[int]]
-    taken: dict[int, set[int]]
+    inplace_inputs: dict[int, set[int]]
 
     @classmethod
-    def of(cls, model: TimePointModel, values: list[float]) -> "Outline":
+    def of(cls, model: TimePointModel, values: list[float]) -> "Residency":
         """The outline that a solution stands for."""
-        resident, taken = {}, {}
+        resident, inplace_inputs = {}, {}
         for k, point in enumerate(model.points):
             chosen = model.x[k].items()
             resident[point] = {t for t, c in chosen if c is None or values[c] > 0.5}
-            pairs = model.program.pairs[point]
-            taken[point] = {pairs[i][1] for i, c in model.z[k].items() if values[c] > 0.5}
-        return cls(list(model.points), resident, taken)
+            pairs = model.program.inplace_pairs[point]
+            inplace_inputs[point] = {pairs[i][1] for i, c in model.z[k].items() if values[c] > 0.5}
+        return cls(list(model.points), resident, inplace_inputs)
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Readout:
     runs: list[tuple[int, int]]
 
 
-Drops = dict[tuple[int, int], set[int]]
+Evictions = dict[tuple[int, int], set[int]]
 """By (position, op): what goes just before the op runs for that position, to come again later."""
 
 Margins = dict[tuple[int, int], int]
 """By (position, op): bytes to leave free while the op runs for that position."""
 
 
-class StuckError(Exception):
+class ThrashingError(Exception):
     """Drops that take from each other, at this position."""
 
     def __init__(self, position: int) -> None:
@@ -77,7 +77,7 @@ class StuckError(Exception):
         self.position = position
 
 
-class UnreadableError(Exception):
+class NotRecomputableError(Exception):
     """
     The solution needs something that cannot be computed again when it is needed.
 
@@ -92,11 +92,11 @@ class UnreadableError(Exception):
 
 def read_out(
     program: Program,
-    outline: Outline,
+    residency: Residency,
     capacity: int,
-    drops: Drops | None = None,
+    evictions: Evictions | None = None,
     margins: Margins | None = None,
-    most_runs: int = DEFAULTS.repair.most_runs,
+    max_runs: int = DEFAULTS.repair.max_runs,
 ) -> Readout:
     """
     The schedule of an outline, and where it needs more than `capacity` bytes, less margins.
@@ -109,7 +109,7 @@ def read_out(
         UnreadableError: only on graphs with tensors that are overwritten.
         StuckError: only with drops.
     """
-    built = _Reader(program, outline, drops or {}, most_runs).read()
+    built = _Reader(program, residency, evictions or {}, max_runs).read()
     schedule = built.schedule()
     live = schedule.live_bytes().tolist()
     margins = margins or {}
@@ -122,63 +122,73 @@ def read_out(
 
 
 class _Reader:
-    def __init__(self, program: Program, outline: Outline, drops: Drops, most_runs: int) -> None:
+    def __init__(
+        self, program: Program, residency: Residency, evictions: Evictions, max_runs: int
+    ) -> None:
         self.program = program
-        self.outline = outline
-        self.drops = drops
-        self.most_runs = most_runs
+        self.residency = residency
+        self.evictions = evictions
+        self.max_runs = max_runs
         self.built = ScheduleBuilder(program)
         self._runs: Counter[tuple[int, int]] = Counter()
-        self._ends = {read for pairs in program.overwrites for _, read in pairs}
+        self._overwritten = {read for pairs in program.overwrites for _, read in pairs}
         """Versions that end with the op that overwrites them."""
 
     def read(self) -> ScheduleBuilder:
         start = -1
-        for point in self.outline.points:
+        for point in self.residency.points:
             self._segment(start, point)
             start = point
         return self.built
 
     def _segment(self, start: int, point: int) -> None:
-        program, resident = self.program, self.outline.resident[point]
+        program, resident = self.program, self.residency.resident[point]
         for op in range(start + 1, point + 1):
-            self._fetch({*program.reads[op], *(resident if op == point else ())}, op)
+            self._compute({*program.reads[op], *(resident if op == point else ())}, op)
             if op < program.n:
                 self._run(op, op)
         if point == program.n:
-            self.built.keep(set(program.reads[point]))
+            self.built.retain(set(program.reads[point]))
             return
-        held = {t for t in self.built.here if program.always[t] and program.useful[t] > point}
-        self.built.keep((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
+        unconstrained = {
+            t
+            for t in self.built.resident
+            if program.unconstrained[t] and program.last_useful[t] > point
+        }
+        self.built.retain(
+            (resident - self.residency.inplace_inputs[point])
+            | {*program.makes[point]}
+            | unconstrained
+        )
 
-    def _fetch(self, wanted: Iterable[int], position: int) -> None:
+    def _compute(self, targets: Iterable[int], position: int) -> None:
         """Compute for `position` what is wanted and not here, each after what it needs itself."""
-        program, needs = self.program, dict[int, int]()
-        while stack := self._missing(wanted, needs):
+        program, peaks = self.program, dict[int, int]()
+        while stack := self._missing(targets, peaks):
             while stack:
                 top = stack[-1]
-                if top in self.built.here:
+                if top in self.built.resident:
                     stack.pop()
                     continue
                 op = program.problem.producer[top]
                 if program.until[op] < position:
-                    raise UnreadableError(program.until[op])
-                missing = self._missing(program.reads[op], needs)
+                    raise NotRecomputableError(program.until[op])
+                missing = self._missing(program.reads[op], peaks)
                 if missing:
                     stack += missing
                 else:
                     self._run(op, position)
 
     def _run(self, op: int, position: int) -> None:
-        told = self.drops.get((position, op))
-        if told:
-            self.built.drop(told.difference(self.program.reads[op]))
+        evicted = self.evictions.get((position, op))
+        if evicted:
+            self.built.evict(evicted.difference(self.program.reads[op]))
         self.built.run(op, position)
         self._runs[position, op] += 1
-        if self.drops and self._runs[position, op] > self.most_runs:
-            raise StuckError(position)
+        if self.evictions and self._runs[position, op] > self.max_runs:
+            raise ThrashingError(position)
 
-    def _missing(self, tensors: Iterable[int], needs: dict[int, int]) -> list[int]:
+    def _missing(self, tensors: Iterable[int], peaks: dict[int, int]) -> list[int]:
         """
         Those that are not here; the last ones need most memory beside themselves and come first.
 
@@ -186,35 +196,35 @@ class _Reader:
         the best: Liu, On the storage requirement in the out-of-core multifrontal method for sparse
         factorization, ACM TOMS 12(3), 1986. `needs` remembers bytes by op.
         """
-        missing = sorted((t for t in tensors if t not in self.built.here), reverse=True)
+        missing = sorted((t for t in tensors if t not in self.built.resident), reverse=True)
         if len(missing) > 1:
             size, producer = self.program.problem.size, self.program.problem.producer
             missing.sort(
                 key=lambda t: (
                     (False, producer[t])
-                    if t in self._ends
-                    else (True, self._need(t, needs) - size[t])
+                    if t in self._overwritten
+                    else (True, self._peak_to_compute(t, peaks) - size[t])
                 )
             )
         return missing
 
-    def _need(self, tensor: int, needs: dict[int, int]) -> int:
+    def _peak_to_compute(self, tensor: int, peaks: dict[int, int]) -> int:
         """Bytes that computing the tensor takes, if whatever is used twice is computed twice."""
-        program, here = self.program, self.built.here
+        program, resident = self.program, self.built.resident
         size, producer = program.problem.size, program.problem.producer
         stack = [tensor]
         while stack:
             op = producer[stack[-1]]
-            if op < 0 or op in needs or stack[-1] in here:
+            if op < 0 or op in peaks or stack[-1] in resident:
                 stack.pop()
                 continue
-            inputs = [t for t in program.reads[op] if producer[t] >= 0 and t not in here]
-            deeper = [t for t in inputs if producer[t] not in needs]
+            inputs = [t for t in program.reads[op] if producer[t] >= 0 and t not in resident]
+            deeper = [t for t in inputs if producer[t] not in peaks]
             stack += deeper
             if not deeper:
-                held, most = 0, program.touched(op)
-                for t in sorted(inputs, key=lambda t: size[t] - needs[producer[t]]):
-                    most = max(most, held + needs[producer[t]])
-                    held += size[t]
-                needs[op] = most
-        return needs.get(producer[tensor], 0)
+                inputs_bytes, peak = 0, program.working_set(op)
+                for t in sorted(inputs, key=lambda t: size[t] - peaks[producer[t]]):
+                    peak = max(peak, inputs_bytes + peaks[producer[t]])
+                    inputs_bytes += size[t]
+                peaks[op] = peak
+        return peaks.get(producer[tensor], 0)

@@ -14,23 +14,23 @@ class ScheduleBuilder:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.here: set[int] = set()
+        self.resident: set[int] = set()
         self.runs: list[tuple[int, int]] = []
         """(op, position in program order whose first run it serves)."""
 
     def run(self, op: int, position: int) -> None:
         """Append a run of `op`, whose inputs are here; what it overwrites is not from now on."""
         self.runs.append((op, position))
-        self.here.difference_update(read for _, read in self.program.overwrites[op])
-        self.here.update(self.program.makes[op])
+        self.resident.difference_update(read for _, read in self.program.overwrites[op])
+        self.resident.update(self.program.makes[op])
 
-    def keep(self, kept: set[int]) -> None:
+    def retain(self, tensors: set[int]) -> None:
         """End a segment: nothing but `kept` is here from now on."""
-        self.here &= kept
+        self.resident &= tensors
 
-    def drop(self, tensors: set[int]) -> None:
+    def evict(self, tensors: set[int]) -> None:
         """These are not here from now on."""
-        self.here -= tensors
+        self.resident -= tensors
 
     def schedule(self) -> Schedule:
         """The schedule, without addresses."""

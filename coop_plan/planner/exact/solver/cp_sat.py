@@ -33,7 +33,7 @@ def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
             times.append(model.new_fixed_size_interval_var(first, last - first, ""))
             addresses.append(model.new_fixed_size_interval_var(offset, height, ""))
     model.add_no_overlap_2d(times, addresses)
-    for a, b in job.same:
+    for a, b in job.same_offset:
         model.add(offsets[a] == offsets[b])
     solver = _solver(seconds)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -84,7 +84,7 @@ class IntervalModel:
         self._order()
         for v, c in self.copies:
             self._inputs(v, c)
-        for d in job.kept:
+        for d in job.step_outputs:
             self._cover(d, self.horizon, None)
         self._memory()
         scale = INTEGER_COSTS / (sum(job.cost) or 1.0)
@@ -106,7 +106,7 @@ class IntervalModel:
         # What lives only while the op runs: scratch, and copies of outputs that left the arena.
         moment = model.new_optional_fixed_size_interval_var(start, 1, self.active[v, c], "")
         self._box(moment, job.workspace[v])
-        for d in job.again[v] if c else ():
+        for d in job.rerun_outputs[v] if c else ():
             self.offset[d, c] = self._box(moment, job.size[d])
 
     def _box(self, interval: Any, size: int) -> Any:
@@ -139,7 +139,7 @@ class IntervalModel:
         model, job = self.model, self.job
         start, active = self.start[v, c], self.active[v, c]
         shares: dict[tuple[int, int], Any] = {}
-        for out, source in job.pairs[v]:
+        for out, source in job.inplace_pairs[v]:
             if (out, c) in self.offset:
                 shares[out, source] = model.new_bool_var("")
                 model.add_implication(shares[out, source], active)

@@ -37,7 +37,7 @@ class SolveMilp:
 
 
 @dataclass(frozen=True)
-class News:
+class SolveProgress:
     """A proved bound and the best objective so far, while a solve runs."""
 
     bound: float
@@ -86,7 +86,7 @@ class PackBlocks:
     first: list[int]
     last: list[int]
     height: list[int]
-    same: list[tuple[int, int]]
+    same_offset: list[tuple[int, int]]
     capacity: int
 
 
@@ -115,14 +115,14 @@ class ScheduleIntervals:
     copies: list[int]
     reads: Sequence[Sequence[int]]
     makes: Sequence[Sequence[int]]
-    pairs: Sequence[Sequence[tuple[int, int]]]
+    inplace_pairs: Sequence[Sequence[tuple[int, int]]]
     overwritten: Sequence[Sequence[int]]
-    kept: Sequence[int]
+    step_outputs: Sequence[int]
     until: list[int]
     cost: Sequence[float]
     workspace: list[int]
     size: list[int]
-    again: list[list[int]]
+    rerun_outputs: list[list[int]]
 
 
 @dataclass(frozen=True)

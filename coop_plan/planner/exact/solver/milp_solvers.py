@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
-from coop_plan.planner.exact.solver.jobs import News, PulpAnswer, SolveMilp, SolvePulp
+from coop_plan.planner.exact.solver.jobs import PulpAnswer, SolveMilp, SolveProgress, SolvePulp
 
 SOLVERS = {
     "highs": "SOLVER_TYPE_HIGHS",
@@ -21,14 +21,14 @@ OUTCOMES = {
     "TERMINATION_REASON_INFEASIBLE": Outcome.INFEASIBLE,
 }
 
-LONGEST_SECONDS = 1e6
+NO_TIME_LIMIT = 1e6
 """No time limit at all is so long."""
 
 HIGHS_LOG = re.compile(r"%\s+(-?inf|-?[\d.e+]+)\s+(-?inf|-?[\d.e+]+)\s+(?:[\d.]+%|Large)")
 """The dual bound and the best objective in a line of HiGHS's branch-and-bound table."""
 
 
-def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answer:
+def solve_milp(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
     """
     Solve one program with a solver of OR-Tools, on one thread; only HiGHS has news.
 
@@ -38,22 +38,22 @@ def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> 
 
     begin = time.monotonic()
     try:
-        return _solve(job, seconds, tell)
+        return _solve(job, seconds, progress)
     except StatusNotOk:
         if job.solver != "highs":
             raise
         left = max(0.0, seconds - (time.monotonic() - begin))
-        return _solve(replace(job, solver="scip"), left, tell)
+        return _solve(replace(job, solver="scip"), left, progress)
 
 
-def _solve(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answer:
+def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
     from ortools.math_opt import callback_pb2, parameters_pb2, result_pb2
     from ortools.math_opt import model_parameters_pb2 as model_parameters
     from ortools.math_opt.core.python import solver as core
 
     highs = job.solver == "highs"
     parameters = parameters_pb2.SolveParametersProto()
-    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=min(seconds, LONGEST_SECONDS)))
+    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=min(seconds, NO_TIME_LIMIT)))
     parameters.absolute_gap_tolerance = job.gap
     parameters.relative_gap_tolerance = job.relative_gap
     if job.nodes:
@@ -67,7 +67,7 @@ def _solve(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answ
         for line in lines:
             found = HIGHS_LOG.search(line)
             if found:
-                tell(News(float(found[1]), float(found[2])))
+                progress(SolveProgress(float(found[1]), float(found[2])))
 
     result = core.solve(
         to_proto(job.milp),
@@ -86,8 +86,8 @@ def _solve(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answ
         primal = solution.primal_solution
         if primal.feasibility_status == 2 and values is None:  # SOLUTION_STATUS_FEASIBLE
             values = [0.0] * len(job.milp.lower)
-            known = primal.variable_values
-            for column, value in zip(known.ids, known.values, strict=True):
+            solution_values = primal.variable_values
+            for column, value in zip(solution_values.ids, solution_values.values, strict=True):
                 values[column] = value
     reason = result_pb2.TerminationReasonProto.Name(result.termination.reason)
     outcome = OUTCOMES.get(reason, Outcome.UNKNOWN if values is None else Outcome.FEASIBLE)

@@ -21,13 +21,13 @@ from coop_plan.planner.exact.solver.jobs import (
     Failure,
     IntervalSchedule,
     Job,
-    News,
     PackBlocks,
     Packing,
     PulpAnswer,
     RelaxMilp,
     ScheduleIntervals,
     SolveMilp,
+    SolveProgress,
     SolvePulp,
 )
 from coop_plan.schemas import InvalidInputError
@@ -104,7 +104,7 @@ class Child:
             assert self._process.stdout is not None
             self._inbox = queue.SimpleQueue()
             threading.Thread(
-                target=_read, args=(self._process.stdout, self._inbox), daemon=True
+                target=_read_messages, args=(self._process.stdout, self._inbox), daemon=True
             ).start()
         assert self._process.stdin is not None
         try:
@@ -149,16 +149,16 @@ class SolverProcess(Child):
         gap: float = 0.0,
         relative_gap: float = 0.0,
         nodes: int = 0,
-        progress: Callable[[News], None] | None = None,
+        progress: Callable[[SolveProgress], None] | None = None,
     ) -> Answer:
         """See `SolveMilp`. Without an answer what it proved last is left."""
-        last = News(-INFINITY, INFINITY)
+        last = SolveProgress(-INFINITY, INFINITY)
         for message in self._messages(SolveMilp(milp, solver, gap, relative_gap, nodes), deadline):
             match message:
                 case Answer():
                     return message
-                case News(bound, objective):
-                    last = News(max(last.bound, bound), min(last.objective, objective))
+                case SolveProgress(bound, objective):
+                    last = SolveProgress(max(last.bound, bound), min(last.objective, objective))
                     if progress is not None:
                         progress(last)
         return Answer(Outcome.UNKNOWN, last.bound, last.objective, None)
@@ -185,12 +185,12 @@ class SolverProcess(Child):
         first: list[int],
         last: list[int],
         height: list[int],
-        same: list[tuple[int, int]],
+        same_offset: list[tuple[int, int]],
         capacity: int,
         deadline: float,
     ) -> list[int] | None:
         """Offsets of blocks, or None if none were found in time; see `PackBlocks`."""
-        job = PackBlocks(first, last, height, same, capacity)
+        job = PackBlocks(first, last, height, same_offset, capacity)
         answer = self._ask(job, deadline, Packing)
         return None if answer is None else answer.offsets
 
@@ -222,7 +222,7 @@ def _module_path() -> list[str]:
     return sorted(filter(None, sys.path), key=lambda path: path not in standard)
 
 
-def _read(stream: BinaryIO, messages: "queue.SimpleQueue[object]") -> None:
+def _read_messages(stream: BinaryIO, messages: "queue.SimpleQueue[object]") -> None:
     """Pass on what the worker says; None when it is gone."""
     with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
         while True:

@@ -6,7 +6,7 @@ import numpy as np
 
 from coop_plan.planner.exact.model.milp import INFINITY, Relaxation
 from coop_plan.planner.exact.solver.jobs import RelaxMilp
-from coop_plan.planner.exact.solver.milp_solvers import LONGEST_SECONDS, to_proto
+from coop_plan.planner.exact.solver.milp_solvers import NO_TIME_LIMIT, to_proto
 from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
 
 
@@ -21,7 +21,7 @@ def relax(job: RelaxMilp, seconds: float) -> Relaxation:
     from ortools.math_opt.core.python import solver as core
 
     parameters = parameters_pb2.SolveParametersProto()
-    limit = datetime.timedelta(seconds=min(seconds, LONGEST_SECONDS))
+    limit = datetime.timedelta(seconds=min(seconds, NO_TIME_LIMIT))
     parameters.time_limit.FromTimedelta(limit)
     parameters.highs.string_options["parallel"] = "off"
     model = to_proto(job.milp)

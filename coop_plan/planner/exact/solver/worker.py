@@ -27,13 +27,13 @@ from coop_plan.planner.exact.solver.jobs import (
 )
 
 
-def answer(job: Job, seconds: float, tell: Callable[[object], None]) -> JobAnswer:
+def answer(job: Job, seconds: float, send: Callable[[object], None]) -> JobAnswer:
     """Do a job with the solver that its type needs; `tell` hears what is known before the end."""
     match job:
         case SolveMilp():
             from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 
-            return solve_milp(job, seconds, tell)
+            return solve_milp(job, seconds, send)
         case SolvePulp():
             from coop_plan.planner.exact.solver.milp_solvers import solve_pulp
 
