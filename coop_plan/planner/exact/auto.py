@@ -1,4 +1,4 @@
-"""auto: keep everything if that fits; else optimal, from coop-offline on, and other orders."""
+"""auto: keep-all if it fits; else `optimal`, starting from coop-offline, and other orders."""
 
 import math
 import time
@@ -20,13 +20,12 @@ from coop_plan.planner.search.compute.annealing import cheaper, reordered
 
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
     """
-    The best plan seen by the deadline (or in the default time of `optimal`).
+    Returns the best plan found by the deadline (or in the default time of `optimal`).
 
-    coop-offline, which has coop in its own portfolio, is where `optimal` begins. Its plan is in
-    program order, and so is what its bound is of. What is left of the time, a share of it at least,
-    but not much more than `optimal` took, goes into other orders of first runs, and into a bound
-    that holds in any order. That is published where it proves the plan, where the plan is below the
-    bound of program order, and where there is no such bound or a lower one.
+    `optimal` starts from coop-offline, whose portfolio includes coop. Its plan and its bound are in
+    program order. A share of the time, but not much more than `optimal` took, is for other orders
+    of first runs, and for a bound that holds in any order. That bound is published if it proves the
+    plan, if the plan costs less than the bound of program order, or if it is the higher one.
     """
     try:
         return solve_keep_all(problem, request)
@@ -49,19 +48,19 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
 
 @dataclass
 class _AnyOrderBound:
-    """What any schedule of the default variants costs at least, where nothing can be moved."""
+    """Lower bound on every schedule of default variants without transfers, in any order."""
 
     incumbent: Incumbent
     process: BoundingProcess
 
     def begin(self) -> None:
-        """Look for it from now on."""
+        """Start the bounding process, unless the problem has transfers."""
         if "transfers" not in self.incumbent.problem.beyond_recomputation:
             program = Program.of(self.incumbent.problem)
             self.process.begin(program, program.problem.rounded(self.incumbent.arena))
 
     def bound_us(self) -> float:
-        """What is proved so far, µs."""
+        """The bound proved so far, µs."""
         self.incumbent.prove(self.process.proved())
         return self.incumbent.bound_us
 
@@ -69,7 +68,7 @@ class _AnyOrderBound:
 def _other_orders_first(
     problem: Problem, request: Request, params: ExactParams, bound: _AnyOrderBound
 ) -> tuple[Solution, PlacedSchedule | None]:
-    """coop-offline in any order, as its walk cannot go on from `optimal`, and that after it."""
+    """coop-offline in any order, whose search cannot start from `optimal`, then `optimal`."""
     left = math.inf if request.deadline is None else request.deadline - time.monotonic()
     other = None
     if params.search.heuristic_runs_to_end(problem.op_count, left):
@@ -88,7 +87,7 @@ def _other_orders_first(
 def _program_order_first(
     problem: Problem, request: Request, params: ExactParams, bound: _AnyOrderBound
 ) -> tuple[Solution, PlacedSchedule | None]:
-    """`optimal`, and the walk among other orders from what it finds."""
+    """`optimal`, then the search among other orders from its plan."""
     begin = time.monotonic()
     deadline = request.deadline
     if deadline is None:

@@ -1,18 +1,19 @@
 """
 monet: the integer program of Shah et al., Memory Optimization for Deep Networks, ICLR 2021.
 
-Stage t ends with the first run of op t. The forward pass runs once (section 3); in a stage of the
-backward pass, ops of the forward pass may run again before op t, in program order, each at most
+Stage t ends with the first run of op t. The forward pass runs once (section 3). In a stage of the
+backward pass, ops of the forward pass may be recomputed before op t, in program order, each at most
 once and each run in a variant of its own (section 4.2).
 
     δ[t, v]     variant v runs in stage t: the paper's r and δ as one, Σ δ ≤ 1 by op
     s[t, d]     tensor d is kept from stage t − 1 into stage t
     N[t, i, d]  tensor d is needed in stage t by op i or later, or kept beyond the stage
-    m[t, i, d]  tensor d is in memory in stage t while op i runs, and no output of it
-    z[t, v, p]  variant v writes its output over an input in stage t, as the pair p allows
+    m[t, i, d]  tensor d is resident in stage t while op i runs, and no output of it
+    z[t, v, p]  variant v writes its output over an input in stage t, as pair p allows
 
-Beyond the paper: any graph, tensors that only some variants make, and ops that run once. The class is
-a restriction, so the optimum is no bound for all schedules, and the plan claims none.
+Minimise Σ cost[v] · δ[t, v]. Beyond the paper: any graph, tensors that only some variants make, and
+ops that run once. The class is a restriction, so the optimum is no bound for all schedules, and the
+plan states none.
 """
 
 import time
@@ -43,7 +44,7 @@ class MonetModel:
 
     @staticmethod
     def variable_count(choices: VariantChoices) -> int:
-        """How many variables the program has, about, before anything is built."""
+        """Estimate of the number of variables, computed without building the program."""
         tensors = len(choices.last_useful)
         return sum((1 + len(_rerunnable(choices, t))) * 2 * tensors for t in range(choices.n))
 
@@ -66,7 +67,7 @@ class MonetModel:
             self._kept(choices.n, d)
 
     def made(self, t: int, d: int) -> Terms:
-        """Whether stage t makes tensor d."""
+        """Terms of: stage t makes tensor d."""
         variants = self.choices.problem.variants
         makers = self.choices.of[self.choices.problem.producer[d]]
         return [
@@ -76,7 +77,7 @@ class MonetModel:
         ]
 
     def available(self, t: int, d: int) -> Terms:
-        """Whether stage t has tensor d: kept, or made in it."""
+        """Terms of: stage t has tensor d, kept or made in it."""
         return [*self._column(t, d), *self.made(t, d)]
 
     def _column(self, t: int, d: int) -> Terms:
@@ -84,11 +85,11 @@ class MonetModel:
 
     def _correctness(self, t: int) -> None:
         choices = self.choices
-        # [Constraint] Σ δ = 1 for the op whose stage it is, ≤ 1 for those that run again.
+        # [Constraint] Σ δ = 1 for the op whose stage it is, ≤ 1 for recomputes.
         for op in (*_rerunnable(choices, t), t):
             columns = [(self.delta[t, v], 1.0) for v in choices.of[op]]
             self.milp.row(columns, float(op == t), 1.0)
-            # [Constraint] inputs are there: δ[t, v] ≤ s[t, d] + Σ δ[t, makers of d].
+            # [Constraint] inputs are available: δ[t, v] ≤ s[t, d] + Σ δ[t, producers of d].
             for v in choices.of[op]:
                 for d in sorted(choices.reads[v]):
                     available = self.available(t, d)
@@ -97,7 +98,7 @@ class MonetModel:
             self._kept(stage, d)
 
     def _kept(self, t: int, d: int) -> None:
-        # [Constraint] what is kept was there: s[t, d] ≤ s[t−1, d] + Σ δ[t−1, makers of d].
+        # [Constraint] kept tensors were available: s[t, d] ≤ s[t−1, d] + Σ δ[t−1, producers of d].
         self.milp.row([*self.available(t - 1, d), (self.s[t, d], -1.0)], 0.0, INFINITY)
         if self.choices.problem.overwritten[d]:  # never made again
             self.milp.row([(self.s[t, d], 1.0)], 1.0, 1.0)
@@ -107,7 +108,7 @@ class MonetModel:
         problem, need = choices.problem, needs(choices.problem)
         unit = max(self.capacity, 1)
         ops = (*_rerunnable(choices, t), t)
-        # [Variable] N from the end of the stage back.
+        # [Variable] N, from the end of the stage back.
         needed: dict[int, int] = {}
         for d, last in enumerate(choices.last_useful):
             if problem.producer[d] <= t < last and (t + 1, d) in self.s:
@@ -123,7 +124,7 @@ class MonetModel:
                 needed[d] = milp.column(0.0, 1.0, 0.0, integer=False)
                 for column in [*columns, *([after[d]] if d in after else [])]:
                     milp.row([(needed[d], 1.0), (column, -1.0)], 0.0, INFINITY)
-            # [Constraint] m ≥ s + N − 1 and m ≥ Σ δ + N − 1, of what was made before op.
+            # [Constraint] m ≥ s + N − 1 and m ≥ Σ δ + N − 1, for tensors made before the op.
             weights: dict[int, float] = {}
             for d, column in needed.items():
                 if choices.unconstrained[d]:
@@ -134,7 +135,7 @@ class MonetModel:
                     row = [(m, 1.0), (column, -1.0), *((c, -a) for c, a in terms)]
                     milp.row(row, -1.0, INFINITY)
                     weights[m] = problem.size[d]
-            # [Constraint] Σ bytes in memory + outputs + workspace of op ≤ capacity.
+            # [Constraint] Σ bytes of residents + outputs + workspace of the op ≤ capacity.
             for v in choices.of[op]:
                 variant = problem.variants[v]
                 taken = problem.rounded(variant.workspace_bytes)
@@ -147,7 +148,7 @@ class MonetModel:
             milp.row(terms, -INFINITY, self.capacity / unit)
 
     def _inplace(self, t: int, v: int, after: dict[int, int], weights: dict[int, float]) -> None:
-        """In-place pairs: the output takes the address of an input that ends with the run."""
+        """[Variable] z[t, v, p]: the output takes the address of an input that the run ends."""
         milp, problem = self.milp, self.choices.problem
         pairs = [p for p in problem.variants[v].inplace if p[1] in self.choices.reads[v]]
         z = {pair: milp.binary() for pair in pairs if not problem.outside[pair[0]]}
@@ -156,15 +157,11 @@ class MonetModel:
             milp.row([(self.delta[t, v], 1.0), (column, -1.0)], 0.0, INFINITY)
             if source in after:
                 milp.row([(column, 1.0), (after[source], 1.0)], -INFINITY, 1.0)
-        for side in (0, 1):
-            for d in {pair[side] for pair in z}:
-                same = [(c, 1.0) for pair, c in z.items() if pair[side] == d]
-                if len(same) > 1:
-                    milp.row(same, -INFINITY, 1.0)
+        milp.match(z.items())
 
 
 def _rerunnable(choices: VariantChoices, t: int) -> list[int]:
-    """The ops that may run again in stage t, in program order: of the forward, in the backward."""
+    """Forward ops that may be recomputed in stage t of the backward pass, in program order."""
     problem = choices.problem
     phases = [op.phase for op in problem.graph.ops]
     begin = next((i for i, phase in enumerate(phases) if phase != "forward"), 0)
@@ -188,16 +185,16 @@ def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET)
     The cheapest schedule of MONeT's class that the solver finds by the deadline.
 
     Raises:
-        InvalidInputError: a program of more than `max_variables`.
-        DoesNotFitError: no schedule exists, or the one that was found could not be placed.
-        TimeLimitError: none was found in time.
+        InvalidInputError: the program has more than `max_variables` variables.
+        DoesNotFitError: no schedule exists, or its layout exceeds the arena.
+        TimeLimitError: no schedule was found in time.
     """
     choices = VariantChoices.of_problem(problem)
     count = MonetModel.variable_count(choices)
     if count > params.max_variables:
         raise InvalidInputError(
-            f"monet's program has about {count} variables on this graph, and more than"
-            f" {params.max_variables} are hopeless: use optimal",
+            f"monet's program has about {count} variables on this graph, above the limit of"
+            f" {params.max_variables}: use optimal",
             "/method",
         )
     if request.deadline is None:

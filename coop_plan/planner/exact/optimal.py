@@ -1,14 +1,16 @@
 """
-optimal: the time-point MILP, refined until what is read out of it fits; a proved bound at any time.
+optimal: the time-point MILP, refined until a solution fits, with a proved bound at any time.
 
-coop-offline's plan is the incumbent from the start. Each round solves one model (see
-`planner.exact.model.timepoint`): its bound holds for good, and its solution is read out and placed;
-where it overflows or finds no layout, the kernel of coop-offline follows it as closely as fits, and
-the model looks closer. Where a model is hard and the gap wide, the time goes to coop-offline and,
-beside it, to relaxations for a better bound (`planner.exact.dual.bounding`). Other hard models get
-path cuts (`planner.exact.model.paths`), and where time does not suffice for one, fix-and-refine
-leads from its solution to a plan (`planner.exact.primal.fix_and_refine`). When only placement is in
-the way, slightly smaller logical budgets are tried.
+coop-offline's plan is the first incumbent. Each round solves one model (see
+`planner.exact.model.timepoint`). Its lower bound is valid for every schedule; its solution is read
+out and placed. If the schedule overflows or has a layout conflict, a guided re-plan keeps its
+evictions as far as they fit, and the model is refined.
+
+A hard model with a wide gap leaves the time to coop-offline, while a second process proves bounds
+by relaxations (`planner.exact.dual.bounding`). Other hard models get path cuts
+(`planner.exact.model.paths`). If one still times out, fix-and-refine leads from its solution to a
+plan (`planner.exact.primal.fix_and_refine`). If only placement fails, slightly smaller logical
+budgets are tried.
 """
 
 import time
@@ -36,7 +38,7 @@ from coop_plan.planner.placement.layout import WORK_PER_SECOND
 
 
 class _OptimalSolve:
-    """One request: what is known so far, and what is tried next."""
+    """State of one request."""
 
     def __init__(
         self,
@@ -60,10 +62,7 @@ class _OptimalSolve:
         self._start()
 
     def _start(self) -> None:
-        """Start from coop-offline's plan; without one, do not spend all the time looking for one.
-
-        The caller may ask for other budgets next, within the same deadline.
-        """
+        """Offer coop-offline's plan; if it has none, shorten the deadline for other budgets."""
         params = self.params.search
         now = time.monotonic()
         left = self.deadline - now
@@ -78,7 +77,6 @@ class _OptimalSolve:
             self.deadline = now + (self.deadline - now) * params.first_plan_share
 
     def _offer_heuristic(self) -> None:
-        """Offer coop-offline's plan, if it has one."""
         arena = self.request.arena_bytes
         try:
             placed = self.offline.solution().placed
@@ -88,20 +86,20 @@ class _OptimalSolve:
             self.incumbent.offer(placed)
 
     def finished(self) -> bool:
-        """Whether there is nothing left to look for, or no time."""
+        """True if the incumbent suffices or is proved optimal, or the deadline has passed."""
         self.incumbent.prove(self.bounding.proved())
         stop = self.request.any_schedule and self.incumbent.solution is not None
         return stop or self.incumbent.proved or time.monotonic() >= self.deadline
 
     def await_bounds(self) -> None:
-        """Use the time for which better bounds may come."""
+        """Improve coop-offline's plan while the bounding process runs, then wait for its bounds."""
         if self.bounding.running and not self.finished():
             self._improve_offline(1.0, self.finished)
         while self.bounding.running and not self.finished():
             self.incumbent.prove(self.bounding.proved(self.deadline))
 
     def run(self) -> None:
-        """Rounds at the full capacity, then at smaller ones."""
+        """Refine at the full capacity, then at smaller ones, then solve the joint model."""
         capacity = self.program.problem.rounded(self.request.arena_bytes)
         bounding = None if self.request.any_schedule else self.bounding
         rounds = Refinement(
@@ -137,7 +135,7 @@ class _OptimalSolve:
             self._solve_jointly(capacity)
 
     def _finish_with_transfers(self) -> None:
-        """Leave the rest to coop-offline, which alone makes plans with transfers."""
+        """Leave the remaining time to coop-offline, the only source of plans with transfers."""
         if self.finished():
             return
         params, left = self.params.search, self.deadline - time.monotonic()
@@ -147,7 +145,7 @@ class _OptimalSolve:
         )
 
     def _solve_jointly(self, capacity: int) -> None:
-        """Eviction and layout as one model."""
+        """Solve eviction and layout as one model."""
         until = self.deadline
         if self.incumbent.solution is not None:
             until = min(until, time.monotonic() + self.params.search.joint_seconds)
@@ -159,7 +157,7 @@ class _OptimalSolve:
             self._place_readout(Readout(schedule, [], []))
 
     def _solve_smaller_arenas(self, rounds: Refinement) -> None:
-        """Rounds at smaller capacities until a plan is placed."""
+        """Refine at smaller capacities until a schedule has a layout."""
         params = self.params.search
         for share in params.shrunk_arenas:
             if self.incumbent.gap < params.small_gap or self.finished():
@@ -169,7 +167,7 @@ class _OptimalSolve:
                 return
 
     def _iterate(self, rounds: Refinement) -> bool:
-        """Rounds until done; whether the last plan was placed."""
+        """Refine until finished; returns True if the last schedule was placed."""
         while not self.finished():
             readout = rounds.round()
             if readout is None:
@@ -188,7 +186,7 @@ class _OptimalSolve:
         return True
 
     def _improve_offline(self, share: float, stop: Callable[[], bool]) -> None:
-        """Let coop-offline look longer: until `enough`, for this share of the time left at most."""
+        """Improve coop-offline's plan until `stop`, for at most this share of the time left."""
         now = time.monotonic()
         self.offline.processors = max(1, processors() - self.bounding.running)
         try:
@@ -197,7 +195,7 @@ class _OptimalSolve:
             self._offer_heuristic()
 
     def _fix_and_refine(self, rounds: Refinement) -> None:
-        """Look for a plan near the last round's solution, and at smaller capacities if need be."""
+        """Derive a plan from the last solution, within smaller capacities if layouts fail."""
         arena, params = self.request.arena_bytes, self.params.search
         unit = self.program.problem.alignment
         for share in params.fix_arenas:
@@ -219,7 +217,7 @@ class _OptimalSolve:
                 return
 
     def _within(self, rounds: Refinement, arena: int) -> Refinement:
-        """The rounds' state within a smaller arena (bytes), where it proves nothing."""
+        """Copy of the rounds' state for a smaller arena (bytes), at which bounds do not count."""
         smaller = replace(
             rounds,
             capacity=max(1, self.program.problem.rounded(arena)),  # a divisor
@@ -232,17 +230,17 @@ class _OptimalSolve:
         return smaller
 
     def _place(self, schedule: Schedule) -> PlacedSchedule | LayoutConflict:
-        """A schedule with offsets within the arena, or where that fails."""
+        """Lay the schedule out within the arena, or return the layout conflict."""
         left = max(0.0, self.deadline - time.monotonic())
         work = min(self.params.search.place_work, int(left * WORK_PER_SECOND))
         return place_or_conflict(schedule, self.request.arena_bytes, work)
 
     def _offer(self, placed: PlacedSchedule) -> None:
-        """Offer a placed schedule of the program, whose tensors are versions."""
+        """Offer a placed schedule of the program, whose tensors are SSA versions."""
         self.incumbent.offer(self.program.versions.placed(placed))
 
     def _place_readout(self, readout: Readout) -> bool:
-        """Make a plan of a readout if it is worth it; whether it was placed as it is."""
+        """Make a plan of a readout that would be cheaper; True if it needs no re-plan."""
         schedule = readout.schedule
         if schedule.cost_us >= self.incumbent.cost_us:
             return True
@@ -262,12 +260,12 @@ class _OptimalSolve:
 
 def solve_optimal(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
     """
-    The cheapest schedule found until the deadline, or else in the default time, with its bound.
+    Returns the cheapest schedule found by the deadline (or in the default time), with its bound.
 
-    An interruption (SIGINT) ends the search early; without any plan it goes on as what it is.
+    SIGINT ends the search early if there is a plan, and is raised otherwise.
 
     Raises:
-        DoesNotFitError: nothing was found; it is not always proved that nothing exists.
+        DoesNotFitError: no schedule was found, which does not prove that none exists.
     """
     require("ortools")
     if request.deadline is None:

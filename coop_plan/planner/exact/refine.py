@@ -1,4 +1,4 @@
-"""Rounds of the time-point model: solve, read out, look closer where that overflows."""
+"""Refinement of the time-point model: solve, read out, add time points or cuts at overflows."""
 
 import time
 from dataclasses import dataclass, field
@@ -29,16 +29,16 @@ from coop_plan.planner.exact.solver.jobs import SolveProgress
 from coop_plan.planner.exact.solver.process import SolverProcess
 
 NO_RESULT = Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
-"""What is known of a model that was given up."""
+"""Result of a model that was abandoned."""
 
 
 @dataclass
 class Refinement:
     """
-    The rounds at one capacity (bytes, see `Program.capacity`).
+    Rounds at one capacity (bytes, a multiple of the alignment).
 
-    Only at the incumbent's own capacity do bounds count (`proves`); a smaller one is a way to
-    plans that are easier to place. `bounding`, if given, begins with a hard model at a wide gap.
+    `proves` is True at the arena's own capacity; bounds of smaller capacities do not count. A hard
+    model with a wide gap starts `bounding`, if given.
     """
 
     program: Program
@@ -52,21 +52,21 @@ class Refinement:
     points: list[int] = field(default_factory=list)
     cuts: set[tuple[int, int]] = field(default_factory=set)
     infeasible: bool = False
-    """Whether it was proved that no schedule exists."""
+    """True if a model at the full capacity is infeasible, so no schedule exists."""
     timed_out: bool = False
-    """Whether the last round ran out of its time."""
+    """True if the last solve hit its time limit."""
     hard: bool = False
-    """Whether it took path cuts."""
+    """True if the last model was not solved within the time of an easy one."""
     large_overflow: bool = False
-    """Whether the last readout overflowed by a large excess."""
+    """True if the last readout overflowed by a large excess."""
     yielded: bool = False
-    """Whether it left the time to others, as bounds are looked for in the background."""
+    """True if a round left the time to coop-offline and the bounding process."""
     final: bool = False
-    """Whether rounds may take all the time."""
+    """True if rounds may use all the time left."""
     residency: Residency | None = None
-    """What the last readout was made of; none if the last model had no solution in its time."""
+    """Residency outline of the last solution; None if there was none."""
     gap: float = field(init=False)
-    """Share of the base cost to which models are solved."""
+    """Absolute gap to which models are solved, as a share of the base cost."""
     paths: PathCuts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class Refinement:
         return self.program.n if self.program.host_link and small else params.first_points
 
     def round(self) -> Readout | None:
-        """Solve once; None when there is no solution to read, for want of time or because of it."""
+        """Solve the model once and read its solution out; None if there is no solution."""
         while True:
             model = TimePointModel(
                 self.program, self.capacity, self.points, self.cuts, self.params.model
@@ -123,9 +123,7 @@ class Refinement:
         if answer.outcome is Outcome.INFEASIBLE:
             self.infeasible = self.proves
             if self.proves and self.incumbent.solution is not None:
-                self.incumbent.discard_bounds(
-                    "the solver calls a model infeasible that has a solution"
-                )
+                self.incumbent.discard_bounds("a solver calls a feasible model infeasible")
         self.timed_out = answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
         if self.timed_out and answer.values is not None:
             now = time.monotonic()
@@ -135,11 +133,11 @@ class Refinement:
 
     def _yields_to_bounding(self) -> bool:
         """
-        Where the gap is wide, begin to look for better bounds in the background instead.
+        Start the bounding process if the gap is wide; True if the round then gives up its time.
 
-        Once there is a plan, and then once, the time is left to those who make it cheaper. With one
-        processor only, bounds come before whatever is done meanwhile. As long as nothing is proved,
-        the gap says nothing; but with transfers, nothing may well be all that there is to prove.
+        A round yields once, and only if there is a plan. On one processor the bounds come first.
+        Without a proved bound the gap is meaningless, except with transfers, where the true bound
+        may be the base cost.
         """
         bounding, incumbent, params = self.bounding, self.incumbent, self.params.refinement
         if bounding is None or self.yielded or not self.proves:
@@ -177,7 +175,7 @@ class Refinement:
             self.incumbent.prove(recompute_us)
 
     def refine(self, overflows: list[Overflow]) -> bool:
-        """Look closer where the last readout overflowed; false when nothing is left to add."""
+        """Add time points or cuts at the overflows of the last readout; False if none are new."""
         params = self.params.refinement
         points, cuts = set(self.points), set(self.cuts)
         first = [overflow for overflow in overflows if overflow.position == overflow.op]
@@ -198,7 +196,7 @@ class Refinement:
         return added
 
     def _one_per_segment(self, first: list[Overflow]) -> list[Overflow]:
-        """In each segment where least fits beside the op, of equals the one in the middle."""
+        """Of each segment the overflow with the largest working set, of equals the most central."""
 
         def fullness(overflow: Overflow) -> tuple[float, int]:
             share = round(self.program.working_set(overflow.position) / self.capacity, 2)
@@ -211,7 +209,7 @@ class Refinement:
         return sorted(chosen, key=lambda o: -o.excess)[: self.params.refinement.max_points]
 
     def tighten(self) -> bool:
-        """Ask for a proof from the next round on; false when it was asked for already."""
+        """Solve to a proof from the next round on; False if that was already so."""
         if self.gap <= OPTIMALITY_TOLERANCE / 2:
             return False
         self.gap = OPTIMALITY_TOLERANCE / 2

@@ -1,4 +1,4 @@
-"""How a method chooses variants: the search over them, and where that does less, the method too."""
+"""Choice of variants: the search over them, combined with a method that plans default variants."""
 
 import contextlib
 import time
@@ -26,18 +26,17 @@ def solve_with_variants(
     params: VariantParams = DEFAULTS,
 ) -> Solution:
     """
-    The cheapest schedule found whose runs have the variants that suit them; with `prove` its bound.
+    Returns the cheapest schedule found with a variant per run; with `prove` also its bound.
 
-    It begins with coop-offline's schedule of the default variants. A schedule that chooses variants
-    moves nothing to the host: where there is a link, half of the time goes to `method`, which knows
-    of the default variants alone, and the cheaper one of the two counts; there is no bound of both.
-    Nor is there one where an op overwrites a tensor in the arena: the program does not follow that.
-    First runs are in the program's order, as in the program that chooses variants; what is left of
-    the time goes into other orders of the runs it chose. Without a time limit coop-offline's
-    schedule of the default variants, in any order, counts if it costs less.
+    The search starts from coop-offline's schedule of default variants. With transfers half of the
+    time goes to `method`, which uses default variants only, as the search over variants has no
+    transfers. The cheaper schedule wins, and there is no bound. There is none either if an op
+    overwrites a tensor in the arena, which the program does not model. First runs are in program
+    order; the remaining time goes to other orders of the chosen runs. Without a time limit,
+    coop-offline's schedule of default variants in any order is returned if it costs less.
 
     Raises:
-        DoesNotFitError: nothing was found.
+        DoesNotFitError: no schedule was found.
     """
     transfers = "transfers" in problem.beyond_recomputation
     share = 0.5 if transfers else params.default_variants_share
@@ -84,7 +83,7 @@ def solve_with_variants(
 
 
 def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> PlacedSchedule | None:
-    """A cheaper schedule in whatever order, each op in the variant of its first run; None: none."""
+    """A cheaper schedule in any order, each op in the variant of its first run, or None."""
     chosen: dict[int, int] = {}
     ops: list[int] = []
     for variant in placed.schedule.variants:
@@ -94,7 +93,7 @@ def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> Pl
     alone, sequence = fix_variants(problem, variants), np.array(ops, dtype=np.int64)
     try:
         Schedule.of(alone, sequence)
-    except NoScheduleError:  # a later run makes what the first one does not
+    except NoScheduleError:  # a later run makes a tensor that the first one does not
         return None
     found = reordered(alone, sequence, placed.cost_us, request)
     return None if found is None else restore_variants(problem, variants, found)

@@ -1,4 +1,4 @@
-"""A bound that holds in any order of first runs, from more and more time points (a process)."""
+"""Lower bound for any order of first runs, from models with more and more time points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class AnyOrderBounding:
     """
     Models at one capacity (bytes), each with twice as many time points as the one before.
 
-    `tell` hears of every bound: what recomputes cost at least, in µs.
+    Each lower bound on the recompute cost (µs) is passed to `report`.
     """
 
     program: Program
@@ -24,7 +24,7 @@ class AnyOrderBounding:
     report: Callable[[float], None]
 
     def run(self) -> None:
-        """One after the other, as long as there are time points to add."""
+        """Solve model after model until there are no time points to add."""
         ancestry = Ancestry(self.program)
         chains = Chains(ancestry, self.capacity)
         points: list[int] = []

@@ -1,10 +1,9 @@
 """
-A bound for hard models: their relaxation with path cuts, at many more time points than they have.
+Lower bound for hard models: relaxations with path cuts, at many more time points.
 
-Where blocks repeat, the time points are the same op in every copy: which op is learned from a few
-of the copies, then all of them have it. Elsewhere they are spread over the program. This is run as
-a process of its own (`planner.exact.dual.background`), and only ends when everything is a time
-point.
+If blocks repeat, the same op of every copy becomes a time point: the op is chosen on a few copies.
+Otherwise time points are spread over the program. This module is the main module of the bounding
+process (`planner.exact.dual.background`), which ends once every op is a time point.
 """
 
 import pickle
@@ -31,10 +30,10 @@ from coop_plan.planner.exact.solver.worker import connect
 @dataclass
 class Bounding:
     """
-    Better and better relaxations at one capacity (bytes).
+    Increasingly tight relaxations at one capacity (bytes).
 
-    `points` are the time points so far; they begin with some that are known to matter. `tell` hears
-    of every bound: what recomputes cost at least, in µs.
+    `points` are the time points so far, initially some that are known to matter. Each lower bound
+    on the recompute cost (µs) is passed to `report`.
     """
 
     program: Program
@@ -55,7 +54,7 @@ class Bounding:
         self._spread_count = self.params.bounding.first_spread
 
     def run(self) -> None:
-        """One step after the other, as long as there are time points to add."""
+        """Solve relaxation after relaxation until there are no time points to add."""
         if self.program.host_link is not None:
             self._choose_few()
         else:
@@ -68,7 +67,7 @@ class Bounding:
             if points == self.points:
                 continue
             if copies and len(self._chosen) == 2:
-                # Alone it is solved sooner, and its cuts are of use in what follows.
+                # Its relaxation alone is solved sooner, and its cuts also hold in the larger one.
                 alone = self._path_cuts(quick=True)
                 self._relax(set(found), alone)
                 paths += alone.paths
@@ -98,10 +97,11 @@ class Bounding:
 
     def _choose_few(self) -> None:
         """
-        Go on from the best of a few models, each with some time points of its own.
+        Start from the best of a few models, each with time points of its own.
 
-        With transfers, which ones they are matters more than how many. And fractions of copies are
-        worth more than fractions of runs, so the best one is solved with whole ones as well.
+        With transfers the choice of time points matters more than their number. Fractional
+        transfers weaken the relaxation more than fractional runs, so the best model is also solved
+        as a MILP.
         """
         for count in self.params.bounding.few_points:
             points = set(initial_points(self.program, self.capacity, count))
@@ -111,15 +111,13 @@ class Bounding:
             self.points = {*self._model.points[:-1]}
 
     def _solve_integral(self, seconds: float) -> None:
-        """Solve the best model itself."""
+        """Solve the best model as a MILP."""
         limit = self.params.bounding.integral_max_columns
         if self._model is None or len(self._model.milp.lower) > limit:
             return
         unit = self._model.cost_unit
         answer = solve_milp(
-            SolveMilp(self._model.milp),
-            seconds,
-            lambda progress: self.report(progress.bound * unit),
+            SolveMilp(self._model.milp), seconds, lambda p: self.report(p.bound * unit)
         )
         if answer.outcome is not Outcome.INFEASIBLE:
             self.report(answer.bound * unit)
@@ -133,9 +131,9 @@ class Bounding:
 
     def _next_copies(self) -> list[int]:
         """
-        The op of a block that raises the bound most beside those chosen before, by samples.
+        The op of a block that raises the bound most with those chosen before, on sampled copies.
 
-        After one that did not raise it the one that was next to it.
+        If the last choice did not raise the bound, the next in rank.
         """
         if not self._chosen:
             self._rank()
@@ -153,7 +151,7 @@ class Bounding:
         return self._chosen[-1]
 
     def _rank(self) -> None:
-        """Ops that alone prove most come first, but those next to better ones last."""
+        """Sort ops by their bound alone; ops next to better ones come last."""
         alone = [
             self._relax(set(self._sample(copies)), self._path_cuts(quick=True, rounds=1))
             for copies in self._ranked
@@ -166,7 +164,10 @@ class Bounding:
         self._ranked = [self._ranked[i] for i in order]
 
     def _candidates(self) -> list[list[int]]:
-        """Every op of every repeated block as its copies, where keeping everything is too much."""
+        """
+        The copies over capacity of every op of every repeated block; empty if blocks cover too few
+        ops.
+        """
         over = set(ops_over_capacity(self.program, self.capacity))
         classes = []
         for run in repetitions(self.program.problem):
@@ -174,14 +175,11 @@ class Bounding:
                 copies = [op for op in run.copies(offset) if op in over]
                 if len(copies) > 1:
                     classes.append(copies)
-        if sum(len(copies) for copies in classes) < self.params.bounding.min_block_share * len(
-            over
-        ):
-            return []
-        return classes
+        least = self.params.bounding.min_block_share * len(over)
+        return [] if sum(map(len, classes)) < least else classes
 
     def _sample(self, copies: list[int]) -> list[int]:
-        """Some of the copies, evenly spread, the first and the last among them."""
+        """Evenly spaced copies, including the first and the last."""
         count = self.params.bounding.samples
         if len(copies) <= count:
             return copies
@@ -189,19 +187,19 @@ class Bounding:
 
 
 def _local_relax() -> Relax:
-    """As `SolverProcess.relax`, in this process; for one growing program."""
+    """`SolverProcess.relax` in this process, for one growing program."""
     relaxations = Relaxations()
 
     def relax(milp: Milp, deadline: float, accuracy: float, start: Relaxation | None) -> Relaxation:
         job = RelaxMilp(milp, accuracy, start)
         solve = relaxations.solve if accuracy else simplex.relax
-        return solve(job, deadline)  # as good as never
+        return solve(job, deadline)
 
     return relax
 
 
 def main() -> None:
-    """The process: one job comes in, bounds go out."""
+    """Entry point of the process: one job comes in, bounds go out."""
     send = connect(int(sys.argv[1]))
     job: BoundingJob = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our parent)
     try:

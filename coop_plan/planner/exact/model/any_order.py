@@ -1,26 +1,23 @@
 """
-The time-point MILP of any order: first runs need not be in the program's.
+The time-point MILP of any order: first runs need not be in program order.
 
-Time points are a chain of ops o_1, …, o_K (`planner.exact.model.point_selection`), each an ancestor of the
-next one, so that in every schedule o_k runs for the first time before o_{k+1} does. Segment k is
-what happens after the first run of o_k up to that of o_{k+1}, the last one up to the end of the
-step. Beside the columns of `planner.exact.model.timepoint` there is the order:
+Time points are a chain of ops o_1, …, o_K (`planner.exact.model.point_selection`), each an ancestor
+of the next. So in every schedule o_k first runs before o_{k+1} does. Segment k spans from after the
+first run of o_k up to that of o_{k+1}, the last one up to the end of the step. The variables:
 
-    D[k, v]   op v has run by the first run of o_k, that run left out
+    D[k, v]   op v has run before the first run of o_k
     X[k, d]   tensor d is resident while o_k runs
-    Y[k, v]   op v, which has run by o_k, is run again in segment k
+    Y[k, v]   op v, which has run by o_k, is recomputed in segment k
 
-D is known of the ancestors of o_k, of o_k itself and of its descendants: on real steps of nearly
-all ops.
+D is constant for o_k, its ancestors and its descendants: on real steps for nearly all ops.
 
 Why the optimum is a bound: take any schedule that the verifier accepts, in default variants and
-without transfers, and D, X and Y as they say. All that an op reads has run before it, so D holds
-the producers of what it holds, and grows with k. What is read in segment k, by a first run or by an
-op that is run again, was first made in the segment, is run again in it, or was resident while o_k
-ran, and so was what is resident while o_{k+1} runs or is an output of the step in the end.
-While o_k runs its inputs, its outputs, its workspace and what else is resident fit. That is all the
-rows ask for. Nothing is said of overwriting, nor of ops that are run again before o_1 or in the
-segment in which they first run.
+without transfers, and D, X and Y as defined. The inputs of an op run before it, so D is closed
+under producers, and it grows with k. A tensor read in segment k is first made in the segment,
+recomputed in it, or resident while o_k ran. The same holds for residents of o_{k+1} and for outputs
+at the end of the step. While o_k runs, its working set and the other residents fit. The rows ask
+for no more. They ignore overwriting, recomputes before o_1, and recomputes in the segment of an
+op's first run.
 """
 
 from dataclasses import dataclass, field
@@ -37,8 +34,8 @@ class AnyOrderModel:
     """
     The MILP for one chain of time points.
 
-    `capacity` is bytes (see `Program.capacity`). Costs are divided by `cost_unit` µs, so that the
-    base cost is `COST_SCALE`.
+    `capacity` is in bytes, a multiple of the alignment. Costs are divided by `cost_unit` µs, so
+    that the base cost is `COST_SCALE`.
     """
 
     ancestry: Ancestry
@@ -75,13 +72,13 @@ class AnyOrderModel:
             self._memory(k, point)
 
     def _first_runs(self, point: int) -> list[int]:
-        # [Variable] D[k, v], where it is open.
+        # [Variable] D[k, v], constant for ancestors and descendants.
         fixed = dict.fromkeys(self.ancestry.ancestors(point), self._one)
         fixed |= dict.fromkeys(self.ancestry.descendants(point) | {point}, self._zero)
         return [fixed[op] if op in fixed else self.milp.binary() for op in range(self.program.n)]
 
     def _residents(self, k: int, point: int) -> dict[int, int]:
-        # [Variable] X[k, d] of what may be there and is read by some op.
+        # [Variable] X[k, d] of tensors that some op reads and that may be made before o_k.
         inputs, producer = set(self._inputs[point]), self.program.problem.producer
         columns = {}
         for t in self._read_tensors:
@@ -91,7 +88,7 @@ class AnyOrderModel:
         return columns
 
     def _reruns(self, before: list[int]) -> list[int]:
-        # [Variable] Y[k, v] of what may have run by o_k and can run again.
+        # [Variable] Y[k, v] of recomputable ops that may have run before o_k.
         cost, until = self.program.problem.cost, self.program.until
         columns = []
         for op, ran in enumerate(before):
@@ -100,7 +97,7 @@ class AnyOrderModel:
         return columns
 
     def _at_least(self, terms: Terms, lower: float) -> None:
-        """A row, unless it holds anyway."""
+        """Add the row Σ terms ≥ lower, unless it always holds."""
         milp, row = self.milp, dict[int, float]()
         for column, value in terms:
             if column in (self._zero, self._one):
@@ -120,12 +117,12 @@ class AnyOrderModel:
                 self._at_least([(ran, 1.0), (self._ran[k - 1][op], -1.0)], 0.0)
 
     def _available(self, k: int, t: int) -> Terms:
-        """Whether t was resident at o_k, or is made again in segment k."""
+        """Terms of: t was resident at o_k, or is recomputed in segment k."""
         rerun = self._rerun[k][self.program.problem.producer[t]]
         return [(self._resident[k].get(t, self._zero), 1.0), (rerun, 1.0)]
 
     def _residency(self, k: int) -> None:
-        # [Constraint] what is resident at o_k was there or is first made in the segment before.
+        # [Constraint] residents of o_k were available, or first made, in the segment before.
         producer = self.program.problem.producer
         for t, resident in self._resident[k].items():
             made = [(self._ran[k][producer[t]], 1.0)]
@@ -135,14 +132,14 @@ class AnyOrderModel:
 
     def _dependencies(self, k: int) -> None:
         producer, before, now = self.program.problem.producer, self._ran[k], self._ran[k + 1]
-        # [Constraint] inputs of what is first run in segment k and was made before it.
+        # [Constraint] inputs of first runs in segment k that were made before it are available.
         for op in range(self.program.n):
             if now[op] == before[op]:
                 continue
             for t in self._inputs[op]:
                 first = [(now[op], -1.0), (before[op], 1.0), (before[producer[t]], -1.0)]
                 self._at_least([*self._available(k, t), *first], -1.0)
-        # [Constraint] inputs of what is run again, which has run.
+        # [Constraint] a recomputed op has run before, and its inputs are available.
         for op, rerun in enumerate(self._rerun[k]):
             if rerun == self._zero:
                 continue
@@ -151,7 +148,7 @@ class AnyOrderModel:
                 self._at_least([*self._available(k, t), (rerun, -1.0)], 0.0)
 
     def _outputs(self) -> None:
-        # [Constraint] outputs of the step are there in the end, unless the last segment makes them.
+        # [Constraint] outputs of the step are available in the last segment, or first made in it.
         last = len(self.points) - 1
         for t in self._inputs[self.program.n]:
             made = self._ran[last][self.program.problem.producer[t]]

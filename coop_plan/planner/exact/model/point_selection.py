@@ -1,4 +1,4 @@
-"""Where the time-point model looks: the first choice of time points, and how more are chosen."""
+"""Selection of time points for the program-order and the any-order model."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -11,46 +11,46 @@ from coop_plan.planner.keep_all import keep_all_schedule
 T = TypeVar("T")
 
 MAX_CANDIDATES = 1000
-"""Ops that are looked at, at most, for the first time point."""
+"""Maximum number of ops examined for the first time point of a chain."""
 
 
 def initial_points(program: Program, capacity: int, count: int) -> list[int]:
     """
     At most `count` ops and the end of the step, in program order.
 
-    Chosen among the ops at which keeping everything exceeds the capacity (bytes): as many groups of
-    equal length, and of each group the op with the largest working set.
+    Candidates are the ops at which keep-all exceeds the capacity (bytes). They are split into
+    groups of equal length; each group contributes its op with the largest working set.
     """
     over = ops_over_capacity(program, capacity)
     return [*worst_of_groups(over, count, key=program.working_set), program.n]
 
 
 def ops_over_capacity(program: Program, capacity: int) -> list[int]:
-    """The ops at which keeping everything exceeds the capacity (bytes), in program order."""
+    """Ops at which keep-all exceeds the capacity (bytes), in program order."""
     live = keep_all_schedule(program.problem).live_bytes().tolist()
     return [op for op, used in enumerate(live) if used > capacity]
 
 
 def segment_of(points: Sequence[int], position: int) -> tuple[int, int]:
-    """The segment of a position: it begins after the first and ends with the second one."""
+    """The segment (start, end] of a position: the time points before it and at its end."""
     number = bisect_left(points, position)
     return points[number - 1] if number else -1, points[number]
 
 
 def equal_groups(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """At most `count` groups of equal length, in order; none is empty."""
+    """Split items into at most `count` consecutive, non-empty groups of equal length."""
     number = min(count, len(items))
     edges = [len(items) * group // number for group in range(number + 1)] if number > 0 else []
     return [items[low:high] for low, high in pairwise(edges)]
 
 
 def worst_of_groups(items: Sequence[T], count: int, key: Callable[[T], int]) -> list[T]:
-    """Of each of at most `count` groups of equal length, in order, the item of the largest key."""
+    """The item with the largest key of each of at most `count` groups of equal length."""
     return [max(group, key=key) for group in equal_groups(items, count)]
 
 
 class Ancestry:
-    """What must have run before an op, and what can only run after it, by the data they read."""
+    """Transitive predecessors and successors of ops by data dependence."""
 
     def __init__(self, program: Program) -> None:
         problem = program.problem
@@ -65,19 +65,19 @@ class Ancestry:
                 self.consumers[producer].add(op)
 
     def ancestors(self, op: int) -> set[int]:
-        """Ops that run before the first run of `op`."""
+        """Ops that run before the first run of `op` in every order."""
         return _reached(op, self.producers)
 
     def descendants(self, op: int) -> set[int]:
-        """Ops that run after the first run of `op`."""
+        """Ops that run after the first run of `op` in every order."""
         return _reached(op, self.consumers)
 
     def comparable(self, op: int) -> set[int]:
-        """Ops of either kind."""
+        """Ancestors and descendants of `op`."""
         return self.ancestors(op) | self.descendants(op)
 
     def live_bytes(self, op: int) -> int:
-        """Arena bytes that the first run of `op` finds or takes in any order, if nothing goes."""
+        """Arena bytes live at the first run of `op` in every order, without evictions."""
         program, problem = self.program, self.program.problem
         later = self.descendants(op) | {op}
         live = {
@@ -101,11 +101,12 @@ def _reached(op: int, edges: Sequence[Iterable[int]]) -> set[int]:
 
 class Chains:
     """
-    Time points at one capacity (bytes), each an ancestor of the next one.
+    Time points at one capacity (bytes), each an ancestor of the next.
 
-    They are ops at which keeping everything in program order exceeds the capacity. The first choice
-    is where most is held in any order; the others are, of each of as many stretches of the program,
-    the op with the largest working set that the chain has room for.
+    Only ops at which keep-all exceeds the capacity qualify. The first point is the op with the most
+    bytes live in every order. The program is then split into stretches of equal length; each
+    contributes its op with the largest working set that is comparable with all points chosen
+    before.
     """
 
     def __init__(self, ancestry: Ancestry, capacity: int) -> None:
@@ -116,7 +117,7 @@ class Chains:
         self._allowed.intersection_update(over)
 
     def points(self, count: int) -> list[int]:
-        """`count` ops at most; none where keeping everything fits."""
+        """At most `count` ops in program order; empty if keep-all fits."""
         chosen, allowed = list(self._first), set(self._allowed)
         for stretch in equal_groups(sorted(allowed), count - 1):
             for op in sorted(stretch, key=self.ancestry.program.working_set, reverse=True):
@@ -128,7 +129,7 @@ class Chains:
 
 
 def _fullest(ancestry: Ancestry, ops: Sequence[int]) -> int:
-    """Of some ops the one that holds most in any order, which is no more than in program order."""
+    """The op with the most bytes live in every order, at most those of keep-all in this order."""
     live = keep_all_schedule(ancestry.program.problem).live_bytes()
     best, most = ops[0], -1
     for op in sorted(ops, key=lambda op: -int(live[op]))[:MAX_CANDIDATES]:

@@ -1,4 +1,4 @@
-"""The variants of a problem that are worth anything, and what a relaxed model may assume of them."""
+"""Variants of ops: the undominated ones, and problems in which each op has one variant."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 
 def dominates(problem: Problem, a: OpVariant, b: OpVariant) -> bool:
     """
-    Whether `a` can stand in for `b` in any run: no dearer, no larger, and it needs nothing more.
+    True if `a` can replace `b` in any run at the same addresses.
 
-    The plan keeps every address: what `a` reads and makes is what `b` reads and makes, or less of
-    the former, and whatever shared an address in place still may.
+    `a` costs no more, has no larger workspace, reads a subset, makes the same outputs, and allows
+    every in-place pair of `b`.
     """
     return (
         a.cost_us <= b.cost_us
@@ -26,13 +26,13 @@ def dominates(problem: Problem, a: OpVariant, b: OpVariant) -> bool:
 @dataclass(frozen=True)
 class VariantChoices:
     """
-    Per op the variants that no other one of it dominates, the cheapest first.
+    Undominated variants per op, the cheapest first.
 
-    Position n, the end of the step, reads the outputs. `reads` are by variant the tensors that it
-    reads and that the step makes, `made` the tensors by op that every one of its variants makes.
-    `until[b]` is the last position before which variant b can run again (`Problem.until`). `useful[t]`
-    is the last position at which having tensor t can still matter. `always[t]` says that t takes no
-    room in the arena.
+    Position n, the end of the step, reads the outputs. `reads` maps a variant to its inputs made in
+    the step; `made` lists per op the tensors that all of its variants make. `until[b]` is the last
+    position before which variant b can be recomputed (`Problem.until`). `last_useful[t]` is the
+    last position at which residency of t can still matter. `unconstrained[t]` is True if t takes no
+    arena bytes.
     """
 
     problem: Problem
@@ -46,7 +46,7 @@ class VariantChoices:
 
     @classmethod
     def of_problem(cls, problem: Problem) -> "VariantChoices":
-        """Those of a problem."""
+        """Build the choices of a problem."""
         n, variants = problem.op_count, problem.variants
         by_op: list[list[int]] = [[] for _ in range(n)]
         for number in sorted(range(len(variants)), key=lambda b: (variants[b].cost_us, b)):
@@ -79,12 +79,12 @@ class VariantChoices:
 
     @property
     def outputs(self) -> frozenset[int]:
-        """What the end of the step reads."""
+        """Outputs of the step, read at its end."""
         problem = self.problem
         return frozenset(t for t in range(problem.tensor_count) if problem.is_output[t])
 
     def read_by_all(self, position: int) -> frozenset[int]:
-        """The tensors that the first run at a position reads in whichever variant."""
+        """Tensors that the first run at a position reads in every variant."""
         if position == self.n:
             return self.outputs
         return frozenset.intersection(*(self.reads[b] for b in self.of[position]))
@@ -92,9 +92,9 @@ class VariantChoices:
 
 def fix_variants(problem: Problem, chosen: Sequence[int]) -> Problem:
     """
-    The problem with variant `chosen[o]` as the only one of op o, with the same tensors and no host.
+    The problem in which op o has only variant `chosen[o]`, with the same tensors and no transfers.
 
-    Every variant must find what it reads: the variant chosen of its maker makes it.
+    The chosen variant of a producer must make each tensor that chosen variants read.
     """
     ops = []
     for op, number in zip(problem.graph.ops, chosen, strict=True):
@@ -118,9 +118,9 @@ def fix_variants(problem: Problem, chosen: Sequence[int]) -> Problem:
 
 def without_variants(problem: Problem) -> Problem | None:
     """
-    The problem without variants and in-place pairs, with the same tensors; None if there are none.
+    The problem without variants and in-place pairs; None if it has neither.
 
-    What is a schedule of it is one of `problem` (`carried_back`, by each op's default variant).
+    Its schedules are schedules of `problem` in default variants (see `restore_variants`).
     """
     if not any(op.variants or op.inplace for op in problem.graph.ops):
         return None
@@ -134,9 +134,9 @@ def restore_variants(
     problem: Problem, chosen: Sequence[int], placed: PlacedSchedule
 ) -> PlacedSchedule:
     """
-    A placed schedule of the restricted problem as one of `problem`: same events, same places.
+    Map a placed schedule of a problem with fixed variants back to `problem`.
 
-    The lifetimes, too: an online method has decided for itself what ends when.
+    Events, addresses and lifetimes stay the same, as an online method decides lifetimes itself.
     """
     old = placed.schedule
     what = old.what.copy()

@@ -1,15 +1,15 @@
 """
 Fix and refine: from a solution of a coarse time-point model to a schedule that fits everywhere.
 
-What is resident at the time points stays as it is; segments that overflow are repaired if that can
-be (`planner.exact.primal.repair`). Where it cannot, time points are added, and a small model of the
-window between two fixed ones is solved. Where recomputes between two neighbouring first runs
-overflow, the tensors that lay beside the op in question may not all be there again: Checkmate's U,
-for one op, in the order of the last solution. So better schedules may be cut off: this proves
-nothing.
+Residents at the time points stay fixed; overflowing segments are repaired if possible
+(`planner.exact.primal.repair`). Otherwise time points are added, and a small model of the window
+between two fixed points is solved. If recomputes between two neighbouring first runs overflow, a
+row forbids the set of tensors resident during the op from being resident together again:
+Checkmate's U, for one op, in the order of the last solution. These rows may cut off better
+schedules, so nothing is proved.
 
-A schedule that fits logically may find no layout. Then some room is asked for beside the op that
-runs where the layout is fullest, and the search goes on from there.
+A schedule that fits may have a layout conflict. Then a margin is kept free while the op of the
+conflict runs, and the search goes on from there.
 """
 
 import time
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.core.working_sets import needs
-from coop_plan.planner.exact.model.milp import INFINITY, Outcome
+from coop_plan.planner.exact.model.milp import INFINITY, Outcome, Terms
 from coop_plan.planner.exact.model.point_selection import segment_of, worst_of_groups
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING, TimePointModel
@@ -40,10 +40,10 @@ from coop_plan.planner.exact.solver.process import SolverProcess
 @dataclass(frozen=True)
 class CoResident:
     """
-    A tensor that lay beside an op, which ran between two neighbouring first runs.
+    A tensor resident during an op that ran between two neighbouring first runs.
 
-    `again`: the op that made it again in between, None if it was there before. `until`: the op that
-    read it last in between, None if it stayed.
+    `rerun_op` recomputed it in between (None: resident before). `last_reader` is the op that read
+    it last in between (None: it stayed resident).
     """
 
     tensor: int
@@ -53,7 +53,7 @@ class CoResident:
 
 @dataclass(frozen=True)
 class MemoryConflict:
-    """`op`, run just before the first run of `position` or in it, did not fit beside these."""
+    """`op`, run for the first run of `position`, does not fit with these residents."""
 
     position: int
     op: int
@@ -65,7 +65,7 @@ class FixAndRefine:
     """
     One search within `capacity` bytes, until `deadline` (a `time.monotonic` value, s).
 
-    `place` gives a schedule its offsets, or tells where it does not fit the arena.
+    `place` lays out a schedule, or returns its layout conflict.
     """
 
     program: Program
@@ -76,16 +76,16 @@ class FixAndRefine:
     params: ExactParams = DEFAULTS
     conflicts: list[MemoryConflict] = field(default_factory=list)
     cut_ops: set[int] = field(default_factory=set)
-    """Ops that overflowed as recomputes: every window has cuts for them."""
+    """Ops whose recomputes overflowed: every window has cuts for them."""
     margins: Margins = field(default_factory=dict)
-    """Where a layout needed more than what is live."""
+    """Bytes kept free during runs with layout conflicts."""
     repair: Repair = field(init=False)
 
     def __post_init__(self) -> None:
         self.repair = Repair(self.program, self.capacity, self.margins, self.params.repair)
 
     def run(self, residency: Residency, cost_limit_us: float) -> PlacedSchedule | None:
-        """A placed schedule that costs less than the limit (µs), found from the outline."""
+        """A placed schedule that costs less than the limit (µs), starting from an outline."""
         while time.monotonic() < self.deadline:
             try:
                 readout = self.repair.read_out(residency, self.deadline)
@@ -107,7 +107,7 @@ class FixAndRefine:
         return None
 
     def _add_margin(self, readout: Readout, conflict: LayoutConflict) -> None:
-        """Ask for less than what is live at the event."""
+        """Keep bytes free during the run of a layout conflict."""
         op, position = readout.runs[conflict.event]
         spare = self.capacity - int(readout.schedule.live_bytes()[conflict.event])
         params = self.params.fix_and_refine
@@ -116,7 +116,7 @@ class FixAndRefine:
         self.margins[position, op] = spare + step
 
     def _refine(self, residency: Residency, readout: Readout) -> Residency | None:
-        """More time points in the worst segment or, where every first run has one, a crowd."""
+        """Add time points in the worst segment, or memory conflicts if it has no more ops."""
         overflows, points = readout.overflows, set(residency.points)
         first = [o for o in overflows if o.position == o.op and o.position not in points]
         if first:
@@ -134,7 +134,7 @@ class FixAndRefine:
         return self._solve_window(residency, ends)
 
     def _solve_window(self, residency: Residency, free: list[int]) -> Residency | None:
-        """Solve anew with these points free, and more beside them where that is infeasible."""
+        """Solve with these points free; double the window while that is infeasible."""
         params = self.params.fix_and_refine
         points = sorted({*residency.points, *free})
         begin, end = bisect_left(points, free[0]) - 1, bisect_left(points, free[-1]) + 1
@@ -151,10 +151,8 @@ class FixAndRefine:
                 model.milp.row_upper[model.memory[k][0]] -= (
                     self.margins.get((point, point), 0) / self.capacity
                 )
-            for conflict in here:
-                _add_conflict(
-                    model, conflict, self.margins.get((conflict.position, conflict.op), 0)
-                )
+            for c in here:
+                _add_conflict(model, c, self.margins.get((c.position, c.op), 0))
             for (position, op), count in Counter((c.position, c.op) for c in here).items():
                 reruns = model.y[inside.index(position)]
                 if count >= params.max_conflicts and op in reruns:
@@ -166,12 +164,10 @@ class FixAndRefine:
                 self.repair.reset(inside[0] if begin >= 0 else -1, inside[-1])
                 solved = Residency.of(model, answer.values)
                 if end < len(points) - 1:
-                    del solved.inplace_inputs[inside[-1]]  # that is up to what follows it
-                return Residency(
-                    points,
-                    residency.resident | solved.resident,
-                    residency.inplace_inputs | solved.inplace_inputs,
-                )
+                    del solved.inplace_inputs[inside[-1]]  # the next window decides them
+                resident = residency.resident | solved.resident
+                inplace_inputs = residency.inplace_inputs | solved.inplace_inputs
+                return Residency(points, resident, inplace_inputs)
             if answer.outcome is not Outcome.INFEASIBLE or len(inside) == len(points):
                 return None
             begin, end = 2 * begin - end, 2 * end - begin
@@ -179,7 +175,7 @@ class FixAndRefine:
 
 
 def _fix(model: TimePointModel, k: int, residency: Residency) -> None:
-    """Keep what is resident at time point number k, though capacities may be rounded otherwise."""
+    """Fix the residents of time point k and drop its memory rows, which round differently."""
     for row in model.memory[k]:
         model.milp.row_upper[row] = INFINITY
     resident = residency.resident[model.points[k]]
@@ -189,7 +185,7 @@ def _fix(model: TimePointModel, k: int, residency: Residency) -> None:
 
 
 def _memory_conflict(readout: Readout, overflow: Overflow) -> MemoryConflict:
-    """What lay beside the op of an overflow between two neighbouring first runs."""
+    """The op of an overflow and its other residents."""
     schedule, runs, event = readout.schedule, readout.runs, overflow.event
     problem = schedule.problem
     touched = {*problem.reads[overflow.op], *problem.makes[overflow.op]}
@@ -207,49 +203,47 @@ def _memory_conflict(readout: Readout, overflow: Overflow) -> MemoryConflict:
 
 
 def _add_conflict(model: TimePointModel, conflict: MemoryConflict, margin: int) -> None:
-    """Σ bytes of those of the crowd there for the same reasons + the op ≤ capacity − margin."""
+    """Σ bytes of tensors resident for the conflict's reasons + the op ≤ capacity − margin."""
     program, milp = model.program, model.milp
-    k = model.points.index(conflict.position)
-    first = conflict.op == conflict.position
-    if not first and conflict.op not in model.y[k]:
+    op, k = conflict.op, model.points.index(conflict.position)
+    first = op == conflict.position
+    if not first and op not in model.y[k]:
         return
-    runs = [] if first else [model.y[k][conflict.op]]
-    need = (
-        needs(program.problem).first[conflict.op]
-        if first
-        else program.rerun_working_set(conflict.op)
-    )
-    terms: list[tuple[int, float]] = []
-    for co_resident in conflict.co_residents:
-        certain, reasons = _reasons(model, k, co_resident)
-        # [Constraint] P ≥ 1 − Σ (1 − reason), the op's own run among the reasons.
+    runs = [] if first else [model.y[k][op]]
+    need = needs(program.problem).first[op] if first else program.rerun_working_set(op)
+    terms: Terms = []
+    for other in conflict.co_residents:
+        certain, reasons = _reasons(model, k, other)
+        # [Constraint] P ≥ 1 − Σ (1 − reason), over the reasons and the op's own recompute.
         total = dict.fromkeys(runs, 1.0)
         for column, value in reasons:
             total[column] = total.get(column, 0.0) + value
         present = milp.column(0.0, 1.0, 0.0, integer=False)
         row = [(present, 1.0), *((column, -value) for column, value in total.items())]
         milp.row(row, certain - len(runs) - 1, INFINITY)
-        terms.append((present, program.problem.size[co_resident.tensor] / model.capacity))
+        terms.append((present, program.problem.size[other.tensor] / model.capacity))
     load = (need + margin) / model.capacity
     terms += [(column, load) for column in runs]
     milp.row(terms, -INFINITY, 1.0 + ROUNDING - (0.0 if runs else load))
 
 
-def _reasons(
-    model: TimePointModel, k: int, co_resident: CoResident
-) -> tuple[int, list[tuple[int, float]]]:
-    """Why the tensor is there in segment k and stays: how much of 2 is certain, and the rest."""
-    t = co_resident.tensor
-    certain, reasons = (0, []) if co_resident.rerun_op is not None else model.kept(k, t)
+def _reasons(model: TimePointModel, k: int, other: CoResident) -> tuple[int, Terms]:
+    """
+    Reasons for the tensor to be resident in segment k as in the conflict, and to stay.
+
+    Returns how many of the two are certain, and the terms of the others.
+    """
+    t = other.tensor
+    certain, reasons = (0, []) if other.rerun_op is not None else model.kept(k, t)
     reasons = list(reasons)
-    if co_resident.rerun_op in model.y[k]:
-        reasons.append((model.y[k][co_resident.rerun_op], 1.0))
-    if co_resident.last_reader is None:
+    if other.rerun_op in model.y[k]:
+        reasons.append((model.y[k][other.rerun_op], 1.0))
+    if other.last_reader is None:
         column = model.x[k].get(t)
         certain += column is None
         reasons += [] if column is None else [(column, 1.0)]
-    elif co_resident.last_reader == model.points[k]:
+    elif other.last_reader == model.points[k]:
         certain += 1
-    elif co_resident.last_reader in model.y[k]:
-        reasons.append((model.y[k][co_resident.last_reader], 1.0))
+    elif other.last_reader in model.y[k]:
+        reasons.append((model.y[k][other.last_reader], 1.0))
     return certain, reasons

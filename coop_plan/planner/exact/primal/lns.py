@@ -1,8 +1,8 @@
 """
-Large neighbourhood search on a time-point model whose solve ran out of time.
+Large neighbourhood search on a time-point model whose solve timed out.
 
-Everything but the tensors and ops of a stretch of the program is fixed to the best solution, and
-the small model that is left is solved; stretches are drawn at random. It proves nothing.
+All tensors and ops outside a random stretch of the program are fixed to the best solution, and the
+remaining model is solved. It proves nothing.
 """
 
 import random
@@ -22,7 +22,7 @@ def improve_by_lns(
     deadline: float,
     params: LnsParams = DEFAULTS.lns,
 ) -> Answer:
-    """The answer, or one with better values; its bound stays. `deadline` is monotonic, s."""
+    """The answer or a better one, of the same bound. `deadline` is a `time.monotonic` value, s."""
     assert answer.values is not None
     rng = random.Random(0)  # noqa: S311  (no secret)
     positions = _positions(model)
@@ -50,7 +50,7 @@ def improve_by_lns(
 
 
 def _positions(model: TimePointModel) -> dict[int, int]:
-    """Where in the program each column's tensor is made, or its op runs first."""
+    """Column → program position of its op, or of its tensor's producer."""
     producer = model.program.problem.producer
     positions: dict[int, int] = {}
     for x, y in zip(model.x, model.y, strict=True):

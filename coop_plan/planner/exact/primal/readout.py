@@ -1,4 +1,4 @@
-"""From what is resident at the time points to a schedule, and where that overflows."""
+"""Readout: from residents at the time points to a schedule and its overflows."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,9 +14,10 @@ from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 @dataclass
 class Residency:
     """
-    What a schedule is made of: time points in order, the last one the end of the step.
+    Residency outline of a schedule: time points in order, the last one the end of the step.
 
-    By point the tensors resident while it runs, and the inputs that its outputs take over in place.
+    `resident` maps a point to the tensors resident while it runs, `inplace_inputs` to the inputs
+    whose addresses its outputs take over.
     """
 
     points: list[int]
@@ -25,7 +26,7 @@ class Residency:
 
     @classmethod
     def of(cls, model: TimePointModel, values: list[float]) -> "Residency":
-        """The outline that a solution stands for."""
+        """The outline of a solution."""
         resident, inplace_inputs = {}, {}
         for k, point in enumerate(model.points):
             chosen = model.x[k].items()
@@ -38,9 +39,9 @@ class Residency:
 @dataclass(frozen=True)
 class Overflow:
     """
-    An event that needs more than the capacity: `op` runs just before the first run of `position`.
+    An event above the capacity: `op` runs for the first run of `position`.
 
-    They are equal when it is that first run itself. `excess` is in bytes.
+    The two are equal if it is that first run itself. `excess` is in bytes.
     """
 
     position: int
@@ -52,9 +53,9 @@ class Overflow:
 @dataclass(frozen=True)
 class Readout:
     """
-    A schedule without addresses, and its overflows in order (none: it fits logically).
+    A schedule without addresses, and its overflows in event order; none if it fits.
 
-    `runs` lists per event its op and the position whose first run it serves.
+    `runs` lists per event the op and the position whose first run it serves.
     """
 
     schedule: Schedule
@@ -63,14 +64,16 @@ class Readout:
 
 
 Evictions = dict[tuple[int, int], set[int]]
-"""By (position, op): what goes just before the op runs for that position, to come again later."""
+"""
+(position, op) → tensors evicted just before the op runs for that position, and recomputed later.
+"""
 
 Margins = dict[tuple[int, int], int]
-"""By (position, op): bytes to leave free while the op runs for that position."""
+"""(position, op) → bytes kept free while the op runs for that position."""
 
 
 class ThrashingError(Exception):
-    """Drops that take from each other, at this position."""
+    """Evictions at this position cause each other's recomputes."""
 
     def __init__(self, position: int) -> None:
         super().__init__()
@@ -79,10 +82,10 @@ class ThrashingError(Exception):
 
 class NotRecomputableError(Exception):
     """
-    The solution needs something that cannot be computed again when it is needed.
+    The solution needs a tensor that cannot be recomputed at that point.
 
-    `position` is the op that overwrites what it would take, of which a time point there tells the
-    model, or the op itself, which runs once.
+    `position` is the op that overwrites an input of the recompute, where a time point makes the
+    model aware of it, or the producer itself, which runs once.
     """
 
     def __init__(self, position: int) -> None:
@@ -99,15 +102,15 @@ def read_out(
     max_runs: int = DEFAULTS.repair.max_runs,
 ) -> Readout:
     """
-    The schedule of an outline, and where it needs more than `capacity` bytes, less margins.
+    The schedule of a residency outline, and its overflows above `capacity` bytes less margins.
 
-    Within a segment everything is computed again as late as possible, right before its first need,
-    and dropped after its last touch unless it is resident at the next time point. With `drops` an
-    op may run `most_runs` times for the same position.
+    Within a segment a tensor is recomputed as late as possible, right before its first use, and
+    evicted after its last access, unless it is resident at the next time point. With `evictions` an
+    op may run `max_runs` times for the same position.
 
     Raises:
-        UnreadableError: only on graphs with tensors that are overwritten.
-        StuckError: only with drops.
+        NotRecomputableError: only on graphs with overwritten tensors.
+        ThrashingError: only with evictions.
     """
     built = _Reader(program, residency, evictions or {}, max_runs).read()
     schedule = built.schedule()
@@ -150,19 +153,13 @@ class _Reader:
         if point == program.n:
             self.built.retain(set(program.reads[point]))
             return
-        unconstrained = {
-            t
-            for t in self.built.resident
-            if program.unconstrained[t] and program.last_useful[t] > point
-        }
-        self.built.retain(
-            (resident - self.residency.inplace_inputs[point])
-            | {*program.makes[point]}
-            | unconstrained
-        )
+        stays = {t for t in self.built.resident if program.unconstrained[t]}
+        stays = {t for t in stays if program.last_useful[t] > point}
+        kept = resident - self.residency.inplace_inputs[point]
+        self.built.retain(kept | {*program.makes[point]} | stays)
 
     def _compute(self, targets: Iterable[int], position: int) -> None:
-        """Compute for `position` what is wanted and not here, each after what it needs itself."""
+        """Compute missing targets for `position`, inputs first."""
         program, peaks = self.program, dict[int, int]()
         while stack := self._missing(targets, peaks):
             while stack:
@@ -190,11 +187,13 @@ class _Reader:
 
     def _missing(self, tensors: Iterable[int], peaks: dict[int, int]) -> list[int]:
         """
-        Those that are not here; the last ones need most memory beside themselves and come first.
+        Tensors not resident, in the order of a stack: the last one is computed first.
 
-        What is overwritten on the way to later versions comes after those. For trees that order is
-        the best: Liu, On the storage requirement in the out-of-core multifrontal method for sparse
-        factorization, ACM TOMS 12(3), 1986. `needs` remembers bytes by op.
+        The tensor whose computation peaks highest above its own size is computed first, which is
+        optimal for trees: Liu, On the storage requirement in the out-of-core multifrontal method
+        for sparse factorization, ACM TOMS 12(3), 1986. Versions that ops overwrite are computed
+        last, the later ones first, as computing a later version ends an earlier one. `peaks` caches
+        bytes by op.
         """
         missing = sorted((t for t in tensors if t not in self.built.resident), reverse=True)
         if len(missing) > 1:
@@ -209,7 +208,7 @@ class _Reader:
         return missing
 
     def _peak_to_compute(self, tensor: int, peaks: dict[int, int]) -> int:
-        """Bytes that computing the tensor takes, if whatever is used twice is computed twice."""
+        """Peak bytes of computing the tensor if every shared input is recomputed for each use."""
         program, resident = self.program, self.built.resident
         size, producer = program.problem.size, program.problem.producer
         stack = [tensor]

@@ -1,8 +1,8 @@
 """
-Repairing a readout that overflows: tensors beside the op in question go, and come again later.
+Repair of overflowing schedules: evict residents of the overflowing op, recompute them later.
 
-Segments are repaired each on its own, as what is resident at the time points stays as it is. Where
-two drops take from each other, or nothing can go, a segment is given up.
+Residents at the time points stay fixed, so segments are repaired independently. A segment is given
+up if evictions thrash or no tensor can be evicted.
 """
 
 import time
@@ -24,7 +24,7 @@ from coop_plan.planner.exact.primal.readout import (
 
 @dataclass
 class Repair:
-    """Drops for outlines that have much in common; `capacity` is in bytes."""
+    """Evictions for residency outlines that have much in common; `capacity` is in bytes."""
 
     program: Program
     capacity: int
@@ -32,16 +32,16 @@ class Repair:
     params: RepairParams = DEFAULTS.repair
     evictions: Evictions = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
-    """Segments, by the time point that ends them."""
+    """Segments given up, by the time point that ends them."""
 
     def read_out(self, residency: Residency, deadline: float) -> Readout:
         """
-        The schedule of an outline, which overflows only in segments that were given up.
+        The schedule of an outline; only segments that were given up overflow.
 
-        That holds for readouts done by `deadline` (a `time.monotonic` value, s).
+        After `deadline` (a `time.monotonic` value, s) other segments may overflow, too.
 
         Raises:
-            UnreadableError: as `planner.exact.primal.readout.read_out`.
+            NotRecomputableError: see `planner.exact.primal.readout.read_out`.
         """
         while True:
             try:
@@ -62,10 +62,8 @@ class Repair:
                 return readout
 
     def reset(self, low: int, high: int) -> None:
-        """Begin anew for the positions after `low` and up to `high`."""
-        self.evictions = {
-            key: value for key, value in self.evictions.items() if not low < key[0] <= high
-        }
+        """Remove evictions of the positions after `low` and up to `high`."""
+        self.evictions = {at: e for at, e in self.evictions.items() if not low < at[0] <= high}
         self.given_up = {point for point in self.given_up if not low < point <= high}
 
     def _give_up(self, residency: Residency, position: int) -> None:
@@ -74,7 +72,7 @@ class Repair:
         self.given_up.add(point)
 
     def _add(self, residency: Residency, readout: Readout) -> bool:
-        """Drops for the first overflow of every segment; whether anything has changed."""
+        """Add evictions for the first overflow of every segment; True if any state changed."""
         seen = set(self.given_up)
         changed = False
         for overflow in readout.overflows:
@@ -93,7 +91,10 @@ class Repair:
         return changed
 
     def _choose(self, readout: Readout, overflow: Overflow, pinned: set[int]) -> set[int]:
-        """Cheap tensors that make up for the excess, if there are enough of them."""
+        """
+        Cheap tensors whose eviction removes the excess; empty if there are none or they cost too
+        much.
+        """
         program, schedule, event = self.program, readout.schedule, overflow.event
         size = program.problem.size
         live = {schedule.tensor[buffer] for buffer in schedule.live_buffers(event)}
@@ -111,15 +112,11 @@ class Repair:
             if excess + size[t] <= 0:
                 chosen.remove(t)
                 excess += size[t]
-        if (
-            sum(costs[t] for t in chosen)
-            > self.params.max_cost_share * program.problem.base_cost_us
-        ):
-            return set()
-        return set(chosen)
+        limit = self.params.max_cost_share * program.problem.base_cost_us
+        return set() if sum(costs[t] for t in chosen) > limit else set(chosen)
 
     def _recompute_us(self, tensor: int, live: set[int]) -> float:
-        """µs to compute the tensor anew from what is live; infinite if it cannot be."""
+        """µs to recompute the tensor from live tensors; infinite if it cannot be recomputed."""
         program, cost = self.program, 0.0
         stack, seen = [tensor], set[int]()
         while stack:

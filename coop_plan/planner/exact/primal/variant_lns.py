@@ -1,10 +1,10 @@
 """
-Neighbourhoods of a solution of the program with variants: what is set free around it.
+Neighbourhoods of a solution of the program with variants.
 
 Shaw, Using constraint programming and local search methods to solve vehicle routing problems, CP
-1998. What is free is one stretch of the program, two of half the length (what is kept in one for
-what is kept in the other), or a stretch of segments (what is done there, of all tensors). The share
-of the program that is free follows from how the solves end.
+1998. Free are the tensors of one stretch of the program, those of two stretches of half the length
+(to exchange residents of one for residents of the other), or all decisions of a stretch of
+segments. The share of the program that is free adapts to how the solves end.
 """
 
 import random
@@ -17,7 +17,7 @@ from coop_plan.planner.exact.variant_params import VariantParams
 
 
 class Neighbourhoods:
-    """Draws them; each kind has its own share of the program that the next one sets free."""
+    """Draws neighbourhoods; each of the three kinds adapts its own width."""
 
     def __init__(self, rng: random.Random, params: VariantParams) -> None:
         self.rng, self.params = rng, params
@@ -25,7 +25,7 @@ class Neighbourhoods:
         self._kind = 0
 
     def next(self, model: VariantModel, values: list[float]) -> Milp:
-        """The program with what is drawn set free around a solution, values per column."""
+        """The program with a random neighbourhood of a solution free (values per column)."""
         n, segments = model.choices.n, len(model.points)
         self._kind = self.rng.randrange(3)
         width = self.widths[self._kind]
@@ -37,7 +37,7 @@ class Neighbourhoods:
         return neighbourhood(model, values, range(0), self._stretch(segments, width))
 
     def near_segment(self, model: VariantModel, values: list[float], k: int) -> Milp:
-        """What is done near segment k and what is resident there set free, to fit there."""
+        """The program with segments near k and residents of k free, whose memory rows must hold."""
         width = self.widths[self._kind]
         near = int(len(model.points) * width / 2) + 1
         segments = range(max(0, k - near), min(len(model.points), k + near + 1))
@@ -53,7 +53,7 @@ class Neighbourhoods:
         return range(max(0, low), min(count, low + width))
 
     def adapt(self, outcome: Outcome) -> None:
-        """Wider where the solve came to an end, narrower where it did not."""
+        """Widen if the solve ended by itself, narrow if it hit a limit."""
         ended = outcome in (Outcome.OPTIMAL, Outcome.INFEASIBLE)
         step = self.params.widen if ended else self.params.narrow
         width = self.widths[self._kind] * step
@@ -68,12 +68,12 @@ def neighbourhood(
     strict: range = range(0),
 ) -> Milp:
     """
-    The program with all but some ops and segments as it is in a solution.
+    The program with all but some ops and segments fixed to a solution.
 
-    Free are the tensors made and the ops first run in `ops`, in all segments, and the variants of the
-    ops that read those tensors, as what a forward op makes is decided with its backward; and all
-    that is done in `segments`. Rows of memory that the solution breaks are as it has them, but for
-    segments that are `strict`.
+    Free are, in all segments, the tensors made and the ops first run in `ops`, and the variants of
+    the ops that read those tensors, as a forward op and its backward choose together; and all
+    decisions in `segments`. Memory rows that the solution violates are relaxed to its values,
+    except in `strict` segments.
     """
     choices, problem = model.choices, model.choices.problem
     free = set[int]()
@@ -103,7 +103,7 @@ def neighbourhood(
 
 
 def overfull_segments(model: VariantModel, values: list[float]) -> dict[int, float]:
-    """The segments whose rows of memory a solution breaks, and by how much of their room."""
+    """Segments whose memory rows a solution violates → violation, as a share of the capacity."""
     found = dict[int, float]()
     for k, rows in enumerate(_row_activity(model, values)):
         over = max((used - model.milp.row_upper[row] for row, used in rows.items()), default=0.0)
@@ -113,7 +113,7 @@ def overfull_segments(model: VariantModel, values: list[float]) -> dict[int, flo
 
 
 def _row_activity(model: VariantModel, values: list[float]) -> list[dict[int, float]]:
-    """Per segment what a solution uses in the rows of memory, by row."""
+    """Per segment: memory row → its value in a solution."""
     used = {row: 0.0 for rows in model.memory for row in rows}
     for row, column, value in zip(
         model.milp.entry_row, model.milp.entry_column, model.milp.entry_value, strict=True

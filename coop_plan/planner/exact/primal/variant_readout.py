@@ -1,4 +1,4 @@
-"""From a solution of the program with variants to runs in order, and each run's cheapest variant."""
+"""Readout of the program with variants, and re-selection of the variant of each run."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,11 +10,11 @@ from coop_plan.planner.exact.model.variants import VariantChoices
 
 def read_out(model: VariantModel, values: list[float]) -> list[tuple[int, int]] | None:
     """
-    The runs that a solution stands for: variant, and the position whose first run it serves.
+    The runs of a solution: variant, and the position whose first run it serves.
 
-    Within a segment everything is computed again as late as possible and dropped after its last
-    touch, unless it is resident at the next time point. None where a tensor cannot be made again
-    when it is needed, as what it is made of has been overwritten.
+    Within a segment a tensor is recomputed as late as possible and evicted after its last access,
+    unless it is resident at the next time point. None if a tensor cannot be recomputed at that
+    point, as an input has been overwritten.
     """
     reader = _Reader(model, values)
     return reader.runs if reader.read() else None
@@ -69,7 +69,7 @@ class _Reader:
         return True
 
     def _maker(self, t: int, position: int, k: int) -> int | None:
-        """The variant that makes t again: the one of the solution, or else the cheapest."""
+        """The variant that recomputes t: the one in the solution, or else the cheapest."""
         choices, y = self.choices, self.model.y[k]
         op = self.problem.producer[t]
         makers = [
@@ -85,23 +85,23 @@ class _Reader:
         return min(makers, key=rank, default=None)
 
 
-class VariantReselection:
+class Reselection:
     """
-    A local search over the variants of the runs of a schedule, and over leaving runs out.
+    Local search over the variants of a schedule's runs, and over dropping runs.
 
-    A schedule is judged by the bytes by which its events exceed the capacity, then by its cost.
+    Schedules are compared by their bytes above the capacity, then by cost.
     """
 
     def __init__(self, choices: VariantChoices, capacity: int) -> None:
         self.choices, self.capacity = choices, capacity
 
     def evaluate(self, schedule: Schedule) -> tuple[int, float]:
-        """Bytes too many, over all events, and the cost (µs)."""
+        """Bytes above the capacity, summed over all events, and the cost (µs)."""
         over = schedule.live_bytes() - self.capacity
         return int(over[over > 0].sum()), schedule.cost_us
 
     def improve(self, variants: Sequence[int], rounds: int = 3) -> Schedule:
-        """The best schedule of single changes, taken one after the other."""
+        """Local optimum of single changes, the best at each event; at most `rounds` passes."""
         problem: Problem = self.choices.problem
         runs = list(variants)
         best = Schedule.of(problem, runs)

@@ -1,4 +1,4 @@
-"""A schedule as a solution of the program with variants: where the search starts from."""
+"""Warm start: a schedule as a solution of the program with variants."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from coop_plan.planner.exact.model.variant_timepoint import VariantModel
 
 
 def warm_start(model: VariantModel, schedule: Schedule) -> list[float]:
-    """Values of the program's columns; the schedule has no transfers."""
+    """Values of the program's columns for a schedule without transfers."""
     choices, problem = model.choices, model.choices.problem
     values = [0.0] * len(model.milp.lower)
     variants = schedule.what[schedule.do == RUN].tolist()
@@ -51,21 +51,18 @@ def warm_start(model: VariantModel, schedule: Schedule) -> list[float]:
 
 
 def _in_model(model: VariantModel, variant: int) -> int:
-    """The variant of the same op that the model has instead of one that it leaves out."""
+    """The variant itself, or the model's cheapest one with the same outputs if it is dominated."""
     problem, choices = model.choices.problem, model.choices
     original = problem.variants[variant]
     if variant in choices.of[original.op]:
         return variant
-    same = [
-        v
-        for v in choices.of[original.op]
-        if set(problem.variants[v].outputs) == {*original.outputs}
-    ]
+    outputs = set(original.outputs)
+    same = [v for v in choices.of[original.op] if set(problem.variants[v].outputs) == outputs]
     return min(same, key=lambda v: problem.variants[v].cost_us)
 
 
 def _rerun_column(model: VariantModel, k: int, variant: int) -> int | None:
-    """The column of a recompute: of the variant that reads and makes the same, if there is one."""
+    """The column of a recompute in a variant of equal inputs and outputs; None without one."""
     problem, choices = model.choices.problem, model.choices
     original = problem.variants[_in_model(model, variant)]
     for v in choices.of[original.op]:

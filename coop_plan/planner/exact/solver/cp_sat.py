@@ -1,8 +1,8 @@
 """
-CP-SAT in the solver's process: layouts (NoOverlap2D), and schedules by retention intervals.
+CP-SAT in the solver process: layouts (NoOverlap2D), and schedules by retention intervals.
 
-The second is the model of Bartan et al., Moccasin, ICML 2023; `planner.exact.primal.intervals` says
-what is different here.
+The second is the model of Bartan et al., Moccasin, ICML 2023; `planner.exact.primal.intervals`
+lists the differences.
 """
 
 from itertools import pairwise
@@ -19,11 +19,11 @@ from coop_plan.planner.exact.solver.jobs import (
 )
 
 INTEGER_COSTS = 10**9
-"""The sum of all costs in CP-SAT's integers."""
+"""Sum of all op costs, scaled to CP-SAT's integers."""
 
 
 def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
-    """Offsets of blocks so that no two overlap in time and address, or None."""
+    """Offsets at which no two blocks overlap in time and address, or None."""
     model = cp_model.CpModel()
     times, addresses, offsets = [], [], []
     for first, last, height in zip(job.first, job.last, job.height, strict=True):
@@ -42,7 +42,7 @@ def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
 
 
 def solve_intervals(job: ScheduleIntervals, seconds: float) -> IntervalSchedule:
-    """The ops of the cheapest schedule found, in the order they run."""
+    """The ops of the cheapest schedule found, in the order of their runs."""
     model = IntervalModel(job)
     solver = _solver(seconds)
     status = solver.solve(model.model)
@@ -63,8 +63,11 @@ def _solver(seconds: float) -> cp_model.CpSolver:
 
 class IntervalModel:
     """
-    Variables: copy c of op v runs at time start[v, c], if active[v, c]; what it makes, tensor d, is
-    retained until end[d, c] (exclusive). Copy 0 is the first run. All sizes are in one unit.
+    CP-SAT model of retention intervals; all sizes are in one unit.
+
+    Copy c of op v runs at start[v, c] if active[v, c]; copy 0 is the first run. Its output d is
+    retained at offset[d, c] until end[d, c] (exclusive). Minimise Σ cost[v] · active[v, c] over c >
+    0.
     """
 
     def __init__(self, job: ScheduleIntervals) -> None:
@@ -103,7 +106,7 @@ class IntervalModel:
             length = model.new_int_var(1, self.horizon, "")
             interval = model.new_optional_interval_var(start, length, end, self.active[v, c], "")
             self.offset[d, c] = self._box(interval, size)
-        # What lives only while the op runs: scratch, and copies of outputs that left the arena.
+        # Live only during the run: workspace, and recomputed outputs whose first copy left.
         moment = model.new_optional_fixed_size_interval_var(start, 1, self.active[v, c], "")
         self._box(moment, job.workspace[v])
         for d in job.rerun_outputs[v] if c else ():
@@ -116,8 +119,8 @@ class IntervalModel:
 
     def _order(self) -> None:
         model = self.model
-        # First runs in program order; a recompute after the one before it, which frees what that
-        # made, as the newer copy serves as well; one op at a time.
+        # [Constraint] first runs in program order; a recompute after the previous copy, whose
+        # outputs end before it, as the newer copy serves as well; one op at a time.
         for v, w in pairwise(range(self.n)):
             model.add(self.start[v, 0] < self.start[w, 0])
         for v, c in self.copies:
@@ -158,7 +161,7 @@ class IntervalModel:
                 self._share(v, c, out, source, z, links)
 
     def _cover(self, d: int, time: Any, active: Any, shared: Any = ()) -> dict[int, Any]:
-        """One copy of d is retained over `time`; over all but its last instant if shared."""
+        """[Constraint] one copy of d is retained over `time`; if shared, not its last instant."""
         model = self.model
         links = {}
         for p, c in self.copies:
@@ -177,7 +180,9 @@ class IntervalModel:
         return links
 
     def _share(self, v: int, c: int, out: int, source: int, z: Any, links: dict[int, Any]) -> None:
-        """The output lies where the input lay, which ends as op v begins; the rest of it lasts."""
+        """
+        [Constraint] the output takes the input offset; other bytes of the input stay taken.
+        """
         model, size = self.model, self.job.size
         start = self.start[v, c]
         rest = size[source] - size[out]
@@ -206,6 +211,6 @@ class IntervalModel:
             )
 
     def read(self, solver: cp_model.CpSolver) -> list[int]:
-        """The ops in the order they run."""
+        """The ops in the order of their runs."""
         runs = [key for key in self.copies if solver.value(self.active[key])]
         return [v for v, _ in sorted(runs, key=lambda key: solver.value(self.start[key]))]

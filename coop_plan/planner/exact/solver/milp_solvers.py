@@ -1,4 +1,4 @@
-"""Mixed-integer programs in the solver's process: OR-Tools' MathOpt, and whatever PuLP has."""
+"""MILP solvers of the solver process: OR-Tools' MathOpt, and the solvers of PuLP."""
 
 import datetime
 import re
@@ -22,17 +22,17 @@ OUTCOMES = {
 }
 
 NO_TIME_LIMIT = 1e6
-"""No time limit at all is so long."""
+"""Time limit that stands for none, s."""
 
 HIGHS_LOG = re.compile(r"%\s+(-?inf|-?[\d.e+]+)\s+(-?inf|-?[\d.e+]+)\s+(?:[\d.]+%|Large)")
-"""The dual bound and the best objective in a line of HiGHS's branch-and-bound table."""
+"""Dual bound and best objective in a line of HiGHS's branch-and-bound table."""
 
 
 def solve_milp(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
     """
-    Solve one program with a solver of OR-Tools, on one thread; only HiGHS has news.
+    Solve a program with a solver of OR-Tools, on one thread; only HiGHS reports progress.
 
-    HiGHS gives a few tiny programs up with an error of its own (`kError`): SCIP solves those.
+    HiGHS fails on a few tiny programs with an error of its own (`kError`): SCIP solves those.
     """
     from pybind11_abseil.status import StatusNotOk  # of OR-Tools
 
@@ -95,7 +95,7 @@ def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], N
 
 
 def to_proto(milp: Milp) -> Any:
-    """The program as MathOpt's protocol buffer, filled column-wise: its Python API is too slow."""
+    """The program as MathOpt's protocol buffer, filled by column as its Python API is too slow."""
     from ortools.math_opt import model_pb2
 
     model = model_pb2.ModelProto()
@@ -119,7 +119,7 @@ def to_proto(milp: Milp) -> Any:
 
 
 def solve_pulp(job: SolvePulp, seconds: float) -> PulpAnswer:
-    """Solve a PuLP problem with the solver of that name, on one thread."""
+    """Solve a PuLP problem with the job's PuLP solver, on one thread."""
     import pulp
 
     variables, problem = pulp.LpProblem.fromDict(job.problem)

@@ -1,4 +1,4 @@
-"""Solving in a process of its own, which is killed when its time is up."""
+"""Solver processes, killed at their deadline."""
 
 import contextlib
 import importlib.util
@@ -36,15 +36,15 @@ A = TypeVar("A")
 
 
 class MissingSolverError(InvalidInputError):
-    """An exact method without its solver package."""
+    """An exact method lacks its solver package."""
 
 
 def require(package: str) -> None:
     """
-    Raise unless the package is installed.
+    Check that the package is installed.
 
     Raises:
-        MissingSolverError: in one sentence, with the extra to install.
+        MissingSolverError: it is not; the message names the extra to install.
     """
     if importlib.util.find_spec(package) is None:
         raise MissingSolverError(
@@ -53,20 +53,19 @@ def require(package: str) -> None:
 
 
 class SolverError(RuntimeError):
-    """The worker says that it could not even begin: a bug, or a broken solver package."""
+    """The child process raised an exception: a bug, or a broken solver package."""
 
 
 class Child:
     """
-    A process that runs a module of ours, is sent pickles and answers with pickles.
+    Child process that runs a module of this package and exchanges pickles with it.
 
-    It is started when it is first needed. As a context manager it ends the process, whatever that
-    is doing.
+    It starts at the first message. Leaving the context kills it.
     """
 
     def __init__(self, module: str, params: SolverParams) -> None:
         require("ortools")
-        # -P: nothing that lies in the current folder is taken for a module.
+        # -P: no module is imported from the current folder.
         self._command = [sys.executable, "-P", "-m", module, str(params.memory_bytes)]
         self._process: subprocess.Popen[bytes] | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -78,7 +77,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """End the process; it starts again when it is sent something."""
+        """Kill the process; the next message starts another one."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -91,7 +90,7 @@ class Child:
                     stream.close()
 
     def send(self, message: object) -> bool:
-        """Whether the process was there to take it."""
+        """Send a message; returns False if the process has died."""
         if self._process is None:
             self._process = subprocess.Popen(  # noqa: S603  (our own module, no shell)
                 self._command,
@@ -116,7 +115,7 @@ class Child:
 
     def receive(self, deadline: float) -> Any:
         """
-        The next message; None once the process is gone.
+        The next message; None once the process has ended.
 
         Raises:
             queue.Empty: there was none by `deadline` (a `time.monotonic` value, s).
@@ -130,10 +129,10 @@ class Child:
 
 class SolverProcess(Child):
     """
-    The worker: every job has a deadline (a `time.monotonic` value, s), at which it is killed.
+    Solver process; every job has a deadline (a `time.monotonic` value, s) at which it is killed.
 
-    A worker that dies or has to be killed has not answered. All methods raise SolverError when the
-    worker raised an exception.
+    A process that dies or is killed gives no result. All methods raise SolverError if the process
+    raised an exception.
     """
 
     def __init__(self, params: SolverParams = DEFAULTS.solver) -> None:
@@ -151,7 +150,7 @@ class SolverProcess(Child):
         nodes: int = 0,
         progress: Callable[[SolveProgress], None] | None = None,
     ) -> Answer:
-        """See `SolveMilp`. Without an answer what it proved last is left."""
+        """See `SolveMilp`. Without a result the last reported bound is returned."""
         last = SolveProgress(-INFINITY, INFINITY)
         for message in self._messages(SolveMilp(milp, solver, gap, relative_gap, nodes), deadline):
             match message:
@@ -180,27 +179,18 @@ class SolverProcess(Child):
         answer = self._ask(job, deadline, IntervalSchedule)
         return answer or IntervalSchedule(Outcome.UNKNOWN, None)
 
-    def pack(
-        self,
-        first: list[int],
-        last: list[int],
-        height: list[int],
-        same_offset: list[tuple[int, int]],
-        capacity: int,
-        deadline: float,
-    ) -> list[int] | None:
-        """Offsets of blocks, or None if none were found in time; see `PackBlocks`."""
-        job = PackBlocks(first, last, height, same_offset, capacity)
+    def pack(self, job: PackBlocks, deadline: float) -> list[int] | None:
+        """See `PackBlocks`; None if no offsets were found in time."""
         answer = self._ask(job, deadline, Packing)
         return None if answer is None else answer.offsets
 
     def _ask(self, job: Job, deadline: float, kind: type[A]) -> A | None:
-        """The answer to a job, None without one."""
+        """The result of a job, or None."""
         messages = self._messages(job, deadline)
         return next((message for message in messages if isinstance(message, kind)), None)
 
     def _messages(self, job: Job, deadline: float) -> Iterator[object]:
-        """What the worker says of a job; a worker that is late or dies is ended."""
+        """Messages of the process about a job; a process that is late or dies is killed."""
         seconds = deadline - time.monotonic() - self._grace_seconds
         if seconds <= 0:
             return
@@ -213,9 +203,9 @@ class SolverProcess(Child):
 
 def _module_path() -> list[str]:
     """
-    Where a child finds modules: where this process does, the standard library first.
+    Module search path of a child: this process's, the standard library first.
 
-    Otherwise a module of a user's, beside the script that was started, could take its place.
+    Otherwise a user's module next to the started script could shadow the standard library.
     """
     standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     standard |= {str(Path(folder) / "lib-dynload") for folder in standard}
@@ -223,7 +213,7 @@ def _module_path() -> list[str]:
 
 
 def _read_messages(stream: BinaryIO, messages: "queue.SimpleQueue[object]") -> None:
-    """Pass on what the worker says; None when it is gone."""
+    """Forward messages of the process; None when it has ended."""
     with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
         while True:
             messages.put(pickle.load(stream))  # noqa: S301  (written by our own child process)

@@ -1,4 +1,4 @@
-"""HiGHS in the solver's process: relaxations that first-order methods do not get to the end of."""
+"""Linear relaxations in the solver process by HiGHS, where first-order methods converge slowly."""
 
 import datetime
 
@@ -12,9 +12,9 @@ from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
 
 def relax(job: RelaxMilp, seconds: float) -> Relaxation:
     """
-    Solve the relaxation by simplex within so many seconds; nothing is known if that is too short.
+    Solve the relaxation by simplex within the time limit (s); the bound is −∞ if that is too short.
 
-    What is proved follows from the multipliers alone, however exact they are.
+    The bound follows from the multipliers alone and is valid however inexact they are.
     """
     from ortools.math_opt import callback_pb2, parameters_pb2
     from ortools.math_opt import model_parameters_pb2 as model_parameters
