@@ -1,4 +1,4 @@
-"""What tests ask of the time-point model, and of what leads from its solutions to plans."""
+"""Helpers for tests of the time-point model and of fix-and-refine."""
 
 import math
 import time
@@ -25,7 +25,7 @@ def relaxations(process, problem, arena, chosen):
 
 
 def fixed_and_refined(process, program, arena, point, room):
-    """What fix-and-refine finds from next to no time points, if no layout has more than `room`."""
+    """Plan of fix-and-refine from one or two time points, with layouts of at most `room` bytes."""
     points = sorted({min(point, program.n), program.n})
     model = TimePointModel(program, arena, points, set())
     answer = process.solve(model.milp, time.monotonic() + SECONDS)

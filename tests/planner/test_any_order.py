@@ -45,9 +45,9 @@ def orders(graph):
 
 def bound_of(problem, arena):
     """The bound on the overhead in µs."""
-    program, told = Program.of(problem), [0.0]
-    AnyOrderBounding(program, program.problem.rounded(arena), told.append).run()
-    return max(told)
+    program, reported = Program.of(problem), [0.0]
+    AnyOrderBounding(program, program.problem.rounded(arena), reported.append).run()
+    return max(reported)
 
 
 @SETTINGS

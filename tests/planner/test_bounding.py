@@ -97,14 +97,14 @@ def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
     assume(best is not None)
-    told = []
+    reported = []
     program = Program.of(problem)
     params = replace(DEFAULTS, bounding=BoundingParams(min_block_share=0.1, first_spread=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeated_blocks, "FEWEST", 2)
-        Bounding(program, program.problem.rounded(arena), set(), told.append, params).run()
-    assert told
-    assert max(told) <= (best - problem.base_cost_us) + 1e-6 * best
+        Bounding(program, program.problem.rounded(arena), set(), reported.append, params).run()
+    assert reported
+    assert max(reported) <= (best - problem.base_cost_us) + 1e-6 * best
 
 
 @st.composite
@@ -187,7 +187,7 @@ def test_hard_models_are_bounded_beside_or_before_the_search(
     assert problem.base_cost_us < found.lower_bound_us <= found.placed.cost_us
 
 
-def test_an_op_that_raises_no_bound_is_not_kept(monkeypatch, program, capacity):
+def test_an_op_that_raises_no_bound_is_dropped(monkeypatch, program, capacity):
     relaxed = []
     copies = {frozenset(c) for c in Bounding(program, capacity, set(), print)._candidates()}
 

@@ -63,7 +63,7 @@ def test_a_mask_is_made_where_it_is_read(method):
     assert find_faults(graph, made) == []
 
 
-def test_monet_chooses_bodies_by_the_run():
+def test_monet_chooses_variants_by_the_run():
     made = plan(masks(), 19, method="monet", alignment=1, time_limit=SECONDS)
     assert names(made) == [None, "bits", None, None, "bits", None]
     assert (made.status, made.lower_bound_us) == ("feasible", None)
@@ -146,9 +146,9 @@ def test_the_smallest_budget_counts_the_leanest_body():
     )
     assert plan(graph, "min", method="coop-offline", alignment=1).peak_bytes == 2
     assert names(plan(graph, 2, method="auto", alignment=1, time_limit=5)) == ["lean"]
-    with pytest.raises(InfeasibleBudgetError) as told:
+    with pytest.raises(InfeasibleBudgetError) as reported:
         plan(graph, 2, method="coop", alignment=1)
-    assert (told.value.min_feasible_bytes, told.value.unused) == (102, ("variants",))
+    assert (reported.value.min_feasible_bytes, reported.value.unused) == (102, ("variants",))
 
 
 def test_bodies_are_lean_where_outputs_take_the_room():
@@ -284,7 +284,7 @@ def test_monet_agrees_with_brute_force_over_its_class(graph):
             assert solution.placed.cost_us == pytest.approx(least)
 
 
-def test_a_neighbourhood_is_what_is_told_and_asks_for_room_where_it_is_strict():
+def test_a_neighbourhood_frees_its_segments_and_keeps_strict_memory_rows():
     problem = Problem.from_graph(workspaces(), 1, "arena")
     choices, n = VariantChoices.of_problem(problem), problem.op_count
     schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
@@ -298,9 +298,9 @@ def test_a_neighbourhood_is_what_is_told_and_asks_for_room_where_it_is_strict():
     row = model.memory[k][0]
     assert loose.row_upper[row] > strict.row_upper[row] == model.milp.row_upper[row]
     free = neighbourhood(model, values, range(0), range(k, k + 1))
-    told = [c for c in (*model.x[k].values(), *model.y[k].values()) if c is not None]
-    assert all(free.upper[c] == model.milp.upper[c] for c in told)
-    assert all(loose.lower[c] == loose.upper[c] == values[c] for c in told)
+    reported = [c for c in (*model.x[k].values(), *model.y[k].values()) if c is not None]
+    assert all(free.upper[c] == model.milp.upper[c] for c in reported)
+    assert all(loose.lower[c] == loose.upper[c] == values[c] for c in reported)
 
 
 def assert_meets_all_rows(milp, values):

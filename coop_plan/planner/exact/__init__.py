@@ -25,7 +25,7 @@ One request of `optimal`, in the order in which the files act:
    cuts, found by `model/separation.py`, before the model is solved again; on a timeout
    `primal/lns.py` improves its solution by large neighbourhood search. `primal/fix_and_refine.py`
    leads from that solution to a plan: it fixes residents, repairs overflowing segments
-   (`primal/repair.py`), and solves windows anew where that fails.
+   (`primal/repair.py`), and re-solves windows where that fails.
 6. **Layout conflicts.** If a schedule fits but has no layout, the rounds are repeated within
    slightly smaller arenas, which prove nothing.
 7. **Joint model.** On tiny graphs `primal/intervals.py` decides eviction and layout as one, in CP-

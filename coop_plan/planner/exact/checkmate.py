@@ -297,7 +297,7 @@ def _complete_rounding(
         if (t, producer[d]) in possible:
             computed.add((t, producer[d]))
         elif producer[d] < t:
-            kept.add((t, d))  # it cannot be computed again
+            kept.add((t, d))  # it cannot be recomputed
         else:
             raise infeasible
 

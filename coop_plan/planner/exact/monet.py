@@ -100,7 +100,7 @@ class MonetModel:
     def _kept(self, t: int, d: int) -> None:
         # [Constraint] kept tensors were available: s[t, d] ≤ s[t−1, d] + Σ δ[t−1, producers of d].
         self.milp.row([*self.available(t - 1, d), (self.s[t, d], -1.0)], 0.0, INFINITY)
-        if self.choices.problem.overwritten[d]:  # never made again
+        if self.choices.problem.overwritten[d]:  # never recomputed
             self.milp.row([(self.s[t, d], 1.0)], 1.0, 1.0)
 
     def _memory(self, t: int) -> None:

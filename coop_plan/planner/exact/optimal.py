@@ -38,8 +38,6 @@ from coop_plan.planner.placement.layout import WORK_PER_SECOND
 
 
 class _OptimalSolve:
-    """State of one request."""
-
     def __init__(
         self,
         problem: Problem,
@@ -48,17 +46,14 @@ class _OptimalSolve:
         bounding: BoundingProcess,
         params: ExactParams,
     ) -> None:
-        self.request = request
-        self.params = params
-        self.process = process
-        self.problem = problem
+        self.problem, self.request, self.params = problem, request, params
+        self.process, self.bounding = process, bounding
         self.program = Program.of(problem)
         self.guided_replan = GuidedReplan(problem, request, params.guided_replan)
         self.incumbent = Incumbent(problem, request.arena_bytes, request.progress)
         assert request.deadline is not None
         self.deadline = request.deadline
         self.offline_improved = False
-        self.bounding = bounding
         self._start()
 
     def _start(self) -> None:
@@ -100,19 +95,14 @@ class _OptimalSolve:
 
     def run(self) -> None:
         """Refine at the full capacity, then at smaller ones, then solve the joint model."""
-        capacity = self.program.problem.rounded(self.request.arena_bytes)
+        program, incumbent = self.program, self.incumbent
+        capacity = program.problem.rounded(self.request.arena_bytes)
         bounding = None if self.request.any_schedule else self.bounding
         rounds = Refinement(
-            self.program,
-            self.process,
-            bounding,
-            self.incumbent,
-            capacity,
-            self.deadline,
-            self.params,
+            program, self.process, bounding, incumbent, capacity, self.deadline, self.params
         )
         placed = self._iterate(rounds)
-        linked = self.program.host_link is not None
+        linked = program.host_link is not None
         if rounds.yielded:
             share = self.params.search.transfer_bounding_share if linked else 1.0
             self._improve_offline(share, lambda: self.finished() or self.bounding.ended)
@@ -131,7 +121,7 @@ class _OptimalSolve:
             rounds.tighten()
             rounds.final = True
             self._iterate(rounds)
-        if not self.finished() and self.program.n <= self.params.search.joint_ops:
+        if not self.finished() and program.n <= self.params.search.joint_ops:
             self._solve_jointly(capacity)
 
     def _finish_with_transfers(self) -> None:
@@ -145,7 +135,6 @@ class _OptimalSolve:
         )
 
     def _solve_jointly(self, capacity: int) -> None:
-        """Solve eviction and layout as one model."""
         until = self.deadline
         if self.incumbent.solution is not None:
             until = min(until, time.monotonic() + self.params.search.joint_seconds)
@@ -278,7 +267,7 @@ def solve_optimal(problem: Problem, request: Request, params: ExactParams = DEFA
             if not solve.finished():
                 solve.run()
                 solve.await_bounds()
-        except KeyboardInterrupt:  # whoever has seen enough gets the best so far
+        except KeyboardInterrupt:  # an interrupted search returns its best plan
             if solve.incumbent.solution is None:
                 raise
     return solve.incumbent.answer()

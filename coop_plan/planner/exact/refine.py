@@ -161,9 +161,8 @@ class Refinement:
     def _attempt(self, model: TimePointModel, until: float) -> Answer:
         def report(progress: SolveProgress) -> None:
             if self.proves:
-                self.incumbent.report(
-                    self.incumbent.problem.base_cost_us + progress.bound * model.cost_unit
-                )
+                base_us = self.incumbent.problem.base_cost_us
+                self.incumbent.report(base_us + progress.bound * model.cost_unit)
 
         answer = self.process.solve(model.milp, until, gap=self.gap * COST_SCALE, progress=report)
         if answer.outcome is not Outcome.INFEASIBLE:

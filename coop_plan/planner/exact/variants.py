@@ -49,23 +49,21 @@ def solve_with_variants(
         if reorder:
             request = replace(request, deadline=end - (end - now) * params.reorder_share)
     search = VariantSearch(problem, request, params)
-    fallback: Solution | None = None
+    default: Solution | None = None
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
         first = method if transfers else solve_coop_offline
-        fallback = first(problem, replace(request.in_program_order(), deadline=until))
+        default = first(problem, replace(request.in_program_order(), deadline=until))
         if not transfers:
-            search.offer(fallback.placed)
-    if not (request.any_schedule and fallback is not None):
+            search.offer(default.placed)
+    if not (request.any_schedule and default is not None):
         try:
             search.run(prove=prove and not request.any_schedule)
         except (DoesNotFitError, TimeLimitError):
-            if fallback is None and search.placed is None:
+            if default is None and search.placed is None:
                 raise
-    if search.placed is None or (
-        fallback is not None and fallback.placed.cost_us <= search.cost_us
-    ):
-        assert fallback is not None
-        search.placed = fallback.placed
+    if search.placed is None or (default is not None and default.placed.cost_us <= search.cost_us):
+        assert default is not None
+        search.placed = default.placed
     solution = Solution(search.placed)
     if prove and not transfers and not any(problem.overwritten):
         solution = replace(

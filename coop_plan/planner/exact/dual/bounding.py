@@ -111,7 +111,6 @@ class Bounding:
             self.points = {*self._model.points[:-1]}
 
     def _solve_integral(self, seconds: float) -> None:
-        """Solve the best model as a MILP."""
         limit = self.params.bounding.integral_max_columns
         if self._model is None or len(self._model.milp.lower) > limit:
             return

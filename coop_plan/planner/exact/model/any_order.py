@@ -3,7 +3,8 @@ The time-point MILP of any order: first runs need not be in program order.
 
 Time points are a chain of ops o_1, …, o_K (`planner.exact.model.point_selection`), each an ancestor
 of the next. So in every schedule o_k first runs before o_{k+1} does. Segment k spans from after the
-first run of o_k up to that of o_{k+1}, the last one up to the end of the step. The variables:
+first run of o_k up to that of o_{k+1}, the last one up to the end of the step. The variables
+(minimise Σ cost[v] · Y[k, v]):
 
     D[k, v]   op v has run before the first run of o_k
     X[k, d]   tensor d is resident while o_k runs

@@ -157,7 +157,7 @@ def _slack(model: TimePointModel, path: Path, values: Vector) -> float:
 
 
 def _via_host_copy(model: TimePointModel, path: Path, values: Vector) -> frozenset[int]:
-    """Tensors of a path for which the host copy is worth less than the prefetches."""
+    """Tensors of a path for which the host copy is smaller than the prefetches."""
     low, high = model.points.index(path.low), model.points.index(path.high)
     transfers = model.transfers
     assert transfers is not None

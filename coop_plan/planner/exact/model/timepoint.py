@@ -42,7 +42,7 @@ class TimePointModel:
 
     `capacity` is in bytes, a multiple of the alignment; `points` are positions in rising order, the
     last one `program.n`. Each cut (position, op) allows the recompute only if its working set fits
-    beside the tensors resident through the segment of that position. Costs are divided by
+    with the tensors resident through the segment of that position. Costs are divided by
     `cost_unit` µs, so that the base cost is `COST_SCALE`.
     """
 

@@ -35,7 +35,7 @@ class VariantModel:
     The MILP for one set of time points, in rising order, the last one the end of the step.
 
     `capacity` is in bytes, rounded up to the alignment. Costs are divided by `cost_unit` µs. Each
-    cut (position, op) allows the recompute only if the working set of its variant fits beside the
+    cut (position, op) allows the recompute only if the working set of its variant fits with the
     tensors resident through the segment of that position.
 
     With `ordered`, tensors made before the op count as resident too, as if recomputes of a segment

@@ -164,7 +164,7 @@ class FixAndRefine:
                 self.repair.reset(inside[0] if begin >= 0 else -1, inside[-1])
                 solved = Residency.of(model, answer.values)
                 if end < len(points) - 1:
-                    del solved.inplace_inputs[inside[-1]]  # the next window decides them
+                    del solved.inplace_inputs[inside[-1]]  # decided by the next segment
                 resident = residency.resident | solved.resident
                 inplace_inputs = residency.inplace_inputs | solved.inplace_inputs
                 return Residency(points, resident, inplace_inputs)

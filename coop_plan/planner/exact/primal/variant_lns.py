@@ -89,8 +89,8 @@ def neighbourhood(
         free.update(c for t, c in kept if c is not None and (here or problem.producer[t] in ops))
         free.update(c for v, c in y.items() if here or problem.variants[v].op in ops)
         free.update(z.values())
-    for held in model.h:
-        free.update(held.values())
+    for columns in model.h:
+        free.update(columns.values())
     lower, upper = list(model.milp.lower), list(model.milp.upper)
     for column, value in enumerate(values):
         if column not in free:

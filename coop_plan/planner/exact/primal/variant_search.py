@@ -276,7 +276,6 @@ class VariantSearch:
         return best
 
     def _reselect_variants(self) -> None:
-        """Re-select the variant of each run of the best schedule."""
         if self.placed is not None and self._no_overwriting:
             better = self._reselected(self.placed.schedule.what.tolist(), self.capacity)
             if better is not None:

@@ -180,9 +180,7 @@ class IntervalModel:
         return links
 
     def _share(self, v: int, c: int, out: int, source: int, z: Any, links: dict[int, Any]) -> None:
-        """
-        [Constraint] the output takes the input offset; other bytes of the input stay taken.
-        """
+        """[Constraint] the output takes the input's offset; the rest of the input stays taken."""
         model, size = self.model, self.job.size
         start = self.start[v, c]
         rest = size[source] - size[out]
@@ -197,18 +195,14 @@ class IntervalModel:
                 model.add(filler == self.offset[out, c] + size[out]).only_enforce_if(both)
 
     def _memory(self) -> None:
+        # [Constraint] Σ sizes ≤ capacity at every time; if joint, boxes overlap nowhere.
         boxes = [box for box in self.boxes if box[2]]
-        capacity = self.job.capacity
-        demands = [size for _, _, size in boxes]
-        self.model.add_cumulative([interval for interval, _, _ in boxes], demands, capacity)
+        intervals, sizes = [box[0] for box in boxes], [box[2] for box in boxes]
+        self.model.add_cumulative(intervals, sizes, self.job.capacity)
         if self.job.joint:
-            self.model.add_no_overlap_2d(
-                [interval for interval, _, _ in boxes],
-                [
-                    self.model.new_fixed_size_interval_var(offset, size, "")
-                    for _, offset, size in boxes
-                ],
-            )
+            fixed = self.model.new_fixed_size_interval_var
+            addresses = [fixed(offset, size, "") for _, offset, size in boxes]
+            self.model.add_no_overlap_2d(intervals, addresses)
 
     def read(self, solver: cp_model.CpSolver) -> list[int]:
         """The ops in the order of their runs."""

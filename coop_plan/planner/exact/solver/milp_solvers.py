@@ -47,9 +47,7 @@ def solve_milp(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress
 
 
 def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
-    from ortools.math_opt import callback_pb2, parameters_pb2, result_pb2
-    from ortools.math_opt import model_parameters_pb2 as model_parameters
-    from ortools.math_opt.core.python import solver as core
+    from ortools.math_opt import parameters_pb2, result_pb2
 
     highs = job.solver == "highs"
     parameters = parameters_pb2.SolveParametersProto()
@@ -69,17 +67,8 @@ def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], N
             if found:
                 progress(SolveProgress(float(found[1]), float(found[2])))
 
-    result = core.solve(
-        to_proto(job.milp),
-        getattr(parameters_pb2, SOLVERS[job.solver]),
-        parameters_pb2.SolverInitializerProto(),
-        parameters,
-        model_parameters.ModelSolveParametersProto(),
-        read_log if highs else None,
-        callback_pb2.CallbackRegistrationProto(),
-        None,
-        None,
-    )
+    model = to_proto(job.milp)
+    result = run_mathopt(model, job.solver, parameters, read_log if highs else None)
     bounds = result.termination.objective_bounds
     values = None
     for solution in result.solutions:
@@ -92,6 +81,22 @@ def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], N
     reason = result_pb2.TerminationReasonProto.Name(result.termination.reason)
     outcome = OUTCOMES.get(reason, Outcome.UNKNOWN if values is None else Outcome.FEASIBLE)
     return Answer(outcome, bounds.dual_bound, bounds.primal_bound, values)
+
+
+def run_mathopt(
+    model: Any, solver: str, parameters: Any, read_log: Callable[[list[str]], None] | None = None
+) -> Any:
+    """Result of a MathOpt solver on a model, all as protocol buffers."""
+    from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
+    from ortools.math_opt.core.python import solver as core
+
+    kind = getattr(parameters_pb2, SOLVERS[solver])
+    initializer = parameters_pb2.SolverInitializerProto()
+    options = model_parameters_pb2.ModelSolveParametersProto()
+    callbacks = callback_pb2.CallbackRegistrationProto()
+    return core.solve(
+        model, kind, initializer, parameters, options, read_log, callbacks, None, None
+    )
 
 
 def to_proto(milp: Milp) -> Any:

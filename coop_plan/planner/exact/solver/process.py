@@ -166,28 +166,25 @@ class SolverProcess(Child):
         self, milp: Milp, deadline: float, accuracy: float, start: Relaxation | None = None
     ) -> Relaxation:
         """See `RelaxMilp`."""
-        answer = self._ask(RelaxMilp(milp, accuracy, start), deadline, Relaxation)
-        return answer or Relaxation(-INFINITY, None, None)
+        nothing = Relaxation(-INFINITY, None, None)
+        return self._ask(RelaxMilp(milp, accuracy, start), deadline, nothing)
 
     def solve_pulp(self, problem: dict[str, Any], deadline: float, solver: str) -> PulpAnswer:
         """See `SolvePulp`."""
-        answer = self._ask(SolvePulp(problem, solver), deadline, PulpAnswer)
-        return answer or PulpAnswer(Outcome.UNKNOWN, None)
+        return self._ask(SolvePulp(problem, solver), deadline, PulpAnswer(Outcome.UNKNOWN, None))
 
     def schedule(self, job: ScheduleIntervals, deadline: float) -> IntervalSchedule:
         """See `ScheduleIntervals`."""
-        answer = self._ask(job, deadline, IntervalSchedule)
-        return answer or IntervalSchedule(Outcome.UNKNOWN, None)
+        return self._ask(job, deadline, IntervalSchedule(Outcome.UNKNOWN, None))
 
     def pack(self, job: PackBlocks, deadline: float) -> list[int] | None:
         """See `PackBlocks`; None if no offsets were found in time."""
-        answer = self._ask(job, deadline, Packing)
-        return None if answer is None else answer.offsets
+        return self._ask(job, deadline, Packing(None)).offsets
 
-    def _ask(self, job: Job, deadline: float, kind: type[A]) -> A | None:
-        """The result of a job, or None."""
+    def _ask(self, job: Job, deadline: float, default: A) -> A:
+        """The result of a job, which has the type of `default`."""
         messages = self._messages(job, deadline)
-        return next((message for message in messages if isinstance(message, kind)), None)
+        return next((m for m in messages if isinstance(m, type(default))), default)
 
     def _messages(self, job: Job, deadline: float) -> Iterator[object]:
         """Messages of the process about a job; a process that is late or dies is killed."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from coop_plan.planner.exact.model.milp import INFINITY, Relaxation
 from coop_plan.planner.exact.solver.jobs import RelaxMilp
-from coop_plan.planner.exact.solver.milp_solvers import NO_TIME_LIMIT, to_proto
+from coop_plan.planner.exact.solver.milp_solvers import NO_TIME_LIMIT, run_mathopt, to_proto
 from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
 
 
@@ -16,9 +16,7 @@ def relax(job: RelaxMilp, seconds: float) -> Relaxation:
 
     The bound follows from the multipliers alone and is valid however inexact they are.
     """
-    from ortools.math_opt import callback_pb2, parameters_pb2
-    from ortools.math_opt import model_parameters_pb2 as model_parameters
-    from ortools.math_opt.core.python import solver as core
+    from ortools.math_opt import parameters_pb2
 
     parameters = parameters_pb2.SolveParametersProto()
     limit = datetime.timedelta(seconds=min(seconds, NO_TIME_LIMIT))
@@ -28,17 +26,7 @@ def relax(job: RelaxMilp, seconds: float) -> Relaxation:
     columns, rows = len(job.milp.lower), len(job.milp.row_lower)
     del model.variables.integers[:]
     model.variables.integers.extend([False] * columns)
-    result = core.solve(
-        model,
-        parameters_pb2.SOLVER_TYPE_HIGHS,
-        parameters_pb2.SolverInitializerProto(),
-        parameters,
-        model_parameters.ModelSolveParametersProto(),
-        None,
-        callback_pb2.CallbackRegistrationProto(),
-        None,
-        None,
-    )
+    result = run_mathopt(model, "highs", parameters)
     if not result.solutions or result.solutions[0].primal_solution.feasibility_status != 2:
         return Relaxation(-INFINITY, None, None)
     solution = result.solutions[0]
