@@ -8,21 +8,16 @@ from typing import Unpack
 
 from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError, TimeLimitError
+from coop_plan.planner.core.unrecomputable import least_with_outputs, most_held, reason
 from coop_plan.planner.core.memory_bounds import least_budget
+from coop_plan.planner.core.working_sets import WorkingSet, largest_working_set, least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
-from coop_plan.planner.core.unrecomputable import least_with_outputs, most_held, reason
-from coop_plan.planner.core.working_sets import (
-    WorkingSet,
-    largest_working_set,
-    least_working_set,
-    needs,
-)
-from coop_plan.planner.exact.model.variants import restore_variants, without_variants
 from coop_plan.planner.keep_all import keep_all_schedule, kept
+from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import OptionFields, PlanOptions
-from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.exact.model.variants import restore_variants, without_variants
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph, Plan
 

@@ -28,8 +28,8 @@ One request of `optimal`, in the order in which the files act:
    (`primal/repair.py`), and re-solves windows where that fails.
 6. **Layout conflicts.** If a schedule fits but has no layout, the rounds are repeated within
    slightly smaller arenas, which prove nothing.
-7. **Joint model.** On tiny graphs `primal/intervals.py` decides eviction and layout as one, in CP-
-   SAT.
+7. **Joint model.** On tiny graphs `primal/intervals.py` decides eviction and layout at once
+   (CP-SAT).
 
 With variants, `variants.py` runs the search of `primal/variant_search.py` on the model of
 `model/variant_timepoint.py`.
