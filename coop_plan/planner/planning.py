@@ -17,7 +17,7 @@ from coop_plan.planner.keep_all import keep_all_schedule, kept
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import OptionFields, PlanOptions
-from coop_plan.planner.exact.model.fix_variants import carried_back, plainest
+from coop_plan.planner.exact.model.variants import restore_variants, without_variants
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph, Plan
 
@@ -72,7 +72,7 @@ class _Task:
         never exceeded. The search does not depend on the budget that was asked for, so that
         everybody is told the same.
         """
-        plain = plainest(self.problem) if self.method.variants else None
+        plain = without_variants(self.problem) if self.method.variants else None
         if plain is None:
             return self._narrowed(kept(everything))
         alone = replace(self, problem=plain, request=self.request.first_half())
@@ -92,7 +92,7 @@ class _Task:
         try:
             return self.solve(arena)
         except DoesNotFitError:
-            plain = plainest(self.problem) if self.method.variants else None
+            plain = without_variants(self.problem) if self.method.variants else None
             if plain is None:
                 raise
         return self._carried(replace(self, problem=plain).solve(arena))
@@ -100,7 +100,7 @@ class _Task:
     def _carried(self, found: Solution) -> Solution:
         """A solution of the plainest problem, whose proofs know of no other choices, as ours."""
         defaults = range(self.problem.op_count)
-        return Solution(carried_back(self.problem, defaults, found.placed))
+        return Solution(restore_variants(self.problem, defaults, found.placed))
 
     def _narrowed(self, best: Solution, enough: int = 0) -> Solution:
         """

@@ -1,4 +1,4 @@
-"""What tests ask of the time-point model, and of what leads from its solutions to plans."""
+"""Helpers for tests of the time-point model and of fix-and-refine."""
 
 import math
 import time
@@ -8,8 +8,8 @@ from hypothesis import assume
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
-from coop_plan.planner.exact.primal.packing import Crowded
-from coop_plan.planner.exact.primal.readout import Outline
+from coop_plan.planner.exact.primal.packing import LayoutConflict
+from coop_plan.planner.exact.primal.readout import Residency
 from coop_plan.planner.placement.layout import lay_out
 
 SECONDS = 20.0
@@ -25,7 +25,7 @@ def relaxations(process, problem, arena, chosen):
 
 
 def fixed_and_refined(process, program, arena, point, room):
-    """What fix-and-refine finds from next to no time points, if no layout has more than `room`."""
+    """Plan of fix-and-refine from one or two time points, with layouts of at most `room` bytes."""
     points = sorted({min(point, program.n), program.n})
     model = TimePointModel(program, arena, points, set())
     answer = process.solve(model.milp, time.monotonic() + SECONDS)
@@ -34,10 +34,10 @@ def fixed_and_refined(process, program, arena, point, room):
     def place(schedule):
         live = schedule.live_bytes()
         if live.max() > room:
-            return Crowded(int(live.argmax()), 1)
+            return LayoutConflict(int(live.argmax()), 1)
         return lay_out(schedule).placed
 
     search = FixAndRefine(program, process, arena, time.monotonic() + 2, place)
-    placed = search.run(Outline.of(model, answer.values), math.inf)
+    placed = search.run(Residency.of(model, answer.values), math.inf)
     assume(placed is not None)
     return placed

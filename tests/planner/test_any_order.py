@@ -12,8 +12,7 @@ from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
 from coop_plan.planner.exact.auto import solve_auto
 from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
-from coop_plan.planner.exact.model.chains import Ancestry, Chains
-from coop_plan.planner.exact.model.points import too_full
+from coop_plan.planner.exact.model.point_selection import Ancestry, Chains, ops_over_capacity
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS
@@ -46,9 +45,9 @@ def orders(graph):
 
 def bound_of(problem, arena):
     """The bound on the overhead in µs."""
-    program, told = Program.of(problem), [0.0]
-    AnyOrderBounding(program, program.problem.rounded(arena), told.append).run()
-    return max(told)
+    program, reported = Program.of(problem), [0.0]
+    AnyOrderBounding(program, program.problem.rounded(arena), reported.append).run()
+    return max(reported)
 
 
 @SETTINGS
@@ -80,9 +79,9 @@ def test_time_points_run_one_after_the_other_in_any_order(graph, count, outputs,
     problem, arena = tight(graph, outputs, share, alignment)
     program = Program.of(problem)
     ancestry = Ancestry(program)
-    points = Chains(ancestry, arena).of(count)
+    points = Chains(ancestry, arena).points(count)
     assert len(points) <= count
-    assert bool(points) == bool(too_full(program, arena))
+    assert bool(points) == bool(ops_over_capacity(program, arena))
     for earlier, later in pairwise(points):
         assert earlier in ancestry.ancestors(later)
         assert later in ancestry.descendants(earlier)

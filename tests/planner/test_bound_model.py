@@ -54,7 +54,7 @@ def test_a_link_to_the_host_is_in_the_bound(method):
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_who_asks_for_no_transfers_gets_the_bound_without(method):
+def test_a_request_without_transfers_gets_the_bound_without(method):
     device = {"kind": "cuda", "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
     graph = chain(device)
     made = plan(graph, 42, method=method, alignment=1, time_limit=20, host_budget=0)
@@ -65,11 +65,11 @@ def test_who_asks_for_no_transfers_gets_the_bound_without(method):
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_a_link_is_unused_only_by_who_moves_nothing(method):
+def test_a_link_is_unused_only_by_methods_without_transfers(method):
     device = {"kind": "cuda", "h2d_bytes_per_s": 1e9, "d2h_bytes_per_s": 1e9}
-    with pytest.raises(InfeasibleBudgetError) as told:
+    with pytest.raises(InfeasibleBudgetError) as reported:
         plan(chain(device), 20, method=method, alignment=1, time_limit=20)
-    assert told.value.unused == ()
+    assert reported.value.unused == ()
     with pytest.raises(InfeasibleBudgetError, match="does not use the graph's transfers"):
         plan(chain(device), 20, method="checkmate", alignment=1, time_limit=20)
 
@@ -89,6 +89,6 @@ def test_keep_everything_is_optimal_unless_a_variant_is_cheaper(cost, status):
     assert (made.lower_bound_us is None) == (status == "feasible")
 
 
-def test_the_smallest_budget_is_told_as_the_methods():
+def test_the_smallest_budget_is_that_of_the_method():
     with pytest.raises(InfeasibleBudgetError, match="does not use the graph's variants"):
         plan(chain(cost_us=1.0), 20, method="checkmate", alignment=1, time_limit=20)

@@ -75,14 +75,14 @@ def test_cuts_are_violated_by_what_they_are_ranked_by(program, seed):
         amounts, cuts, tensors = most_violated(
             RelaxedSolution.of(model, values),
             low,
-            params.violation,
+            params.min_violation,
             params.cuts_per_interval,
             params.cuts_per_op,
         )
         for amount, (high, first, begin), (_, _, end) in zip(amounts, cuts, cuts[1:], strict=False):
             at = None if first else chosen[high]
             path = paths.Path(start, chosen[high], at, tuple(tensors[begin:end].tolist()))
-            assert amount > params.violation
+            assert amount > params.min_violation
             assert amount == pytest.approx(-paths._slack(model, path, values))
             short.append(amount)
     chosen_ones = paths._violated(model, values, (), INFINITY, params)
@@ -97,14 +97,14 @@ def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
     assume(best is not None)
-    told = []
+    reported = []
     program = Program.of(problem)
-    params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
+    params = replace(DEFAULTS, bounding=BoundingParams(min_block_share=0.1, first_spread=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeated_blocks, "FEWEST", 2)
-        Bounding(program, program.problem.rounded(arena), set(), told.append, params).run()
-    assert told
-    assert max(told) <= (best - problem.base_cost_us) + 1e-6 * best
+        Bounding(program, program.problem.rounded(arena), set(), reported.append, params).run()
+    assert reported
+    assert max(reported) <= (best - problem.base_cost_us) + 1e-6 * best
 
 
 @st.composite
@@ -187,7 +187,7 @@ def test_hard_models_are_bounded_beside_or_before_the_search(
     assert problem.base_cost_us < found.lower_bound_us <= found.placed.cost_us
 
 
-def test_an_op_that_raises_no_bound_is_not_kept(monkeypatch, program, capacity):
+def test_an_op_that_raises_no_bound_is_dropped(monkeypatch, program, capacity):
     relaxed = []
     copies = {frozenset(c) for c in Bounding(program, capacity, set(), print)._candidates()}
 
@@ -214,5 +214,5 @@ def test_a_gap_is_wide_only_once_a_bound_is_known(monkeypatch, program, capacity
         problem=program.problem, gap=1.0, bound_us=base + known, solution=object()
     )
     rounds = refine.Refinement(program, None, bounding, incumbent, capacity, INFINITY)
-    assert rounds._gives_way() == bool(begun) == known
-    assert not rounds._gives_way()  # once only
+    assert rounds._yields_to_bounding() == bool(begun) == known
+    assert not rounds._yields_to_bounding()  # once only

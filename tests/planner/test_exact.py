@@ -29,8 +29,8 @@ from coop_plan.planner.exact.params import (
 )
 from coop_plan.planner.exact.primal.fix_and_refine import FixAndRefine
 from coop_plan.planner.exact.primal.intervals import schedule_intervals
-from coop_plan.planner.exact.primal.packing import Crowded
-from coop_plan.planner.exact.primal.readout import Outline
+from coop_plan.planner.exact.primal.packing import LayoutConflict
+from coop_plan.planner.exact.primal.readout import Residency
 from coop_plan.planner.exact.solver.process import Child, SolverError, SolverProcess, require
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.placement.layout import lay_out
@@ -104,15 +104,15 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
     """As if every model were hard: no cut cuts off a schedule."""
     problem, arena = tight(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
-    told = []
-    request = Request(arena, deadline=time.monotonic() + SECONDS, progress=told.append)
+    reported = []
+    request = Request(arena, deadline=time.monotonic() + SECONDS, progress=reported.append)
     hard = RefinementParams(
         easy_share=0.0,
         easy_seconds=0.0,
         first_points=6,
         wide_gap=math.inf,  # bounds in the background: test_bounding.py
     )
-    every_cut = PathCutParams(violation=-1.0)  # tight or not
+    every_cut = PathCutParams(min_violation=-1.0)  # tight or not
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(paths, "_slack", lambda *_: -2.0)
         try:
@@ -121,7 +121,7 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
             )
         except DoesNotFitError:
             return
-    assert not any("given up" in progress.message for progress in told)
+    assert not any("discarded" in progress.message for progress in reported)
     assert best is not None
     assert solution.lower_bound_us <= best * (1 + 1e-6)
     assert solution.placed.cost_us >= best * (1 - 1e-9)
@@ -129,7 +129,7 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
 
 @settings(SETTINGS, max_examples=60)
 @given(graph=graphs(max_ops=9), point=st.integers(0, 8), spare=st.booleans(), **BUDGETS)
-def test_what_fix_and_refine_finds_is_a_plan(
+def test_fix_and_refine_returns_a_plan(
     process, graph, point, spare, outputs, share, alignment
 ):
     """From next to no time points: repairs and windows give valid schedules that fit.
@@ -148,7 +148,7 @@ def test_what_fix_and_refine_finds_is_a_plan(
 
 
 @pytest.mark.parametrize("arena", [6, 10])
-def test_fix_and_refine_leaves_room_where_a_layout_needs_it(process, arena):
+def test_fix_and_refine_adds_margins_at_layout_conflicts(process, arena):
     problem = Problem.from_graph(chain(12), 1, "arena")
     program = Program.of(problem)
     model = TimePointModel(program, arena, [program.n], set())
@@ -157,11 +157,11 @@ def test_fix_and_refine_leaves_room_where_a_layout_needs_it(process, arena):
     def place(schedule):
         live = schedule.live_bytes()
         if live.max() == arena:
-            return Crowded(int(live.argmax()), 1)
+            return LayoutConflict(int(live.argmax()), 1)
         return lay_out(schedule).placed
 
     search = FixAndRefine(program, process, arena, time.monotonic() + SECONDS, place)
-    placed = search.run(Outline.of(model, answer.values), math.inf)
+    placed = search.run(Residency.of(model, answer.values), math.inf)
     assert placed is not None
     assert placed.schedule.live_bytes().max() == arena - 1
 
@@ -349,7 +349,7 @@ def test_no_job_may_go_on_beyond_the_deadline(monkeypatch):
     assert max(deadlines) <= deadline
 
 
-def test_a_worker_that_is_late_is_ended(monkeypatch, process):
+def test_a_late_worker_is_killed(monkeypatch, process):
     """What does not answer by the deadline has no answer, and is gone."""
     process.kill()
     asleep = [sys.executable, "-c", "import time; time.sleep(1e6)"]
@@ -359,7 +359,7 @@ def test_a_worker_that_is_late_is_ended(monkeypatch, process):
     assert process._process is None
 
 
-def test_progress_tells_plan_bound_and_gap():
+def test_progress_reports_plan_bound_and_gap():
     """While it runs: the best overhead, what it is at least, and the gap."""
     messages = []
     plan(

@@ -13,12 +13,11 @@ from coop_plan.planner import InfeasibleBudgetError, find_faults, plan, planning
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
-from coop_plan.planner.exact.model.variant_choices import Choices
 from coop_plan.planner.exact.model.variant_timepoint import VariantModel
+from coop_plan.planner.exact.model.variants import VariantChoices, fix_variants, restore_variants
 from coop_plan.planner.exact.monet import solve_monet
-from coop_plan.planner.exact.primal.variant_lns import neighbourhood, too_full
-from coop_plan.planner.exact.primal.warm_start import lifted
+from coop_plan.planner.exact.primal.variant_lns import neighbourhood, overfull_segments
+from coop_plan.planner.exact.primal.warm_start import warm_start
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.method import Request
 from coop_plan.planner.online.methods import run_coop
@@ -64,7 +63,7 @@ def test_a_mask_is_made_where_it_is_read(method):
     assert find_faults(graph, made) == []
 
 
-def test_monet_chooses_bodies_by_the_run():
+def test_monet_chooses_variants_by_the_run():
     made = plan(masks(), 19, method="monet", alignment=1, time_limit=SECONDS)
     assert names(made) == [None, "bits", None, None, "bits", None]
     assert (made.status, made.lower_bound_us) == ("feasible", None)
@@ -147,9 +146,9 @@ def test_the_smallest_budget_counts_the_leanest_body():
     )
     assert plan(graph, "min", method="coop-offline", alignment=1).peak_bytes == 2
     assert names(plan(graph, 2, method="auto", alignment=1, time_limit=5)) == ["lean"]
-    with pytest.raises(InfeasibleBudgetError) as told:
+    with pytest.raises(InfeasibleBudgetError) as reported:
         plan(graph, 2, method="coop", alignment=1)
-    assert (told.value.min_feasible_bytes, told.value.unused) == (102, ("variants",))
+    assert (reported.value.min_feasible_bytes, reported.value.unused) == (102, ("variants",))
 
 
 def test_bodies_are_lean_where_outputs_take_the_room():
@@ -285,13 +284,13 @@ def test_monet_agrees_with_brute_force_over_its_class(graph):
             assert solution.placed.cost_us == pytest.approx(least)
 
 
-def test_a_neighbourhood_is_what_is_told_and_asks_for_room_where_it_is_strict():
+def test_a_neighbourhood_frees_its_segments_and_keeps_strict_memory_rows():
     problem = Problem.from_graph(workspaces(), 1, "arena")
-    choices, n = Choices.of_problem(problem), problem.op_count
+    choices, n = VariantChoices.of_problem(problem), problem.op_count
     schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
     model = VariantModel(choices, int(schedule.live_bytes().max()) - 1, list(range(n + 1)))
-    values = lifted(model, schedule)
-    full = too_full(model, values)
+    values = warm_start(model, schedule)
+    full = overfull_segments(model, values)
     assert full
     loose = neighbourhood(model, values, range(0), range(0))
     strict = neighbourhood(model, values, range(0), range(0), range(n + 1))
@@ -299,9 +298,9 @@ def test_a_neighbourhood_is_what_is_told_and_asks_for_room_where_it_is_strict():
     row = model.memory[k][0]
     assert loose.row_upper[row] > strict.row_upper[row] == model.milp.row_upper[row]
     free = neighbourhood(model, values, range(0), range(k, k + 1))
-    told = [c for c in (*model.x[k].values(), *model.y[k].values()) if c is not None]
-    assert all(free.upper[c] == model.milp.upper[c] for c in told)
-    assert all(loose.lower[c] == loose.upper[c] == values[c] for c in told)
+    reported = [c for c in (*model.x[k].values(), *model.y[k].values()) if c is not None]
+    assert all(free.upper[c] == model.milp.upper[c] for c in reported)
+    assert all(loose.lower[c] == loose.upper[c] == values[c] for c in reported)
 
 
 def assert_meets_all_rows(milp, values):
@@ -317,11 +316,11 @@ def assert_meets_all_rows(milp, values):
 def test_every_schedule_is_a_solution_of_the_program(graph):
     """Keep-everything meets all rows of the program at its own peak, and costs what it says."""
     problem = Problem.from_graph(graph, 1, "arena")
-    choices = Choices.of_problem(problem)
+    choices = VariantChoices.of_problem(problem)
     schedule = Schedule.of(problem, [variants[0] for variants in choices.of])
     peak = int(schedule.live_bytes().max(initial=0))
     model = VariantModel(choices, max(peak, 1), list(range(problem.op_count + 1)))
-    values = lifted(model, schedule)
+    values = warm_start(model, schedule)
     milp = model.milp
     assert_meets_all_rows(milp, values)
     cost = sum(c * v for c, v in zip(milp.cost, values, strict=True))
@@ -337,21 +336,21 @@ def test_every_schedule_is_a_solution_of_the_program(graph):
 def test_cuts_leave_every_schedule_in(graph, share, every):
     """A schedule with recomputes meets all rows at its own peak, whatever is looked at closely."""
     problem = Problem.from_graph(graph, 1, "arena")
-    choices, n = Choices.of_problem(problem), problem.op_count
+    choices, n = VariantChoices.of_problem(problem), problem.op_count
     arena = int(share * int(keep_all_schedule(problem).live_bytes().max(initial=0)))
     try:
-        placed = run_coop(restricted(problem, range(n)), Request(arena)).placed
+        placed = run_coop(fix_variants(problem, range(n)), Request(arena)).placed
     except DoesNotFitError:
         return
-    runs = carried_back(problem, range(n), placed).schedule.variants
+    runs = restore_variants(problem, range(n), placed).schedule.variants
     schedule = Schedule.of(problem, list(runs))
     peak = int(schedule.live_bytes().max(initial=0))
     points = [*range(0, n, every), n]
     cuts = frozenset(itertools.product(range(n), range(n)))
     model = VariantModel(choices, max(peak, 1), points, cuts)
-    values = lifted(model, schedule)
+    values = warm_start(model, schedule)
     assert_meets_all_rows(model.milp, values)
-    assert not too_full(model, values)
+    assert not overfull_segments(model, values)
 
 
 @settings(max_examples=60, deadline=None)
@@ -362,10 +361,10 @@ def test_a_plan_of_one_body_an_op_keeps_its_lifetimes(graph, share):
     chosen = range(problem.op_count)
     arena = int(share * int(keep_all_schedule(problem).live_bytes().max(initial=0)))
     try:
-        placed = run_coop(restricted(problem, chosen), Request(arena)).placed
+        placed = run_coop(fix_variants(problem, chosen), Request(arena)).placed
     except DoesNotFitError:
         return
-    back = carried_back(problem, chosen, placed)
+    back = restore_variants(problem, chosen, placed)
     assert back.cost_us == placed.cost_us
     for mine, its in zip(back.schedule.trace, placed.schedule.trace, strict=True):
         assert mine.tolist() == its.tolist()
@@ -425,4 +424,4 @@ def test_a_program_that_takes_too_long_is_given_up():
     problem = Problem.from_graph(masks(), 1, "arena")
     points = list(range(problem.op_count + 1))
     with pytest.raises(TimeLimitError, match="time limit reached"):
-        VariantModel(Choices.of_problem(problem), 100, points, deadline=0.0)
+        VariantModel(VariantChoices.of_problem(problem), 100, points, deadline=0.0)

@@ -1,40 +1,40 @@
 """
 Exact planners: mixed-integer and constraint models with proved bounds.
 
-`optimal` is the engine, in `optimal.py`; `auto` (`auto.py`) tries keep-all before it; `checkmate`
-(`checkmate.py`) is the integer program of the paper, a method of its own for comparison. What
-`optimal` does for one request, in the order in which the files act:
+`optimal` (`optimal.py`) is the engine. `auto` (`auto.py`) tries keep-all before it. `checkmate`
+(`checkmate.py`) and `monet` (`monet.py`) are the integer programs of their papers, for comparison.
+One request of `optimal`, in the order in which the files act:
 
 1. **Start.** `coop-offline` (`planner.heuristic`) makes a plan. `incumbent.py` holds the best plan
-   and the best bound from here on and tells the caller when they move. `model/program.py` is the
-   problem as the models see it, with a tensor for each version of what ops overwrite.
-2. **First model.** `model/points.py` chooses a few time points, `model/timepoint.py` builds the
-   MILP that checks memory there only (`model/milp.py` holds it; with a link, `model/transfers.py`
-   adds what is on the host and what the copy engines have time for; `model/overwriting.py`, that
-   each run which overwrites a tensor takes a buffer), and `solver/process.py` has it solved in a
-   child process, which it kills at the deadline. Its optimum is a lower bound for good.
+   and the best bound and reports changes. `model/program.py` is the problem as the models see it,
+   with a tensor per SSA version.
+2. **First model.** `model/point_selection.py` selects a few time points. `model/timepoint.py`
+   builds the MILP that constrains memory there only (`model/milp.py` holds it).
+   `model/transfers.py` adds host copies and copy engines, `model/overwriting.py` the buffers of
+   overwritten tensors. `solver/process.py` solves it in a child process, killed at the deadline.
+   Its optimum is a valid lower bound.
 3. **Readout.** `primal/readout.py` makes a schedule of the solution, through
-   `primal/schedule_builder.py`. If it fits everywhere, `primal/packing.py` looks for a layout, and
-   a schedule with a layout is a plan: within the tolerance of the bound it is proved optimal.
-4. **Overflow → refine.** Where the readout needs more than there is, `primal/follow.py` makes a
-   plan of it with coop-offline's kernel, which evicts what the readout evicts until all fits.
-   `refine.py` adds the time points, or the cuts of single recomputes, at which it overflows most:
-   back to 2.
-5. **Hard models**, which are not solved within a small share of the time:
-   a. with a wide gap, `dual/background.py` starts a process beside the search, in which
-      `dual/bounding.py` solves relaxations at more and more time points for better bounds, while
-      coop-offline looks for better plans;
-   b. `model/paths.py` adds path cuts, found by `model/separation.py`, to the relaxation, and then
-      the model is solved again; if time runs out, `primal/lns.py` improves its solution by large
-      neighbourhood search;
-   c. `primal/fix_and_refine.py` leads from that solution to a plan: it fixes what is resident, has
-      `primal/repair.py` mend segments that overflow, and solves windows anew where that fails.
-6. **Layouts.** Where a schedule fits but has no layout, the rounds are repeated within slightly
-   smaller arenas, which prove nothing.
-7. **Joint model.** On tiny graphs `primal/intervals.py` at last decides eviction and layout as one,
-   in CP-SAT.
+   `primal/schedule_builder.py`. If it fits everywhere, `primal/packing.py` lays it out: a plan,
+   which is proved optimal if it is within the tolerance of the bound.
+4. **Overflow → refine.** If the readout overflows, `primal/guided_replan.py` makes a plan of nearly
+   the same evictions with coop-offline's kernel. `refine.py` adds time points, or cuts of
+   recomputes, at the largest overflows: back to 2.
+5. **Hard models** are not solved within a small share of the time. With a wide gap,
+   `dual/background.py` starts a process, in which `dual/bounding.py` solves relaxations at more and
+   more time points, while coop-offline improves the plan. Otherwise `model/paths.py` adds path
+   cuts, found by `model/separation.py`, before the model is solved again; on a timeout
+   `primal/lns.py` improves its solution by large neighbourhood search. `primal/fix_and_refine.py`
+   leads from that solution to a plan: it fixes residents, repairs overflowing segments
+   (`primal/repair.py`), and re-solves windows where that fails.
+6. **Layout conflicts.** If a schedule fits but has no layout, the rounds are repeated within
+   slightly smaller arenas, which prove nothing.
+7. **Joint model.** On tiny graphs `primal/intervals.py` decides eviction and layout at once
+   (CP-SAT).
 
-A solver's process (`solver/worker.py`) takes the typed jobs of `solver/jobs.py` to OR-Tools'
-MathOpt or PuLP (`solver/milp_solvers.py`), PDLP (`solver/pdlp.py`) or CP-SAT (`solver/cp_sat.py`).
-How long each step may take, how many of what there are at once: `params.py`.
+With variants, `variants.py` runs the search of `primal/variant_search.py` on the model of
+`model/variant_timepoint.py`.
+
+A solver process (`solver/worker.py`) passes the typed jobs of `solver/jobs.py` to OR-Tools' MathOpt
+or PuLP (`solver/milp_solvers.py`), PDLP (`solver/pdlp.py`), HiGHS's simplex (`solver/simplex.py`)
+or CP-SAT (`solver/cp_sat.py`). Time and work limits are in `params.py` and `variant_params.py`.
 """

@@ -1,4 +1,4 @@
-"""auto: keep everything if that fits; else optimal, from coop-offline on, and other orders."""
+"""auto: keep-all if it fits; else `optimal`, starting from coop-offline, and other orders."""
 
 import math
 import time
@@ -12,21 +12,20 @@ from coop_plan.planner.exact.incumbent import Incumbent
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.optimal import solve_optimal
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
+from coop_plan.planner.heuristic.coop_offline import in_any_order
 from coop_plan.planner.keep_all import solve_keep_all
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.search.compute.annealing import cheaper, reordered
-from coop_plan.planner.heuristic.coop_offline import in_any_order
 
 
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
     """
-    The best plan seen by the deadline (or in the default time of `optimal`).
+    Returns the best plan found by the deadline (or in the default time of `optimal`).
 
-    coop-offline, which has coop in its own portfolio, is where `optimal` begins. Its plan is in
-    program order, and so is what its bound is of. What is left of the time, a share of it at least,
-    but not much more than `optimal` took, goes into other orders of first runs, and into a bound
-    that holds in any order. That is published where it proves the plan, where the plan is below the
-    bound of program order, and where there is no such bound or a lower one.
+    `optimal` starts from coop-offline, whose portfolio includes coop. Its plan and its bound are in
+    program order. A share of the time, but not much more than `optimal` took, is for other orders
+    of first runs, and for a bound that holds in any order. That bound is published if it proves the
+    plan, if the plan costs less than the bound of program order, or if it is the higher one.
     """
     try:
         return solve_keep_all(problem, request)
@@ -34,48 +33,48 @@ def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULT
         pass
     if "reorder" in request.off or request.any_schedule:
         return solve_optimal(problem, request, params)
-    links = "transfers" in problem.beyond_recomputation
-    solve = _other_orders_first if links or any(problem.overwritten) else _program_order_first
+    transfers = "transfers" in problem.beyond_recomputation
+    solve = _other_orders_first if transfers or any(problem.overwritten) else _program_order_first
     with BoundingProcess(params) as process:
-        bound = _AnyOrderBound(Incumbent(problem, request.arena_bytes, model="any"), process)
+        bound = _AnyOrderBound(Incumbent(problem, request.arena_bytes, bound_model="any"), process)
         found, other = solve(problem, request, params, bound)
     for placed in (found.placed, other):
         if placed is not None:
-            bound.best.offer(placed)
-    of_any, solution = bound.best.answer(), cheaper(problem, found, other)
+            bound.incumbent.offer(placed)
+    of_any, solution = bound.incumbent.answer(), cheaper(problem, found, other)
     higher = (of_any.lower_bound_us or 0.0) >= (solution.lower_bound_us or 0.0)
     return of_any if higher or of_any.status == "optimal" else solution
 
 
 @dataclass
 class _AnyOrderBound:
-    """What any schedule of the default variants costs at least, where nothing can be moved."""
+    """Lower bound on every schedule of default variants without transfers, in any order."""
 
-    best: Incumbent
+    incumbent: Incumbent
     process: BoundingProcess
 
     def begin(self) -> None:
-        """Look for it from now on."""
-        if "transfers" not in self.best.problem.beyond_recomputation:
-            program = Program.of(self.best.problem)
-            self.process.begin(program, program.problem.rounded(self.best.arena))
+        """Start the bounding process, unless the problem has transfers."""
+        if "transfers" not in self.incumbent.problem.beyond_recomputation:
+            program = Program.of(self.incumbent.problem)
+            self.process.begin(program, program.problem.rounded(self.incumbent.arena))
 
-    def least_us(self) -> float:
-        """What is proved so far, µs."""
-        self.best.prove(self.process.proved())
-        return self.best.bound_us
+    def bound_us(self) -> float:
+        """The bound proved so far, µs."""
+        self.incumbent.prove(self.process.proved())
+        return self.incumbent.bound_us
 
 
 def _other_orders_first(
     problem: Problem, request: Request, params: ExactParams, bound: _AnyOrderBound
 ) -> tuple[Solution, PlacedSchedule | None]:
-    """coop-offline in any order, as its walk cannot go on from `optimal`, and that after it."""
+    """coop-offline in any order, whose search cannot start from `optimal`, then `optimal`."""
     left = math.inf if request.deadline is None else request.deadline - time.monotonic()
     other = None
-    if params.search.unhurried(problem.op_count, left):
+    if params.search.heuristic_runs_to_end(problem.op_count, left):
         bound.begin()
         other = in_any_order(problem, request)
-        bound.least_us()
+        bound.bound_us()
         bound.process.kill()
     try:
         return solve_optimal(problem, request, params), other
@@ -88,7 +87,7 @@ def _other_orders_first(
 def _program_order_first(
     problem: Problem, request: Request, params: ExactParams, bound: _AnyOrderBound
 ) -> tuple[Solution, PlacedSchedule | None]:
-    """`optimal`, and the walk among other orders from what it finds."""
+    """`optimal`, then the search among other orders from its plan."""
     begin = time.monotonic()
     deadline = request.deadline
     if deadline is None:
@@ -100,6 +99,6 @@ def _program_order_first(
     rest = replace(request, deadline=min(deadline, now + seconds))
     bound.begin()
     sequence, cost_us = found.placed.schedule.what, found.placed.cost_us
-    other = reordered(problem, sequence, cost_us, rest, bound.least_us)
-    bound.least_us()
+    other = reordered(problem, sequence, cost_us, rest, bound.bound_us)
+    bound.bound_us()
     return found, other

@@ -1,21 +1,21 @@
 """
 checkmate: the integer program of Jain et al., Checkmate, MLSys 2020, section 4, in PuLP.
 
-Symbols are the paper's. Stage t ends with the first run of op t (frontier-advancing); within
-a stage ops run in program order, each at most once. Stage n, the end of the step, runs none.
+Symbols are the paper's. Stage t ends with the first run of op t (frontier-advancing); within a
+stage ops run in program order, each at most once. Stage n, the end of the step, runs none.
 
     R[t, i]        op i is computed in stage t
     S[t, d]        tensor d is kept from stage t − 1 into stage t
     U[t, i]        share of the arena in use in stage t once op i has its outputs
     FREE[t, i, d]  tensor d is freed in stage t right after op i
 
-Beyond the paper: S and FREE are per storage and not per op, as ops have several outputs, and per
-version of what is overwritten; workspace, outputs that survive, in-place pairs and ops that run
-once are modelled; and only what is there is freed, without which the model exceeds its own budget.
+Beyond the paper: S and FREE are per tensor and not per op, as ops have several outputs, and per SSA
+version of overwritten tensors. Workspace, outputs outside the arena, in-place pairs and ops that
+run once are modelled. Only resident tensors are freed; otherwise the model exceeds its own budget.
 
 The stages are a restriction: a schedule that computes an op twice in one stage, or out of program
-order, may be cheaper. The optimum is that of the paper's class, no bound for all schedules, so the
-plan claims none.
+order, may be cheaper. The optimum is that of the paper's class and no bound for all schedules, so
+the plan states none.
 """
 
 import time
@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
-from coop_plan.planner.core.working_sets import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.working_sets import largest_working_set
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, CheckmateParams
@@ -50,7 +50,7 @@ class CheckmateModel:
 
     @staticmethod
     def variable_count(program: Program) -> int:
-        """How many variables the program has at most, before anything is built."""
+        """Upper bound on the number of variables, computed without building the program."""
         per_op = [2 * len(program.makes[i]) + len(program.reads[i]) + 2 for i in range(program.n)]
         return sum((program.n + 1 - i) * count for i, count in enumerate(per_op))
 
@@ -77,41 +77,41 @@ class CheckmateModel:
         for i in range(min(t + 1, program.n)):
             if i == t:
                 self.r[t, i] = 1  # frontier-advancing
-            elif program.until[i] >= t and not program.once(i):
+            elif program.until[i] >= t and not program.runs_once(i):
                 self.r[t, i] = self._binary(f"R_{t}_{i}")
         for i in range(t):
             for d in program.makes[i]:
                 assert producer[d] == i
-                if program.useful[d] >= t:
+                if program.last_useful[d] >= t:
                     self.s[t, d] = self._binary(f"S_{t}_{d}")
 
     def _correctness(self, t: int) -> None:
         program, r, s = self.program, self.r, self.s
         producer = program.problem.producer
-        # [Constraint] inputs are there: R[t, i] ≤ R[t, producer] + S[t, d].
+        # [Constraint] inputs are available: R[t, i] ≤ R[t, producer] + S[t, d].
         for i in range(min(t + 1, program.n + 1)):
             if i < program.n and (t, i) not in r:
                 continue
             for d in program.reads[i]:
-                there = r.get((t, producer[d]), 0) + s.get((t, d), 0)
-                self._add(r.get((t, i), 1) - there <= 0)
+                available = r.get((t, producer[d]), 0) + s.get((t, d), 0)
+                self._add(r.get((t, i), 1) - available <= 0)
         for i in range(t):
             for d in program.makes[i]:
                 if (t, d) not in s:
                     continue
-                # [Constraint] what is kept was there: S[t, d] ≤ R[t−1, i] + S[t−1, d].
+                # [Constraint] kept tensors were available: S[t, d] ≤ R[t−1, i] + S[t−1, d].
                 self._add(s[t, d] - r.get((t - 1, i), 0) - s.get((t - 1, d), 0) <= 0)
-                # [Constraint] nothing is computed beside itself.
+                # [Constraint] a kept tensor is not recomputed: R[t, i] + S[t, d] ≤ 1.
                 if len(program.makes[i]) == 1 and (t, i) in r:
                     self._add(r[t, i] + s[t, d] <= 1)
-        # [Constraint] what an op overwrites ends: R[t, i] + S[t+1, d] ≤ 1; no later op reads it.
+        # [Constraint] an overwritten version ends: R[t, i] + S[t+1, d] ≤ 1; no later op reads it.
         for i in range(min(t + 1, program.n)):
             for _, d in program.overwrites[i]:
                 if (t, i) in r and (t + 1, d) in s:
                     self._add(r[t, i] + s[t + 1, d] <= 1)
 
     def _add(self, constraint: Any) -> None:
-        """Add a constraint, unless it is between constants: then it holds or nothing does."""
+        """Add a constraint; one between constants must hold."""
         if isinstance(constraint, bool):
             holds = constraint
         elif len(constraint):
@@ -126,7 +126,7 @@ class CheckmateModel:
         program, r, s = self.program, self.r, self.s
         size = program.problem.size
         users = program.problem.consumers
-        # [Variable] U[t, ·]: what stage t begins with.
+        # [Variable] U[t, ·], beginning with the tensors kept into stage t.
         used: Any = self.pulp.lpSum(
             s[t, d] * (size[d] / self.capacity)
             for i in range(t)
@@ -156,18 +156,19 @@ class CheckmateModel:
                 total = 1 - r[t, i] + self.pulp.lpSum(hazards)
                 self._add(1 - free[d] <= total)
                 self._add((1 + len(hazards)) * (1 - free[d]) >= total)
-            # A copy made beside one that was kept, for the sake of a sibling, ends at once.
-            beside = self._beside(t, i)
-            shared = self._shared(t, i, free)
+            # A recomputed output that was also kept, as only its sibling was needed, ends at once.
+            duplicates = self._duplicates(t, i)
+            shared = self._inplace_bytes(t, i, free)
             need = (program.workspace(i) + (program.rerun_bytes[i] if i < t else 0)) / self.capacity
-            # [Constraint] U ≤ M_budget, workspace included, addresses shared in place counted once.
+            # [Constraint] U ≤ M_budget, including workspace; addresses shared in place count once.
             self._add(u + r[t, i] * need - shared <= 1)
             freed = self.pulp.lpSum(
-                [f * (size[d] / self.capacity) for d, f in free.items()] + [beside]
+                [f * (size[d] / self.capacity) for d, f in free.items()] + [duplicates]
             )
             used = u
 
-    def _beside(self, t: int, i: int) -> Any:
+    def _duplicates(self, t: int, i: int) -> Any:
+        """[Variable] B[t, d]: output d of op i is both kept and recomputed, so it exists twice."""
         terms = []
         for d in self.program.makes[i]:
             if len(self.program.makes[i]) > 1 and (t, d) in self.s and i < t:
@@ -177,9 +178,9 @@ class CheckmateModel:
                 terms.append(both * (self.program.problem.size[d] / self.capacity))
         return self.pulp.lpSum(terms)
 
-    def _shared(self, t: int, i: int, free: dict[int, Any]) -> Any:
-        """In-place pairs: the output may take the address of an input that is freed after op i."""
-        allowed = self.program.problem.inplace[i] if i < t else self.program.pairs[i]
+    def _inplace_bytes(self, t: int, i: int, free: dict[int, Any]) -> Any:
+        """[Variable] P[t, i, p]: the output takes the address of an input freed after op i."""
+        allowed = self.program.problem.inplace[i] if i < t else self.program.inplace_pairs[i]
         pairs = [(out, source) for out, source in allowed if source in free]
         share = {pair: self._binary(f"P_{t}_{i}_{pair[0]}_{pair[1]}") for pair in pairs}
         for (out, source), z in share.items():
@@ -216,8 +217,8 @@ def solve_checkmate(
     count = CheckmateModel.variable_count(program)
     if count > params.max_variables:
         raise InvalidInputError(
-            f"checkmate's program has up to {count} variables on this graph, and more than"
-            f" {params.max_variables} are hopeless: use optimal",
+            f"checkmate's program has up to {count} variables on this graph, above the limit of"
+            f" {params.max_variables}: use optimal",
             "/method",
         )
     if request.deadline is None:
@@ -245,17 +246,18 @@ def _solve(
 ) -> Schedule:
     import pulp
 
-    if solver not in pulp.listSolvers(onlyAvailable=True):
-        known = ", ".join(pulp.listSolvers(onlyAvailable=True))
-        raise InvalidInputError(f"PuLP has no solver '{solver}' here: it has {known}", "/solver")
+    installed = pulp.listSolvers(onlyAvailable=True)
+    if solver not in installed:
+        message = f"PuLP solver '{solver}' is not installed, but {', '.join(installed)}"
+        raise InvalidInputError(message, "/solver")
     assert request.deadline is not None
-    blocked = DoesNotFitError(largest_working_set(program.problem).op)
+    infeasible = DoesNotFitError(largest_working_set(program.problem).op)
     if capacity < largest_working_set(program.problem).bytes:
-        raise blocked
+        raise infeasible
     model = CheckmateModel(program, capacity, pulp, integral)
     answer = process.solve_pulp(model.lp.toDict(), request.deadline, solver)
     if answer.outcome is Outcome.INFEASIBLE:
-        raise blocked
+        raise infeasible
     values = answer.values
     if values is None:
         raise TimeLimitError("time limit reached before checkmate found any plan")
@@ -263,52 +265,52 @@ def _solve(
     if integral:
         computed = {key for key, r in model.r.items() if _value(r, values) > 0.5}
     else:
-        computed = _complete(program, chosen, set(model.r), blocked)
+        computed = _complete_rounding(program, chosen, set(model.r), infeasible)
     built = ScheduleBuilder(program)
     for t in range(program.n + 1):
         for i in range(min(t + 1, program.n)):
             if (t, i) in computed:
                 built.run(i, t)
-        last = t == program.n
-        built.keep(set(program.reads[t]) if last else {d for stage, d in chosen if stage == t + 1})
+        kept = {d for stage, d in chosen if stage == t + 1}
+        built.retain(kept if t < program.n else set(program.reads[t]))
     return built.schedule()
 
 
 def _value(variable: Any, values: dict[str, float]) -> float:
-    """A solved variable; one that is in no constraint is not in the solution, and free to be 0."""
+    """Value of a solved variable; one that no constraint contains is free to be 0."""
     return float(variable if isinstance(variable, int) else values.get(variable.name, 0.0))
 
 
-def _complete(
+def _complete_rounding(
     program: Program,
     kept: set[tuple[int, int]],
     possible: set[tuple[int, int]],
-    blocked: DoesNotFitError,
+    infeasible: DoesNotFitError,
 ) -> set[tuple[int, int]]:
-    """Phase two of the rounding: the least R for a rounded S; both are changed where they must."""
+    """Phase two of the rounding: the least R for a rounded S; both change where they must."""
     producer = program.problem.producer
     computed = {(i, i) for i in range(program.n)}
 
-    def demand(t: int, d: int) -> None:
+    def require(t: int, d: int) -> None:
         if (t, d) in kept or (t, producer[d]) in computed:
             return
         if (t, producer[d]) in possible:
             computed.add((t, producer[d]))
         elif producer[d] < t:
-            kept.add((t, d))  # it cannot be computed again
+            kept.add((t, d))  # it cannot be recomputed
         else:
-            raise blocked
+            raise infeasible
 
     for t in range(program.n, -1, -1):
         for d in sorted(d for stage, d in kept if stage == t + 1):
-            demand(t, d)
+            require(t, d)
         if t == program.n:
             for d in program.reads[t]:
-                demand(t, d)
+                require(t, d)
         for i in range(min(t, program.n - 1), -1, -1):
             if (t, i) in computed:
                 for d in program.reads[i]:
-                    demand(t, d)
+                    require(t, d)
                 if any((t + 1, d) in kept for _, d in program.overwrites[i]):
-                    raise blocked
+                    raise infeasible
     return computed

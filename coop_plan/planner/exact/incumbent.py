@@ -1,98 +1,98 @@
-"""The best plan and the best bound so far."""
+"""Incumbent plan and lower bound of one request."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.working_sets import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
+from coop_plan.planner.core.working_sets import largest_working_set
 from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.method import Progress, Solution
 from coop_plan.schemas import BoundModel
 
 SOLVER_TOLERANCE = 1e-7
-"""Share of the base cost that a bound gives away, as solvers compute in floating point."""
+"""Share of the base cost subtracted from bounds, as solvers use floating-point arithmetic."""
 
-PROOF = 1e-6
-"""A plan is optimal when its cost is within this share of the bound."""
+OPTIMALITY_TOLERANCE = 1e-6
+"""A plan is optimal if its cost exceeds the bound by at most this share."""
 
 
 class Incumbent:
     """
-    The best placed plan for one arena (bytes) and the best lower bound, both in µs.
+    Best placed plan for one arena (bytes) and best lower bound, both in µs.
 
-    Tells the caller when they move. `model` says for which schedules the bound holds.
+    Changes are reported to `progress`. `bound_model` names the schedules for which the bound holds.
     """
 
     def __init__(
         self,
         problem: Problem,
         arena: int,
-        tell: Callable[[Progress], None] | None = None,
-        model: BoundModel = "program-order",
+        progress: Callable[[Progress], None] | None = None,
+        bound_model: BoundModel = "program-order",
     ) -> None:
         self.problem = problem
         self.arena = arena
-        self.model = model
+        self.bound_model = bound_model
         self.bound_us = problem.base_cost_us
         self.solution: Solution | None = None
-        self._tell = tell
+        self._progress = progress
 
     @property
     def cost_us(self) -> float:
-        """Cost of the best plan, infinite without one."""
+        """Cost of the best plan, µs; infinite without a plan."""
         return float("inf") if self.solution is None else self.solution.placed.cost_us
 
     @property
     def proved(self) -> bool:
-        """Whether the plan is within the tolerance of the bound."""
-        return self.cost_us <= self.bound_us * (1 + PROOF)
+        """True if the cost is within the tolerance of the bound."""
+        return self.cost_us <= self.bound_us * (1 + OPTIMALITY_TOLERANCE)
 
     @property
     def gap(self) -> float:
-        """Cost over bound, minus one."""
+        """Optimality gap: cost / bound - 1."""
         return self.cost_us / max(self.bound_us, 1e-12) - 1
 
     def raise_bound(self, bound_us: float) -> None:
-        """Take a proved lower bound; a worse one changes nothing."""
+        """Raise the bound to a proved one (µs); a lower one changes nothing."""
         self.bound_us = max(self.bound_us, min(bound_us, self.cost_us))
         self.report()
 
-    def prove(self, recomputes_us: float) -> None:
-        """Take what recomputes cost at least, as a solver has it; −∞ changes nothing."""
-        if recomputes_us > -INFINITY:
-            self.raise_bound(self.problem.base_cost_us * (1 - SOLVER_TOLERANCE) + recomputes_us)
+    def prove(self, recompute_us: float) -> None:
+        """Raise the bound to the base cost plus recomputes of at least this cost (µs, or −∞)."""
+        if recompute_us > -INFINITY:
+            self.raise_bound(self.problem.base_cost_us * (1 - SOLVER_TOLERANCE) + recompute_us)
 
-    def distrust(self, why: str) -> None:
-        """Forget the bounds of a solver that contradicts a plan; every op once remains one."""
+    def discard_bounds(self, reason: str) -> None:
+        """Reset the bound to the base cost, after a solver contradicted a plan."""
         self.bound_us = self.problem.base_cost_us
-        if self._tell is not None:
-            self._tell(Progress(f"bound given up: {why}"))
+        if self._progress is not None:
+            self._progress(Progress(f"lower bound discarded: {reason}"))
 
     def offer(self, placed: PlacedSchedule) -> None:
-        """A schedule with addresses within the arena; the cheapest is kept."""
+        """Keep a schedule placed within the arena if it is cheaper than the incumbent."""
         if placed.cost_us < self.cost_us:
             self.solution = Solution(placed)
             self.report()
 
     def report(self, bound_us: float = 0.0) -> None:
-        """Incumbent, bound and gap as progress; `bound_us` is one that is still being raised."""
-        if self._tell is None:
+        """Report incumbent, bound and gap; `bound_us` is the bound of a solve still running."""
+        if self._progress is None:
             return
         base = max(self.problem.base_cost_us, 1e-12)
         bound = min(max(self.bound_us, bound_us), self.cost_us)
         least = bound / base - 1
         if self.solution is None:
-            self._tell(Progress(f"no plan yet, overhead at least {least:.2%}", bound=least))
+            self._progress(Progress(f"no plan yet, overhead at least {least:.2%}", bound=least))
             return
         overhead, gap = self.cost_us / base - 1, self.cost_us / max(bound, 1e-12) - 1
         message = f"overhead {overhead:.2%}, at least {least:.2%}, gap {gap:.2%}"
-        self._tell(Progress(message, overhead=overhead, bound=least, gap=gap))
+        self._progress(Progress(message, overhead=overhead, bound=least, gap=gap))
 
     def answer(self) -> Solution:
         """
-        The best plan with its bound.
+        Returns the best plan with its bound.
 
         Raises:
             DoesNotFitError: there is no plan.
@@ -103,5 +103,5 @@ class Incumbent:
             self.solution,
             status="optimal" if self.proved else "feasible",
             lower_bound_us=min(self.bound_us, self.cost_us),
-            bound_model=self.model,
+            bound_model=self.bound_model,
         )

@@ -1,62 +1,61 @@
 """
 monet: the integer program of Shah et al., Memory Optimization for Deep Networks, ICLR 2021.
 
-Stage t ends with the first run of op t. The forward pass runs once (section 3); in a stage of the
-backward pass, ops of the forward pass may run again before op t, in program order, each at most
+Stage t ends with the first run of op t. The forward pass runs once (section 3). In a stage of the
+backward pass, ops of the forward pass may be recomputed before op t, in program order, each at most
 once and each run in a variant of its own (section 4.2).
 
     δ[t, v]     variant v runs in stage t: the paper's r and δ as one, Σ δ ≤ 1 by op
     s[t, d]     tensor d is kept from stage t − 1 into stage t
     N[t, i, d]  tensor d is needed in stage t by op i or later, or kept beyond the stage
-    m[t, i, d]  tensor d is in memory in stage t while op i runs, and no output of it
-    z[t, v, p]  variant v writes its output over an input in stage t, as the pair p allows
+    m[t, i, d]  tensor d is resident in stage t while op i runs, and no output of it
+    z[t, v, p]  variant v writes its output over an input in stage t, as pair p allows
 
-Beyond the paper: any graph, tensors that only some variants make, and ops that run once. The class is
-a restriction, so the optimum is no bound for all schedules, and the plan claims none.
+Minimise Σ cost[v] · δ[t, v]. Beyond the paper: any graph, tensors that only some variants make, and
+ops that run once. The class is a restriction, so the optimum is no bound for all schedules, and the
+plan states none.
 """
 
 import time
 from dataclasses import dataclass, field, replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
-from coop_plan.planner.core.working_sets import least_working_set, needs
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome
+from coop_plan.planner.core.working_sets import least_working_set, needs
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
+from coop_plan.planner.exact.model.variants import VariantChoices
 from coop_plan.planner.exact.primal.packing import place_or_pack
 from coop_plan.planner.exact.solver.process import SolverProcess
-from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.exact.model.variant_choices import Choices
 from coop_plan.planner.exact.variant_params import MONET, MonetParams
+from coop_plan.planner.method import Request, Solution
 from coop_plan.schemas import InvalidInputError
-
-Terms = list[tuple[int, float]]
 
 
 @dataclass
 class MonetModel:
     """The integer program within `capacity` bytes, rounded up."""
 
-    choices: Choices
+    choices: VariantChoices
     capacity: int
     milp: Milp = field(default_factory=Milp)
     delta: dict[tuple[int, int], int] = field(default_factory=dict)
     s: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @staticmethod
-    def variable_count(choices: Choices) -> int:
-        """How many variables the program has, about, before anything is built."""
-        tensors = len(choices.useful)
-        return sum((1 + len(_again(choices, t))) * 2 * tensors for t in range(choices.n))
+    def variable_count(choices: VariantChoices) -> int:
+        """Estimate of the number of variables, computed without building the program."""
+        tensors = len(choices.last_useful)
+        return sum((1 + len(_rerunnable(choices, t))) * 2 * tensors for t in range(choices.n))
 
     def __post_init__(self) -> None:
         problem, choices = self.choices.problem, self.choices
         unit = problem.base_cost_us or 1.0
         for t in range(choices.n):
-            for op in (*_again(choices, t), t):
+            for op in (*_rerunnable(choices, t), t):
                 for v in choices.of[op]:
                     self.delta[t, v] = self.milp.binary(problem.variants[v].cost_us / unit)
-            for d, last in enumerate(choices.useful):
+            for d, last in enumerate(choices.last_useful):
                 if 0 <= problem.producer[d] < t <= last:
                     self.s[t, d] = self.milp.binary()
         for d in choices.outputs:  # the end of the step reads them
@@ -68,7 +67,7 @@ class MonetModel:
             self._kept(choices.n, d)
 
     def made(self, t: int, d: int) -> Terms:
-        """Whether stage t makes tensor d."""
+        """Terms of: stage t makes tensor d."""
         variants = self.choices.problem.variants
         makers = self.choices.of[self.choices.problem.producer[d]]
         return [
@@ -77,8 +76,8 @@ class MonetModel:
             if (t, v) in self.delta and d in variants[v].outputs
         ]
 
-    def there(self, t: int, d: int) -> Terms:
-        """Whether stage t has tensor d: kept, or made in it."""
+    def available(self, t: int, d: int) -> Terms:
+        """Terms of: stage t has tensor d, kept or made in it."""
         return [*self._column(t, d), *self.made(t, d)]
 
     def _column(self, t: int, d: int) -> Terms:
@@ -86,32 +85,32 @@ class MonetModel:
 
     def _correctness(self, t: int) -> None:
         choices = self.choices
-        # [Constraint] Σ δ = 1 for the op whose stage it is, ≤ 1 for those that run again.
-        for op in (*_again(choices, t), t):
+        # [Constraint] Σ δ = 1 for the op whose stage it is, ≤ 1 for recomputes.
+        for op in (*_rerunnable(choices, t), t):
             columns = [(self.delta[t, v], 1.0) for v in choices.of[op]]
             self.milp.row(columns, float(op == t), 1.0)
-            # [Constraint] inputs are there: δ[t, v] ≤ s[t, d] + Σ δ[t, makers of d].
+            # [Constraint] inputs are available: δ[t, v] ≤ s[t, d] + Σ δ[t, producers of d].
             for v in choices.of[op]:
                 for d in sorted(choices.reads[v]):
-                    there = self.there(t, d)
-                    self.milp.row([*there, (self.delta[t, v], -1.0)], 0.0, INFINITY)
+                    available = self.available(t, d)
+                    self.milp.row([*available, (self.delta[t, v], -1.0)], 0.0, INFINITY)
         for stage, d in [key for key in self.s if key[0] == t]:
             self._kept(stage, d)
 
     def _kept(self, t: int, d: int) -> None:
-        # [Constraint] what is kept was there: s[t, d] ≤ s[t−1, d] + Σ δ[t−1, makers of d].
-        self.milp.row([*self.there(t - 1, d), (self.s[t, d], -1.0)], 0.0, INFINITY)
-        if self.choices.problem.overwritten[d]:  # never made again
+        # [Constraint] kept tensors were available: s[t, d] ≤ s[t−1, d] + Σ δ[t−1, producers of d].
+        self.milp.row([*self.available(t - 1, d), (self.s[t, d], -1.0)], 0.0, INFINITY)
+        if self.choices.problem.overwritten[d]:  # never recomputed
             self.milp.row([(self.s[t, d], 1.0)], 1.0, 1.0)
 
     def _memory(self, t: int) -> None:
         choices, milp = self.choices, self.milp
         problem, need = choices.problem, needs(choices.problem)
         unit = max(self.capacity, 1)
-        ops = (*_again(choices, t), t)
-        # [Variable] N from the end of the stage back.
+        ops = (*_rerunnable(choices, t), t)
+        # [Variable] N, from the end of the stage back.
         needed: dict[int, int] = {}
-        for d, last in enumerate(choices.useful):
+        for d, last in enumerate(choices.last_useful):
             if problem.producer[d] <= t < last and (t + 1, d) in self.s:
                 needed[d] = self.s[t + 1, d]
         for op in reversed(ops):
@@ -120,23 +119,23 @@ class MonetModel:
                 for d in sorted(choices.reads[v]):
                     readers.setdefault(d, []).append(self.delta[t, v])
             for d, columns in readers.items():
-                if choices.always[d]:
+                if choices.unconstrained[d]:
                     continue
                 needed[d] = milp.column(0.0, 1.0, 0.0, integer=False)
                 for column in [*columns, *([after[d]] if d in after else [])]:
                     milp.row([(needed[d], 1.0), (column, -1.0)], 0.0, INFINITY)
-            # [Constraint] m ≥ s + N − 1 and m ≥ Σ δ + N − 1, of what was made before op.
+            # [Constraint] m ≥ s + N − 1 and m ≥ Σ δ + N − 1, for tensors made before the op.
             weights: dict[int, float] = {}
             for d, column in needed.items():
-                if choices.always[d]:
+                if choices.unconstrained[d]:
                     continue
-                early = self.made(t, d) if problem.producer[d] < op else []
-                for terms in filter(None, (self._column(t, d), early)):
+                made_before = self.made(t, d) if problem.producer[d] < op else []
+                for terms in filter(None, (self._column(t, d), made_before)):
                     m = milp.column(0.0, 1.0, 0.0, integer=False)
                     row = [(m, 1.0), (column, -1.0), *((c, -a) for c, a in terms)]
                     milp.row(row, -1.0, INFINITY)
                     weights[m] = problem.size[d]
-            # [Constraint] Σ bytes in memory + outputs + workspace of op ≤ capacity.
+            # [Constraint] Σ bytes of residents + outputs + workspace of the op ≤ capacity.
             for v in choices.of[op]:
                 variant = problem.variants[v]
                 taken = problem.rounded(variant.workspace_bytes)
@@ -144,12 +143,12 @@ class MonetModel:
                 if op < t:
                     taken += need.again[v] - need.first[v]
                 weights[self.delta[t, v]] = taken
-                self._share(t, v, after, weights)
+                self._inplace(t, v, after, weights)
             terms = [(c, w / unit) for c, w in weights.items()]
             milp.row(terms, -INFINITY, self.capacity / unit)
 
-    def _share(self, t: int, v: int, after: dict[int, int], weights: dict[int, float]) -> None:
-        """In-place pairs: the output takes the address of an input that ends with the run."""
+    def _inplace(self, t: int, v: int, after: dict[int, int], weights: dict[int, float]) -> None:
+        """[Variable] z[t, v, p]: the output takes the address of an input that the run ends."""
         milp, problem = self.milp, self.choices.problem
         pairs = [p for p in problem.variants[v].inplace if p[1] in self.choices.reads[v]]
         z = {pair: milp.binary() for pair in pairs if not problem.outside[pair[0]]}
@@ -158,15 +157,11 @@ class MonetModel:
             milp.row([(self.delta[t, v], 1.0), (column, -1.0)], 0.0, INFINITY)
             if source in after:
                 milp.row([(column, 1.0), (after[source], 1.0)], -INFINITY, 1.0)
-        for side in (0, 1):
-            for d in {pair[side] for pair in z}:
-                same = [(c, 1.0) for pair, c in z.items() if pair[side] == d]
-                if len(same) > 1:
-                    milp.row(same, -INFINITY, 1.0)
+        milp.match(z.items())
 
 
-def _again(choices: Choices, t: int) -> list[int]:
-    """The ops that may run again in stage t, in program order: of the forward, in the backward."""
+def _rerunnable(choices: VariantChoices, t: int) -> list[int]:
+    """Forward ops that may be recomputed in stage t of the backward pass, in program order."""
     problem = choices.problem
     phases = [op.phase for op in problem.graph.ops]
     begin = next((i for i, phase in enumerate(phases) if phase != "forward"), 0)
@@ -190,37 +185,37 @@ def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET)
     The cheapest schedule of MONeT's class that the solver finds by the deadline.
 
     Raises:
-        InvalidInputError: a program of more than `max_variables`.
-        DoesNotFitError: no schedule exists, or the one that was found could not be placed.
-        TimeLimitError: none was found in time.
+        InvalidInputError: the program has more than `max_variables` variables.
+        DoesNotFitError: no schedule exists, or its layout exceeds the arena.
+        TimeLimitError: no schedule was found in time.
     """
-    choices = Choices.of_problem(problem)
+    choices = VariantChoices.of_problem(problem)
     count = MonetModel.variable_count(choices)
     if count > params.max_variables:
         raise InvalidInputError(
-            f"monet's program has about {count} variables on this graph, and more than"
-            f" {params.max_variables} are hopeless: use optimal",
+            f"monet's program has about {count} variables on this graph, above the limit of"
+            f" {params.max_variables}: use optimal",
             "/method",
         )
     if request.deadline is None:
         request = replace(request, deadline=time.monotonic() + params.default_seconds)
     assert request.deadline is not None
-    blocked = DoesNotFitError(least_working_set(problem).op)
+    infeasible = DoesNotFitError(least_working_set(problem).op)
     capacity = problem.rounded(request.arena_bytes)
     if least_working_set(problem).bytes > capacity:
-        raise blocked
+        raise infeasible
     model = MonetModel(choices, capacity)
     with SolverProcess() as process:
         answer = process.solve(model.milp, request.deadline)
         if answer.outcome is Outcome.INFEASIBLE:
-            raise blocked
+            raise infeasible
         values = answer.values
         if values is None:
             raise TimeLimitError("time limit reached before monet found any plan")
         runs = [
             v
             for t in range(choices.n)
-            for op in (*_again(choices, t), t)
+            for op in (*_rerunnable(choices, t), t)
             for v in choices.of[op]
             if values[model.delta[t, v]] > 0.5
         ]
@@ -228,5 +223,5 @@ def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET)
             process, Schedule.of(problem, runs), request.arena_bytes, request.deadline
         )
     if placed is None:
-        raise blocked
+        raise infeasible
     return Solution(placed)

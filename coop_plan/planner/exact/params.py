@@ -1,9 +1,9 @@
 """
-Every parameter of the exact methods: what it means, its unit, and what it may be.
+Parameters of the exact methods: one group per part that reads it, all in `ExactParams`.
 
-One group for each part that reads it, all of them in `ExactParams`. The type of a field is its unit
-and range, checked when a group is made. What is part of a proof, such as tolerances and the scale
-of costs, is no parameter: it stands with the code that relies on it.
+The annotated type of a field is its valid range, checked on construction: `Share` is in [0, 1],
+`Ratio`, `Seconds` and `Size` are at least 0, `Factor` and `Count` at least 1. Tolerances and cost
+scales that a proof relies on are constants next to the code that uses them.
 """
 
 import math
@@ -15,83 +15,87 @@ from coop_plan.planner.core.params import Count, Params, Ratio, Seconds, Share, 
 
 @dataclass(frozen=True)
 class SearchParams(Params):
-    """How `optimal` spends its time (see `planner.exact.optimal`)."""
+    """Time limits and time shares of `optimal` (see `planner.exact.optimal`)."""
 
     default_seconds: Seconds = 60.0
-    """Time limit of a request without one."""
+    """Time limit of a request that sets none, s."""
 
     probe_seconds: Seconds = 10.0
-    """The same, where any schedule will do: one of many budgets tried in search of the smallest."""
+    """
+    Time limit of a feasibility probe (`any_schedule`), such as a budget of the `min` search, s.
+    """
 
-    small_ops: Size = 3000
-    long_seconds: Seconds = 10.0
+    small_graph_ops: Size = 3000
+    """Up to this many ops coop-offline runs to its own end, with `ample_seconds` left."""
+    ample_seconds: Seconds = 10.0
+    """Time left above which `small_graph_ops` applies, s."""
     heuristic_share: Share = 0.25
-    """coop-offline takes its own time on graphs up to `small_ops` ops when there are more than
-    `long_seconds` left, and else this share of the time left;"""
+    """Share of the time left for coop-offline when it does not run to its own end."""
 
     reorder_share: Share = 0.2
-    """`auto` keeps this share of the time for other orders of first runs;"""
+    """Share of the time that `auto` reserves for other orders of first runs."""
 
     reorder_seconds: Seconds = 1.0
-    """so long if it is there, however soon `optimal` ends: a process that proves takes some of it
-    to start."""
+    """Minimum time for other orders, s, as a bounding process takes part of it to start."""
 
-    tiny_ops: Size = 50
-    """on graphs up to so many always: a fraction of a second."""
+    tiny_graph_ops: Size = 50
+    """Up to this many ops coop-offline always runs to its own end."""
 
-    blind_share: Share = 0.25
-    """Share of the time left for finding any plan at all where coop-offline finds none."""
+    first_plan_share: Share = 0.25
+    """Share of the time left for finding any plan if coop-offline finds none."""
 
-    climb_share: Share = 0.2
-    """Share of the time left for more of coop-offline once a model took all of its own."""
+    offline_share: Share = 0.2
+    """Share of the time left for more coop-offline search once a model has timed out."""
 
-    linked_bounding_share: Share = 0.4
-    """With transfers, share of the time left for which bounds are looked for beside the search;
-    after that all processors search."""
+    transfer_bounding_share: Share = 0.4
+    """With transfers, share of the time left until the bounding process ends."""
 
     fix_share: Share = 0.9
-    """Share of the time left that one run of fix-and-refine may take."""
+    """Share of the time left for one run of fix-and-refine."""
 
     fix_arenas: tuple[Share, ...] = (1.0, 0.99, 0.975)
-    """Shares of the arena to fix and refine within, in turn as long as only a layout is missing."""
+    """Budgets of fix-and-refine, as shares of the arena, tried in order on layout conflicts."""
 
-    shrink: tuple[Share, ...] = (0.995, 0.99, 0.98, 0.96, 0.93)
-    """Logical budgets, as shares of the arena, for plans that are easier to place."""
+    shrunk_arenas: tuple[Share, ...] = (0.995, 0.99, 0.98, 0.96, 0.93)
+    """Budgets of further rounds, as shares of the arena, tried in order on layout conflicts."""
 
-    good_gap: Ratio = 1e-4
-    """Cost over bound, minus one, below which smaller logical budgets are not worth trying; and the
-    gap, as a share of the base cost, to which their models are solved."""
+    small_gap: Ratio = 1e-4
+    """
+    Gap (cost / bound - 1) to which models of smaller budgets are solved, and below which none are.
+    """
 
     place_work: Size = 1_000_000_000
-    """Effort of `planner.placement.layout.lay_out` for what fix-and-refine finds, as far as time allows."""
+    """Work limit of `planner.placement.layout.lay_out` in fix-and-refine, if time allows."""
 
     joint_ops: Size = 20
-    """Up to so many ops eviction and layout are decided as one, where both in turn fail."""
+    """Up to this many ops eviction and layout are solved as one model, if both in turn fail."""
 
     joint_copies: Count = 3
-    """Runs an op may have then, the first one included."""
+    """Runs that an op may have in the joint model, its first run included."""
 
     joint_seconds: Seconds = 2.0
-    """How long it may look for a better plan; for any plan at all, as long as there is time. With
-    transfers, which that model does not have, coop-offline goes on for so long instead."""
+    """
+    Time for improving a plan by the joint model, s; without a plan it has all the time left. The
+    joint model has no transfers: with a host link this time goes to coop-offline.
+    """
 
-    def unhurried(self, ops: int, left: float) -> bool:
-        """Whether coop-offline may take its own time on so many ops, with so much left (s)."""
-        return ops <= (self.small_ops if left > self.long_seconds else self.tiny_ops)
+    def heuristic_runs_to_end(self, ops: int, left: float) -> bool:
+        """True if coop-offline runs to its own end on this many ops with `left` s left."""
+        return ops <= (self.small_graph_ops if left > self.ample_seconds else self.tiny_graph_ops)
 
 
 @dataclass(frozen=True)
 class RoundShares(Params):
-    """For the steps of a round on a hard model: shares of the time left when each begins."""
+    """Steps of a round on a hard model, as shares of the time left when the step begins."""
 
     cuts: Share
-    """For path cuts."""
+    """Share for path cuts."""
 
     solve: Share
-    """For the solve after that."""
+    """Share for the solve after path cuts."""
 
     lns: Share
-    """For improving its solution if it ran out of time."""
+    """Share for improving the solution by LNS, if the solve timed out."""
 
 
 @dataclass(frozen=True)
@@ -99,60 +103,65 @@ class RefinementParams(Params):
     """Rounds of the time-point model (see `planner.exact.refine`)."""
 
     first_gap: Ratio = 5e-4
-    """Share of the base cost to which models are solved until a solution fits."""
+    """Gap, as a share of the base cost, to which models are solved until a solution fits."""
 
     first_points: Count = 3
-    """Time points to begin with: often these are enough."""
+    """Time points of the first model; often these suffice."""
 
-    points_at_once: Count = 4
-    """Time points, or else cuts, that a round adds where a solution overflows a little."""
+    points_per_round: Count = 4
+    """Time points (or cuts) that a round adds after a small overflow."""
 
-    large_excess: Ratio = 1.0
-    most_points: Count = 12
-    """From so large an excess on, in capacities, there is one in each segment, up to so many."""
+    large_overflow: Ratio = 1.0
+    """Overflow, as a multiple of the capacity, above which each segment gets a time point."""
+    max_points: Count = 12
+    """Limit on the time points that a round adds after a large overflow."""
 
     easy_share: Share = 0.05
+    """A model is hard if not solved within this share of the time left, or `easy_seconds`."""
     easy_seconds: Seconds = 1.0
-    """A model may be solved as it is within this share of the time left, or so long if that is
-    more; where it is not, it counts as hard."""
+    """Minimum time before a model counts as hard, s."""
 
     wide_gap: Ratio = 0.12
-    """Cost over bound, minus one, above which a hard model is worth a process beside the search for
-    bounds, and longer climbs of coop-offline."""
+    """Gap (cost / bound - 1) above which a hard model starts the bounding process."""
 
-    wide_gap_linked: Ratio = 1e-3
-    """The same with transfers, for which coop-offline is the one that finds plans."""
+    wide_gap_transfers: Ratio = 1e-3
+    """The same gap with transfers, where only coop-offline makes plans."""
 
     all_points_ops: Size = 30
-    """With transfers, all ops are time points from the beginning where there are no more."""
+    """With transfers, up to this many ops every op is a time point from the first model on."""
 
-    alone_share: Share = 0.3
-    """Share of the time left for those bounds where there is one processor only."""
+    single_core_share: Share = 0.3
+    """On one processor, share of the time left that the bounding process runs alone."""
 
     shares: RoundShares = RoundShares(0.12, 0.12, 0.05)
-    """For hard models; the rest is for fix-and-refine and closer looks."""
+    """Time shares on hard models; the rest is for fix-and-refine and further rounds."""
 
-    last_shares: RoundShares = RoundShares(0.25, 0.9, 0.5)
-    """The same once nothing else is left to do."""
+    final_shares: RoundShares = RoundShares(0.25, 0.9, 0.5)
+    """Time shares of the final rounds, when nothing else is left to do."""
 
-    least_seconds: Seconds = 5.0
-    """A solve after path cuts gets so much at least, if there is as much."""
+    min_solve_seconds: Seconds = 5.0
+    """Minimum time of a solve after path cuts, if that much is left, s."""
 
 
 @dataclass(frozen=True)
 class ModelParams(Params):
-    """The time-point model itself (see `planner.exact.model.timepoint`)."""
+    """The time-point model (see `planner.exact.model.timepoint`)."""
 
-    finest: Size = 40
-    """Memory rows are also rounded to multiples of sizes down to room / `finest`; 0: to none."""
+    finest_rounding: Size = 40
+    """
+    Memory rows are also rounded down to multiples of each size that is at least room /
+    `finest_rounding`; 0 turns rounded rows off.
+    """
 
 
 @dataclass(frozen=True)
 class PathCutParams(Params):
     """Path cuts and their separation (see `planner.exact.model.paths`)."""
 
-    violation: Annotated[float, Within(-math.inf, 1.0)] = 0.02
-    """Cuts that are violated by less are not worth a row; negative: those that hold anyway are."""
+    min_violation: Annotated[float, Within(-math.inf, 1.0)] = 0.02
+    """
+    Minimum violation of a cut that is added, at most 1; a negative value also adds satisfied cuts.
+    """
 
     precision: tuple[tuple[Share, Share], ...] = (
         (1e-2, 2e-2),
@@ -160,42 +169,45 @@ class PathCutParams(Params):
         (1e-3, 5e-4),
         (1e-3, 5e-4),
     )
-    """Relative accuracy of relaxations, and the share of the bound by which a round must raise it.
-    After one that does not, the next pair holds; it ends after the last. What is proved does not
-    depend on this."""
+    """
+    (relative accuracy of the relaxation, minimum relative gain of a round) pairs. A round that
+    gains less moves on to the next pair; after the last pair separation ends. Bounds are valid at
+    any accuracy.
+    """
 
     quick_precision: tuple[tuple[Share, Share], ...] = ((1e-2, 2e-2), (1e-2, 2e-2))
-    """The same where it has to be quick."""
+    """The same pairs for quick comparisons of models."""
 
     simplex_columns: Size = 60_000
-    """With transfers, relaxations of up to so many columns are solved to their optimum: first-order
-    methods are far from it for long."""
+    """
+    With transfers, up to this many columns relaxations are solved by simplex, as PDLP is slow.
+    """
 
     cuts_per_round: Count = 3000
-    """New cuts before the relaxation is solved again."""
+    """Maximum number of cuts added before the relaxation is solved again."""
 
     cuts_per_interval: Count = 40
-    """New cuts between the same two time points, times four before paths that share an end go."""
+    """Maximum number of new cuts between two time points, of four times as many paths."""
 
     cuts_per_op: Count = 2
-    """How many of them may end at the same op."""
+    """Maximum number of new cuts of an interval whose paths end at the same op."""
 
 
 @dataclass(frozen=True)
 class LnsParams(Params):
-    """Large neighbourhood search (see `planner.exact.primal.lns`)."""
+    """Large neighbourhood search on the time-point model (see `planner.exact.primal.lns`)."""
 
     widths: tuple[Share, ...] = (0.1, 0.2, 0.3)
-    """Shares of the program that are set free at a time, one drawn each time."""
+    """Neighbourhood sizes as shares of the program's ops; one is drawn for each neighbourhood."""
 
     step_seconds: Seconds = 3.0
-    """Time limit of one stretch."""
+    """Time limit of one neighbourhood, s."""
 
     patience: Count = 12
-    """Stretches without success before giving up."""
+    """Consecutive neighbourhoods without improvement after which the search ends."""
 
     relative_gap: Ratio = 1e-3
-    """Share of the objective to which a stretch is solved."""
+    """Relative gap to which a neighbourhood is solved."""
 
 
 @dataclass(frozen=True)
@@ -203,74 +215,77 @@ class FixAndRefineParams(Params):
     """Windows between fixed time points (see `planner.exact.primal.fix_and_refine`)."""
 
     gap: Ratio = 5e-3
-    """Share of the base cost to which windows are solved."""
+    """Absolute gap, as a share of the base cost, to which a window is solved."""
 
     window_share: Share = 0.25
+    """Time limit of a window as a share of the time left."""
     window_seconds: Seconds = 1.0
-    """Time of one window: this share of what is left, or so long if that is more."""
+    """Minimum time limit of a window, s."""
 
-    points_at_once: Count = 4
-    """Time points that a window gets at once."""
+    points_per_window: Count = 4
+    """Time points added to a window at once."""
 
     margin_share: Share = 0.01
+    """Minimum step of a margin after a layout conflict, as a share of the capacity."""
     excess_share: Ratio = 0.33
-    """Bytes to free where a layout did not fit: this share of the capacity, or else of the excess,
-    whichever is more."""
+    """Minimum step of a margin after a layout conflict, as a multiple of its excess."""
 
-    most_crowds: Count = 3
-    """Crowds of the same op at the same position before it may not run there again."""
+    max_conflicts: Count = 3
+    """Memory conflicts of an op at a position before it may not be recomputed there."""
 
 
 @dataclass(frozen=True)
 class RepairParams(Params):
-    """Repairs of readouts that overflow (see `planner.exact.primal.repair`)."""
+    """Repairs of schedules that overflow (see `planner.exact.primal.repair`)."""
 
-    dearest: Ratio = 0.02
-    """Share of the base cost that what goes for one overflow may cost at most."""
+    max_cost_share: Ratio = 0.02
+    """Maximum recompute cost of the evictions for one overflow, as a share of the base cost."""
 
-    most_runs: Count = 3
-    """How often an op may run for the same position before drops count as stuck."""
+    max_runs: Count = 3
+    """Runs of an op for the same position above which evictions count as thrashing."""
 
 
 @dataclass(frozen=True)
-class FollowParams(Params):
-    """Plans as advice for coop-offline's kernel (see `planner.exact.primal.guided_replan`)."""
+class GuidedReplanParams(Params):
+    """Weights and budgets of the guided re-plan (see `planner.exact.primal.guided_replan`)."""
 
     evicted_weight: Ratio = 1e-3
+    """Score weight of retention intervals in which the guiding schedule evicts the tensor."""
     kept_weight: Ratio = 1e3
-    """Weights of retention intervals that the plan gives up, and of those that it does not."""
+    """Score weight of all other retention intervals."""
 
     arenas: tuple[Ratio, ...] = (1.04, 1.02, 1.01, 1.0, 0.99, 0.98, 0.97, 0.95, 0.93)
-    """Logical budgets to try, as shares of the arena."""
+    """Logical budgets to try, as multiples of the arena."""
 
     alphas: tuple[Ratio, ...] = (1.0, 0.25)
-    """Values of `planner.heuristic.eviction_run.Settings.alpha` to try with each."""
+    """Values of `planner.heuristic.eviction_run.Settings.alpha` to try with each budget."""
 
 
 @dataclass(frozen=True)
 class BoundingParams(Params):
-    """Time points of the relaxations beside the search (see `planner.exact.dual.bounding`)."""
+    """Time points of the bounding process's relaxations (see `planner.exact.dual.bounding`)."""
 
-    few: tuple[Count, ...] = (4, 8, 20)
-    integral_columns: Size = 6000
+    few_points: tuple[Count, ...] = (4, 8, 20)
+    """With transfers, numbers of time points of the first models; the best one is refined."""
+    integral_max_columns: Size = 6000
+    """The best of the first models is also solved as a MILP, up to this many columns."""
     integral_seconds: Seconds = 20.0
-    """With transfers, so many time points are tried, and the best of these models is also solved as
-    it is, if it has no more columns, for so long, before there are more time points."""
+    """Time limit of that MILP, s."""
 
-    spread: Count = 10
-    """Time points of the first step where nothing repeats; each step has twice as many."""
+    first_spread: Count = 10
+    """Time points of the first step if no blocks repeat; each step doubles them."""
 
     samples: Annotated[int, Within(2, math.inf)] = 4
-    """Copies of a block from which the choice of an op is learned."""
+    """Copies of a repeated block on which candidate ops are compared, at least 2."""
 
-    tried: Count = 4
-    """How many ops are tried beside those that were chosen before."""
+    candidates: Count = 4
+    """Ops compared at once as the next time point of a repeated block."""
 
-    worth_keeping: Ratio = 2e-3
-    """Share by which an op must raise the bound to be a time point from then on."""
+    min_gain: Ratio = 2e-3
+    """Relative increase of the bound for which an op is kept as a time point."""
 
-    mostly: Share = 0.5
-    """Blocks are used if so much of where keeping everything does not fit lies in them."""
+    min_block_share: Share = 0.5
+    """Minimum share of the ops over capacity that lie in repeated blocks, for blocks to be used."""
 
 
 @dataclass(frozen=True)
@@ -278,43 +293,43 @@ class PackingParams(Params):
     """Layouts by constraint programming (see `planner.exact.primal.packing`)."""
 
     seconds: Seconds = 5.0
-    """How long the solver may look for a layout of one schedule."""
+    """Time limit for the layout of one schedule, s."""
 
-    most_blocks: Size = 1500
-    """Beyond so many blocks the model is not worth building."""
+    max_blocks: Size = 1500
+    """Maximum number of blocks for which the model is built."""
 
 
 @dataclass(frozen=True)
 class SolverParams(Params):
-    """The processes that solve (see `planner.exact.solver.process`)."""
+    """Solver processes (see `planner.exact.solver.process`)."""
 
     memory_bytes: Size = 8 << 30
-    """Address space that each may take."""
+    """Address-space limit of a process, bytes."""
 
     grace_seconds: Seconds = 0.3
-    """How much earlier than the kill a solver is asked to stop by itself."""
+    """Time between a solver's own limit and the kill of its process, s."""
 
 
 @dataclass(frozen=True)
 class CheckmateParams(Params):
-    """The integer program of the paper (see `planner.exact.checkmate`)."""
+    """The paper's integer program (see `planner.exact.checkmate`)."""
 
     max_variables: Size = 50_000
-    """More are refused: CBC closes about 10 000 in a minute."""
+    """Programs with more variables are rejected; CBC solves about 10 000 in a minute."""
 
     default_seconds: Seconds = 3600.0
-    """Time limit of a request without one, the paper's own."""
+    """Time limit of a request that sets none, s (the paper's)."""
 
     solver: str = "PULP_CBC_CMD"
-    """PuLP's solver where the request names none: a name in `pulp.listSolvers()`."""
+    """PuLP solver if the request names none; a name of `pulp.listSolvers()`."""
 
     allowances: tuple[Share, ...] = (0.0, 0.1, 0.2, 0.3)
-    """Shares of the budget denied to the relaxation, in turn, so that rounding may exceed it."""
+    """Shares of the budget withheld from the relaxation, tried in order, for rounding."""
 
 
 @dataclass(frozen=True)
 class ExactParams:
-    """All of it, a group for each part; `dataclasses.replace` makes variants."""
+    """All parameter groups of the exact methods; change them with `dataclasses.replace`."""
 
     search: SearchParams = SearchParams()
     refinement: RefinementParams = RefinementParams()
@@ -323,7 +338,7 @@ class ExactParams:
     lns: LnsParams = LnsParams()
     fix_and_refine: FixAndRefineParams = FixAndRefineParams()
     repair: RepairParams = RepairParams()
-    follow: FollowParams = FollowParams()
+    guided_replan: GuidedReplanParams = GuidedReplanParams()
     bounding: BoundingParams = BoundingParams()
     packing: PackingParams = PackingParams()
     solver: SolverParams = SolverParams()
@@ -331,4 +346,3 @@ class ExactParams:
 
 
 DEFAULTS = ExactParams()
-"""What holds where a caller gives none."""

@@ -1,4 +1,4 @@
-"""The parameters of the search over variants; the type of a field is its range."""
+"""Parameters of the search over variants and of `monet`; a field's annotated type is its range."""
 
 from dataclasses import dataclass
 
@@ -7,110 +7,115 @@ from coop_plan.planner.core.params import Count, Factor, Params, Seconds, Share,
 
 @dataclass(frozen=True)
 class VariantParams(Params):
-    """Starts, and the large neighbourhood search from them (`planner.exact.primal.variant_search`)."""
+    """Start assignments and neighbourhood search over variants (see `primal.variant_search`)."""
 
-    climbs: Count = 24
-    """
-    Sets of variants tried, one change at a time, where no program is solved; in haste on small steps.
-    """
+    exchanges: Count = 24
+    """Exchanges of one variant that hill climbing evaluates if no program is solved."""
 
     neighbourhoods: Count = 8
-    """Neighbourhoods solved at most, where no time limit was given."""
+    """Maximum number of neighbourhoods without a time limit."""
 
     nodes: Count = 20
-    """Nodes of branch and bound of one of these at most; a time limit has no such end."""
+    """Branch-and-bound node limit of a neighbourhood without a time limit."""
 
-    default_share: Share = 0.1
-    """Share of the time for the default variants alone, with which it begins."""
+    default_variants_share: Share = 0.1
+    """Share of the time for the first schedule, in default variants only."""
 
     reorder_share: Share = 0.1
-    """Share of the time for other orders of first runs, with which it ends."""
+    """Share of the time for other orders of first runs, at the end."""
 
     bound_share: Share = 0.4
-    """Share of the time that `optimal` gives to the bound, before it searches."""
+    """Share of the time left for the lower bound, before the neighbourhood search."""
 
     solve_share: Share = 0.2
-    """Share of the time left that one of its solves takes, once there is a schedule."""
+    """Share of the time left for one solve of the whole program, once a schedule exists."""
 
-    sizes: tuple[Share, ...] = (0.5, 1.0, 0.25)
+    size_shares: tuple[Share, ...] = (0.5, 1.0, 0.25)
     """
-    Rules: per op the cheapest variant whose working set is this share at most of the arena without the
-    outputs that are there.
+    Start rules: each op gets its cheapest variant whose working set is at most this share of the
+    arena less the outputs already resident.
     """
 
-    hasty_rules: Count = 3
-    """Rules tried where any schedule will do."""
+    quick_rules: Count = 3
+    """Start rules evaluated if any schedule suffices."""
 
     bound_points: Count = 12
-    """Time points of the whole program at first: few, as what is solved has the better bound."""
+    """
+    Time points of the whole program at first; few, as a program solved to optimality bounds better.
+    """
 
-    rough: Share = 0.2
-    """Share of the gap to which the whole program is solved as long as it grows."""
+    gap_share: Share = 0.2
+    """Share of the current gap to which the whole program is solved while it is refined."""
 
     points: Count = 30
-    """Time points of the program of which neighbourhoods are solved, to begin with."""
+    """Initial time points of the program whose neighbourhoods are solved."""
 
-    most_points: Count = 90
-    """And at most."""
+    max_points: Count = 90
+    """Maximum number of time points of the program."""
 
-    points_at_once: Count = 4
-    """Points added where what was read out did not fit."""
+    points_per_round: Count = 4
+    """Time points (or cuts) added after a readout that does not fit."""
 
     first_width: Share = 0.12
-    """Share of the program that is set free at first."""
+    """Initial share of the program in a neighbourhood."""
 
-    wider: Factor = 1.1
-    """Factor on that share after a neighbourhood that was solved."""
+    widen: Factor = 1.1
+    """Factor on that share after a neighbourhood that was solved to its end."""
 
-    narrower: Share = 0.7
-    """And after one that was not, in its time or with its nodes."""
+    narrow: Share = 0.7
+    """Factor on that share after a neighbourhood that hit its time or node limit."""
 
-    narrowest: Share = 0.04
-    """The share is no less."""
+    min_width: Share = 0.04
+    """Lower limit of that share."""
 
-    widest: Share = 0.7
-    """And no more."""
+    max_width: Share = 0.7
+    """Upper limit of that share."""
 
     repair_rounds: Size = 40
-    """Neighbourhoods solved around what is too full in a solution of the whole program, at most."""
+    """
+    Maximum number of neighbourhoods solved around overfull segments of the whole program's
+    solution.
+    """
 
-    worth_reading: Share = 0.01
-    """Of solutions of neighbourhoods none is read that costs more by this share than the best."""
+    max_read_excess: Share = 0.01
+    """Solutions are read out if they cost at most this share more than the best schedule."""
 
     step_seconds: Seconds = 3.0
-    """Time limit of one neighbourhood."""
+    """Time limit of one neighbourhood, s."""
 
     relative_gap: Share = 1e-3
-    """Share of the objective to which a neighbourhood is solved."""
+    """Relative gap to which a neighbourhood is solved."""
 
     patience: Count = 5
-    """Neighbourhoods without success after which it ends, where no time limit was given."""
+    """
+    Consecutive neighbourhoods without improvement after which the search ends, without a time
+    limit.
+    """
 
     small_ops: Count = 60
     """
-    Up to so many ops every one of them is a time point; without a time limit there is no program,
-    whose process takes longer to start than these take to plan.
+    Up to this many ops every op is a time point, and only a time limit makes it solve programs.
     """
 
     margin: Share = 0.002
-    """Share of the arena by which the search stays below it for each layout that was not found."""
+    """Share of the arena left free for each layout that failed."""
 
-    most_margin: Share = 0.04
-    """And at most."""
+    max_margin: Share = 0.04
+    """Upper limit of the share left free."""
 
-    repairs: Count = 3
-    """Rounds of changes of single runs."""
+    reselection_rounds: Count = 3
+    """Maximum passes of the local search over the variants of single runs."""
 
 
 @dataclass(frozen=True)
 class MonetParams(Params):
-    """The integer program of the paper (see `planner.exact.monet`)."""
+    """The paper's integer program (see `planner.exact.monet`)."""
 
     max_variables: Size = 100_000
-    """More are refused."""
+    """Programs with more variables are rejected."""
 
     default_seconds: Seconds = 3600.0
-    """Time limit of a request without one."""
+    """Time limit of a request that sets none, s."""
 
 
 DEFAULTS = VariantParams()

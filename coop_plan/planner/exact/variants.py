@@ -1,4 +1,4 @@
-"""How a method chooses variants: the search over them, and where that does less, the method too."""
+"""Choice of variants: the search over them, combined with a method that plans default variants."""
 
 import contextlib
 import time
@@ -9,12 +9,12 @@ import numpy as np
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
+from coop_plan.planner.exact.model.variants import fix_variants, restore_variants
+from coop_plan.planner.exact.primal.variant_search import VariantSearch
+from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
+from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
 from coop_plan.planner.method import Request, Solution, Solve
 from coop_plan.planner.search.compute.annealing import cheaper, reordered
-from coop_plan.planner.heuristic.coop_offline import in_any_order, solve_coop_offline
-from coop_plan.planner.exact.variant_params import DEFAULTS, VariantParams
-from coop_plan.planner.exact.model.fix_variants import carried_back, restricted
-from coop_plan.planner.exact.primal.variant_search import VariantSearch
 
 
 def solve_with_variants(
@@ -26,54 +26,53 @@ def solve_with_variants(
     params: VariantParams = DEFAULTS,
 ) -> Solution:
     """
-    The cheapest schedule found whose runs have the variants that suit them; with `prove` its bound.
+    Returns the cheapest schedule found with a variant per run; with `prove` also its bound.
 
-    It begins with coop-offline's schedule of the default variants. A schedule that chooses variants
-    moves nothing to the host: where there is a link, half of the time goes to `method`, which knows
-    of the default variants alone, and the cheaper one of the two counts; there is no bound of both.
-    Nor is there one where an op overwrites a tensor in the arena: the program does not follow that.
-    First runs are in the program's order, as in the program that chooses variants; what is left of
-    the time goes into other orders of the runs it chose. Without a time limit coop-offline's
-    schedule of the default variants, in any order, counts if it costs less.
+    The search starts from coop-offline's schedule of default variants. With transfers half of the
+    time goes to `method`, which uses default variants only, as the search over variants has no
+    transfers. The cheaper schedule wins, and there is no bound. There is none either if an op
+    overwrites a tensor in the arena, which the program does not model. First runs are in program
+    order; the remaining time goes to other orders of the chosen runs. Without a time limit,
+    coop-offline's schedule of default variants in any order is returned if it costs less.
 
     Raises:
-        DoesNotFitError: nothing was found.
+        DoesNotFitError: no schedule was found.
     """
-    links = "transfers" in problem.beyond_recomputation
-    share = 0.5 if links else params.default_share
+    transfers = "transfers" in problem.beyond_recomputation
+    share = 0.5 if transfers else params.default_variants_share
     until = None
     end, reorder = request.deadline, False
     if end is not None:
         now = time.monotonic()
         until = now + (end - now) * share
-        reorder = not (links or request.any_schedule or "reorder" in request.off)
+        reorder = not (transfers or request.any_schedule or "reorder" in request.off)
         if reorder:
             request = replace(request, deadline=end - (end - now) * params.reorder_share)
     search = VariantSearch(problem, request, params)
-    other: Solution | None = None
+    default: Solution | None = None
     with contextlib.suppress(DoesNotFitError, TimeLimitError):
-        first = method if links else solve_coop_offline
-        other = first(problem, replace(request.in_program_order(), deadline=until))
-        if not links:
-            search.offer(other.placed)
-    if not (request.any_schedule and other is not None):
+        first = method if transfers else solve_coop_offline
+        default = first(problem, replace(request.in_program_order(), deadline=until))
+        if not transfers:
+            search.offer(default.placed)
+    if not (request.any_schedule and default is not None):
         try:
             search.run(prove=prove and not request.any_schedule)
         except (DoesNotFitError, TimeLimitError):
-            if other is None and search.placed is None:
+            if default is None and search.placed is None:
                 raise
-    if search.placed is None or (other is not None and other.placed.cost_us <= search.cost_us):
-        assert other is not None
-        search.placed = other.placed
+    if search.placed is None or (default is not None and default.placed.cost_us <= search.cost_us):
+        assert default is not None
+        search.placed = default.placed
     solution = Solution(search.placed)
-    if prove and not links and not any(problem.overwritten):
+    if prove and not transfers and not any(problem.overwritten):
         solution = replace(
             solution,
             status="optimal" if search.proved else "feasible",
             lower_bound_us=min(search.bound_us, search.cost_us),
             bound_model="program-order",
         )
-    if end is None and not (links or request.any_schedule or "reorder" in request.off):
+    if end is None and not (transfers or request.any_schedule or "reorder" in request.off):
         solution = cheaper(problem, solution, in_any_order(problem, request))
     if reorder:
         placed = _reordered(problem, replace(request, deadline=end), search.placed)
@@ -82,17 +81,17 @@ def solve_with_variants(
 
 
 def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> PlacedSchedule | None:
-    """A cheaper schedule in whatever order, each op in the variant of its first run; None: none."""
+    """A cheaper schedule in any order, each op in the variant of its first run, or None."""
     chosen: dict[int, int] = {}
     ops: list[int] = []
     for variant in placed.schedule.variants:
         ops.append(problem.variants[variant].op)
         chosen.setdefault(ops[-1], variant)
     variants = [chosen[op] for op in range(problem.op_count)]
-    alone, sequence = restricted(problem, variants), np.array(ops, dtype=np.int64)
+    alone, sequence = fix_variants(problem, variants), np.array(ops, dtype=np.int64)
     try:
         Schedule.of(alone, sequence)
-    except NoScheduleError:  # a later run makes what the first one does not
+    except NoScheduleError:  # a later run makes a tensor that the first one does not
         return None
     found = reordered(alone, sequence, placed.cost_us, request)
-    return None if found is None else carried_back(problem, variants, found)
+    return None if found is None else restore_variants(problem, variants, found)

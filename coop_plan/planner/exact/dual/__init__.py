@@ -1,1 +1,1 @@
-"""Lower bounds, looked for beside the search."""
+"""Dual side: lower bounds, proved by a process that runs during the search."""

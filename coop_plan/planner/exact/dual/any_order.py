@@ -1,13 +1,13 @@
-"""A bound that holds in any order of first runs, from more and more time points (a process)."""
+"""Lower bound for any order of first runs, from models with more and more time points."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from coop_plan.planner.exact.model.any_order import AnyOrderModel
-from coop_plan.planner.exact.model.chains import Ancestry, Chains
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
+from coop_plan.planner.exact.model.point_selection import Ancestry, Chains
 from coop_plan.planner.exact.model.program import Program
-from coop_plan.planner.exact.solver.jobs import News, SolveMilp
+from coop_plan.planner.exact.solver.jobs import SolveMilp, SolveProgress
 from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 
 
@@ -16,30 +16,30 @@ class AnyOrderBounding:
     """
     Models at one capacity (bytes), each with twice as many time points as the one before.
 
-    `tell` hears of every bound: what recomputes cost at least, in µs.
+    Each lower bound on the recompute cost (µs) is passed to `report`.
     """
 
     program: Program
     capacity: int
-    tell: Callable[[float], None]
+    report: Callable[[float], None]
 
     def run(self) -> None:
-        """One after the other, as long as there are time points to add."""
+        """Solve model after model until there are no time points to add."""
         ancestry = Ancestry(self.program)
         chains = Chains(ancestry, self.capacity)
         points: list[int] = []
         count = 1
         while count < 2 * self.program.n:
-            found = chains.of(count)
+            found = chains.points(count)
             if found != points:
                 points = found
                 self._solve(AnyOrderModel(ancestry, self.capacity, points))
             count *= 2
 
     def _solve(self, model: AnyOrderModel) -> None:
-        def tell(news: News | Answer) -> None:
-            self.tell(news.bound * model.cost_unit)
+        def report(progress: SolveProgress | Answer) -> None:
+            self.report(progress.bound * model.cost_unit)
 
-        answer = solve_milp(SolveMilp(model.milp), INFINITY, tell)
+        answer = solve_milp(SolveMilp(model.milp), INFINITY, report)
         if answer.outcome is not Outcome.INFEASIBLE:
-            tell(answer)
+            report(answer)

@@ -1,6 +1,8 @@
 """
-Bounds from a process beside the search for plans, which runs `planner.exact.dual.bounding`: of
-program order, or of any order (`planner.exact.dual.any_order`).
+Bounding process, run during the search for plans.
+
+It runs `planner.exact.dual.bounding`, for bounds of program order, or
+`planner.exact.dual.any_order`.
 """
 
 import queue
@@ -14,7 +16,7 @@ from coop_plan.planner.exact.solver.process import Child
 
 @dataclass(frozen=True)
 class BoundingJob:
-    """What the process is sent, as in `Bounding`; without points it is a bound of any order."""
+    """Job of the process, with the fields of `Bounding`; without points for bounds of any order."""
 
     program: Program
     capacity: int
@@ -23,31 +25,31 @@ class BoundingJob:
 
 
 class BoundingProcess(Child):
-    """A process for one kind of bounds; what it has proved can be asked for at any time."""
+    """Process for one kind of bounds, which can be polled at any time."""
 
     def __init__(self, params: ExactParams = DEFAULTS) -> None:
         super().__init__("coop_plan.planner.exact.dual.bounding", params.solver)
         self._params = params
-        self.running = self._begun = False
+        self.running = self._started = False
         self.ended = False
-        """Whether it ran to its end: it has no more time points to add."""
+        """True if the process ran to its end: there are no more time points to add."""
 
     def kill(self) -> None:
-        """End it for good: there will be no more news."""
+        """End the process for good."""
         self.running = False
         super().kill()
 
     def begin(self, program: Program, capacity: int, points: set[int] | None = None) -> None:
-        """Start, with time points that are known to matter, or for any order; once only."""
-        if not self._begun:
+        """Start from known time points, or for any order; only the first call has an effect."""
+        if not self._started:
             job = BoundingJob(program, capacity, points, self._params)
-            self._begun = self.running = self.send(job)
+            self._started = self.running = self.send(job)
 
     def proved(self, until: float = 0.0) -> float:
         """
-        What recomputes cost at least (µs), −∞ if nothing new was proved.
+        Returns the best new lower bound on the recompute cost (µs), −∞ if there is none.
 
-        Waits for news until then (a `time.monotonic` value, s).
+        Waits for a bound until then (a `time.monotonic` value, s).
 
         Raises:
             SolverError: the process raised an exception.
@@ -55,11 +57,11 @@ class BoundingProcess(Child):
         best = -INFINITY
         while self.running:
             try:
-                news: float | None = self.receive(until if best == -INFINITY else 0.0)
+                bound: float | None = self.receive(until if best == -INFINITY else 0.0)
             except queue.Empty:
                 break
-            if news is None:
+            if bound is None:
                 self.running, self.ended = False, True
             else:
-                best = max(best, news)
+                best = max(best, bound)
         return best

@@ -1,10 +1,9 @@
 """
-A bound for hard models: their relaxation with path cuts, at many more time points than they have.
+Lower bound for hard models: relaxations with path cuts, at many more time points.
 
-Where blocks repeat, the time points are the same op in every copy: which op is learned from a few
-of the copies, then all of them have it. Elsewhere they are spread over the program. This is run as
-a process of its own (`planner.exact.dual.background`), and only ends when everything is a time
-point.
+If blocks repeat, the same op of every copy becomes a time point: the op is chosen on a few copies.
+Otherwise time points are spread over the program. This module is the main module of the bounding
+process (`planner.exact.dual.background`), which ends once every op is a time point.
 """
 
 import pickle
@@ -17,7 +16,7 @@ from coop_plan.planner.exact.dual.any_order import AnyOrderBounding
 from coop_plan.planner.exact.dual.background import BoundingJob
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Relaxation
 from coop_plan.planner.exact.model.paths import Path, PathCuts, Relax
-from coop_plan.planner.exact.model.points import initial_points, too_full
+from coop_plan.planner.exact.model.point_selection import initial_points, ops_over_capacity
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 from coop_plan.planner.exact.params import DEFAULTS, ExactParams
@@ -31,33 +30,33 @@ from coop_plan.planner.exact.solver.worker import connect
 @dataclass
 class Bounding:
     """
-    Better and better relaxations at one capacity (bytes).
+    Increasingly tight relaxations at one capacity (bytes).
 
-    `points` are the time points so far; they begin with some that are known to matter. `tell` hears
-    of every bound: what recomputes cost at least, in µs.
+    `points` are the time points so far, initially some that are known to matter. Each lower bound
+    on the recompute cost (µs) is passed to `report`.
     """
 
     program: Program
     capacity: int
     points: set[int]
-    tell: Callable[[float], None]
+    report: Callable[[float], None]
     params: ExactParams = DEFAULTS
     paths: PathCuts = field(init=False)
-    _spread: int = field(init=False)
+    _spread_count: int = field(init=False)
     _ranked: list[list[int]] = field(default_factory=list)
     _chosen: list[list[int]] = field(default_factory=list)
-    _compare: bool = True
+    _rerank: bool = True
     _best: float = -INFINITY
     _model: TimePointModel | None = None
 
     def __post_init__(self) -> None:
-        self.paths = self._cuts()
-        self._spread = self.params.bounding.spread
+        self.paths = self._path_cuts()
+        self._spread_count = self.params.bounding.first_spread
 
     def run(self) -> None:
-        """One step after the other, as long as there are time points to add."""
-        if self.program.links is not None:
-            self._try_few()
+        """Solve relaxation after relaxation until there are no time points to add."""
+        if self.program.host_link is not None:
+            self._choose_few()
         else:
             self._ranked = self._candidates()
         best = -INFINITY
@@ -68,19 +67,19 @@ class Bounding:
             if points == self.points:
                 continue
             if copies and len(self._chosen) == 2:
-                # Alone it is solved sooner, and its cuts are of use in what follows.
-                alone = self._cuts(quick=True)
+                # Its relaxation alone is solved sooner, and its cuts also hold in the larger one.
+                alone = self._path_cuts(quick=True)
                 self._relax(set(found), alone)
                 paths += alone.paths
-            cuts = self._cuts(paths)
+            cuts = self._path_cuts(paths)
             bound = self._relax(points, cuts)
-            if copies and bound < best * (1 + self.params.bounding.worth_keeping):
+            if copies and bound < best * (1 + self.params.bounding.min_gain):
                 self._chosen.pop()
-                self._compare = False
+                self._rerank = False
             else:
                 self.points, self.paths, best = points, cuts, max(best, bound)
 
-    def _cuts(
+    def _path_cuts(
         self, paths: Iterable[Path] = (), *, quick: bool = False, rounds: int | None = None
     ) -> PathCuts:
         return PathCuts(self.params.path_cuts, list(paths), quick, rounds)
@@ -90,114 +89,116 @@ class Bounding:
         model = TimePointModel(self.program, self.capacity, chosen, (), self.params.model)
         unit = model.cost_unit
         bound = paths.strengthen(
-            _relaxing(), model, INFINITY, lambda bound: self.tell(bound * unit)
+            _local_relax(), model, INFINITY, lambda bound: self.report(bound * unit)
         )
         if model.transfers is not None and not paths.quick and bound > self._best:
             self._best, self._model = bound, model
         return bound
 
-    def _try_few(self) -> None:
+    def _choose_few(self) -> None:
         """
-        Go on from the best of a few models, each with some time points of its own.
+        Start from the best of a few models, each with time points of its own.
 
-        With transfers, which ones they are matters more than how many. And fractions of copies are
-        worth more than fractions of runs, so the best one is solved with whole ones as well.
+        With transfers the choice of time points matters more than their number. Fractional
+        transfers weaken the relaxation more than fractional runs, so the best model is also solved
+        as a MILP.
         """
-        for count in self.params.bounding.few:
+        for count in self.params.bounding.few_points:
             points = set(initial_points(self.program, self.capacity, count))
-            self._relax(points, self._cuts())
-        self._solve(self.params.bounding.integral_seconds)
+            self._relax(points, self._path_cuts())
+        self._solve_integral(self.params.bounding.integral_seconds)
         if self._model is not None:
             self.points = {*self._model.points[:-1]}
 
-    def _solve(self, seconds: float) -> None:
-        """Solve the best model itself."""
-        most = self.params.bounding.integral_columns
-        if self._model is None or len(self._model.milp.lower) > most:
+    def _solve_integral(self, seconds: float) -> None:
+        limit = self.params.bounding.integral_max_columns
+        if self._model is None or len(self._model.milp.lower) > limit:
             return
         unit = self._model.cost_unit
         answer = solve_milp(
-            SolveMilp(self._model.milp), seconds, lambda news: self.tell(news.bound * unit)
+            SolveMilp(self._model.milp), seconds, lambda p: self.report(p.bound * unit)
         )
         if answer.outcome is not Outcome.INFEASIBLE:
-            self.tell(answer.bound * unit)
+            self.report(answer.bound * unit)
 
     def _next_spread(self) -> list[int]:
-        points = initial_points(self.program, self.capacity, self._spread)
-        self._spread *= 2
-        if self.points.issuperset(points) and self._spread > self.program.n:
+        points = initial_points(self.program, self.capacity, self._spread_count)
+        self._spread_count *= 2
+        if self.points.issuperset(points) and self._spread_count > self.program.n:
             return list(range(self.program.n + 1))
         return points
 
     def _next_copies(self) -> list[int]:
         """
-        The op of a block that raises the bound most beside those chosen before, by samples.
+        The op of a block that raises the bound most with those chosen before, on sampled copies.
 
-        After one that did not raise it the one that was next to it.
+        If the last choice did not raise the bound, the next in rank.
         """
         if not self._chosen:
             self._rank()
-        elif self._compare:
+        elif self._rerank:
             before = {point for copies in self._chosen for point in self._sample(copies)}
-            tried = self.params.bounding.tried
-            self._ranked[:tried] = sorted(
-                self._ranked[:tried],
+            candidates = self.params.bounding.candidates
+            self._ranked[:candidates] = sorted(
+                self._ranked[:candidates],
                 key=lambda copies: (
-                    -self._relax(before.union(self._sample(copies)), self._cuts(quick=True))
+                    -self._relax(before.union(self._sample(copies)), self._path_cuts(quick=True))
                 ),
             )
-        self._compare = True
+        self._rerank = True
         self._chosen.append(self._ranked.pop(0))
         return self._chosen[-1]
 
     def _rank(self) -> None:
-        """Ops that alone prove most come first, but those next to better ones last."""
+        """Sort ops by their bound alone; ops next to better ones come last."""
         alone = [
-            self._relax(set(self._sample(copies)), self._cuts(quick=True, rounds=1))
+            self._relax(set(self._sample(copies)), self._path_cuts(quick=True, rounds=1))
             for copies in self._ranked
         ]
-        beside = [-INFINITY, *alone, -INFINITY]
+        neighbours = [-INFINITY, *alone, -INFINITY]
         order = sorted(
             range(len(alone)),
-            key=lambda i: (alone[i] < max(beside[i], beside[i + 2]), -alone[i], i),
+            key=lambda i: (alone[i] < max(neighbours[i], neighbours[i + 2]), -alone[i], i),
         )
         self._ranked = [self._ranked[i] for i in order]
 
     def _candidates(self) -> list[list[int]]:
-        """Every op of every repeated block as its copies, where keeping everything is too much."""
-        over = set(too_full(self.program, self.capacity))
+        """
+        The copies over capacity of every op of every repeated block; empty if blocks cover too few
+        ops.
+        """
+        over = set(ops_over_capacity(self.program, self.capacity))
         classes = []
         for run in repetitions(self.program.problem):
             for offset in range(run.period):
                 copies = [op for op in run.copies(offset) if op in over]
                 if len(copies) > 1:
                     classes.append(copies)
-        if sum(len(copies) for copies in classes) < self.params.bounding.mostly * len(over):
-            return []
-        return classes
+        least = self.params.bounding.min_block_share * len(over)
+        return [] if sum(map(len, classes)) < least else classes
 
     def _sample(self, copies: list[int]) -> list[int]:
-        """Some of the copies, evenly spread, the first and the last among them."""
+        """Evenly spaced copies, including the first and the last."""
         count = self.params.bounding.samples
         if len(copies) <= count:
             return copies
         return [copies[i * (len(copies) - 1) // (count - 1)] for i in range(count)]
 
 
-def _relaxing() -> Relax:
-    """As `SolverProcess.relax`, in this process; for one growing program."""
+def _local_relax() -> Relax:
+    """`SolverProcess.relax` in this process, for one growing program."""
     relaxations = Relaxations()
 
     def relax(milp: Milp, deadline: float, accuracy: float, start: Relaxation | None) -> Relaxation:
         job = RelaxMilp(milp, accuracy, start)
         solve = relaxations.solve if accuracy else simplex.relax
-        return solve(job, deadline)  # as good as never
+        return solve(job, deadline)
 
     return relax
 
 
 def main() -> None:
-    """The process: one job comes in, bounds go out."""
+    """Entry point of the process: one job comes in, bounds go out."""
     send = connect(int(sys.argv[1]))
     job: BoundingJob = pickle.load(sys.stdin.buffer)  # noqa: S301  (from our parent)
     try:

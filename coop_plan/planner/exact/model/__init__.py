@@ -1,1 +1,1 @@
-"""The programs that are solved: their variables, constraints and cuts."""
+"""Mixed-integer programs: variables, constraints and cuts."""

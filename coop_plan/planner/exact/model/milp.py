@@ -1,6 +1,7 @@
-"""A mixed-integer linear program as plain lists, and what a solver answered."""
+"""Mixed-integer linear program as plain lists, and results of its solution."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -11,13 +12,16 @@ if TYPE_CHECKING:  # the solver's process, which starts for every plan, needs no
 
 INFINITY = math.inf
 
+Terms = list[tuple[int, float]]
+"""A linear expression: (column, coefficient) pairs, each column at most once."""
+
 
 @dataclass
 class Milp:
     """
-    Minimise cost · x, rows between their bounds. Columns and rows are numbered from 0.
+    Minimise cost · x subject to row bounds; columns and rows are numbered from 0.
 
-    `entry_row`, `entry_column` and `entry_value` hold the matrix, one entry each.
+    `entry_row`, `entry_column` and `entry_value` hold the matrix in coordinate form.
     """
 
     lower: list[float] = field(default_factory=list)
@@ -31,15 +35,15 @@ class Milp:
     entry_value: list[float] = field(default_factory=list)
 
     def copy(self) -> "Milp":
-        """A copy of its own."""
+        """Deep copy of the program."""
         return Milp(**{name: list(values) for name, values in vars(self).items()})
 
     def binary(self, cost: float = 0.0) -> int:
-        """A new 0-1 column; returns its number."""
+        """Add a 0-1 column; returns its number."""
         return self.column(0.0, 1.0, cost, integer=True)
 
     def column(self, lower: float, upper: float, cost: float, *, integer: bool) -> int:
-        """A new column; returns its number."""
+        """Add a column; returns its number."""
         self.lower.append(lower)
         self.upper.append(upper)
         self.cost.append(cost)
@@ -47,7 +51,10 @@ class Milp:
         return len(self.lower) - 1
 
     def row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> int:
-        """A new row, lower ≤ Σ value · column ≤ upper; each column at most once."""
+        """
+        Add the row lower ≤ Σ value · column ≤ upper; returns its number. Each column occurs at most
+        once.
+        """
         number = len(self.row_lower)
         self.row_lower.append(lower)
         self.row_upper.append(upper)
@@ -57,9 +64,31 @@ class Milp:
             self.entry_value.append(value)
         return number
 
+    def match(self, pairs: Iterable[tuple[tuple[int, int], int]]) -> None:
+        """Rows Σ column ≤ 1 per output and per input of ((output, input), column) pairs."""
+        pairs = list(pairs)
+        for side in (0, 1):
+            for t in {pair[side] for pair, _ in pairs}:
+                same = [(column, 1.0) for pair, column in pairs if pair[side] == t]
+                if len(same) > 1:
+                    self.row(same, -INFINITY, 1.0)
+
+    def rounded_rows(self, weights: dict[int, int], room: int, finest: int) -> list[int]:
+        """
+        Rows Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for weights s ≥ room / finest.
+
+        Without them, half of a tensor fits where only half of it has room. Returns their numbers.
+        """
+        sizes = sorted({w for w in weights.values() if w * finest >= max(room, 1)})
+        rows = []
+        for s in sizes:
+            terms = [(c, float(w // s)) for c, w in weights.items() if w // s]
+            rows.append(self.row(terms, -INFINITY, room // s))
+        return rows
+
 
 class Outcome(Enum):
-    """How a solve ended."""
+    """Termination status of a solve."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -70,9 +99,9 @@ class Outcome(Enum):
 @dataclass(frozen=True)
 class Answer:
     """
-    What a solver found: `values` per column (None without a solution), and a proved lower bound.
+    Result of a solve: `values` per column (None without a solution) and a proved lower bound.
 
-    Bound and objective are in the program's own units of cost.
+    Bound and objective are in the program's units of cost.
     """
 
     outcome: Outcome
@@ -84,10 +113,9 @@ class Answer:
 @dataclass(frozen=True)
 class Relaxation:
     """
-    What is known of a program whose columns need not be integers.
+    Result of a linear relaxation.
 
-    The bound is proved; `values` per column and `multipliers` per row are about right, and None
-    where there are none.
+    The bound is proved; `values` per column and `multipliers` per row are approximate, or None.
     """
 
     bound: float

@@ -1,36 +1,40 @@
 """
-Overwriting in the time-point model: a run of an op uses up the version that it overwrites.
+Overwriting in the time-point model: each run of an op ends a buffer of the version it overwrites.
 
-The model of `planner.exact.model.timepoint` says of a tensor whether it is there, not how often.
-Version d of an overwritten tensor (see `planner.core.ssa`) ends with each run of the op w that
-overwrites it. To keep it beyond that takes another buffer of it, from another run of the op v that
-makes it. The columns, where nothing can be moved to the host, which would make buffers as well:
+The model of `planner.exact.model.timepoint` knows whether a tensor is resident, not how many
+buffers of it exist. Version d of an overwritten tensor (see `planner.core.ssa`) ends with each run
+of the op w that overwrites it. Keeping d beyond that run takes another buffer, from another run of
+the op v that makes it. The columns, used only without transfers, as a prefetch would make buffers,
+too:
 
     B[k, d]   buffers of d at the end of segment k
-    E[k, v]   runs of v in segment k of which neither Y nor its being a first run tells
+    E[k, v]   runs of v in segment k beyond Y[k, v] and its first run
 
-Why the optimum is a bound: take any plan that the verifier accepts, with B and E as they say. Every
-buffer of d is made by a run of v and every run of w ends one, so B grows by no more than the runs
-of v less those of w. There is at least one where d is resident, and no more than fit into the
-arena. E costs what the runs cost; it may be less than there are, as far as the rows allow.
+Why the optimum is a bound: take any plan that the verifier accepts, with B and E as defined. Every
+buffer of d is made by a run of v and every run of w ends one. So B grows by at most the runs of v
+less the runs of w. At least one buffer exists where d is resident, and no more than fit into the
+arena. E is charged the cost of its runs; the rows may allow fewer runs than there are.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from coop_plan.planner.exact.model.milp import INFINITY
-from coop_plan.planner.exact.model.segments import Segments
+
+if TYPE_CHECKING:
+    from coop_plan.planner.exact.model.timepoint import TimePointModel
 
 
 @dataclass
 class Overwriting:
-    """The columns of overwriting in a model, added segment by segment."""
+    """Columns of overwriting in a model, added segment by segment."""
 
-    model: Segments
+    model: "TimePointModel"
     buffers: dict[int, int] = field(default_factory=dict)
     """B of the last segment, by version."""
     _makers: list[tuple[int, list[tuple[int, int]]]] = field(init=False)
-    """The ops v that make versions d, later ones first, and the (w, d) of each."""
+    """(v, [(w, d), ...]) per op v that makes versions d, later ops first."""
 
     def __post_init__(self) -> None:
         program = self.model.program
@@ -42,36 +46,36 @@ class Overwriting:
         self._makers = sorted(found.items(), reverse=True)
 
     def rows(self, k: int) -> None:
-        """The columns and rows of segment k; those of X, Y and Z are there already."""
+        """Add columns and rows of segment k, after those of X, Y and Z."""
         model, program, milp = self.model, self.model.program, self.model.milp
         start, point = model.start(k), model.points[k]
         before, self.buffers = self.buffers, {}
-        more: dict[int, int] = {}
-        for maker, versions in self._makers:
-            mattering = [(w, d) for w, d in versions if program.useful[d] > start]
-            if maker > point or not mattering:
+        extra: dict[int, int] = {}
+        for maker, pairs in self._makers:
+            versions = [(w, d) for w, d in pairs if program.last_useful[d] > start]
+            if maker > point or not versions:
                 continue
-            rooms = [float(max(1, model.capacity // program.problem.size[d])) for _, d in mattering]
+            limits = [float(max(1, model.capacity // program.problem.size[d])) for _, d in versions]
             if program.until[maker] > max(start, maker):
-                # [Variable] E[k, v]: what stays of it and what ends of it are no more than that.
-                ending = sum(2.0 + milp.upper[more[w]] if w in more else 2.0 for w, _ in mattering)
+                # [Variable] E[k, v]: at most what may remain and what may end in the segment.
+                ending = sum(2.0 + milp.upper[extra[w]] if w in extra else 2.0 for w, _ in versions)
                 cost = program.problem.cost[maker] / model.cost_unit
-                more[maker] = milp.column(0.0, sum(rooms) + ending, cost, integer=False)
-            for (writer, d), room in zip(mattering, rooms, strict=True):
+                extra[maker] = milp.column(0.0, sum(limits) + ending, cost, integer=False)
+            for (writer, d), limit in zip(versions, limits, strict=True):
                 # [Variable] B[k, d].
-                self.buffers[d] = milp.column(0.0, room, 0.0, integer=False)
+                self.buffers[d] = milp.column(0.0, limit, 0.0, integer=False)
                 terms = [(self.buffers[d], 1.0)]
                 terms += [(before[d], -1.0)] if d in before else []
                 for op, sign in (maker, -1.0), (writer, 1.0):
-                    terms += [(runs[op], sign) for runs in (model.y[k], more) if op in runs]
+                    terms += [(runs[op], sign) for runs in (model.y[k], extra) if op in runs]
                 # [Constraint] B[k, d] ≤ B[k−1, d] + runs of v − runs of w.
                 milp.row(terms, -INFINITY, float((start < maker) - (start < writer <= point)))
-                self._resident(k, writer, d)
+                self._residency_row(k, writer, d)
 
-    def _resident(self, k: int, writer: int, d: int) -> None:
-        """[Constraint] B[k, d] ≥ X[k, d], less the one that ends if w is τ_k."""
+    def _residency_row(self, k: int, writer: int, d: int) -> None:
+        """[Constraint] B[k, d] ≥ X[k, d], less the buffer that ends if w is τ_k."""
         model, now = self.model, self.model.points[k] == writer
-        ends = model.taken(k, d) if now else []
+        ends = model.inplace_columns(k, d) if now else []
         if d not in model.x[k] or (now and not ends):
             return
         column = model.x[k][d]

@@ -1,19 +1,19 @@
 """
-Path cuts: what keeps the relaxation of the time-point model from computing fractions of ops.
+Path cuts: they stop the relaxation of the time-point model from recomputing fractions of ops.
 
 Let tensor t be needed after τ_j and not after τ_k, and let t, t₁, …, t_m be a path of the graph
 against its edges: each is an input of the op that makes the one before it. Then one of them was
-still there at τ_j, or the op v that makes the last one is computed again in between:
+still resident at τ_j, or the op v that makes the last one is recomputed in between:
 
     Σ_i X[j, t_i] + Σ_{j<i≤k} Y[i, v] ≥ 1        (≥ X[l, t], j < l ≤ k, where t is only resident)
 
-Where tensors move, one of them may also have come back: on the left there is, for each of them,
-Σ_{j<l≤k} L[l, t_i] or G[j, t_i] as well, whichever is less: the first one that comes back was
-on the host before.
+With transfers, one of them may also have been prefetched. Then the left side has, for each of them,
+the smaller of Σ_{j<l≤k} L[l, t_i] and G[j, t_i] as well, as the first one prefetched was on the
+host before.
 
-Within one segment that follows from the model. Over several it does not, when variables may be
+Within one segment the model implies the cut. Over several segments it does not, if variables may be
 fractions: a tenth of an input that stays resident pays for a tenth of its op in each of ten
-segments. The cuts are separated one shortest path at a time.
+segments. Each separation step finds a shortest path.
 """
 
 import time
@@ -32,7 +32,9 @@ from coop_plan.planner.exact.params import DEFAULTS, PathCutParams
 Vector = NDArray[np.float64]
 
 Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
-"""`planner.exact.solver.process.SolverProcess.relax`, or the same in this process."""
+"""
+Signature of `planner.exact.solver.process.SolverProcess.relax` and of its in-process counterpart.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,25 @@ class Path:
     """
     A cut between the time points at positions `low` and `high`.
 
-    `tensors` begins with the one that is needed: by a first run, or resident at position `at`. Of
-    those in `copied` it counts that the host had them, of others that they come from there.
+    `tensors` begins with the one needed: by a first run, or as a resident of position
+    `resident_at`. For those in `via_host_copy` the cut counts the host copy G, for others the
+    prefetches L.
     """
 
     low: int
     high: int
-    at: int | None
+    resident_at: int | None
     tensors: tuple[int, ...]
-    copied: frozenset[int] = frozenset()
+    via_host_copy: frozenset[int] = frozenset()
 
 
 @dataclass
 class PathCuts:
     """
-    The cuts found so far; they hold for every model with their time points.
+    Cuts found so far; they hold for every model with their time points.
 
-    `quick` ones are for comparing models, not for a good bound; `rounds` may limit how often the
-    relaxation is solved.
+    `quick` trades the quality of the bound for speed, to compare models; `rounds` limits the number
+    of relaxations solved.
     """
 
     params: PathCutParams = DEFAULTS.path_cuts
@@ -70,13 +73,13 @@ class PathCuts:
         relax: Relax,
         model: TimePointModel,
         deadline: float,
-        tell: Callable[[float], None] | None = None,
+        report: Callable[[float], None] | None = None,
     ) -> float:
         """
-        Add cuts to the model until its relaxation gains no more; the best bound of a relaxation.
+        Add cuts to the model until its relaxation gains no more; returns the best bound.
 
-        Cuts that are not tight in the last one are forgotten. The bound is −∞ where none was
-        proved by `deadline` (a `time.monotonic` value, s). `tell` hears of every bound.
+        Cuts that are slack in the last relaxation are removed. The bound is −∞ if none was proved
+        by `deadline` (a `time.monotonic` value, s). Each bound is passed to `report`.
         """
         relaxed = model.milp.copy()
         for path in self.paths:
@@ -96,8 +99,8 @@ class PathCuts:
             answer = relax(relaxed, deadline, accuracy, last)
             gained = solved == 1 or answer.bound >= bound + progress * abs(bound)
             bound = max(bound, answer.bound)
-            if tell is not None:
-                tell(answer.bound)
+            if report is not None:
+                report(answer.bound)
             if answer.values is None:
                 break
             last = answer
@@ -112,7 +115,7 @@ class PathCuts:
             if not found or not gained:
                 stalled += 1
         if last is not None and last.values is not None:
-            values, loose = last.values, self.params.violation
+            values, loose = last.values, self.params.min_violation
             self.paths = [path for path in self.paths if _slack(model, path, values) < loose]
         for path in self.paths:
             _add(model.milp, model, path)
@@ -120,12 +123,12 @@ class PathCuts:
 
 
 def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
-    """The left side of a cut without its constants, and its right side."""
+    """Left side of a cut without its constants, and its right side."""
     low, high = model.points.index(path.low), model.points.index(path.high)
     terms: dict[int, float] = {}
     demand = 1.0
-    if path.at is not None:
-        column = model.x[model.points.index(path.at)][path.tensors[0]]
+    if path.resident_at is not None:
+        column = model.x[model.points.index(path.resident_at)][path.tensors[0]]
         if column is not None:
             terms[column], demand = -1.0, 0.0
     for t in path.tensors:
@@ -134,7 +137,7 @@ def _terms(model: TimePointModel, path: Path) -> tuple[dict[int, float], float]:
         for column, value in kept:
             terms[column] = terms.get(column, 0.0) + value
         if model.transfers is not None:
-            back = model.transfers.came_back(low, high, t, copied=t in path.copied)
+            back = model.transfers.prefetch_columns(low, high, t, copied=t in path.via_host_copy)
             terms |= dict.fromkeys(back, 1.0)
     maker = model.program.problem.producer[path.tensors[-1]]
     for k in range(low + 1, high + 1):
@@ -153,16 +156,16 @@ def _slack(model: TimePointModel, path: Path, values: Vector) -> float:
     return float(sum(value * values[column] for column, value in terms.items()) - demand)
 
 
-def _copied(model: TimePointModel, path: Path, values: Vector) -> frozenset[int]:
-    """Of which tensors of a path less is on the host than comes from there."""
+def _via_host_copy(model: TimePointModel, path: Path, values: Vector) -> frozenset[int]:
+    """Tensors of a path for which the host copy is smaller than the prefetches."""
     low, high = model.points.index(path.low), model.points.index(path.high)
     transfers = model.transfers
     assert transfers is not None
     return frozenset(
         t
         for t in path.tensors
-        if sum(values[transfers.came_back(low, high, t, copied=True)])
-        < sum(values[transfers.came_back(low, high, t, copied=False)])
+        if sum(values[transfers.prefetch_columns(low, high, t, copied=True)])
+        < sum(values[transfers.prefetch_columns(low, high, t, copied=False)])
     )
 
 
@@ -173,12 +176,12 @@ def _violated(
     deadline: float,
     params: PathCutParams,
 ) -> list[Path]:
-    """The most violated of the worst cuts between every two time points, but for those known."""
+    """The most violated new cuts over all pairs of time points, the worst first."""
     solution = RelaxedSolution.of(model, values)
     found = []
     for low, start in enumerate(model.points[:-2]):
         amounts, cuts, tensors = most_violated(
-            solution, low, params.violation, params.cuts_per_interval, params.cuts_per_op
+            solution, low, params.min_violation, params.cuts_per_interval, params.cuts_per_op
         )
         found += [(-amount, start, cuts[i : i + 2], tensors) for i, amount in enumerate(amounts)]
         if time.monotonic() > deadline:
@@ -189,7 +192,7 @@ def _violated(
         point = model.points[high]
         path = Path(start, point, None if first else point, tuple(tensors[begin:end].tolist()))
         if model.transfers is not None:
-            path = replace(path, copied=_copied(model, path, values))
+            path = replace(path, via_host_copy=_via_host_copy(model, path, values))
         if path not in known:
             chosen.append(path)
         if len(chosen) == params.cuts_per_round:

@@ -1,26 +1,25 @@
 """
-A problem as the exact models see it: what is available when, and what can be computed again.
+Problem as seen by the exact models: availability of tensors and recomputability of ops.
 
-Everything here is a superset of what the verifier accepts (see `planner.verifier`), restricted to
-schedules that compute every op for the first time in program order, in its default variant. So what
-a model proves on it holds for all of those. What an op overwrites in the arena is one tensor per
-version (see `planner.core.ssa`).
+Everything here relaxes what the verifier accepts (see `planner.verifier`), restricted to schedules
+whose first runs are in program order and in default variants. So a bound proved on it holds for all
+of those. A tensor that ops overwrite in the arena is one tensor per SSA version (see
+`planner.core.ssa`).
 """
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.working_sets import needs
 from coop_plan.planner.core.problem import Pair, Problem
 from coop_plan.planner.core.ssa import Versions
+from coop_plan.planner.core.working_sets import needs
 
 
 @dataclass(frozen=True)
-class Links:
+class HostLink:
     """
-    What may be moved to the host and back, and how fast.
+    Transfer times per tensor (µs, to the host and to the device) and the host budget.
 
-    µs per tensor of a copy to the host and of one back, and the bytes that copies may take there,
-    rounded up as in the arena; None for no limit.
+    `host_capacity` is in bytes, rounded up to the alignment; None for no limit.
     """
 
     to_host_us: list[float]
@@ -28,8 +27,8 @@ class Links:
     host_capacity: int | None
 
     @classmethod
-    def of(cls, problem: Problem) -> "Links | None":
-        """Those of a problem, None where nothing can be moved."""
+    def of(cls, problem: Problem) -> "HostLink | None":
+        """Returns the link of a problem, None without transfers."""
         device, limit = problem.device, problem.host_budget
         if "transfers" not in problem.beyond_recomputation:
             return None
@@ -46,18 +45,18 @@ class Program:
     """
     Positions 0 to n − 1 are the ops; position n is the end of the step, which reads the outputs.
 
-    `problem` is that of `versions`, whose tensors are meant throughout. `reads` and `makes` hold
-    tensors that live in the arena. Tensors in `always` are not limited by memory once they are
-    made: they have 0 bytes, and nothing overwrites them.
+    Tensors are those of `problem`, the problem of `versions`. `reads` and `makes` list tensors in
+    the arena. Tensors in `unconstrained` have 0 bytes and are never overwritten: once made they
+    stay resident.
 
-    `until[o]` is the last position before which op o can be computed again: beyond it something
-    that o reads outside the arena has been overwritten; it is at most o for an op that runs once,
-    also because what it overwrites is made once. `overwrites[o]` are the (made, read) versions of
-    what it overwrites in the arena: the latter end with each run. `useful[t]` is the last position
-    at which having tensor t can still matter. `pairs[o]` lists the (output, input) pairs that may
-    share one address in the first run of o. `rerun_bytes[o]` is what a recompute of o writes in the
-    arena although its first run wrote it outside. `links` are None where nothing can be moved to
-    the host. All sizes are bytes, rounded up to the alignment.
+    `until[o]` is the last position before which op o can be recomputed: later, an input outside the
+    arena has been overwritten. It is at most o for an op that runs once, which includes ops that
+    overwrite a tensor made once. `overwrites[o]` lists (made, read) versions; each run of o ends
+    the version read. `last_useful[t]` is the last position at which residency of t can still
+    matter. `inplace_pairs[o]` lists (output, input) pairs that may share one address in the first
+    run of o. `rerun_bytes[o]` are outputs that a recompute of o writes in the arena although its
+    first run wrote them outside. `host_link` is None without transfers. Sizes are bytes, rounded up
+    to the alignment.
     """
 
     versions: Versions
@@ -65,35 +64,35 @@ class Program:
     n: int
     reads: list[tuple[int, ...]]
     makes: list[tuple[int, ...]]
-    always: list[bool]
+    unconstrained: list[bool]
     overwrites: list[tuple[Pair, ...]]
     until: list[int]
-    useful: list[int]
-    pairs: list[tuple[Pair, ...]]
+    last_useful: list[int]
+    inplace_pairs: list[tuple[Pair, ...]]
     rerun_bytes: list[int]
-    links: Links | None
+    host_link: HostLink | None
 
     @classmethod
     def of(cls, problem: Problem) -> "Program":
-        """The program of `problem`."""
+        """Build the program of `problem`."""
         versions = Versions.of(problem)
         problem = versions.problem
         n = problem.op_count
         kept = [t for t in range(problem.tensor_count) if problem.is_output[t]]
         reads = [*problem.reads, tuple(t for t in kept if not problem.outside[t])]
         makes = [*problem.makes, ()]
-        links = Links.of(problem)
+        host_link = HostLink.of(problem)
         until = [*problem.until, n]
-        if links is None:  # else the host may have a copy
+        if host_link is None:  # else the host may have a copy
             for op, pairs in enumerate(versions.overwrites):
                 if any(until[maker] <= maker for maker in (problem.producer[t] for _, t in pairs)):
                     until[op] = min(until[op], op)
-        useful = [problem.producer[t] for t in range(problem.tensor_count)]
+        last_useful = [problem.producer[t] for t in range(problem.tensor_count)]
         for position in range(n, -1, -1):
-            last = max((useful[t] for t in makes[position]), default=position)
+            last = max((last_useful[t] for t in makes[position]), default=position)
             last = max(position, min(last, until[position]))
             for t in reads[position]:
-                useful[t] = max(useful[t], last)
+                last_useful[t] = max(last_useful[t], last)
         shared = [
             tuple(pair for pair in problem.inplace[op] if not problem.outside[pair[0]])
             for op in range(n)
@@ -112,25 +111,25 @@ class Program:
             [size == 0 and t not in versioned for t, size in enumerate(problem.size)],
             versions.overwrites,
             until,
-            useful,
+            last_useful,
             [*shared, ()],
             [*again, 0],
-            links,
+            host_link,
         )
 
-    def once(self, op: int) -> bool:
-        """Whether the op must run once."""
+    def runs_once(self, op: int) -> bool:
+        """True if the op cannot be recomputed."""
         return self.until[op] <= op
 
     def workspace(self, op: int) -> int:
-        """Scratch bytes of the op; the end of the step needs none."""
+        """Workspace bytes of the op; 0 at the end of the step."""
         return self.problem.workspace[op] if op < self.n else 0
 
-    def touched(self, op: int) -> int:
-        """Arena bytes that the op's first run needs at once, nothing shared in place."""
+    def working_set(self, op: int) -> int:
+        """Arena bytes of the op's first run, without in-place sharing."""
         size = self.problem.size
         return self.workspace(op) + sum(size[t] for t in {*self.reads[op], *self.makes[op]})
 
-    def rerun_need(self, op: int) -> int:
-        """Arena bytes that a recompute of the op needs at least, in-place pairs shared."""
+    def rerun_working_set(self, op: int) -> int:
+        """Arena bytes of a recompute of the op, with in-place sharing."""
         return needs(self.problem).again[op]

@@ -1,7 +1,7 @@
 """
-Which path cuts a relaxation violates most (see `planner.exact.model.paths`): a shortest path each.
+Separation of path cuts (see `planner.exact.model.paths`) by shortest paths.
 
-Compiled, as there are as many intervals as pairs of time points, and every op matters in each.
+Compiled, as every pair of time points is an interval, and every op matters in each.
 """
 
 from typing import NamedTuple
@@ -19,19 +19,19 @@ Matrix = NDArray[np.float64]
 
 class RelaxedSolution(NamedTuple):
     """
-    A relaxation's values by number of time point and op, or tensor.
+    Values of a relaxation as matrices: time point number × op, or × tensor.
 
-    `again` is Y, `landed` L and `copied` G (without transfers they have no columns); `kept` how
-    much of a tensor is there after a time point, `asked` X, or 1 for what first runs of the segment
-    read (`first`). Reads are CSR: op v's are `reads[reads_ptr[v]:reads_ptr[v + 1]]`.
+    `rerun` is Y, `prefetched` L and `on_host` G (no columns without transfers). `kept` is the share
+    of a tensor resident after a time point. `demand` is X, or 1 for inputs of first runs in the
+    segment (`first`). Reads are CSR: op v reads `reads[reads_ptr[v]:reads_ptr[v + 1]]`.
     """
 
     points: Ints
-    again: Matrix
-    landed: Matrix
-    copied: Matrix
+    rerun: Matrix
+    prefetched: Matrix
+    on_host: Matrix
     kept: Matrix
-    asked: Matrix
+    demand: Matrix
     first: NDArray[np.bool_]
     producer: Ints
     reads_ptr: Ints
@@ -39,36 +39,37 @@ class RelaxedSolution(NamedTuple):
 
     @classmethod
     def of(cls, model: TimePointModel, values: Vector) -> "RelaxedSolution":
-        """`values` per column of `model`."""
+        """Build from `values` per column of `model`."""
         program = model.program
         producer = np.array(program.problem.producer, dtype=np.int64)
         shape = len(model.points), producer.size
-        again, kept, asked = np.zeros((shape[0], program.n)), np.zeros(shape), np.zeros(shape)
+        rerun, kept, demand = np.zeros((shape[0], program.n)), np.zeros(shape), np.zeros(shape)
         transfers = model.transfers
-        landed = np.zeros((shape[0], producer.size if transfers else 0))
-        copied = np.full(landed.shape, np.inf)
+        prefetched = np.zeros((shape[0], producer.size if transfers else 0))
+        on_host = np.full(prefetched.shape, np.inf)
         first = np.zeros(shape, dtype=np.bool_)
-        always = np.array(program.always, dtype=np.bool_)
+        unconstrained = np.array(program.unconstrained, dtype=np.bool_)
         for k, point in enumerate(model.points):
-            if model.y[k]:
-                again[k, list(model.y[k])] = values[list(model.y[k].values())]
+            parts = [(rerun, model.y[k])]
             if transfers is not None:
-                landed[k, list(transfers.landed[k])] = values[list(transfers.landed[k].values())]
-                copied[k, list(transfers.copies[k])] = values[list(transfers.copies[k].values())]
+                copies = (prefetched, transfers.prefetched[k]), (on_host, transfers.host_copies[k])
+                parts += copies
+            for matrix, columns in parts:
+                matrix[k, list(columns)] = values[list(columns.values())]
             for t, column in model.x[k].items():
-                kept[k, t] = asked[k, t] = 1.0 if column is None else values[column]
+                kept[k, t] = demand[k, t] = 1.0 if column is None else values[column]
             for number, column in model.z[k].items():
-                kept[k, program.pairs[point][number][1]] -= values[column]
-            kept[k, always | (producer >= point)] = 1.0
-            first[k, model.read_in(k)] = True
-        asked[first] = 1.0
+                kept[k, program.inplace_pairs[point][number][1]] -= values[column]
+            kept[k, unconstrained | (producer >= point)] = 1.0
+            first[k, model.first_run_inputs(k)] = True
+        demand[first] = 1.0
         return cls(
             np.array(model.points, dtype=np.int64),
-            again,
-            landed,
-            copied,
+            rerun,
+            prefetched,
+            on_host,
             kept,
-            asked,
+            demand,
             first,
             producer,
             np.cumsum([0, *map(len, program.reads)], dtype=np.int64),
@@ -78,64 +79,68 @@ class RelaxedSolution(NamedTuple):
 
 @njit
 def most_violated(
-    s: RelaxedSolution, low: int, least: float, per_interval: int, per_op: int
+    s: RelaxedSolution, low: int, min_violation: float, per_interval: int, per_op: int
 ) -> tuple[Vector, Ints, Ints]:
     """
-    Cuts that begin at time point number `low`, the worst of each interval.
+    Most violated cuts that begin at time point number `low`, for each later time point.
 
-    There are few per interval, and per op at the end of a path (see `PathCutParams`). Returned: by
-    how much they are violated, more than `least`; a row for each, and a last one that ends the last
-    path: the number of the later time point, whether the tensor is needed by a first run, and
-    where its path begins among the tensors; these.
+    The number of cuts per interval and per op at the end of a path is limited (see
+    `PathCutParams`). Returned are the violation of each cut (above `min_violation`); rows (later
+    time point, 1 if a first run needs the tensor, start of its path), with a last row that ends the
+    last path; and the tensors of all paths.
     """
-    count, n, tensors = s.points.size, s.again.shape[1], s.producer.size
+    count, n, tensors = s.points.size, s.rerun.shape[1], s.producer.size
     start = s.points[low]
     cuts = np.empty((64, 3), dtype=np.int64)
     amount = np.empty(64)
     path = np.empty(1024, dtype=np.int64)
     found = length = 0
-    again = np.zeros(n)
-    has = s.kept[low].copy()  # how much of a tensor was there or has come back since
-    back = np.zeros(tensors)
-    most = np.zeros(n)  # how much of an op can be had again
-    through = np.full(n, -1)  # the input that limits it, −1 the op itself
-    needed = np.zeros(tensors)
-    short = np.empty(tensors)
-    which = np.empty(tensors, dtype=np.int64)
+    rerun = np.zeros(n)
+    retained = s.kept[low].copy()  # share of a tensor kept after τ_low or prefetched since
+    prefetched_since = np.zeros(tensors)  # Σ L
+    obtainable = np.zeros(n)  # largest share of an op that its recomputes and inputs allow
+    bottleneck = np.full(n, -1)  # the input that limits it; −1: its own recomputes
+    needed = np.zeros(tensors)  # largest demand at an earlier `high`
+    priority = np.empty(tensors)
+    needy = np.empty(tensors, dtype=np.int64)
     ending = np.zeros((2, n), dtype=np.int64)
     for high in range(low + 1, count):
+        # Invariant: `rerun`, `prefetched_since` and `retained` cover the segments low + 1 … high.
         for v in range(min(start, n)):
-            again[v] += s.again[high, v]
-        for t in range(s.landed.shape[1]):
-            back[t] += s.landed[high, t]
-            has[t] = s.kept[low, t] + min(back[t], s.copied[low, t])
+            rerun[v] += s.rerun[high, v]
+        for t in range(s.prefetched.shape[1]):
+            prefetched_since[t] += s.prefetched[high, t]
+            retained[t] = s.kept[low, t] + min(prefetched_since[t], s.on_host[low, t])
         candidates = 0
+        # Shortest paths, in one pass as program order is topological: obtainable[v] is the smaller
+        # of Σ Y[v] and, over the inputs t of v, retained[t] + obtainable[producer of t].
         for v in range(min(start, n)):
-            most[v], through[v] = again[v], -1
-            if again[v] == 0.0:
+            obtainable[v], bottleneck[v] = rerun[v], -1
+            if rerun[v] == 0.0:
                 continue
             for k in range(s.reads_ptr[v], s.reads_ptr[v + 1]):
                 t = s.reads[k]
-                there = has[t]
+                share = retained[t]
                 if 0 <= s.producer[t] < start:
-                    there += most[s.producer[t]]
-                if there < most[v] - 1e-9:
-                    most[v], through[v] = there, t
+                    share += obtainable[s.producer[t]]
+                if share < obtainable[v] - 1e-9:
+                    obtainable[v], bottleneck[v] = share, t
         for t in range(tensors):
             maker = s.producer[t]
-            if not 0 <= maker < start or s.asked[high, t] <= needed[t]:
+            if not 0 <= maker < start or s.demand[high, t] <= needed[t]:
                 continue
-            # Where that much was asked for before, tighter cuts end there.
-            needed[t] = s.asked[high, t]
-            missing = needed[t] - has[t] - most[maker]
-            if missing > least and high > low + 1:
-                short[candidates], which[candidates] = -missing, t
+            # A cut with the same demand at an earlier `high` has fewer terms, so it is tighter.
+            needed[t] = s.demand[high, t]
+            missing = needed[t] - retained[t] - obtainable[maker]
+            if missing > min_violation and high > low + 1:
+                priority[candidates], needy[candidates] = -missing, t
                 candidates += 1
+        # Follow the bottlenecks from the most violated tensors to the op that ends each path.
         ending[:] = 0
-        order = np.argsort(short[:candidates], kind="mergesort")
+        order = np.argsort(priority[:candidates], kind="mergesort")
         for i in order[: 4 * per_interval]:
             begin = length
-            t = which[i]
+            t = needy[i]
             first = 1 if s.first[high, t] else 0
             while t >= 0:
                 if length == path.size:
@@ -143,7 +148,7 @@ def most_violated(
                 path[length] = t
                 length += 1
                 maker = s.producer[t]
-                t = through[maker] if 0 <= maker < start else -1
+                t = bottleneck[maker] if 0 <= maker < start else -1
             ending[first, maker] += 1
             if ending[first, maker] > per_op:
                 length = begin
@@ -151,7 +156,7 @@ def most_violated(
             if found + 1 == len(cuts):
                 cuts = np.concatenate((cuts, cuts))
                 amount = np.concatenate((amount, amount))
-            amount[found] = -short[i]
+            amount[found] = -priority[i]
             cuts[found] = high, first, begin
             found += 1
     cuts[found] = -1, -1, length

@@ -1,261 +1,265 @@
 """
-Transfers in the time-point model: what is on the host, and what the copy engines have time for.
+Transfers in the time-point model: host copies, and the time of the copy engines.
 
-The model of `planner.exact.model.timepoint` says what is resident at time points τ_k and what runs
-again in the segments between them. Here are its columns and rows for plans that also move tensors
-to the host and back, on the timeline of `planner.core.timeline`:
+The model of `planner.exact.model.timepoint` knows residents at time points τ_k and recomputes in
+the segments between them. These are its columns for offloads and prefetches, on the timeline of
+`planner.core.timeline`:
 
-    L[k, d]   a copy of d from the host is waited for in segment k, and d can be read from then on
-    A[k, d]   d is arriving while τ_k runs: its bytes are taken, the copy is not waited for yet
-    C[k, d]   how many copies of d to the host were waited for by the end of τ_k
-    G[k, d]   the host still has a copy of d then (only where the host's bytes are limited)
-    W[k]      µs that compute waits in segment k
-    V[k]      µs of the copies that are arriving at the end of τ_k that are over by then
-    U[k]      the same of copies to the host that are not waited for by then
+    L[k, d]   a prefetch of d is waited for in segment k, and d can be read from then on
+    A[k, d]   d is arriving while τ_k runs: its bytes are taken, its prefetch not yet waited for
+    C[k, d]   number of offloads of d waited for by the end of τ_k
+    G[k, d]   the host still has a copy of d then (only with a host budget)
+    W[k]      µs that compute stalls in segment k
+    V[k]      µs of prefetches arriving at the end of τ_k that are already transferred
+    U[k]      µs of offloads not waited for by the end of τ_k that are already transferred
 
-A copy that begins in segment k is no column of its own: it is A[k] − A[k−1] + L[k].
+A prefetch that begins in segment k has no column of its own: it is A[k] − A[k−1] + L[k].
 
-Why the optimum is a bound. Take any plan that the verifier accepts and that first runs every op in
-program order, in its default variant. An *episode* of a tensor is a longest stretch of steps over
-which at least one buffer of it is live. Within an episode the tensor can be read from its first run
-or the first wait for a copy from the host on, whichever is first; until then it is arriving. A step
-that reads the tensor comes after that moment, and an episode without such a moment is of no use and
-left out. So let X[k, d] be 1 where τ_k runs in the later part of an episode and A[k, d] where it
-runs in the earlier one: as many bytes are taken at least. An episode that begins with a copy and
-becomes readable by a wait gives one copy that begins and is waited for within it (L[k, d] at its
-wait); those of different episodes are different copies. If the whole of that happens within a
-segment in which the tensor could be read before, or is computed again, it is left out, as the model
-has the tensor in that segment anyway. In-place pairs end an episode or save nothing.
+Why the optimum is a bound. Take any plan that the verifier accepts, with first runs in program
+order and in default variants. An *episode* of a tensor is a maximal stretch of steps over which at
+least one of its buffers is live. Within an episode the tensor is readable from its first run or
+from the first wait for a prefetch, whichever comes first; until then it is arriving. A step that
+reads the tensor follows that moment; an episode without it is useless and ignored. So let X[k, d]
+be 1 if τ_k runs in the readable part of an episode, and A[k, d] if it runs in the arriving part: at
+least these bytes are taken. An episode that begins with a prefetch and becomes readable by a wait
+gives one prefetch that begins and is waited for within it (L[k, d] at its wait). Prefetches of
+different episodes are different. An episode that lies within one segment is ignored if the tensor
+was readable before in that segment or is recomputed there: the model has the tensor in that segment
+anyway. In-place pairs end an episode or save nothing.
 
-Where an episode begins with a copy, no buffer was live before it. So a copy to the host was waited
-for before, or else its buffer could not have ended. C counts those waits, but for those at which
-the tensor could be read only because it had come back in the same segment: then a copy on the host
-is older. Every row holds for these values:
+An episode that begins with a prefetch has no live buffer before it. So an offload was waited for
+earlier, as otherwise its buffer could not have ended. C counts those waits, except waits at which
+the tensor was readable only by a prefetch of the same segment: then an older host copy exists.
+Every row holds for these values:
 
-- what is read in segment k could be read at τ_{k−1}, or can be since: by a run, or by a wait for
-  what the host had at τ_{k−1}, as in the segment itself no copy was made of what could not be read;
-- what begins to arrive has a copy on the host, and what is copied there can be read;
-- segment k takes its first runs, its recomputes and W[k]. The copies of an engine are disjoint in
-  time, those waited for in segment k are over when τ_k begins, as it is the last step of its
-  segment, and what is over by the end of τ_k began before it, in the order of the steps: it is
-  waited for by then, or arriving. A copy to the host begins after the first run of what makes it.
+- a tensor read in segment k was readable at τ_{k−1}, or became so by a run or by a wait for a copy
+  that the host had at τ_{k−1}: an unreadable tensor is not offloaded within the segment;
+- a tensor that begins to arrive has a host copy, and a tensor being offloaded is readable;
+- segment k takes its first runs, its recomputes and W[k]. Transfers of an engine are disjoint in
+  time. Those waited for in segment k end before τ_k begins, as τ_k is the last step of its segment.
+  Those that end with τ_k began before it, in step order: each is waited for by then, or arriving.
+  An offload begins after the first run of its producer.
 
-The objective, what runs again and what compute waits for, is the makespan less the base cost. It
-is no more with fewer bytes or shorter copies, so both may be cut off (`LONGEST_COPY`).
+The objective, recompute cost plus stalls, is the makespan less the base cost. It does not grow with
+fewer bytes or shorter transfers, so both may be capped (`LONGEST_COPY`).
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from coop_plan.planner.exact.model.milp import INFINITY
-from coop_plan.planner.exact.model.segments import Segments, Terms
+from coop_plan.planner.exact.model.milp import INFINITY, Terms
+
+if TYPE_CHECKING:
+    from coop_plan.planner.exact.model.timepoint import TimePointModel
 
 ROUNDING = 1e-9
-"""Relative slack of rows of the host's memory (see `planner.exact.model.timepoint`)."""
+"""Relative slack of the host's memory rows (see `planner.exact.model.timepoint`)."""
 
 LONGEST_COPY = 10.0
-"""In base costs: what takes longer counts as so long, far from a solver's tolerances."""
+"""Cap on a transfer's time in base costs, to stay within solver tolerances."""
 
 
 @dataclass
 class Transfers:
-    """The columns of transfers in a model; by segment, tensor → column."""
+    """Columns of transfers in a model: per segment, tensor → column."""
 
-    model: Segments
-    landed: list[dict[int, int]] = field(default_factory=list)
-    """L."""
+    model: "TimePointModel"
+    prefetched: list[dict[int, int]] = field(default_factory=list)
+    """L: prefetches waited for."""
     arriving: list[dict[int, int]] = field(default_factory=list)
-    """A."""
-    left: list[dict[int, int]] = field(default_factory=list)
-    """C."""
-    held: list[dict[int, int]] = field(default_factory=list)
-    """G; empty where the host's bytes are not limited."""
+    """A: tensors arriving."""
+    offloaded: list[dict[int, int]] = field(default_factory=list)
+    """C: offloads waited for."""
+    on_host: list[dict[int, int]] = field(default_factory=list)
+    """G: host copies; empty without a host budget."""
     stall: list[int] = field(default_factory=list)
-    """W, in units of the model's cost."""
-    ahead: list[tuple[int, int]] = field(default_factory=list)
-    """V and U, in units of the model's cost."""
+    """W: stalls, in the model's cost units."""
+    early_work: list[tuple[int, int]] = field(default_factory=list)
+    """(V, U): transfers done early, in the model's cost units."""
 
     def __post_init__(self) -> None:
-        links, unit = self.model.program.links, self.model.cost_unit
-        assert links is not None
+        host_link, unit = self.model.program.host_link, self.model.cost_unit
+        assert host_link is not None
         longest = LONGEST_COPY * max(self.model.program.problem.base_cost_us, unit)
-        self.to_host = [min(us, longest) / unit for us in links.to_host_us]
-        self.to_device = [min(us, longest) / unit for us in links.to_device_us]
-        self.host_capacity = links.host_capacity
+        self.to_host = [min(us, longest) / unit for us in host_link.to_host_us]
+        self.to_device = [min(us, longest) / unit for us in host_link.to_device_us]
+        self.host_capacity = host_link.host_capacity
 
     def variables(self, k: int) -> None:
-        """The columns of segment k; those of X and Y are there already."""
+        """Add L, A, C and G of segment k, after X and Y."""
         model = self.model
         program, milp = model.program, model.milp
         point, start = model.points[k], model.start(k)
         before = model.x[k - 1] if k else {}
-        useful = program.useful
-        # [Variable] L[k, d] for what was made before the segment and is read in it or later.
-        self.landed.append({t: milp.binary() for t in before if self._moves(t, start)})
+        last_useful = program.last_useful
+        # [Variable] L[k, d] for tensors made before the segment and read in it or later.
+        self.prefetched.append({t: milp.binary() for t in before if self._may_transfer(t, start)})
         # [Variable] A[k, d], unless τ_k reads it.
         self.arriving.append(
             {
                 t: milp.column(0.0, 1.0, 0.0, integer=False)
-                for t in self.landed[k]
-                if useful[t] > point and model.x[k].get(t) is not None
+                for t in self.prefetched[k]
+                if last_useful[t] > point and model.x[k].get(t) is not None
             }
         )
-        # [Variable] C[k, d] for what is there before τ_k, once a segment at most.
-        known = self.left[k - 1] if k else {}
-        made = [t for t in model.x[k] if t not in known and self._moves(t, start)]
-        most = 1.0 if self.host_capacity is None else float(k + 1)
-        self.left.append(
+        # [Variable] C[k, d] for tensors made before τ_k; grows by at most one a segment.
+        earlier = self.offloaded[k - 1] if k else {}
+        made = [t for t in model.x[k] if t not in earlier and self._may_transfer(t, start)]
+        upper = 1.0 if self.host_capacity is None else float(k + 1)
+        self.offloaded.append(
             {
-                t: milp.column(0.0, most, 0.0, integer=False)
-                for t in [*known, *made]
-                if self._moves(t, start)
+                t: milp.column(0.0, upper, 0.0, integer=False)
+                for t in [*earlier, *made]
+                if self._may_transfer(t, start)
             }
         )
-        limited = self.left[k] if self.host_capacity is not None else {}
-        self.held.append({t: milp.column(0.0, 1.0, 0.0, integer=False) for t in limited})
+        limited = self.offloaded[k] if self.host_capacity is not None else {}
+        self.on_host.append({t: milp.column(0.0, 1.0, 0.0, integer=False) for t in limited})
 
-    def _moves(self, t: int, start: int) -> bool:
-        """Whether it may help that t, which lies in the arena, comes back after this position."""
+    def _may_transfer(self, t: int, start: int) -> bool:
+        """True if a prefetch of t after position `start` can be of use."""
         program = self.model.program
-        return program.problem.size[t] > 0 and program.useful[t] > start
+        return program.problem.size[t] > 0 and program.last_useful[t] > start
 
-    def waited(self, k: int, t: int) -> Terms:
-        """Whether a copy of t from the host is waited for in segment k."""
-        column = self.landed[k].get(t)
+    def awaited(self, k: int, t: int) -> Terms:
+        """Terms of: a prefetch of t is waited for in segment k."""
+        column = self.prefetched[k].get(t)
         return [] if column is None else [(column, 1.0)]
 
-    def came_back(self, low: int, high: int, t: int, *, copied: bool) -> list[int]:
+    def prefetch_columns(self, low: int, high: int, t: int, *, copied: bool) -> list[int]:
         """
-        Columns of which t cannot be back in segments low + 1 … high without one of them.
+        Columns of which one is nonzero if t is prefetched in segments low + 1 … high.
 
-        If `copied`, the one that says that the host had it before; none if it cannot be back.
+        If `copied`, the column of the host copy at the end of segment `low` instead; empty if there
+        is no prefetch.
         """
-        back = [columns[t] for columns in self.landed[low + 1 : high + 1] if t in columns]
-        return [self.copies[low][t]] if copied and back and t in self.copies[low] else back
+        found = [columns[t] for columns in self.prefetched[low + 1 : high + 1] if t in columns]
+        on_host = self.host_copies[low]
+        return [on_host[t]] if copied and found and t in on_host else found
 
     @property
-    def copies(self) -> list[dict[int, int]]:
-        """Whether the host has a copy at the end of a segment: G, or else C."""
-        return self.left if self.host_capacity is None else self.held
+    def host_copies(self) -> list[dict[int, int]]:
+        """G, or C without a host budget: the host has a copy at the end of a segment."""
+        return self.offloaded if self.host_capacity is None else self.on_host
 
     def _column(self, columns: list[dict[int, int]], k: int, t: int, value: float) -> Terms:
         found = columns[k].get(t) if k >= 0 else None
         return [] if found is None else [(found, value)]
 
-    def _begun(self, k: int, t: int) -> Terms:
-        """How many copies of t from the host begin in segment k."""
+    def _new_offloads(self, k: int, t: int, sign: float = 1.0) -> Terms:
+        """C[k, t] − C[k−1, t]."""
+        before = self._column(self.offloaded, k - 1, t, -sign)
+        return [*self._column(self.offloaded, k, t, sign), *before]
+
+    def _new_prefetches(self, k: int, t: int) -> Terms:
+        """Prefetches of t that begin in segment k: A[k, t] − A[k−1, t] + L[k, t]."""
         return [
             *self._column(self.arriving, k, t, 1.0),
             *self._column(self.arriving, k - 1, t, -1.0),
-            *self._column(self.landed, k, t, 1.0),
+            *self._column(self.prefetched, k, t, 1.0),
         ]
 
     def rows(self, k: int) -> None:
-        """The rows of segment k."""
-        self._copies(k)
-        self._host(k)
-        self._engines(k)
+        """Add the rows of segment k."""
+        self._copy_rows(k)
+        self._host_memory(k)
+        self._copy_engines(k)
 
-    def _copies(self, k: int) -> None:
+    def _copy_rows(self, k: int) -> None:
         model, milp = self.model, self.model.milp
-        for t in self.landed[k]:
-            begun = self._begun(k, t)
-            # [Constraint] what is waited for was begun: A[k] − A[k−1] + L[k] ≥ 0.
-            if len(begun) > 1:
-                milp.row(begun, 0.0, INFINITY)
-            # [Constraint] what begins was on the host: ≤ C[k], or G[k−1] + C[k] − C[k−1].
+        for t in self.prefetched[k]:
+            started = self._new_prefetches(k, t)
+            # [Constraint] prefetches begin before they are waited for: A[k] − A[k−1] + L[k] ≥ 0.
+            if len(started) > 1:
+                milp.row(started, 0.0, INFINITY)
+            # [Constraint] a prefetch needs a host copy: ≤ C[k], or with a host budget ≤ G[k−1] +
+            # C[k] − C[k−1].
             if self.host_capacity is None:
-                there = self._column(self.left, k, t, -1.0)
+                available = self._column(self.offloaded, k, t, -1.0)
             else:
-                there = [
-                    *self._column(self.held, k - 1, t, -1.0),
-                    *self._column(self.left, k, t, -1.0),
-                    *self._column(self.left, k - 1, t, 1.0),
-                ]
-            milp.row([*begun, *there], -INFINITY, 0.0)
-            # [Constraint] none of it without a copy: A[k] ≤ G[k], L[k] ≤ G[k−1].
-            for at, column in (k, self.arriving[k].get(t)), (k - 1, self.landed[k][t]):
+                kept = self._column(self.on_host, k - 1, t, -1.0)
+                available = [*kept, *self._new_offloads(k, t, -1.0)]
+            milp.row([*started, *available], -INFINITY, 0.0)
+            # [Constraint] A[k] ≤ G[k], L[k] ≤ G[k−1] (C without a host budget).
+            for at, column in (k, self.arriving[k].get(t)), (k - 1, self.prefetched[k][t]):
                 if column is not None:
-                    there = self._column(self.copies, at, t, -1.0)
-                    milp.row([(column, 1.0), *there], -INFINITY, 0.0)
-        for t in self.left[k]:
-            gone = [*self._column(self.left, k, t, 1.0), *self._column(self.left, k - 1, t, -1.0)]
+                    available = self._column(self.host_copies, at, t, -1.0)
+                    milp.row([(column, 1.0), *available], -INFINITY, 0.0)
+        for t in self.offloaded[k]:
+            started = self._new_offloads(k, t)
             # [Constraint] C[k] ≥ C[k−1].
-            if len(gone) > 1:
-                milp.row(gone, 0.0, INFINITY)
-            # [Constraint] what is copied to the host is there: C[k] − C[k−1] ≤ kept + Y.
+            if len(started) > 1:
+                milp.row(started, 0.0, INFINITY)
+            # [Constraint] an offloaded tensor is readable: C[k] − C[k−1] ≤ kept + Y.
             constant, terms = model.kept(k, t)
-            terms = [*terms, *model.again(k, t)]
-            milp.row([*gone, *((c, -value) for c, value in terms)], -INFINITY, constant)
+            terms = [*terms, *model.recomputed(k, t)]
+            milp.row([*started, *((c, -value) for c, value in terms)], -INFINITY, constant)
 
-    def _host(self, k: int) -> None:
-        """[Constraint] Σ bytes of G[k, d] ≤ the host's; G[k] ≤ G[k−1] + C[k] − C[k−1]."""
+    def _host_memory(self, k: int) -> None:
+        """[Constraint] Σ bytes of G[k, d] ≤ host budget; G[k] ≤ G[k−1] + C[k] − C[k−1]."""
         milp, size = self.model.milp, self.model.program.problem.size
-        for t in self.held[k]:
+        for t in self.on_host[k]:
             terms = [
-                *self._column(self.held, k, t, 1.0),
-                *self._column(self.held, k - 1, t, -1.0),
-                *self._column(self.left, k, t, -1.0),
-                *self._column(self.left, k - 1, t, 1.0),
+                *self._column(self.on_host, k, t, 1.0),
+                *self._column(self.on_host, k - 1, t, -1.0),
+                *self._new_offloads(k, t, -1.0),
             ]
             milp.row(terms, -INFINITY, 0.0)
-        if self.held[k]:
+        if self.on_host[k]:
             assert self.host_capacity is not None
-            load = [(c, size[t] / self.host_capacity) for t, c in self.held[k].items()]
+            load = [(c, size[t] / self.host_capacity) for t, c in self.on_host[k].items()]
             milp.row(load, -INFINITY, 1.0 + ROUNDING)
 
-    def _engines(self, k: int) -> None:
-        """[Constraint] what an engine does in segment k takes no longer than the segment."""
+    def _copy_engines(self, k: int) -> None:
+        """[Constraint] the work of a copy engine in segment k takes no longer than the segment."""
         model, milp = self.model, self.model.milp
         program = model.program
         cost = [*program.problem.cost, 0.0]
         point, start = model.points[k], model.start(k)
         least = sum(cost[op] for op in range(start + 1, point + 1)) / model.cost_unit
         last = cost[point] / model.cost_unit
-        most = sum(
-            2 * (self.to_host[t] + self.to_device[t]) for t in {*self.left[k], *self.landed[k]}
+        upper = sum(
+            2 * (self.to_host[t] + self.to_device[t])
+            for t in {*self.offloaded[k], *self.prefetched[k]}
         )
-        self.stall.append(milp.column(0.0, most, 1.0, integer=False))
-        back = milp.column(0.0, most, 0.0, integer=False)
-        away = milp.column(0.0, most, 0.0, integer=False)
-        self.ahead.append((back, away))
+        self.stall.append(milp.column(0.0, upper, 1.0, integer=False))
+        prefetch_done = milp.column(0.0, upper, 0.0, integer=False)
+        offload_done = milp.column(0.0, upper, 0.0, integer=False)
+        self.early_work.append((prefetch_done, offload_done))
         segment = [(self.stall[k], -1.0)]
         segment += [(c, -cost[v] / model.cost_unit) for v, c in model.y[k].items() if cost[v]]
-        # [Constraint] V[k] ≤ Σ µs of what is arriving.
+        # [Constraint] V[k] ≤ Σ µs of arriving prefetches.
         arriving = [(c, -self.to_device[t]) for t, c in self.arriving[k].items()]
-        milp.row([(back, 1.0), *arriving], -INFINITY, 0.0)
-        waited: list[tuple[int, Terms]] = [
-            (back, [(c, self.to_device[t]) for t, c in self.landed[k].items()]),
-            (
-                away,
-                [
-                    (column, value * self.to_host[t])
-                    for t in self.left[k]
-                    for column, value in [
-                        *self._column(self.left, k, t, 1.0),
-                        *self._column(self.left, k - 1, t, -1.0),
-                    ]
-                ],
-            ),
+        milp.row([(prefetch_done, 1.0), *arriving], -INFINITY, 0.0)
+        prefetches = [(c, self.to_device[t]) for t, c in self.prefetched[k].items()]
+        offloads = [
+            (column, value * self.to_host[t])
+            for t in self.offloaded[k]
+            for column, value in self._new_offloads(k, t)
         ]
-        for engine, (column, work) in enumerate(waited):
-            known = [(self.ahead[k - 1][engine], -1.0)] if k else []
-            # [Constraint] what is waited for is over when τ_k begins.
-            milp.row([*work, *known, *segment], -INFINITY, least - last)
-            # [Constraint] with what goes on beyond it, when τ_k ends.
-            milp.row([*work, (column, 1.0), *known, *segment], -INFINITY, least)
+        awaited = (prefetch_done, prefetches), (offload_done, offloads)
+        for engine, (column, work) in enumerate(awaited):
+            earlier = [(self.early_work[k - 1][engine], -1.0)] if k else []
+            # [Constraint] transfers waited for end before τ_k begins.
+            milp.row([*work, *earlier, *segment], -INFINITY, least - last)
+            # [Constraint] with V[k] or U[k], the engine's work ends with τ_k.
+            milp.row([*work, (column, 1.0), *earlier, *segment], -INFINITY, least)
 
     def finish(self) -> None:
-        """[Constraint] U[k] ≤ Σ µs of copies to the host, of what is made by then, still to end."""
+        """
+        [Constraint] U[k] ≤ Σ µs of offloads, of tensors made by then, that are waited for after
+        τ_k.
+        """
         model, milp = self.model, self.model.milp
         producer = model.program.problem.producer
         last: dict[int, int] = {}
-        for columns in self.left:
+        for columns in self.offloaded:
             last |= columns
-        for k, (_, away) in enumerate(self.ahead):
-            terms: dict[int, float] = {away: 1.0}
+        for k, (_, offload_done) in enumerate(self.early_work):
+            terms: dict[int, float] = {offload_done: 1.0}
             for t, column in last.items():
                 if producer[t] < model.points[k]:
                     terms[column] = terms.get(column, 0.0) - self.to_host[t]
-                    done = self.left[k].get(t, column)
+                    done = self.offloaded[k].get(t, column)
                     terms[done] = terms.get(done, 0.0) + self.to_host[t]
             milp.row([(c, value) for c, value in terms.items() if value], -INFINITY, 0.0)

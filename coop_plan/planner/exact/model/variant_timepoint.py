@@ -1,20 +1,20 @@
 """
-The time-point program with variants: memory is checked only while K chosen ops run first.
+The time-point MILP with variants: memory is constrained only while K chosen ops first run.
 
 As `planner.exact.model.timepoint`, with the operator variants of MONeT (Shah et al., ICLR 2021,
-section 4.2) as columns of their own:
+section 4.2) as columns:
 
     F[v]      variant v runs its op for the first time (their δ; Σ F = 1 by op)
     X[k, d]   tensor d is resident while τ_k runs
-    Y[k, v]   the op of variant v is computed again in segment k, in that variant
-    Z[k, p]   the in-place pair p of τ_k shares one address, so its input is gone afterwards
-    H[k, d]   d is held through the whole of segment k (only where a cut needs it)
+    Y[k, v]   the op of variant v is recomputed in segment k, in that variant
+    Z[k, p]   in-place pair p of τ_k shares one address, which ends its input
+    H[k, d]   d stays resident through the whole of segment k (only where a cut needs it)
 
-Only what every schedule must do is asked for, so that the minimum is a lower bound for any schedule
-that first computes in program order, in whatever variants. A variant that another one dominates is left
-out (`planner.exact.model.variant_choices`). The memory of recomputes is looked at where a cut asks for it;
-elsewhere, of variants that read and make the same, a segment has the cheapest one that fits into the
-arena alone.
+Minimise Σ cost[v] · F[v] + Σ cost[v] · Y[k, v]. The rows are necessary conditions, so the minimum
+is a lower bound for every schedule with first runs in program order, in any variants. Dominated
+variants are left out (`planner.exact.model.variants`). Cuts constrain the memory of recomputes.
+Without a cut, of variants with equal inputs and outputs only the cheapest that fits into the arena
+alone has a column Y.
 """
 
 import time
@@ -23,31 +23,30 @@ from dataclasses import dataclass, field
 
 from coop_plan.planner.core.errors import TimeLimitError
 from coop_plan.planner.core.working_sets import needs
-from coop_plan.planner.exact.model.milp import INFINITY, Milp
+from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
+from coop_plan.planner.exact.model.variants import VariantChoices
 from coop_plan.planner.exact.params import DEFAULTS, ModelParams
-from coop_plan.planner.exact.model.variant_choices import Choices
-
-Terms = list[tuple[int, float]]
 
 
 @dataclass
 class VariantModel:
     """
-    The program for one set of time points, in rising order, the last one the end of the step.
+    The MILP for one set of time points, in rising order, the last one the end of the step.
 
-    `capacity` is bytes, rounded up. Costs are divided by `cost_unit` µs. `cuts` are pairs
-    (position, op): the op runs again in the segment of that position only if the working set of its
-    variant fits beside what is held through the segment. If the program is to be read, `ordered` says
-    that what is made before the op is there, too, as if a segment's recomputes ran in program order
-    and once: that is a program for searching, which proves nothing. Of a large graph the program
-    alone takes long: it is given up at `deadline`, a `time.monotonic` value (s).
+    `capacity` is in bytes, rounded up to the alignment. Costs are divided by `cost_unit` µs. Each
+    cut (position, op) allows the recompute only if the working set of its variant fits with the
+    tensors resident through the segment of that position.
+
+    With `ordered`, tensors made before the op count as resident too, as if recomputes of a segment
+    ran once and in program order: a stricter model for the search, which proves nothing. Building a
+    large model is abandoned at `deadline` (a `time.monotonic` value, s).
 
     Raises:
         TimeLimitError: the deadline passed.
     """
 
-    choices: Choices
+    choices: VariantChoices
     capacity: int
     points: list[int]
     cuts: frozenset[tuple[int, int]] = frozenset()
@@ -56,19 +55,19 @@ class VariantModel:
     params: ModelParams = DEFAULTS.model
     milp: Milp = field(default_factory=Milp)
     f: dict[int, int] = field(default_factory=dict)
-    """By variant its column, of ops that have more than one."""
+    """Variant → column of F, for ops with several variants."""
     x: list[dict[int, int | None]] = field(default_factory=list)
-    """Per segment: tensor → column, or None where X is 1."""
+    """Per segment: tensor → column of X, or None where X is 1."""
     y: list[dict[int, int]] = field(default_factory=list)
-    """Per segment: variant → column."""
+    """Per segment: variant → column of Y."""
     z: list[dict[tuple[int, int], int]] = field(default_factory=list)
-    """Per segment: in-place pair of τ_k → column."""
+    """Per segment: in-place pair of τ_k → column of Z."""
     h: list[dict[int, int]] = field(default_factory=list)
-    """Per segment: tensor → column, which need not be an integer; none where there is no cut."""
+    """Per segment: tensor → continuous column of H; empty without a cut."""
     memory: list[list[int]] = field(default_factory=list)
-    """Per segment: the rows of what fits while its time point, and recomputes with cuts, run."""
+    """Per segment: memory rows of τ_k and of recomputes with cuts."""
     fixed_us: float = 0.0
-    """Cost of the first runs of which there is no choice, µs."""
+    """Cost of first runs of ops with a single variant, µs."""
 
     def __post_init__(self) -> None:
         problem = self.choices.problem
@@ -87,11 +86,12 @@ class VariantModel:
             self._working_sets(k)
 
     def start(self, k: int) -> int:
-        """The position before segment k: its ops are start + 1 … points[k]."""
+        """The position before segment k, whose ops are start + 1 … points[k]."""
         return self.points[k - 1] if k else -1
 
     def _first(self, op: int) -> None:
-        # [Variable] F[v]; [Constraint] Σ F[v] = 1 over the variants of an op that fit at all.
+        # [Variable] F[v]; [Constraint] Σ F[v] = 1 over the variants of an op; F[v] = 0 if v does
+        # not fit.
         problem, need = self.choices.problem, needs(self.choices.problem).first
         variants = self.choices.of[op]
         if len(variants) == 1:
@@ -106,28 +106,28 @@ class VariantModel:
     def _variables(self, k: int) -> None:
         choices, point, start = self.choices, self.points[k], self.start(k)
         problem, needed = choices.problem, choices.read_by_all(point)
-        # [Variable] X[k, d] for every tensor made before τ_k that can matter from τ_k on.
+        # [Variable] X[k, d] for every tensor made before τ_k that is useful from τ_k on.
         self.x.append(
             {
                 t: None if t in needed else self.milp.binary()
-                for t, last in enumerate(choices.useful)
-                if 0 <= problem.producer[t] < point <= last and not choices.always[t]
+                for t, last in enumerate(choices.last_useful)
+                if 0 <= problem.producer[t] < point <= last and not choices.unconstrained[t]
             }
         )
-        # [Variable] Y[k, v] for every op that can be run again, and is of use.
-        again, columns = needs(problem).again, dict[int, int]()
+        # [Variable] Y[k, v] for every recomputable op whose outputs can be of use.
+        recomputed, columns = needs(problem).again, dict[int, int]()
         for op in range(point):
             seen = set[tuple[frozenset[int], frozenset[int]]]()
             for v in choices.of[op]:
                 variant = problem.variants[v]
                 made = frozenset(variant.outputs)
-                # Its tensors are there, but for those that only other variants make; where there are
-                # cuts, what was made last may have gone for a moment.
+                # Outputs that every variant makes are resident already. With cuts, those of τ_{k−1}
+                # may have been evicted within the segment.
                 if op > start or (op == start and not self._cut[k]):
                     made -= choices.made[op]
-                of_use = any(choices.useful[t] > max(start, op) for t in made)
+                of_use = any(choices.last_useful[t] > max(start, op) for t in made)
                 kind = choices.reads[v], frozenset(variant.outputs)
-                fits = again[v] <= self.capacity
+                fits = recomputed[v] <= self.capacity
                 new = op in self._cut[k] or kind not in seen
                 if of_use and fits and choices.until[v] > max(start, op) and new:
                     seen.add(kind)
@@ -135,7 +135,7 @@ class VariantModel:
         self.y.append(columns)
 
     def made_first(self, t: int) -> tuple[int, Terms]:
-        """Whether the first run of its op makes t: constant and terms."""
+        """Constant and terms of: the first run of its producer makes t."""
         choices = self.choices
         op = choices.problem.producer[t]
         if t in choices.made[op]:
@@ -143,8 +143,8 @@ class VariantModel:
         makers = [v for v in choices.of[op] if t in choices.problem.variants[v].outputs]
         return 0, [(self.f[v], 1.0) for v in makers]
 
-    def again(self, k: int, t: int) -> Terms:
-        """Whether t is computed again in segment k."""
+    def recomputed(self, k: int, t: int) -> Terms:
+        """Terms of: t is recomputed in segment k."""
         choices = self.choices
         return [
             (self.y[k][v], 1.0)
@@ -153,28 +153,28 @@ class VariantModel:
         ]
 
     def available(self, k: int, t: int) -> tuple[int, Terms]:
-        """Whether t can be had in segment k: kept, made first in it, or computed again in it."""
+        """Constant and terms of: t is kept, first made or recomputed in segment k."""
         choices = self.choices
-        if choices.always[t]:
+        if choices.unconstrained[t]:
             constant, terms = self.made_first(t)
             if constant:
                 return 1, []
-            return 0, [*terms, *(term for j in range(k + 1) for term in self.again(j, t))]
+            return 0, [*terms, *(term for j in range(k + 1) for term in self.recomputed(j, t))]
         later = choices.problem.producer[t] > self.start(k)
         constant, terms = self.made_first(t) if later else self.before(k, t)
         if constant and not terms:
             return 1, []
-        return constant, [*terms, *self.again(k, t)]
+        return constant, [*terms, *self.recomputed(k, t)]
 
     def before(self, k: int, t: int) -> tuple[int, Terms]:
-        """Whether t of τ_{k−1} or before is there when segment k begins: constant and terms."""
+        """Constant and terms of: t, made up to τ_{k−1}, is resident when segment k begins."""
         if self.choices.problem.producer[t] == self.start(k):
             return self.made_first(t)
         if k == 0 or t not in self.x[k - 1]:
             return 0, []
         column = self.x[k - 1][t]
-        gone = [(z, -1.0) for (_, source), z in self.z[k - 1].items() if source == t]
-        return (1, gone) if column is None else (0, [(column, 1.0), *gone])
+        evicted = [(z, -1.0) for (_, source), z in self.z[k - 1].items() if source == t]
+        return (1, evicted) if column is None else (0, [(column, 1.0), *evicted])
 
     def _require(self, k: int, t: int, demand: int, minus: Terms) -> None:
         constant, terms = self.available(k, t)
@@ -183,7 +183,8 @@ class VariantModel:
 
     def _dependencies(self, k: int) -> None:
         choices = self.choices
-        # [Constraint] inputs of what is first run in segment k, the end of the step included.
+        # [Constraint] inputs of first runs in segment k are available: available(k, d) ≥ Σ F of the
+        # variants that read d (1 if all do).
         for op in range(self.start(k) + 1, self.points[k] + 1):
             everywhere = choices.read_by_all(op)
             for t in sorted(everywhere):
@@ -193,11 +194,11 @@ class VariantModel:
                 for t in sorted(some):
                     readers = [v for v in choices.of[op] if t in choices.reads[v]]
                     self._require(k, t, 0, [(self.f[v], -1.0) for v in readers])
-        # [Constraint] inputs of what is run again.
+        # [Constraint] inputs of recomputes are available: available(k, d) ≥ Y[k, v].
         for v, column in self.y[k].items():
             for t in sorted(choices.reads[v]):
                 self._require(k, t, 0, [(column, -1.0)])
-        # [Constraint] what is resident at τ_k was kept or made in the segment.
+        # [Constraint] residents of τ_k are available: available(k, d) ≥ X[k, d].
         for t, resident in self.x[k].items():
             if resident is not None:
                 self._require(k, t, 0, [(resident, -1.0)])
@@ -218,7 +219,7 @@ class VariantModel:
                 fixed += need
                 continue
             weights[self.f[v]] = need
-            # [Constraint] what the chosen variant reads is resident.
+            # [Constraint] inputs of the chosen variant are resident: X[k, d] ≥ F[v].
             for t in sorted(choices.reads[v]):
                 resident = self.x[k].get(t)
                 if resident is not None:
@@ -233,28 +234,22 @@ class VariantModel:
             weights[z[pair]] = -size[pair[0]]
             if len(users) < len(variants):
                 milp.row([(z[pair], -1.0), *((self.f[v], 1.0) for v in users)], 0.0, INFINITY)
-        for side in (0, 1):
-            for t in {pair[side] for pair in z}:
-                same = [(c, 1.0) for pair, c in z.items() if pair[side] == t]
-                if len(same) > 1:
-                    milp.row(same, -INFINITY, 1.0)
+        milp.match(z.items())
         self.z.append(z)
         room = self.capacity - fixed
         unit = max(self.capacity, 1)
         terms = [(column, weight / unit) for column, weight in weights.items()]
-        self.memory.append([milp.row(terms, -INFINITY, room / unit + ROUNDING)])
-        # Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for the sizes s in the sum.
-        for s in sorted({w for w in weights.values() if w * self.params.finest >= max(room, 1)}):
-            rounded = [(c, float(w // s)) for c, w in weights.items() if w // s]
-            self.memory[k].append(milp.row(rounded, -INFINITY, room // s))
+        exact = milp.row(terms, -INFINITY, room / unit + ROUNDING)
+        rounded = milp.rounded_rows(weights, room, self.params.finest_rounding)
+        self.memory.append([exact, *rounded])
 
     def _working_sets(self, k: int) -> None:
-        """Cuts: Σ bytes of H[k, d], d no input of v, + need of v · Y[k, v] ≤ capacity."""
+        """Cuts: Σ bytes of H[k, d], d no input of v, + working set of v · Y[k, v] ≤ capacity."""
         choices, milp, problem = self.choices, self.milp, self.choices.problem
         self.h.append({})
         variants = [v for v in self.y[k] if problem.variants[v].op in self._cut[k]]
         for t, resident in self.x[k].items() if variants else ():
-            # What is first made later in the segment may be made again, of which Y does not tell.
+            # A tensor first made in the segment may be recomputed in it without a column Y.
             if problem.producer[t] > self.start(k) or not problem.size[t]:
                 continue
             constant, terms = self.before(k, t)
@@ -262,13 +257,13 @@ class VariantModel:
                 continue
             # [Constraint] H ≥ kept + X − 1 − Y.
             h = self.h[k][t] = milp.column(0.0, 1.0, 0.0, integer=False)
-            row = [(h, 1.0), *((c, -value) for c, value in terms), *self.again(k, t)]
+            row = [(h, 1.0), *((c, -value) for c, value in terms), *self.recomputed(k, t)]
             if resident is not None:
                 row.append((resident, -1.0))
             milp.row(row, constant + (resident is None) - 1, INFINITY)
-        again, unit = needs(problem).again, max(self.capacity, 1)
+        recomputed, unit = needs(problem).again, max(self.capacity, 1)
         for v in variants:
-            terms, room = [(self.y[k][v], again[v] / unit)], 1.0
+            terms, room = [(self.y[k][v], recomputed[v] / unit)], 1.0
             op = problem.variants[v].op
             others = (t for t in self.x[k] if t not in choices.reads[v])
             for t in others:
@@ -283,7 +278,7 @@ class VariantModel:
             self.memory[k].append(milp.row(terms, -INFINITY, room + ROUNDING))
 
     def bound_us(self, bound: float) -> float:
-        """What a bound of the program says of a whole step, µs."""
+        """Cost of a whole step for a bound of the program, µs."""
         return self.fixed_us + bound * self.cost_unit
 
     def chosen(self, values: list[float]) -> list[int]:

@@ -1,1 +1,1 @@
-"""From a solution of a model to a placed schedule."""
+"""Primal side: from solutions of the models to placed schedules."""

@@ -1,10 +1,9 @@
 """
-Following a plan with the clairvoyant kernel of coop-offline, where its own schedule does not fit.
+Guided re-plan: coop-offline's eviction kernel, guided by a schedule that does not fit.
 
-A schedule read out of the time-point model may overflow between time points, or find no layout.
-What it says remains good advice: which tensors to give up between which uses. The kernel takes
-advice as a weight per retention interval, evicts only while memory is short, and so makes a
-schedule that fits out of nearly the same evictions.
+A schedule read out of the time-point model may overflow between time points, or have a layout
+conflict. Its evictions remain good advice. The kernel takes advice as a weight per retention
+interval and evicts only under memory pressure, so its schedule fits with nearly the same evictions.
 """
 
 from dataclasses import replace
@@ -13,23 +12,26 @@ import numpy as np
 
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import OUTSIDE, PlacedSchedule, Schedule
-from coop_plan.planner.exact.params import DEFAULTS, FollowParams
-from coop_plan.planner.method import Request
-from coop_plan.planner.heuristic.portfolio import Portfolio
+from coop_plan.planner.exact.params import DEFAULTS, GuidedReplanParams
 from coop_plan.planner.heuristic.eviction_run import Settings
+from coop_plan.planner.heuristic.portfolio import Portfolio
+from coop_plan.planner.method import Request
 
 
-class PlanFollower:
-    """Remembers the kernel's arrays and the best run between plans to follow."""
+class GuidedReplan:
+    """Keeps the kernel's arrays and best run between re-plans."""
 
     def __init__(
-        self, problem: Problem, request: Request, params: FollowParams = DEFAULTS.follow
+        self,
+        problem: Problem,
+        request: Request,
+        params: GuidedReplanParams = DEFAULTS.guided_replan,
     ) -> None:
         self._params = params
         self._portfolio = Portfolio(problem, replace(request, progress=None))
 
-    def follow(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
-        """A placed schedule that fits the arena and costs less than the limit (µs), or None."""
+    def replan(self, plan: Schedule, cost_limit_us: float) -> PlacedSchedule | None:
+        """A placed schedule within the arena that costs less than the limit (µs), or None."""
         portfolio = self._portfolio
         portfolio.best.cost_us = min(portfolio.best.cost_us, cost_limit_us)
         before = portfolio.best.found
@@ -47,22 +49,21 @@ class PlanFollower:
         return portfolio.solution().placed
 
     def _weights(self, plan: Schedule) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """A factor per row entry of `Arrays.uses`: was the tensor made anew for that use?"""
+        """Weight per row entry of `Arrays.uses`: low if `plan` recomputes the tensor for it."""
         problem, arrays = plan.problem, self._portfolio.arrays
         weight = np.full(arrays.uses.size + 1, self._params.kept_weight)
-        touched: dict[
-            int, int
-        ] = {}  # tensor → event of its production or last use in program order
+        # Tensor → event of its production or last use in program order.
+        last_access: dict[int, int] = {}
         seen: set[int] = set()
         for event, op in enumerate(plan.variants):
             if op in seen:
                 continue
             seen.add(op)
             for t, buffer in zip(problem.op_inputs[op], plan.reads(event), strict=True):
-                if buffer != OUTSIDE and plan.first[buffer] > touched[t]:
+                if buffer != OUTSIDE and plan.first[buffer] > last_access[t]:
                     slot = int(arrays.uses_ptr[t]) + problem.consumers[t].index(op)
                     weight[slot] = self._params.evicted_weight
-                touched[t] = event
+                last_access[t] = event
             for t in problem.makes[op]:
-                touched[t] = event
+                last_access[t] = event
         return weight

@@ -1,10 +1,10 @@
 """
-Retention intervals in CP-SAT, after Bartan et al., Moccasin, ICML 2023: an oracle on small graphs.
+Retention intervals in CP-SAT, after Bartan et al., Moccasin, ICML 2023: exact on small graphs.
 
-Every op may run up to C times, at any time of its own; what it makes is retained for an interval
-after each run, and the intervals fit the capacity. No order is imposed on recomputes, so with
-enough copies this is exact for schedules that first compute in program order. With `joint`, every
-interval also has an address (NoOverlap2D), and eviction and layout are decided as one.
+Every op may run up to C times, at free times. Its outputs are retained for an interval after each
+run, and the intervals fit the capacity. Recomputes have no imposed order, so with enough copies
+this is exact for schedules with first runs in program order. With `joint`, every interval also has
+an address (NoOverlap2D): eviction and layout are decided as one.
 
 A version that an op overwrites in the arena ends with the run (see `planner.core.ssa`).
 """
@@ -28,34 +28,34 @@ def schedule_intervals(
     joint: bool = False,
 ) -> tuple[Outcome, Schedule | None]:
     """
-    The cheapest schedule within `capacity` bytes, without addresses, and how sure that is.
+    The cheapest schedule within `capacity` bytes, without addresses, and the solver's outcome.
 
-    `deadline` is a `time.monotonic` value, s; `copies` are the runs an op may have. With `joint` a
-    layout exists, as far as in-place pairs are used as the model used them.
+    `deadline` is a `time.monotonic` value, s; `copies` is the number of runs an op may have. With
+    `joint` a layout exists, if in-place pairs are used as in the model.
     """
     problem = program.problem
     unit = problem.alignment
     job = ScheduleIntervals(
         capacity=capacity // unit,
         joint=joint,
-        copies=[1 if program.once(op) else copies for op in range(program.n)],
+        copies=[1 if program.runs_once(op) else copies for op in range(program.n)],
         reads=program.reads[: program.n],
         makes=program.makes[: program.n],
-        pairs=problem.inplace,
+        inplace_pairs=problem.inplace,
         overwritten=[[read for _, read in pairs] for pairs in program.overwrites],
-        kept=program.reads[program.n],
+        step_outputs=program.reads[program.n],
         until=program.until,
         cost=problem.cost,
         workspace=[need // unit for need in problem.workspace],
         size=[size // unit for size in problem.size],
-        again=[[t for t in outputs if problem.outside[t]] for outputs in problem.op_outputs],
+        rerun_outputs=[[t for t in made if problem.outside[t]] for made in problem.op_outputs],
     )
     answer = process.schedule(job, deadline)
     return answer.outcome, None if answer.ops is None else in_order(program, answer.ops)
 
 
 def in_order(program: Program, ops: list[int]) -> Schedule:
-    """The schedule that runs `ops` in that order and keeps nothing longer than it is read."""
+    """The schedule that runs `ops` in this order and evicts each tensor after its last read."""
     kept: list[set[int]] = []
     needed = set(program.reads[program.n])
     for op in reversed(ops):
@@ -67,5 +67,5 @@ def in_order(program: Program, ops: list[int]) -> Schedule:
     for op, after in zip(ops, reversed(kept), strict=True):
         position = max(position, op)
         built.run(op, position)
-        built.keep(after)
+        built.retain(after)
     return built.schedule()

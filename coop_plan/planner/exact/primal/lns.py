@@ -1,8 +1,8 @@
 """
-Large neighbourhood search on a time-point model whose solve ran out of time.
+Large neighbourhood search on a time-point model whose solve timed out.
 
-Everything but the tensors and ops of a stretch of the program is fixed to the best solution, and
-the small model that is left is solved; stretches are drawn at random. It proves nothing.
+All tensors and ops outside a random stretch of the program are fixed to the best solution, and the
+remaining model is solved. It proves nothing.
 """
 
 import random
@@ -22,18 +22,18 @@ def improve_by_lns(
     deadline: float,
     params: LnsParams = DEFAULTS.lns,
 ) -> Answer:
-    """The answer, or one with better values; its bound stays. `deadline` is monotonic, s."""
+    """The answer or a better one, of the same bound. `deadline` is a `time.monotonic` value, s."""
     assert answer.values is not None
-    draw = random.Random(0)  # noqa: S311  (no secret)
-    place = _positions(model)
+    rng = random.Random(0)  # noqa: S311  (no secret)
+    positions = _positions(model)
     best = answer
     failures = 0
     while failures < params.patience and time.monotonic() < deadline:
         assert best.values is not None
-        width = int(model.program.n * draw.choice(params.widths)) + 1
-        low = draw.randrange(-width // 2, model.program.n)
+        width = int(model.program.n * rng.choice(params.widths)) + 1
+        low = rng.randrange(-width // 2, model.program.n)
         lower, upper = list(model.milp.lower), list(model.milp.upper)
-        for column, position in place.items():
+        for column, position in positions.items():
             if not low <= position < low + width:
                 lower[column] = upper[column] = float(round(best.values[column]))
         until = min(deadline, time.monotonic() + params.step_seconds)
@@ -50,10 +50,10 @@ def improve_by_lns(
 
 
 def _positions(model: TimePointModel) -> dict[int, int]:
-    """Where in the program each column's tensor is made, or its op runs first."""
+    """Column → program position of its op, or of its tensor's producer."""
     producer = model.program.problem.producer
-    place: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for x, y in zip(model.x, model.y, strict=True):
-        place |= {column: producer[t] for t, column in x.items() if column is not None}
-        place |= {column: op for op, column in y.items()}
-    return place
+        positions |= {column: producer[t] for t, column in x.items() if column is not None}
+        positions |= {column: op for op, column in y.items()}
+    return positions

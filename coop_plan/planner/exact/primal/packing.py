@@ -1,4 +1,4 @@
-"""A layout for one schedule within an arena: by placement, or else by constraint programming."""
+"""Layout of one schedule within an arena, by placement or else by constraint programming."""
 
 import time
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ import numpy as np
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.params import DEFAULTS, PackingParams
+from coop_plan.planner.exact.solver.jobs import PackBlocks
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.placement.layout import WORK, lay_out
 
@@ -16,43 +17,45 @@ def pack(
     process: SolverProcess, schedule: Schedule, arena: int, deadline: float, params: PackingParams
 ) -> PlacedSchedule | None:
     """
-    The schedule with offsets within the arena (bytes) by CP-SAT's NoOverlap2D, if it found some.
+    The schedule with offsets within the arena (bytes) by CP-SAT's NoOverlap2D; None without any.
 
-    `deadline` is a `time.monotonic` value, s. A buffer that takes over an address begins after
-    that event, within which it lies in the block it takes over.
+    `deadline` is a `time.monotonic` value, s. A buffer that shares an address in place begins after
+    the event that makes it, during which it lies in its input's block.
     """
     problem, t = schedule.problem, schedule.trace
     scratch = schedule.blocks().event
     unit = problem.alignment
-    if t.tensor.size + scratch.size > params.most_blocks:
+    if t.tensor.size + scratch.size > params.max_blocks:
         return None
     size = to_arrays(problem).size[t.tensor]
     workspace = to_arrays(problem).workspace[schedule.what[scratch]]
     later = np.flatnonzero(t.shares >= 0)
-    offsets = process.pack(
+    job = PackBlocks(
         np.concatenate([t.first + (t.shares >= 0), scratch]).tolist(),
         np.concatenate([t.last + 1, scratch + 1]).tolist(),
         (np.concatenate([size, workspace]) // unit).tolist(),
         list(zip(later.tolist(), t.shares[later].tolist(), strict=True)),
         problem.rounded(arena) // unit,
-        deadline,
     )
+    offsets = process.pack(job, deadline)
     return None if offsets is None else schedule.place(np.array(offsets, dtype=np.int64) * unit)
 
 
 @dataclass(frozen=True)
-class Crowded:
-    """An event at which a layout needs more than the arena, by `excess` bytes."""
+class LayoutConflict:
+    """An event at which a layout exceeds the arena, by `excess` bytes."""
 
     event: int
     excess: int
 
 
-def place_or_tell(schedule: Schedule, arena: int, work: int = WORK) -> PlacedSchedule | Crowded:
+def place_or_conflict(
+    schedule: Schedule, arena: int, work: int = WORK
+) -> PlacedSchedule | LayoutConflict:
     """
-    The schedule laid out within the arena (bytes) by `lay_out` with that work.
+    The schedule laid out within the arena (bytes), or its layout conflict.
 
-    Where that fails, the fullest event of the block that ends highest.
+    The conflict is the fullest event of the block that ends highest. `work` limits `lay_out`.
     """
     placed, placement = lay_out(schedule, arena, work=work)
     if placed.arena_bytes <= arena:
@@ -62,7 +65,7 @@ def place_or_tell(schedule: Schedule, arena: int, work: int = WORK) -> PlacedSch
     worst = int(ends.argmax())
     first, last = int(blocks.lower[worst]), int(blocks.upper[worst])
     live = schedule.live_bytes()[first:last]
-    return Crowded(first + int(live.argmax()), int(ends[worst]) - arena)
+    return LayoutConflict(first + int(live.argmax()), int(ends[worst]) - arena)
 
 
 def place_or_pack(
@@ -73,7 +76,7 @@ def place_or_pack(
     params: PackingParams = DEFAULTS.packing,
 ) -> PlacedSchedule | None:
     """The schedule laid out within the arena (bytes) by placement, or else by `pack`."""
-    placed = place_or_tell(schedule, arena)
+    placed = place_or_conflict(schedule, arena)
     if isinstance(placed, PlacedSchedule):
         return placed
     if not schedule.fits(arena):

@@ -1,4 +1,4 @@
-"""From what is resident at the time points to a schedule, and where that overflows."""
+"""Readout: from residents at the time points to a schedule and its overflows."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,35 +12,36 @@ from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 
 
 @dataclass
-class Outline:
+class Residency:
     """
-    What a schedule is made of: time points in order, the last one the end of the step.
+    Residency outline of a schedule: time points in order, the last one the end of the step.
 
-    By point the tensors resident while it runs, and the inputs that its outputs take over in place.
+    `resident` maps a point to the tensors resident while it runs, `inplace_inputs` to the inputs
+    whose addresses its outputs take over.
     """
 
     points: list[int]
     resident: dict[int, set[int]]
-    taken: dict[int, set[int]]
+    inplace_inputs: dict[int, set[int]]
 
     @classmethod
-    def of(cls, model: TimePointModel, values: list[float]) -> "Outline":
-        """The outline that a solution stands for."""
-        resident, taken = {}, {}
+    def of(cls, model: TimePointModel, values: list[float]) -> "Residency":
+        """The outline of a solution."""
+        resident, inplace_inputs = {}, {}
         for k, point in enumerate(model.points):
             chosen = model.x[k].items()
             resident[point] = {t for t, c in chosen if c is None or values[c] > 0.5}
-            pairs = model.program.pairs[point]
-            taken[point] = {pairs[i][1] for i, c in model.z[k].items() if values[c] > 0.5}
-        return cls(list(model.points), resident, taken)
+            pairs = model.program.inplace_pairs[point]
+            inplace_inputs[point] = {pairs[i][1] for i, c in model.z[k].items() if values[c] > 0.5}
+        return cls(list(model.points), resident, inplace_inputs)
 
 
 @dataclass(frozen=True)
 class Overflow:
     """
-    An event that needs more than the capacity: `op` runs just before the first run of `position`.
+    An event above the capacity: `op` runs for the first run of `position`.
 
-    They are equal when it is that first run itself. `excess` is in bytes.
+    The two are equal if it is that first run itself. `excess` is in bytes.
     """
 
     position: int
@@ -52,9 +53,9 @@ class Overflow:
 @dataclass(frozen=True)
 class Readout:
     """
-    A schedule without addresses, and its overflows in order (none: it fits logically).
+    A schedule without addresses, and its overflows in event order; none if it fits.
 
-    `runs` lists per event its op and the position whose first run it serves.
+    `runs` lists per event the op and the position whose first run it serves.
     """
 
     schedule: Schedule
@@ -62,27 +63,29 @@ class Readout:
     runs: list[tuple[int, int]]
 
 
-Drops = dict[tuple[int, int], set[int]]
-"""By (position, op): what goes just before the op runs for that position, to come again later."""
+Evictions = dict[tuple[int, int], set[int]]
+"""
+(position, op) → tensors evicted just before the op runs for that position, and recomputed later.
+"""
 
 Margins = dict[tuple[int, int], int]
-"""By (position, op): bytes to leave free while the op runs for that position."""
+"""(position, op) → bytes kept free while the op runs for that position."""
 
 
-class StuckError(Exception):
-    """Drops that take from each other, at this position."""
+class ThrashingError(Exception):
+    """Evictions at this position cause each other's recomputes."""
 
     def __init__(self, position: int) -> None:
         super().__init__()
         self.position = position
 
 
-class UnreadableError(Exception):
+class NotRecomputableError(Exception):
     """
-    The solution needs something that cannot be computed again when it is needed.
+    The solution needs a tensor that cannot be recomputed at that point.
 
-    `position` is the op that overwrites what it would take, of which a time point there tells the
-    model, or the op itself, which runs once.
+    `position` is the op that overwrites an input of the recompute, where a time point makes the
+    model aware of it, or the producer itself, which runs once.
     """
 
     def __init__(self, position: int) -> None:
@@ -92,24 +95,24 @@ class UnreadableError(Exception):
 
 def read_out(
     program: Program,
-    outline: Outline,
+    residency: Residency,
     capacity: int,
-    drops: Drops | None = None,
+    evictions: Evictions | None = None,
     margins: Margins | None = None,
-    most_runs: int = DEFAULTS.repair.most_runs,
+    max_runs: int = DEFAULTS.repair.max_runs,
 ) -> Readout:
     """
-    The schedule of an outline, and where it needs more than `capacity` bytes, less margins.
+    The schedule of a residency outline, and its overflows above `capacity` bytes less margins.
 
-    Within a segment everything is computed again as late as possible, right before its first need,
-    and dropped after its last touch unless it is resident at the next time point. With `drops` an
-    op may run `most_runs` times for the same position.
+    Within a segment a tensor is recomputed as late as possible, right before its first use, and
+    evicted after its last access, unless it is resident at the next time point. With `evictions` an
+    op may run `max_runs` times for the same position.
 
     Raises:
-        UnreadableError: only on graphs with tensors that are overwritten.
-        StuckError: only with drops.
+        NotRecomputableError: only on graphs with overwritten tensors.
+        ThrashingError: only with evictions.
     """
-    built = _Reader(program, outline, drops or {}, most_runs).read()
+    built = _Reader(program, residency, evictions or {}, max_runs).read()
     schedule = built.schedule()
     live = schedule.live_bytes().tolist()
     margins = margins or {}
@@ -122,99 +125,105 @@ def read_out(
 
 
 class _Reader:
-    def __init__(self, program: Program, outline: Outline, drops: Drops, most_runs: int) -> None:
+    def __init__(
+        self, program: Program, residency: Residency, evictions: Evictions, max_runs: int
+    ) -> None:
         self.program = program
-        self.outline = outline
-        self.drops = drops
-        self.most_runs = most_runs
+        self.residency = residency
+        self.evictions = evictions
+        self.max_runs = max_runs
         self.built = ScheduleBuilder(program)
         self._runs: Counter[tuple[int, int]] = Counter()
-        self._ends = {read for pairs in program.overwrites for _, read in pairs}
+        self._overwritten = {read for pairs in program.overwrites for _, read in pairs}
         """Versions that end with the op that overwrites them."""
 
     def read(self) -> ScheduleBuilder:
         start = -1
-        for point in self.outline.points:
+        for point in self.residency.points:
             self._segment(start, point)
             start = point
         return self.built
 
     def _segment(self, start: int, point: int) -> None:
-        program, resident = self.program, self.outline.resident[point]
+        program, resident = self.program, self.residency.resident[point]
         for op in range(start + 1, point + 1):
-            self._fetch({*program.reads[op], *(resident if op == point else ())}, op)
+            self._compute({*program.reads[op], *(resident if op == point else ())}, op)
             if op < program.n:
                 self._run(op, op)
         if point == program.n:
-            self.built.keep(set(program.reads[point]))
+            self.built.retain(set(program.reads[point]))
             return
-        held = {t for t in self.built.here if program.always[t] and program.useful[t] > point}
-        self.built.keep((resident - self.outline.taken[point]) | {*program.makes[point]} | held)
+        stays = {t for t in self.built.resident if program.unconstrained[t]}
+        stays = {t for t in stays if program.last_useful[t] > point}
+        kept = resident - self.residency.inplace_inputs[point]
+        self.built.retain(kept | {*program.makes[point]} | stays)
 
-    def _fetch(self, wanted: Iterable[int], position: int) -> None:
-        """Compute for `position` what is wanted and not here, each after what it needs itself."""
-        program, needs = self.program, dict[int, int]()
-        while stack := self._missing(wanted, needs):
+    def _compute(self, targets: Iterable[int], position: int) -> None:
+        """Compute missing targets for `position`, inputs first."""
+        program, peaks = self.program, dict[int, int]()
+        while stack := self._missing(targets, peaks):
             while stack:
                 top = stack[-1]
-                if top in self.built.here:
+                if top in self.built.resident:
                     stack.pop()
                     continue
                 op = program.problem.producer[top]
                 if program.until[op] < position:
-                    raise UnreadableError(program.until[op])
-                missing = self._missing(program.reads[op], needs)
+                    raise NotRecomputableError(program.until[op])
+                missing = self._missing(program.reads[op], peaks)
                 if missing:
                     stack += missing
                 else:
                     self._run(op, position)
 
     def _run(self, op: int, position: int) -> None:
-        told = self.drops.get((position, op))
-        if told:
-            self.built.drop(told.difference(self.program.reads[op]))
+        evicted = self.evictions.get((position, op))
+        if evicted:
+            self.built.evict(evicted.difference(self.program.reads[op]))
         self.built.run(op, position)
         self._runs[position, op] += 1
-        if self.drops and self._runs[position, op] > self.most_runs:
-            raise StuckError(position)
+        if self.evictions and self._runs[position, op] > self.max_runs:
+            raise ThrashingError(position)
 
-    def _missing(self, tensors: Iterable[int], needs: dict[int, int]) -> list[int]:
+    def _missing(self, tensors: Iterable[int], peaks: dict[int, int]) -> list[int]:
         """
-        Those that are not here; the last ones need most memory beside themselves and come first.
+        Tensors not resident, in the order of a stack: the last one is computed first.
 
-        What is overwritten on the way to later versions comes after those. For trees that order is
-        the best: Liu, On the storage requirement in the out-of-core multifrontal method for sparse
-        factorization, ACM TOMS 12(3), 1986. `needs` remembers bytes by op.
+        The tensor whose computation peaks highest above its own size is computed first, which is
+        optimal for trees: Liu, On the storage requirement in the out-of-core multifrontal method
+        for sparse factorization, ACM TOMS 12(3), 1986. Versions that ops overwrite are computed
+        last, the later ones first, as computing a later version ends an earlier one. `peaks` caches
+        bytes by op.
         """
-        missing = sorted((t for t in tensors if t not in self.built.here), reverse=True)
+        missing = sorted((t for t in tensors if t not in self.built.resident), reverse=True)
         if len(missing) > 1:
             size, producer = self.program.problem.size, self.program.problem.producer
             missing.sort(
                 key=lambda t: (
                     (False, producer[t])
-                    if t in self._ends
-                    else (True, self._need(t, needs) - size[t])
+                    if t in self._overwritten
+                    else (True, self._peak_to_compute(t, peaks) - size[t])
                 )
             )
         return missing
 
-    def _need(self, tensor: int, needs: dict[int, int]) -> int:
-        """Bytes that computing the tensor takes, if whatever is used twice is computed twice."""
-        program, here = self.program, self.built.here
+    def _peak_to_compute(self, tensor: int, peaks: dict[int, int]) -> int:
+        """Peak bytes of computing the tensor if every shared input is recomputed for each use."""
+        program, resident = self.program, self.built.resident
         size, producer = program.problem.size, program.problem.producer
         stack = [tensor]
         while stack:
             op = producer[stack[-1]]
-            if op < 0 or op in needs or stack[-1] in here:
+            if op < 0 or op in peaks or stack[-1] in resident:
                 stack.pop()
                 continue
-            inputs = [t for t in program.reads[op] if producer[t] >= 0 and t not in here]
-            deeper = [t for t in inputs if producer[t] not in needs]
+            inputs = [t for t in program.reads[op] if producer[t] >= 0 and t not in resident]
+            deeper = [t for t in inputs if producer[t] not in peaks]
             stack += deeper
             if not deeper:
-                held, most = 0, program.touched(op)
-                for t in sorted(inputs, key=lambda t: size[t] - needs[producer[t]]):
-                    most = max(most, held + needs[producer[t]])
-                    held += size[t]
-                needs[op] = most
-        return needs.get(producer[tensor], 0)
+                inputs_bytes, peak = 0, program.working_set(op)
+                for t in sorted(inputs, key=lambda t: size[t] - peaks[producer[t]]):
+                    peak = max(peak, inputs_bytes + peaks[producer[t]])
+                    inputs_bytes += size[t]
+                peaks[op] = peak
+        return peaks.get(producer[tensor], 0)

@@ -1,4 +1,4 @@
-"""A schedule in the making: what runs in order, and what can be read at each moment."""
+"""Builder of a schedule from runs in order."""
 
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.model.program import Program
@@ -6,31 +6,30 @@ from coop_plan.planner.exact.model.program import Program
 
 class ScheduleBuilder:
     """
-    Ops in the order they run; `here` holds the tensors that can be read now.
+    Runs in order; `resident` holds the tensors that can be read now.
 
-    That order alone is the schedule (`planner.core.schedule`): what is dropped, and so made again
-    before its next use, lives to its last touch.
+    The order of runs determines the schedule (`planner.core.schedule`): a tensor evicted here, and
+    so recomputed before its next use, lives until its last access.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.here: set[int] = set()
+        self.resident: set[int] = set()
         self.runs: list[tuple[int, int]] = []
-        """(op, position in program order whose first run it serves)."""
+        """(op, position in program order whose first run it serves) pairs."""
 
     def run(self, op: int, position: int) -> None:
-        """Append a run of `op`, whose inputs are here; what it overwrites is not from now on."""
+        """Append a run of `op`, whose inputs are resident; it ends the versions it overwrites."""
         self.runs.append((op, position))
-        self.here.difference_update(read for _, read in self.program.overwrites[op])
-        self.here.update(self.program.makes[op])
+        self.resident.difference_update(read for _, read in self.program.overwrites[op])
+        self.resident.update(self.program.makes[op])
 
-    def keep(self, kept: set[int]) -> None:
-        """End a segment: nothing but `kept` is here from now on."""
-        self.here &= kept
+    def retain(self, tensors: set[int]) -> None:
+        """Evict all other tensors, at the end of a segment."""
+        self.resident &= tensors
 
-    def drop(self, tensors: set[int]) -> None:
-        """These are not here from now on."""
-        self.here -= tensors
+    def evict(self, tensors: set[int]) -> None:
+        self.resident -= tensors
 
     def schedule(self) -> Schedule:
         """The schedule, without addresses."""

@@ -1,20 +1,20 @@
-"""From a solution of the program with variants to runs in order, and each run's cheapest variant."""
+"""Readout of the program with variants, and re-selection of the variant of each run."""
 
 from collections.abc import Iterable, Sequence
 
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
-from coop_plan.planner.exact.model.variant_choices import Choices
 from coop_plan.planner.exact.model.variant_timepoint import VariantModel
+from coop_plan.planner.exact.model.variants import VariantChoices
 
 
 def read_out(model: VariantModel, values: list[float]) -> list[tuple[int, int]] | None:
     """
-    The runs that a solution stands for: variant, and the position whose first run it serves.
+    The runs of a solution: variant, and the position whose first run it serves.
 
-    Within a segment everything is computed again as late as possible and dropped after its last
-    touch, unless it is resident at the next time point. None where a tensor cannot be made again
-    when it is needed, as what it is made of has been overwritten.
+    Within a segment a tensor is recomputed as late as possible and evicted after its last access,
+    unless it is resident at the next time point. None if a tensor cannot be recomputed at that
+    point, as an input has been overwritten.
     """
     reader = _Reader(model, values)
     return reader.runs if reader.read() else None
@@ -25,7 +25,7 @@ class _Reader:
         self.model, self.values = model, values
         self.choices, self.problem = model.choices, model.choices.problem
         self.first = model.chosen(values)
-        self.here: set[int] = set()
+        self.resident: set[int] = set()
         self.runs: list[tuple[int, int]] = []
 
     def read(self) -> bool:
@@ -34,34 +34,34 @@ class _Reader:
             columns = model.x[k].items()
             resident = {t for t, c in columns if c is None or self.values[c] > 0.5}
             for op in range(model.start(k) + 1, point + 1):
-                wanted = choices.outputs if op == choices.n else choices.reads[self.first[op]]
+                targets = choices.outputs if op == choices.n else choices.reads[self.first[op]]
                 also = resident if op == point else frozenset[int]()
-                if not self._fetch({*wanted, *also}, op, k):
+                if not self._compute({*targets, *also}, op, k):
                     return False
                 if op < choices.n:
                     self._run(self.first[op], op)
             taken = {pair[1] for pair, c in model.z[k].items() if self.values[c] > 0.5}
             if point < choices.n:
                 made = self.problem.variants[self.first[point]].outputs
-                stays = {t for t in self.here if choices.always[t]}
-                self.here &= (resident - taken) | set(made) | stays
+                stays = {t for t in self.resident if choices.unconstrained[t]}
+                self.resident &= (resident - taken) | set(made) | stays
         return True
 
     def _run(self, variant: int, position: int) -> None:
         self.runs.append((variant, position))
-        self.here.update(self.problem.variants[variant].outputs)
+        self.resident.update(self.problem.variants[variant].outputs)
 
-    def _fetch(self, wanted: Iterable[int], position: int, k: int) -> bool:
-        stack = [t for t in sorted(wanted, reverse=True) if t not in self.here]
+    def _compute(self, targets: Iterable[int], position: int, k: int) -> bool:
+        stack = [t for t in sorted(targets, reverse=True) if t not in self.resident]
         while stack:
             t = stack[-1]
-            if t in self.here:
+            if t in self.resident:
                 stack.pop()
                 continue
             variant = self._maker(t, position, k)
             if variant is None:
                 return False
-            missing = [x for x in sorted(self.choices.reads[variant]) if x not in self.here]
+            missing = [x for x in sorted(self.choices.reads[variant]) if x not in self.resident]
             if missing:
                 stack += missing
             else:
@@ -69,7 +69,7 @@ class _Reader:
         return True
 
     def _maker(self, t: int, position: int, k: int) -> int | None:
-        """The variant that makes t again: the one of the solution, or else the cheapest."""
+        """The variant that recomputes t: the one in the solution, or else the cheapest."""
         choices, y = self.choices, self.model.y[k]
         op = self.problem.producer[t]
         makers = [
@@ -79,46 +79,46 @@ class _Reader:
         ]
 
         def rank(v: int) -> tuple[bool, bool, float]:
-            told = v in y and self.values[y[v]] > 0.5
-            return not told, v != self.first[op], self.problem.variants[v].cost_us
+            in_solution = v in y and self.values[y[v]] > 0.5
+            return not in_solution, v != self.first[op], self.problem.variants[v].cost_us
 
         return min(makers, key=rank, default=None)
 
 
-class Rebody:
+class Reselection:
     """
-    A local search over the variants of the runs of a schedule, and over leaving runs out.
+    Local search over the variants of a schedule's runs, and over dropping runs.
 
-    A schedule is judged by the bytes by which its events exceed the capacity, then by its cost.
+    Schedules are compared by their bytes above the capacity, then by cost.
     """
 
-    def __init__(self, choices: Choices, capacity: int) -> None:
+    def __init__(self, choices: VariantChoices, capacity: int) -> None:
         self.choices, self.capacity = choices, capacity
 
-    def judge(self, schedule: Schedule) -> tuple[int, float]:
-        """Bytes too many, over all events, and the cost (µs)."""
+    def evaluate(self, schedule: Schedule) -> tuple[int, float]:
+        """Bytes above the capacity, summed over all events, and the cost (µs)."""
         over = schedule.live_bytes() - self.capacity
         return int(over[over > 0].sum()), schedule.cost_us
 
     def improve(self, variants: Sequence[int], rounds: int = 3) -> Schedule:
-        """The best schedule of single changes, taken one after the other."""
+        """Local optimum of single changes, the best at each event; at most `rounds` passes."""
         problem: Problem = self.choices.problem
         runs = list(variants)
         best = Schedule.of(problem, runs)
-        score = self.judge(best)
+        score = self.evaluate(best)
         for _ in range(rounds):
             before = score
             event = 0
             while event < len(runs):
                 found: tuple[tuple[int, float], list[int], Schedule] | None = None
-                for trial in self._changes(runs, event):
+                for candidate in self._changes(runs, event):
                     try:
-                        schedule = Schedule.of(problem, trial)
+                        schedule = Schedule.of(problem, candidate)
                     except NoScheduleError:
                         continue
-                    judged = self.judge(schedule)
-                    if judged < score and (found is None or judged < found[0]):
-                        found = judged, trial, schedule
+                    candidate_score = self.evaluate(schedule)
+                    if candidate_score < score and (found is None or candidate_score < found[0]):
+                        found = candidate_score, candidate, schedule
                 if found is not None:
                     score, runs, best = found
                 event += 1

@@ -1,1 +1,1 @@
-"""Solvers in processes of their own."""
+"""Solvers in child processes."""

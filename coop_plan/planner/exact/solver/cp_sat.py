@@ -1,8 +1,8 @@
 """
-CP-SAT in the solver's process: layouts (NoOverlap2D), and schedules by retention intervals.
+CP-SAT in the solver process: layouts (NoOverlap2D), and schedules by retention intervals.
 
-The second is the model of Bartan et al., Moccasin, ICML 2023; `planner.exact.primal.intervals` says
-what is different here.
+The second is the model of Bartan et al., Moccasin, ICML 2023; `planner.exact.primal.intervals`
+lists the differences.
 """
 
 from itertools import pairwise
@@ -19,11 +19,11 @@ from coop_plan.planner.exact.solver.jobs import (
 )
 
 INTEGER_COSTS = 10**9
-"""The sum of all costs in CP-SAT's integers."""
+"""Sum of all op costs, scaled to CP-SAT's integers."""
 
 
 def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
-    """Offsets of blocks so that no two overlap in time and address, or None."""
+    """Offsets at which no two blocks overlap in time and address, or None."""
     model = cp_model.CpModel()
     times, addresses, offsets = [], [], []
     for first, last, height in zip(job.first, job.last, job.height, strict=True):
@@ -33,7 +33,7 @@ def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
             times.append(model.new_fixed_size_interval_var(first, last - first, ""))
             addresses.append(model.new_fixed_size_interval_var(offset, height, ""))
     model.add_no_overlap_2d(times, addresses)
-    for a, b in job.same:
+    for a, b in job.same_offset:
         model.add(offsets[a] == offsets[b])
     solver = _solver(seconds)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -42,7 +42,7 @@ def pack_blocks(job: PackBlocks, seconds: float) -> Packing:
 
 
 def solve_intervals(job: ScheduleIntervals, seconds: float) -> IntervalSchedule:
-    """The ops of the cheapest schedule found, in the order they run."""
+    """The ops of the cheapest schedule found, in the order of their runs."""
     model = IntervalModel(job)
     solver = _solver(seconds)
     status = solver.solve(model.model)
@@ -63,8 +63,11 @@ def _solver(seconds: float) -> cp_model.CpSolver:
 
 class IntervalModel:
     """
-    Variables: copy c of op v runs at time start[v, c], if active[v, c]; what it makes, tensor d, is
-    retained until end[d, c] (exclusive). Copy 0 is the first run. All sizes are in one unit.
+    CP-SAT model of retention intervals; all sizes are in one unit.
+
+    Copy c of op v runs at start[v, c] if active[v, c]; copy 0 is the first run. Its output d is
+    retained at offset[d, c] until end[d, c] (exclusive). Minimise Σ cost[v] · active[v, c] over c >
+    0.
     """
 
     def __init__(self, job: ScheduleIntervals) -> None:
@@ -84,7 +87,7 @@ class IntervalModel:
         self._order()
         for v, c in self.copies:
             self._inputs(v, c)
-        for d in job.kept:
+        for d in job.step_outputs:
             self._cover(d, self.horizon, None)
         self._memory()
         scale = INTEGER_COSTS / (sum(job.cost) or 1.0)
@@ -103,10 +106,10 @@ class IntervalModel:
             length = model.new_int_var(1, self.horizon, "")
             interval = model.new_optional_interval_var(start, length, end, self.active[v, c], "")
             self.offset[d, c] = self._box(interval, size)
-        # What lives only while the op runs: scratch, and copies of outputs that left the arena.
+        # Live only during the run: workspace, and recomputed outputs whose first copy left.
         moment = model.new_optional_fixed_size_interval_var(start, 1, self.active[v, c], "")
         self._box(moment, job.workspace[v])
-        for d in job.again[v] if c else ():
+        for d in job.rerun_outputs[v] if c else ():
             self.offset[d, c] = self._box(moment, job.size[d])
 
     def _box(self, interval: Any, size: int) -> Any:
@@ -116,8 +119,8 @@ class IntervalModel:
 
     def _order(self) -> None:
         model = self.model
-        # First runs in program order; a recompute after the one before it, which frees what that
-        # made, as the newer copy serves as well; one op at a time.
+        # [Constraint] first runs in program order; a recompute after the previous copy, whose
+        # outputs end before it, as the newer copy serves as well; one op at a time.
         for v, w in pairwise(range(self.n)):
             model.add(self.start[v, 0] < self.start[w, 0])
         for v, c in self.copies:
@@ -139,7 +142,7 @@ class IntervalModel:
         model, job = self.model, self.job
         start, active = self.start[v, c], self.active[v, c]
         shares: dict[tuple[int, int], Any] = {}
-        for out, source in job.pairs[v]:
+        for out, source in job.inplace_pairs[v]:
             if (out, c) in self.offset:
                 shares[out, source] = model.new_bool_var("")
                 model.add_implication(shares[out, source], active)
@@ -158,7 +161,7 @@ class IntervalModel:
                 self._share(v, c, out, source, z, links)
 
     def _cover(self, d: int, time: Any, active: Any, shared: Any = ()) -> dict[int, Any]:
-        """One copy of d is retained over `time`; over all but its last instant if shared."""
+        """[Constraint] one copy of d is retained over `time`; if shared, not its last instant."""
         model = self.model
         links = {}
         for p, c in self.copies:
@@ -177,7 +180,7 @@ class IntervalModel:
         return links
 
     def _share(self, v: int, c: int, out: int, source: int, z: Any, links: dict[int, Any]) -> None:
-        """The output lies where the input lay, which ends as op v begins; the rest of it lasts."""
+        """[Constraint] the output takes the input's offset; the rest of the input stays taken."""
         model, size = self.model, self.job.size
         start = self.start[v, c]
         rest = size[source] - size[out]
@@ -192,20 +195,16 @@ class IntervalModel:
                 model.add(filler == self.offset[out, c] + size[out]).only_enforce_if(both)
 
     def _memory(self) -> None:
+        # [Constraint] Σ sizes ≤ capacity at every time; if joint, boxes overlap nowhere.
         boxes = [box for box in self.boxes if box[2]]
-        capacity = self.job.capacity
-        demands = [size for _, _, size in boxes]
-        self.model.add_cumulative([interval for interval, _, _ in boxes], demands, capacity)
+        intervals, sizes = [box[0] for box in boxes], [box[2] for box in boxes]
+        self.model.add_cumulative(intervals, sizes, self.job.capacity)
         if self.job.joint:
-            self.model.add_no_overlap_2d(
-                [interval for interval, _, _ in boxes],
-                [
-                    self.model.new_fixed_size_interval_var(offset, size, "")
-                    for _, offset, size in boxes
-                ],
-            )
+            fixed = self.model.new_fixed_size_interval_var
+            addresses = [fixed(offset, size, "") for _, offset, size in boxes]
+            self.model.add_no_overlap_2d(intervals, addresses)
 
     def read(self, solver: cp_model.CpSolver) -> list[int]:
-        """The ops in the order they run."""
+        """The ops in the order of their runs."""
         runs = [key for key in self.copies if solver.value(self.active[key])]
         return [v for v, _ in sorted(runs, key=lambda key: solver.value(self.start[key]))]

@@ -1,16 +1,16 @@
 """
-What a solver's process is asked, and what it answers: one frozen type each, sent as pickles.
+Jobs and results of a solver process: one frozen type each, sent as pickles.
 
-| job                 | solved by                        | answer                                 |
-| ------------------- | -------------------------------- | -------------------------------------- |
-| `SolveMilp`         | `milp_solvers`, OR-Tools MathOpt | `News` while it runs, then `Answer`    |
-| `SolvePulp`         | `milp_solvers`, PuLP             | `PulpAnswer`                           |
-| `RelaxMilp`         | `pdlp`, OR-Tools PDLP, or HiGHS  | `Relaxation`                           |
-| `PackBlocks`        | `cp_sat`, OR-Tools CP-SAT        | `Packing`                              |
-| `ScheduleIntervals` | `cp_sat`, OR-Tools CP-SAT        | `IntervalSchedule`                     |
+| job                 | solved by                        | result                                  |
+| ------------------- | -------------------------------- | --------------------------------------- |
+| `SolveMilp`         | `milp_solvers`, OR-Tools MathOpt | `SolveProgress` while it runs, `Answer` |
+| `SolvePulp`         | `milp_solvers`, PuLP             | `PulpAnswer`                            |
+| `RelaxMilp`         | `pdlp`, or `simplex` (HiGHS)     | `Relaxation`                            |
+| `PackBlocks`        | `cp_sat`, OR-Tools CP-SAT        | `Packing`                               |
+| `ScheduleIntervals` | `cp_sat`, OR-Tools CP-SAT        | `IntervalSchedule`                      |
 
-An exception while solving is a `Failure`. A job says nothing of time: how long it may take is sent
-along with it. Nothing here loads NumPy or a kernel, so that the process starts at once.
+An exception in a solver is a `Failure`. The time limit is sent along with a job and is no part of
+it. This module loads neither NumPy nor a kernel, so that the process starts at once.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome, Relaxation
 @dataclass(frozen=True)
 class SolveMilp:
     """
-    Solve a program with `solver`, "highs", "scip" or "cp-sat".
+    Solve a program with `solver`: "highs", "scip" or "cp-sat".
 
-    It stops at `gap`, in units of the objective, at `relative_gap`, a share of it, or after so many
-    `nodes` of branch and bound (0: any number).
+    The solve stops at the absolute `gap`, at `relative_gap`, or after `nodes` branch-and-bound
+    nodes (0: no limit).
     """
 
     milp: Milp
@@ -37,8 +37,8 @@ class SolveMilp:
 
 
 @dataclass(frozen=True)
-class News:
-    """A proved bound and the best objective so far, while a solve runs."""
+class SolveProgress:
+    """Proved bound and best objective of a running solve."""
 
     bound: float
     objective: float
@@ -47,9 +47,9 @@ class News:
 @dataclass(frozen=True)
 class RelaxMilp:
     """
-    Solve the relaxation of a program to a relative accuracy; 0: to its optimum, by simplex.
+    Solve the linear relaxation of a program to a relative accuracy; 0: to optimality, by simplex.
 
-    Every column must have finite bounds. `start` is the answer to the same program, or to one with
+    Every column must have finite bounds. `start` is the result of the same program, or of one with
     fewer rows.
     """
 
@@ -60,7 +60,7 @@ class RelaxMilp:
 
 @dataclass(frozen=True)
 class SolvePulp:
-    """Solve a PuLP problem, as `LpProblem.toDict()` gives it, with PuLP's solver of that name."""
+    """Solve a PuLP problem, given as `LpProblem.toDict()`, with this PuLP solver."""
 
     problem: dict[str, Any]
     solver: str
@@ -68,7 +68,7 @@ class SolvePulp:
 
 @dataclass(frozen=True)
 class PulpAnswer:
-    """How that ended, and values by name if there are any."""
+    """Outcome, and values by variable name if there is a solution."""
 
     outcome: Outcome
     values: dict[str, float] | None
@@ -77,22 +77,22 @@ class PulpAnswer:
 @dataclass(frozen=True)
 class PackBlocks:
     """
-    Find offsets at which no two blocks overlap, in time and address.
+    Find offsets at which no two blocks overlap in time and address.
 
-    Lifetimes are half-open, `first` to `last`; heights and capacity are in one unit of the
-    caller's. `same` are pairs of blocks that lie at one offset.
+    Lifetimes are half-open, `first` to `last`; heights and capacity are in one unit of the caller.
+    `same_offset` lists pairs of blocks that share one offset.
     """
 
     first: list[int]
     last: list[int]
     height: list[int]
-    same: list[tuple[int, int]]
+    same_offset: list[tuple[int, int]]
     capacity: int
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Offsets in the unit of the job, or None if none were found in time."""
+    """Offsets in the job's unit; None if none were found in time."""
 
     offsets: list[int] | None
 
@@ -102,12 +102,11 @@ class ScheduleIntervals:
     """
     Find the cheapest schedule by retention intervals (see `planner.exact.primal.intervals`).
 
-    By op: `copies` (runs it may have), the tensors it `reads` and `makes`, in-place `pairs`
-    (output, input), the inputs that end with its runs (`overwritten`), `until` (the last position
-    before which it can run again), `cost` (µs), `workspace`, and the tensors that only a run after
-    the first one makes in the arena (`again`). `size` is by tensor; `kept` are the tensors that the
-    end of the step reads. Sizes and capacity are in one unit. With `joint` every interval has an
-    address too.
+    By op: `copies` (maximum runs), the tensors it `reads` and `makes`, `inplace_pairs` (output,
+    input), the inputs that its runs end (`overwritten`), `until` (the last position before which it
+    can be recomputed), `cost` (µs), `workspace`, and `rerun_outputs`, which only a recompute makes
+    in the arena. `size` is by tensor; `step_outputs` are read at the end of the step. Sizes and
+    capacity are in one unit. With `joint` every interval has an address, too.
     """
 
     capacity: int
@@ -115,19 +114,19 @@ class ScheduleIntervals:
     copies: list[int]
     reads: Sequence[Sequence[int]]
     makes: Sequence[Sequence[int]]
-    pairs: Sequence[Sequence[tuple[int, int]]]
+    inplace_pairs: Sequence[Sequence[tuple[int, int]]]
     overwritten: Sequence[Sequence[int]]
-    kept: Sequence[int]
+    step_outputs: Sequence[int]
     until: list[int]
     cost: Sequence[float]
     workspace: list[int]
     size: list[int]
-    again: list[list[int]]
+    rerun_outputs: list[list[int]]
 
 
 @dataclass(frozen=True)
 class IntervalSchedule:
-    """How that ended, and the ops in the order they run if there is a schedule."""
+    """Outcome, and the ops in the order of their runs if there is a schedule."""
 
     outcome: Outcome
     ops: list[int] | None
@@ -135,7 +134,7 @@ class IntervalSchedule:
 
 @dataclass(frozen=True)
 class Failure:
-    """The exception that ended a job, as text."""
+    """Text of the exception that ended a job."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""Mixed-integer programs in the solver's process: OR-Tools' MathOpt, and whatever PuLP has."""
+"""MILP solvers of the solver process: OR-Tools' MathOpt, and the solvers of PuLP."""
 
 import datetime
 import re
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome
-from coop_plan.planner.exact.solver.jobs import News, PulpAnswer, SolveMilp, SolvePulp
+from coop_plan.planner.exact.solver.jobs import PulpAnswer, SolveMilp, SolveProgress, SolvePulp
 
 SOLVERS = {
     "highs": "SOLVER_TYPE_HIGHS",
@@ -21,39 +21,37 @@ OUTCOMES = {
     "TERMINATION_REASON_INFEASIBLE": Outcome.INFEASIBLE,
 }
 
-LONGEST_SECONDS = 1e6
-"""No time limit at all is so long."""
+NO_TIME_LIMIT = 1e6
+"""Time limit that stands for none, s."""
 
 HIGHS_LOG = re.compile(r"%\s+(-?inf|-?[\d.e+]+)\s+(-?inf|-?[\d.e+]+)\s+(?:[\d.]+%|Large)")
-"""The dual bound and the best objective in a line of HiGHS's branch-and-bound table."""
+"""Dual bound and best objective in a line of HiGHS's branch-and-bound table."""
 
 
-def solve_milp(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answer:
+def solve_milp(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
     """
-    Solve one program with a solver of OR-Tools, on one thread; only HiGHS has news.
+    Solve a program with a solver of OR-Tools, on one thread; only HiGHS reports progress.
 
-    HiGHS gives a few tiny programs up with an error of its own (`kError`): SCIP solves those.
+    HiGHS fails on a few tiny programs with an error of its own (`kError`): SCIP solves those.
     """
     from pybind11_abseil.status import StatusNotOk  # of OR-Tools
 
     begin = time.monotonic()
     try:
-        return _solve(job, seconds, tell)
+        return _solve(job, seconds, progress)
     except StatusNotOk:
         if job.solver != "highs":
             raise
         left = max(0.0, seconds - (time.monotonic() - begin))
-        return _solve(replace(job, solver="scip"), left, tell)
+        return _solve(replace(job, solver="scip"), left, progress)
 
 
-def _solve(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answer:
-    from ortools.math_opt import callback_pb2, parameters_pb2, result_pb2
-    from ortools.math_opt import model_parameters_pb2 as model_parameters
-    from ortools.math_opt.core.python import solver as core
+def _solve(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
+    from ortools.math_opt import parameters_pb2, result_pb2
 
     highs = job.solver == "highs"
     parameters = parameters_pb2.SolveParametersProto()
-    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=min(seconds, LONGEST_SECONDS)))
+    parameters.time_limit.FromTimedelta(datetime.timedelta(seconds=min(seconds, NO_TIME_LIMIT)))
     parameters.absolute_gap_tolerance = job.gap
     parameters.relative_gap_tolerance = job.relative_gap
     if job.nodes:
@@ -67,35 +65,42 @@ def _solve(job: SolveMilp, seconds: float, tell: Callable[[News], None]) -> Answ
         for line in lines:
             found = HIGHS_LOG.search(line)
             if found:
-                tell(News(float(found[1]), float(found[2])))
+                progress(SolveProgress(float(found[1]), float(found[2])))
 
-    result = core.solve(
-        to_proto(job.milp),
-        getattr(parameters_pb2, SOLVERS[job.solver]),
-        parameters_pb2.SolverInitializerProto(),
-        parameters,
-        model_parameters.ModelSolveParametersProto(),
-        read_log if highs else None,
-        callback_pb2.CallbackRegistrationProto(),
-        None,
-        None,
-    )
+    model = to_proto(job.milp)
+    result = run_mathopt(model, job.solver, parameters, read_log if highs else None)
     bounds = result.termination.objective_bounds
     values = None
     for solution in result.solutions:
         primal = solution.primal_solution
         if primal.feasibility_status == 2 and values is None:  # SOLUTION_STATUS_FEASIBLE
             values = [0.0] * len(job.milp.lower)
-            known = primal.variable_values
-            for column, value in zip(known.ids, known.values, strict=True):
+            solution_values = primal.variable_values
+            for column, value in zip(solution_values.ids, solution_values.values, strict=True):
                 values[column] = value
     reason = result_pb2.TerminationReasonProto.Name(result.termination.reason)
     outcome = OUTCOMES.get(reason, Outcome.UNKNOWN if values is None else Outcome.FEASIBLE)
     return Answer(outcome, bounds.dual_bound, bounds.primal_bound, values)
 
 
+def run_mathopt(
+    model: Any, solver: str, parameters: Any, read_log: Callable[[list[str]], None] | None = None
+) -> Any:
+    """Result of a MathOpt solver on a model, all as protocol buffers."""
+    from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
+    from ortools.math_opt.core.python import solver as core
+
+    kind = getattr(parameters_pb2, SOLVERS[solver])
+    initializer = parameters_pb2.SolverInitializerProto()
+    options = model_parameters_pb2.ModelSolveParametersProto()
+    callbacks = callback_pb2.CallbackRegistrationProto()
+    return core.solve(
+        model, kind, initializer, parameters, options, read_log, callbacks, None, None
+    )
+
+
 def to_proto(milp: Milp) -> Any:
-    """The program as MathOpt's protocol buffer, filled column-wise: its Python API is too slow."""
+    """The program as MathOpt's protocol buffer, filled by column as its Python API is too slow."""
     from ortools.math_opt import model_pb2
 
     model = model_pb2.ModelProto()
@@ -119,7 +124,7 @@ def to_proto(milp: Milp) -> Any:
 
 
 def solve_pulp(job: SolvePulp, seconds: float) -> PulpAnswer:
-    """Solve a PuLP problem with the solver of that name, on one thread."""
+    """Solve a PuLP problem with the job's PuLP solver, on one thread."""
     import pulp
 
     variables, problem = pulp.LpProblem.fromDict(job.problem)

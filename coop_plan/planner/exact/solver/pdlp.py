@@ -1,9 +1,9 @@
 """
-Relaxations in the solver's process: OR-Tools' PDLP, and a bound that needs no trust.
+Linear relaxations in the solver process by OR-Tools' PDLP, with a safe bound.
 
 PDLP (Applegate et al., Practical Large-Scale Linear Programming using Primal-Dual Hybrid Gradient,
-NeurIPS 2021) ends with a solution and multipliers that are about right. On the sparse relaxations
-with tens of thousands of cuts it takes a tenth of the simplex's time.
+NeurIPS 2021) ends with approximate values and multipliers. On sparse relaxations with tens of
+thousands of cuts it takes a tenth of the simplex's time.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ Vector = NDArray[np.float64]
 
 
 class Relaxations:
-    """Relaxations of one program that gets more and more rows; the old ones are not sent again."""
+    """Relaxations of one program that gains rows; existing rows are not built again."""
 
     def __init__(self) -> None:
         from ortools.linear_solver import linear_solver_pb2
@@ -25,7 +25,7 @@ class Relaxations:
         self._entries = 0
 
     def solve(self, job: RelaxMilp, seconds: float) -> Relaxation:
-        """Solve within so many seconds; there are no values where PDLP gave up."""
+        """Solve within the time limit (s); there are no values if PDLP gave up."""
         from ortools.pdlp import solve_log_pb2, solvers_pb2
         from ortools.pdlp.python import pdlp
 
@@ -56,7 +56,7 @@ class Relaxations:
         return Relaxation(bound, values, multipliers)
 
     def _grow(self, milp: Milp) -> None:
-        """Make the protocol buffer that PDLP reads without SciPy the whole program."""
+        """Append the new rows to the protocol buffer that PDLP reads without SciPy."""
         model = self._model
         if not model.variable:
             for lower, upper, cost in zip(milp.lower, milp.upper, milp.cost, strict=True):
@@ -78,7 +78,7 @@ class Relaxations:
 
 def lagrangian_bound(milp: Milp, multipliers: Vector) -> float:
     """
-    The least cost with rows priced at the multipliers: a lower bound, whatever they are.
+    Lagrangian dual value at any multipliers: a lower bound on the optimum.
 
     All columns must have finite bounds.
     """

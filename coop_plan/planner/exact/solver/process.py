@@ -1,4 +1,4 @@
-"""Solving in a process of its own, which is killed when its time is up."""
+"""Solver processes, killed at their deadline."""
 
 import contextlib
 import importlib.util
@@ -21,13 +21,13 @@ from coop_plan.planner.exact.solver.jobs import (
     Failure,
     IntervalSchedule,
     Job,
-    News,
     PackBlocks,
     Packing,
     PulpAnswer,
     RelaxMilp,
     ScheduleIntervals,
     SolveMilp,
+    SolveProgress,
     SolvePulp,
 )
 from coop_plan.schemas import InvalidInputError
@@ -36,15 +36,15 @@ A = TypeVar("A")
 
 
 class MissingSolverError(InvalidInputError):
-    """An exact method without its solver package."""
+    """An exact method lacks its solver package."""
 
 
 def require(package: str) -> None:
     """
-    Raise unless the package is installed.
+    Check that the package is installed.
 
     Raises:
-        MissingSolverError: in one sentence, with the extra to install.
+        MissingSolverError: it is not; the message names the extra to install.
     """
     if importlib.util.find_spec(package) is None:
         raise MissingSolverError(
@@ -53,20 +53,19 @@ def require(package: str) -> None:
 
 
 class SolverError(RuntimeError):
-    """The worker says that it could not even begin: a bug, or a broken solver package."""
+    """The child process raised an exception: a bug, or a broken solver package."""
 
 
 class Child:
     """
-    A process that runs a module of ours, is sent pickles and answers with pickles.
+    Child process that runs a module of this package and exchanges pickles with it.
 
-    It is started when it is first needed. As a context manager it ends the process, whatever that
-    is doing.
+    It starts at the first message. Leaving the context kills it.
     """
 
     def __init__(self, module: str, params: SolverParams) -> None:
         require("ortools")
-        # -P: nothing that lies in the current folder is taken for a module.
+        # -P: no module is imported from the current folder.
         self._command = [sys.executable, "-P", "-m", module, str(params.memory_bytes)]
         self._process: subprocess.Popen[bytes] | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -78,7 +77,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """End the process; it starts again when it is sent something."""
+        """Kill the process; the next message starts another one."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -91,7 +90,7 @@ class Child:
                     stream.close()
 
     def send(self, message: object) -> bool:
-        """Whether the process was there to take it."""
+        """Send a message; returns False if the process has died."""
         if self._process is None:
             self._process = subprocess.Popen(  # noqa: S603  (our own module, no shell)
                 self._command,
@@ -104,7 +103,7 @@ class Child:
             assert self._process.stdout is not None
             self._inbox = queue.SimpleQueue()
             threading.Thread(
-                target=_read, args=(self._process.stdout, self._inbox), daemon=True
+                target=_read_messages, args=(self._process.stdout, self._inbox), daemon=True
             ).start()
         assert self._process.stdin is not None
         try:
@@ -116,7 +115,7 @@ class Child:
 
     def receive(self, deadline: float) -> Any:
         """
-        The next message; None once the process is gone.
+        The next message; None once the process has ended.
 
         Raises:
             queue.Empty: there was none by `deadline` (a `time.monotonic` value, s).
@@ -130,10 +129,10 @@ class Child:
 
 class SolverProcess(Child):
     """
-    The worker: every job has a deadline (a `time.monotonic` value, s), at which it is killed.
+    Solver process; every job has a deadline (a `time.monotonic` value, s) at which it is killed.
 
-    A worker that dies or has to be killed has not answered. All methods raise SolverError when the
-    worker raised an exception.
+    A process that dies or is killed gives no result. All methods raise SolverError if the process
+    raised an exception.
     """
 
     def __init__(self, params: SolverParams = DEFAULTS.solver) -> None:
@@ -149,16 +148,16 @@ class SolverProcess(Child):
         gap: float = 0.0,
         relative_gap: float = 0.0,
         nodes: int = 0,
-        progress: Callable[[News], None] | None = None,
+        progress: Callable[[SolveProgress], None] | None = None,
     ) -> Answer:
-        """See `SolveMilp`. Without an answer what it proved last is left."""
-        last = News(-INFINITY, INFINITY)
+        """See `SolveMilp`. Without a result the last reported bound is returned."""
+        last = SolveProgress(-INFINITY, INFINITY)
         for message in self._messages(SolveMilp(milp, solver, gap, relative_gap, nodes), deadline):
             match message:
                 case Answer():
                     return message
-                case News(bound, objective):
-                    last = News(max(last.bound, bound), min(last.objective, objective))
+                case SolveProgress(bound, objective):
+                    last = SolveProgress(max(last.bound, bound), min(last.objective, objective))
                     if progress is not None:
                         progress(last)
         return Answer(Outcome.UNKNOWN, last.bound, last.objective, None)
@@ -167,40 +166,28 @@ class SolverProcess(Child):
         self, milp: Milp, deadline: float, accuracy: float, start: Relaxation | None = None
     ) -> Relaxation:
         """See `RelaxMilp`."""
-        answer = self._ask(RelaxMilp(milp, accuracy, start), deadline, Relaxation)
-        return answer or Relaxation(-INFINITY, None, None)
+        nothing = Relaxation(-INFINITY, None, None)
+        return self._ask(RelaxMilp(milp, accuracy, start), deadline, nothing)
 
     def solve_pulp(self, problem: dict[str, Any], deadline: float, solver: str) -> PulpAnswer:
         """See `SolvePulp`."""
-        answer = self._ask(SolvePulp(problem, solver), deadline, PulpAnswer)
-        return answer or PulpAnswer(Outcome.UNKNOWN, None)
+        return self._ask(SolvePulp(problem, solver), deadline, PulpAnswer(Outcome.UNKNOWN, None))
 
     def schedule(self, job: ScheduleIntervals, deadline: float) -> IntervalSchedule:
         """See `ScheduleIntervals`."""
-        answer = self._ask(job, deadline, IntervalSchedule)
-        return answer or IntervalSchedule(Outcome.UNKNOWN, None)
+        return self._ask(job, deadline, IntervalSchedule(Outcome.UNKNOWN, None))
 
-    def pack(
-        self,
-        first: list[int],
-        last: list[int],
-        height: list[int],
-        same: list[tuple[int, int]],
-        capacity: int,
-        deadline: float,
-    ) -> list[int] | None:
-        """Offsets of blocks, or None if none were found in time; see `PackBlocks`."""
-        job = PackBlocks(first, last, height, same, capacity)
-        answer = self._ask(job, deadline, Packing)
-        return None if answer is None else answer.offsets
+    def pack(self, job: PackBlocks, deadline: float) -> list[int] | None:
+        """See `PackBlocks`; None if no offsets were found in time."""
+        return self._ask(job, deadline, Packing(None)).offsets
 
-    def _ask(self, job: Job, deadline: float, kind: type[A]) -> A | None:
-        """The answer to a job, None without one."""
+    def _ask(self, job: Job, deadline: float, default: A) -> A:
+        """The result of a job, which has the type of `default`."""
         messages = self._messages(job, deadline)
-        return next((message for message in messages if isinstance(message, kind)), None)
+        return next((m for m in messages if isinstance(m, type(default))), default)
 
     def _messages(self, job: Job, deadline: float) -> Iterator[object]:
-        """What the worker says of a job; a worker that is late or dies is ended."""
+        """Messages of the process about a job; a process that is late or dies is killed."""
         seconds = deadline - time.monotonic() - self._grace_seconds
         if seconds <= 0:
             return
@@ -213,17 +200,17 @@ class SolverProcess(Child):
 
 def _module_path() -> list[str]:
     """
-    Where a child finds modules: where this process does, the standard library first.
+    Module search path of a child: this process's, the standard library first.
 
-    Otherwise a module of a user's, beside the script that was started, could take its place.
+    Otherwise a user's module next to the started script could shadow the standard library.
     """
     standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
     standard |= {str(Path(folder) / "lib-dynload") for folder in standard}
     return sorted(filter(None, sys.path), key=lambda path: path not in standard)
 
 
-def _read(stream: BinaryIO, messages: "queue.SimpleQueue[object]") -> None:
-    """Pass on what the worker says; None when it is gone."""
+def _read_messages(stream: BinaryIO, messages: "queue.SimpleQueue[object]") -> None:
+    """Forward messages of the process; None when it has ended."""
     with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
         while True:
             messages.put(pickle.load(stream))  # noqa: S301  (written by our own child process)

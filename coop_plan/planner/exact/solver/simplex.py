@@ -1,4 +1,4 @@
-"""HiGHS in the solver's process: relaxations that first-order methods do not get to the end of."""
+"""Linear relaxations in the solver process by HiGHS, where first-order methods converge slowly."""
 
 import datetime
 
@@ -6,39 +6,27 @@ import numpy as np
 
 from coop_plan.planner.exact.model.milp import INFINITY, Relaxation
 from coop_plan.planner.exact.solver.jobs import RelaxMilp
-from coop_plan.planner.exact.solver.milp_solvers import LONGEST_SECONDS, to_proto
+from coop_plan.planner.exact.solver.milp_solvers import NO_TIME_LIMIT, run_mathopt, to_proto
 from coop_plan.planner.exact.solver.pdlp import lagrangian_bound
 
 
 def relax(job: RelaxMilp, seconds: float) -> Relaxation:
     """
-    Solve the relaxation by simplex within so many seconds; nothing is known if that is too short.
+    Solve the relaxation by simplex within the time limit (s); the bound is −∞ if that is too short.
 
-    What is proved follows from the multipliers alone, however exact they are.
+    The bound follows from the multipliers alone and is valid however inexact they are.
     """
-    from ortools.math_opt import callback_pb2, parameters_pb2
-    from ortools.math_opt import model_parameters_pb2 as model_parameters
-    from ortools.math_opt.core.python import solver as core
+    from ortools.math_opt import parameters_pb2
 
     parameters = parameters_pb2.SolveParametersProto()
-    limit = datetime.timedelta(seconds=min(seconds, LONGEST_SECONDS))
+    limit = datetime.timedelta(seconds=min(seconds, NO_TIME_LIMIT))
     parameters.time_limit.FromTimedelta(limit)
     parameters.highs.string_options["parallel"] = "off"
     model = to_proto(job.milp)
     columns, rows = len(job.milp.lower), len(job.milp.row_lower)
     del model.variables.integers[:]
     model.variables.integers.extend([False] * columns)
-    result = core.solve(
-        model,
-        parameters_pb2.SOLVER_TYPE_HIGHS,
-        parameters_pb2.SolverInitializerProto(),
-        parameters,
-        model_parameters.ModelSolveParametersProto(),
-        None,
-        callback_pb2.CallbackRegistrationProto(),
-        None,
-        None,
-    )
+    result = run_mathopt(model, "highs", parameters)
     if not result.solutions or result.solutions[0].primal_solution.feasibility_status != 2:
         return Relaxation(-INFINITY, None, None)
     solution = result.solutions[0]

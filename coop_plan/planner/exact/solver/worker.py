@@ -1,10 +1,10 @@
 """
-The child process that solves: jobs come in on stdin, answers go out on stdout, all pickled.
+Main module of the solver process: jobs come in on stdin, results go out on stdout, pickled.
 
-The parent is `planner.exact.solver.process`, which kills this process when its time is up. So a
-solver may hang, print, crash or run out of memory without taking the planner with it. Each job of
-`planner.exact.solver.jobs` comes as a pair with the seconds that it may take. A solver is loaded by
-the first job that needs it, so that the process starts at once.
+The parent is `planner.exact.solver.process`, which kills this process at the deadline. So a solver
+may hang, print, crash or run out of memory without harming the planner. Each job of
+`planner.exact.solver.jobs` comes as a pair with its time limit (s). A solver is loaded by the first
+job that needs it, so that the process starts at once.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from coop_plan.planner.exact.solver.jobs import (
 )
 
 
-def answer(job: Job, seconds: float, tell: Callable[[object], None]) -> JobAnswer:
-    """Do a job with the solver that its type needs; `tell` hears what is known before the end."""
+def answer(job: Job, seconds: float, send: Callable[[object], None]) -> JobAnswer:
+    """Solve a job with the solver of its type; progress is passed to `send`."""
     match job:
         case SolveMilp():
             from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 
-            return solve_milp(job, seconds, tell)
+            return solve_milp(job, seconds, send)
         case SolvePulp():
             from coop_plan.planner.exact.solver.milp_solvers import solve_pulp
 
@@ -57,7 +57,7 @@ def answer(job: Job, seconds: float, tell: Callable[[object], None]) -> JobAnswe
 
 
 def connect(memory: int) -> Callable[[object], None]:
-    """Bound this process's memory (bytes), and keep stdout for what the result sends."""
+    """Limit this process's memory (bytes); returns a function that sends messages on stdout."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     messages = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # a solver may print
@@ -86,7 +86,7 @@ def serve(jobs: BinaryIO, send: Callable[[object], None]) -> None:
 
 
 def main() -> None:
-    """Serve the parent."""
+    """Entry point of the process."""
     send = connect(int(sys.argv[1]))
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         serve(sys.stdin.buffer, send)
