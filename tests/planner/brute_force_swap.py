@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from coop_plan.planner import Problem
-from coop_plan.planner.core.ssa import Versions
+from coop_plan.planner.core.ssa import SsaForm
 
 
 class TooManyStatesError(Exception):
@@ -43,7 +43,7 @@ def shortest(problem: Problem, arena_bytes: int, *, most: int = 60_000) -> float
 
 class _Search:
     def __init__(self, problem, arena_bytes):
-        versions = Versions.of(problem)
+        versions = SsaForm.of(problem)
         self.problem = problem = versions.problem
         self.graph = problem.graph
         self.ends = [{read for _, read in pairs} for pairs in versions.overwrites]

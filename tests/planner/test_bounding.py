@@ -13,7 +13,7 @@ from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
 from coop_plan.planner.core import repeated_blocks
 from coop_plan.planner.core.repeated_blocks import Repetition, repetitions
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact import refine
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.dual.bounding import Bounding
@@ -54,7 +54,7 @@ def test_layers_are_recognised(program):
         for offset in range(run.period):
             names = {program.problem.graph.ops[op].name for op in run.copies(offset)}
             assert len(names) == 1
-            assert len(run.copies(offset)) >= repeated_blocks.FEWEST
+            assert len(run.copies(offset)) >= repeated_blocks.MIN_COPIES
 
 
 def test_a_block_that_is_cut_short_counts_as_far_as_it_goes():
@@ -101,7 +101,7 @@ def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
     program = Program.of(problem)
     params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_blocks, "FEWEST", 2)
+        patch.setattr(repeated_blocks, "MIN_COPIES", 2)
         Bounding(program, program.problem.rounded(arena), set(), told.append, params).run()
     assert told
     assert max(told) <= (best - problem.base_cost_us) + 1e-6 * best
@@ -171,7 +171,7 @@ def test_hard_models_are_bounded_beside_or_before_the_search(
     monkeypatch, processors, program, capacity
 ):
     """Either way the plan's bound is at least what the background proves at once."""
-    monkeypatch.setattr(refine, "processors", lambda: processors)
+    monkeypatch.setattr(refine, "usable_cpus", lambda: processors)
     begun = []
     begin = BoundingProcess.begin
 
@@ -207,7 +207,7 @@ def test_an_op_that_raises_no_bound_is_not_kept(monkeypatch, program, capacity):
 @pytest.mark.parametrize("known", [False, True])
 def test_a_gap_is_wide_only_once_a_bound_is_known(monkeypatch, program, capacity, known):
     base = program.problem.base_cost_us
-    monkeypatch.setattr(refine, "processors", lambda: 2)
+    monkeypatch.setattr(refine, "usable_cpus", lambda: 2)
     begun = []
     bounding = SimpleNamespace(begin=lambda *job: begun.append(job))
     incumbent = SimpleNamespace(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coop_plan.planner import Problem, find_faults
 from coop_plan.planner.core import repeated_blocks
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome
@@ -77,7 +77,7 @@ def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs,
     told = []
     params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_blocks, "FEWEST", 2)
+        patch.setattr(repeated_blocks, "MIN_COPIES", 2)
         bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)
         bounding.run()
     assert told

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.cpu_count import processors
+from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import Incumbent
@@ -188,7 +188,7 @@ class _OptimalSolve:
     def _climb(self, share: float, enough: Callable[[], bool]) -> None:
         """Let coop-offline look longer: until `enough`, for this share of the time left at most."""
         now = time.monotonic()
-        self.offline.processors = max(1, processors() - self.bounding.running)
+        self.offline.processors = max(1, usable_cpus() - self.bounding.running)
         try:
             self.offline.improve(now + (self.deadline - now) * share, enough)
         finally:
@@ -237,7 +237,7 @@ class _OptimalSolve:
 
     def _offer(self, placed: PlacedSchedule) -> None:
         """Offer a placed schedule of the program, whose tensors are versions."""
-        self.incumbent.offer(self.program.versions.placed(placed))
+        self.incumbent.offer(self.program.versions.placed_to_original(placed))
 
     def _use(self, readout: Readout) -> bool:
         """Make a plan of a readout if it is worth it; whether it was placed as it is."""
@@ -251,7 +251,7 @@ class _OptimalSolve:
             if placed is not None:
                 self._offer(placed)
                 return True
-        restored = self.program.versions.restored(schedule)
+        restored = self.program.versions.to_original(schedule)
         followed = self.follower.follow(restored, self.incumbent.cost_us)
         if followed is not None:
             self.incumbent.offer(followed)

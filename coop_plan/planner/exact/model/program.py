@@ -9,9 +9,9 @@ version (see `planner.core.ssa`).
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.working_sets import needs
+from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.core.problem import Pair, Problem
-from coop_plan.planner.core.ssa import Versions
+from coop_plan.planner.core.ssa import SsaForm
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Program:
     the host. All sizes are bytes, rounded up to the alignment.
     """
 
-    versions: Versions
+    versions: SsaForm
     problem: Problem
     n: int
     reads: list[tuple[int, ...]]
@@ -76,14 +76,14 @@ class Program:
     @classmethod
     def of(cls, problem: Problem) -> "Program":
         """The program of `problem`."""
-        versions = Versions.of(problem)
+        versions = SsaForm.of(problem)
         problem = versions.problem
         n = problem.op_count
         kept = [t for t in range(problem.tensor_count) if problem.is_output[t]]
         reads = [*problem.reads, tuple(t for t in kept if not problem.outside[t])]
         makes = [*problem.makes, ()]
         links = Links.of(problem)
-        until = [*problem.until, n]
+        until = [*problem.rerun_limit, n]
         if links is None:  # else the host may have a copy
             for op, pairs in enumerate(versions.overwrites):
                 if any(until[maker] <= maker for maker in (problem.producer[t] for _, t in pairs)):
@@ -133,4 +133,4 @@ class Program:
 
     def rerun_need(self, op: int) -> int:
         """Arena bytes that a recompute of the op needs at least, in-place pairs shared."""
-        return needs(self.problem).again[op]
+        return working_sets(self.problem).rerun[op]

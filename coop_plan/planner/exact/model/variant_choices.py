@@ -28,7 +28,7 @@ class Choices:
 
     Position n, the end of the step, reads the outputs. `reads` are by variant the tensors that it
     reads and that the step makes, `made` the tensors by op that every one of its variants makes.
-    `until[b]` is the last position before which variant b can run again (`Problem.until`). `useful[t]`
+    `until[b]` is the last position before which variant b can run again (`Problem.rerun_limit`). `useful[t]`
     is the last position at which having tensor t can still matter. `always[t]` says that t takes no
     room in the arena.
     """
@@ -59,7 +59,7 @@ class Choices:
             b: frozenset(t for t in variants[b].inputs if problem.producer[t] >= 0) for b in listed
         }
         made = [frozenset.intersection(*(frozenset(variants[b].outputs) for b in r)) for r in of]
-        until = {b: problem.until_of(variants[b]) for b in listed}
+        until = {b: problem.rerun_limit_of(variants[b]) for b in listed}
         always = [
             size == 0 or problem.outside[t] or problem.resident[t]
             for t, size in enumerate(problem.size)

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coop_plan.planner.core.working_sets import needs
+from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.model.milp import INFINITY, Outcome
 from coop_plan.planner.exact.model.points import segment, worst_of_groups
@@ -210,7 +210,7 @@ def _part(model: TimePointModel, crowd: Crowd, margin: int) -> None:
     if not first and crowd.op not in model.y[k]:
         return
     runs = [] if first else [model.y[k][crowd.op]]
-    need = needs(program.problem).first[crowd.op] if first else program.rerun_need(crowd.op)
+    need = working_sets(program.problem).first[crowd.op] if first else program.rerun_need(crowd.op)
     terms: list[tuple[int, float]] = []
     for neighbour in crowd.beside:
         certain, reasons = _reasons(model, k, neighbour)

@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
-from coop_plan.planner.core.unrecomputable import outputs_held
-from coop_plan.planner.core.working_sets import least_working_set, needs
+from coop_plan.planner.core.memory_bounds import resident_output_bytes
+from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
 from coop_plan.planner.exact.incumbent import PROOF, SOLVER_TOLERANCE
@@ -66,8 +66,8 @@ class VariantSearch:
         self._solved = False  # with every op as a time point: neighbourhoods find no better
         # An op that overwrites a tensor in the arena is followed by no program and no exchange.
         self._plain = not any(problem.overwritten)
-        self._need = needs(problem).first
-        self._room = [self.capacity - held for held in outputs_held(problem)]
+        self._need = working_sets(problem).first
+        self._room = [self.capacity - held for held in resident_output_bytes(problem)]
         self.points = self._first_points(params.bound_points)
         self.cuts = frozenset[tuple[int, int]]()
         self._too_full: Schedule | None = None
@@ -235,8 +235,8 @@ class VariantSearch:
         Raises:
             DoesNotFitError: no schedule was found.
         """
-        if least_working_set(self.problem).bytes > self.capacity:
-            raise DoesNotFitError(least_working_set(self.problem).op)
+        if working_set_bound(self.problem).bytes > self.capacity:
+            raise DoesNotFitError(working_set_bound(self.problem).op)
         haste = self.request.any_schedule
         solver = importlib.util.find_spec("ortools") is not None and self._plain
         if not self._timed and (haste or self.choices.n <= self.params.small_ops):
@@ -253,7 +253,7 @@ class VariantSearch:
             elif not haste or self.choices.n <= self.params.small_ops:
                 self._climb(best)
         if self.placed is None:
-            raise DoesNotFitError(least_working_set(self.problem).op)
+            raise DoesNotFitError(working_set_bound(self.problem).op)
 
     def _from(self, starts: Iterator[list[int]]) -> list[int]:
         """The starts, the runs of the best of which get variants of their own; which one that is."""
