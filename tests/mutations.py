@@ -103,15 +103,15 @@ MUTATIONS = (
     Mutation(  # a copy on the host ends when it was made
         "host-lifetime",
         "planner/core",
-        "upper[flying[t.moved[e]]] = e + 1",
-        "upper[flying[t.moved[e]]] = upper[flying[t.moved[e]]]",
+        "upper[pending[t.moved[e]]] = e + 1",
+        "upper[pending[t.moved[e]]] = upper[pending[t.moved[e]]]",
         (f"{SCHEDULE}::test_copies_on_the_host_share_addresses_once_they_are_read",),
     ),
     Mutation(  # a copy does not wait for the one before it
         "engine-order",
         "planner/core",
-        "self.free_us = max(now_us, self.free_us) + self.lasts_us(size)",
-        "self.free_us = now_us + self.lasts_us(size)",
+        "self.free_us = max(now_us, self.free_us) + self.duration_us(size)",
+        "self.free_us = now_us + self.duration_us(size)",
         (f"{SCHEDULE}::test_an_engine_takes_its_copies_in_order",),
     ),
     Mutation(  # nobody waits for copies

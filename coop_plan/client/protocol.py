@@ -107,7 +107,7 @@ def plan_calls(graph: Graph, options: PlanOptions) -> Calls[Plan]:
             sends += 1
     made = parse_plan(answer.content, source="the server's plan")
     asked = options.on(graph)
-    if StoredPlan.of(made, asked).for_question(asked, options) is None:
+    if StoredPlan.of(made, asked).for_request(asked, options) is None:
         raise ServerError("the server's plan does not hold for what was asked")
     return made
 

@@ -1,6 +1,7 @@
-"""Plans a training step into a memory budget. Pure: arrays in, plan out; no torch, no HTTP.
+"""
+Planner of training steps within a memory budget; uses neither PyTorch nor HTTP.
 
-The names below are loaded when they are first used: whoever only verifies loads no kernel.
+The names below are imported at first use, so that verifying alone loads no kernel.
 """
 
 from importlib import import_module
@@ -33,7 +34,7 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
+_MODULES = {
     "METHODS": "registry",
     "Fault": "verifier",
     "InfeasibleBudgetError": "core.errors",
@@ -50,6 +51,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

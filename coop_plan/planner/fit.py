@@ -1,9 +1,10 @@
-"""Whether a step fits into a device, what it costs there, and how large its batch may be.
+"""
+Fit of a step on a device: its plan within the memory, its overhead, and the largest batch.
 
-Behind every number stands a verified plan. A largest batch is looked for among graphs between two
-captured ones, in which sizes and costs are affine in the batch, and holds only once the step has
-been captured at it and planned within the memory: where that fails, the capture is one of the two
-from then on, and the search goes on below.
+Every number is that of a verified plan. The search for the largest batch interpolates between two
+captured graphs, with sizes and costs affine in the batch. A batch is accepted once the step has
+been captured at it and planned within the memory. If that fails, the new capture replaces one of
+the two, and the search continues below it.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from coop_plan.planner.planning import plan, plan_if_it_fits
 from coop_plan.schemas import Graph, InvalidInputError, Plan
 
 MAX_CAPTURES = 6
-"""Of one search for a largest batch."""
+"""Limit of captures per search for a largest batch."""
 
 MAX_BATCH = 1 << 24
 
@@ -26,7 +27,7 @@ ONE_FORWARD = "one extra forward"
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest batch found within a limit of overhead, with its plan; 0 and None if none was."""
+    """The largest batch within a limit of overhead, with its plan; 0 and None if none was found."""
 
     limit: float
     batch: int
@@ -35,11 +36,12 @@ class Largest:
 
 @dataclass(frozen=True)
 class Fit:
-    """Figures of one step on one device.
+    """
+    Plans of one step on one device with `memory_bytes` of memory.
 
-    `memory_bytes` is what the step may have; `kept` the plan of keep-everything in as much as it
-    needs, `least` that of the smallest budget, `planned` that within the memory, if there is one.
-    `largest` has an entry for each limit of overhead, or none, and `unknown` says why.
+    `kept` is the plan of keep-everything, without a limit; `least` that of the smallest budget;
+    `planned` that within the memory, or None. `largest` has an entry per limit of overhead; if it
+    is empty, `unknown` is the reason.
     """
 
     memory_bytes: int
@@ -57,15 +59,16 @@ def fit(
     limits: Mapping[str, float],
     link: int = 0,
 ) -> Fit:
-    """Plan the step of a batch for a memory, and look for the largest batch within each limit.
+    """
+    Plan the step at a batch within a memory, and search the largest batch per limit of overhead.
 
     Args:
-        graph_at: captures the step at a batch. An `InvalidInputError` at another batch than the
-            one that is asked about leaves the largest ones unknown.
-        batch: the one that is asked about; twice as many is captured too.
-        memory_bytes: what the step may have.
-        limits: of overhead, by what they are called; `ONE_FORWARD` is one more, of the step itself.
-        link: bytes/s to the host and back for plans that move tensors; 0: none does.
+        graph_at: captures the step at a batch. If it raises `InvalidInputError` at any batch but
+            `batch`, the largest batches are unknown.
+        batch: the batch to plan; twice the batch is captured as well.
+        memory_bytes: memory of the step.
+        limits: limits of overhead by name; `ONE_FORWARD`, the cost of the forward pass, is added.
+        link: bytes/s of the host link in both directions for transfers; 0 for none.
     """
     captured = {batch: graph_at(batch)}
     graph = captured[batch]
@@ -83,15 +86,18 @@ def fit(
 
 
 def scaled(small: Graph, large: Graph, position: float) -> Graph:
-    """The step between two of other batches, at 0 the first, at 1 the second; beyond them too.
+    """
+    Linear interpolation between the graphs of two batches: 0 is the first, 1 the second.
+
+    Positions outside [0, 1] extrapolate.
 
     Raises:
-        InvalidInputError: their ops differ.
+        InvalidInputError: the graphs have different ops.
     """
-    ours = [(op.name, op.inputs, op.outputs) for op in small.ops]
-    if ours != [(op.name, op.inputs, op.outputs) for op in large.ops]:
+    structure = [(op.name, op.inputs, op.outputs) for op in small.ops]
+    if structure != [(op.name, op.inputs, op.outputs) for op in large.ops]:
         raise InvalidInputError(
-            "the step has other ops at another batch: it cannot be scaled, only asked about one"
+            "the step has other ops at another batch, so it cannot be interpolated: ask for one"
             " batch at a time"
         )
 
@@ -114,7 +120,7 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
 
 
 class _Search:
-    """Plans of one step at many batches within one memory; what was made once is kept."""
+    """Cached captures and plans of one step at many batches within one memory."""
 
     def __init__(
         self,
@@ -127,25 +133,25 @@ class _Search:
         self._captured = captured
         self._memory = memory_bytes
         self._link = link
-        self._real: dict[int, Plan | None] = {}
-        self._guesses: dict[tuple[int, int, int], Plan | None] = {}
+        self._planned_at: dict[int, Plan | None] = {}
+        self._interpolated: dict[tuple[int, int, int], Plan | None] = {}
 
     def within(self, graph: Graph) -> Plan | None:
-        """The plan within the memory, if the method finds one."""
+        """The plan within the memory, or None if the method finds none."""
         try:
             return plan(graph, self._memory, link=self._link)
         except InfeasibleBudgetError:
             return None
 
     def largest(self, first: int, limit: float) -> Largest:
-        """The largest batch whose captured step has a plan of at most that overhead."""
+        """The largest batch whose captured step has a plan with at most this overhead."""
         low, high = 0, MAX_BATCH
         pair = (first, 2 * first)
         for _ in range(MAX_CAPTURES):
             guess = self._guess(pair, low, high, limit)
             if guess <= low:
                 break
-            if _holds(self._planned(guess), limit):
+            if _meets(self._planned(guess), limit):
                 low = guess
                 break
             high = guess
@@ -154,26 +160,26 @@ class _Search:
 
     def _guess(self, pair: tuple[int, int], low: int, high: int, limit: float) -> int:
         """
-        The largest batch in (`low`, `high`) that the scaled graphs say holds; else `low`.
+        The largest batch in (`low`, `high`) whose interpolated graph meets the limit; else `low`.
 
-        From the first batch upwards; once there was a guess, from the last one downwards, which was
-        near.
+        Steps double upwards from the first batch; after a failed guess downwards from that one,
+        which was close. Then bisection.
         """
         if high == MAX_BATCH:
             step = max(1, pair[0])
-            while low + step < high and _holds(self._scaled(pair, low + step), limit):
+            while low + step < high and _meets(self._scaled(pair, low + step), limit):
                 low += step
                 step *= 2
             high = min(high, low + step)
         else:
             step = 1
-            while high - step > low and not _holds(self._scaled(pair, high - step), limit):
+            while high - step > low and not _meets(self._scaled(pair, high - step), limit):
                 high -= step
                 step *= 2
             low = max(low, high - step)
         while high - low > 1:
             middle = (low + high) // 2
-            if _holds(self._scaled(pair, middle), limit):
+            if _meets(self._scaled(pair, middle), limit):
                 low = middle
             else:
                 high = middle
@@ -181,17 +187,17 @@ class _Search:
 
     def _scaled(self, pair: tuple[int, int], batch: int) -> Plan | None:
         key = (*pair, batch)
-        if key not in self._guesses:
+        if key not in self._interpolated:
             small, large = (self._capture(b) for b in pair)
             position = (batch - pair[0]) / (pair[1] - pair[0])
-            guessed = scaled(small, large, position)
-            self._guesses[key] = plan_if_it_fits(guessed, self._memory, link=self._link)
-        return self._guesses[key]
+            graph = scaled(small, large, position)
+            self._interpolated[key] = plan_if_it_fits(graph, self._memory, link=self._link)
+        return self._interpolated[key]
 
     def _planned(self, batch: int) -> Plan | None:
-        if batch not in self._real:
-            self._real[batch] = self.within(self._capture(batch))
-        return self._real[batch]
+        if batch not in self._planned_at:
+            self._planned_at[batch] = self.within(self._capture(batch))
+        return self._planned_at[batch]
 
     def _capture(self, batch: int) -> Graph:
         if batch not in self._captured:
@@ -199,5 +205,5 @@ class _Search:
         return self._captured[batch]
 
 
-def _holds(made: Plan | None, limit: float) -> bool:
+def _meets(made: Plan | None, limit: float) -> bool:
     return made is not None and made.overhead <= limit

@@ -1,4 +1,4 @@
-"""What a planning method is: a problem and an arena size in, a schedule out."""
+"""Interface of planning methods: a problem and an arena size in, a placed schedule out."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,10 +14,10 @@ from coop_plan.schemas import BoundModel
 @dataclass(frozen=True)
 class Progress:
     """
-    What a long job says of itself; `fraction` is None when the end is not known.
+    Progress of a planning run; `fraction` is None if the end is unknown.
 
-    `overhead` is that of the best plan so far, `bound` the least that any can have as far as is
-    proved, both shares of the base cost; `gap` is the plan's cost over the bound's, minus one.
+    `overhead` is that of the best plan so far, `bound` the proved lower bound on it, both fractions
+    of the base cost; `gap` is the plan's cost over the bound's, minus one.
     """
 
     message: str
@@ -30,10 +30,10 @@ class Progress:
 @dataclass(frozen=True)
 class Request:
     """
-    What a method is asked: arena bytes to stay within, switches turned off, when to stop, a seed,
-    the name of a solver.
+    Input of a method: capacity of the arena in bytes, ablation switches, deadline, seed, solver.
 
-    `deadline` is a `time.monotonic` value in seconds, or None.
+    `off` has the switches that are turned off; `deadline` is a `time.monotonic` value in seconds,
+    or None; `progress` is called with each `Progress`.
     """
 
     arena_bytes: int
@@ -42,7 +42,7 @@ class Request:
     seed: int = 0
     solver: str | None = None
     any_schedule: bool = False
-    """Whether the first schedule that fits will do, however dear."""
+    """True if the first schedule that fits is wanted, at any cost."""
     progress: Callable[[Progress], None] | None = None
 
     def check_time(self) -> None:
@@ -51,29 +51,29 @@ class Request:
             raise TimeLimitError("time limit reached before any plan was found")
 
     def first_half(self) -> "Request":
-        """The request for the first half of the time that is left."""
+        """The request with the first half of the remaining time."""
         if self.deadline is None:
             return self
         now = time.monotonic()
         return replace(self, deadline=now + (self.deadline - now) / 2)
 
     def in_program_order(self) -> "Request":
-        """The request for schedules whose first runs are in the program's order."""
+        """The request restricted to schedules with first runs in program order."""
         return replace(self, off=self.off | {"reorder"})
 
     def out_of_time(self) -> bool:
-        """Whether the deadline has passed."""
+        """True if the deadline has passed."""
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
 @dataclass(frozen=True)
 class Solution:
     """
-    A placed schedule and what the method proved.
+    A placed schedule and a proved lower bound.
 
-    `bound_model` says for which schedules the lower bound (µs) holds: "any", or those in
-    "program-order", in whatever variants the method chooses among, which may move to the host what
-    the problem lets them.
+    `bound_model` names the schedules for which the lower bound (µs) holds: "any", or
+    "program-order", with all variants that the method chooses among and all transfers that the
+    problem allows.
     """
 
     placed: PlacedSchedule
@@ -81,37 +81,37 @@ class Solution:
     lower_bound_us: float | None = None
     bound_model: BoundModel | None = None
     eviction_free_ratio: float | None = None
-    """Mean of free bytes / arena right after forced evictions, for online methods."""
+    """Mean of free bytes / arena after forced evictions, for online methods."""
     evictions: int | None = None
-    """Tensors that a failed allocation evicted, for online methods."""
+    """Number of tensors evicted by failed allocations, for online methods."""
 
 
 class Solve(Protocol):
-    """Raises `DoesNotFitError` when the method finds no schedule in `request.arena_bytes`."""
+    """A method; raises `DoesNotFitError` if it finds no schedule within `request.arena_bytes`."""
 
     def __call__(self, problem: Problem, request: Request) -> Solution: ...
 
 
 @dataclass(frozen=True)
 class MethodInfo:
-    """An entry of the registry: name, one line of what it does, its source, its switches."""
+    """An entry of the registry: name, summary, source, capabilities and switches."""
 
     name: str
     summary: str
     source: str
     solve: Solve
     anytime: bool = False
-    """Whether it runs until the deadline, and so needs one."""
+    """True if it runs until the deadline, and so needs one."""
     takes_solver: bool = False
-    """Whether the integer-programming solver can be named."""
+    """True if the integer-programming solver can be chosen."""
     transfers: bool = False
-    """Whether it moves tensors to the host, where the graph and the request let it."""
+    """True if it transfers tensors to the host, if graph and request allow it."""
     variants: bool = False
-    """Whether it chooses among the variants of an op."""
+    """True if it chooses among the variants of an op."""
     switches: Mapping[str, str] = field(default_factory=dict)
-    """Ablation switches, name → what is lost when it is turned off."""
+    """Ablation switches: name → effect of turning it off."""
 
     def unused(self, offered: Iterable[str]) -> list[str]:
-        """Of what is offered beside recomputation, "variants" and "transfers", what it leaves."""
+        """The choices among `offered`, "variants" and "transfers", that the method ignores."""
         used = {"variants": self.variants, "transfers": self.transfers}
         return [name for name in offered if not used[name]]

@@ -1,4 +1,4 @@
-"""The registry of planning methods. What a method needs is loaded when it is first asked."""
+"""Registry of planning methods; the modules of a method are imported at its first use."""
 
 from collections.abc import Mapping
 
@@ -8,25 +8,23 @@ from coop_plan.planner.method import MethodInfo, Request, Solution
 COOP_SWITCHES = {
     "sliding-window": "evict one tensor at a time, by cost / (bytes x staleness), as dtr does",
     "partitioning": "allocate cheap and expensive tensors from the same end",
-    "recomputable-inplace": "in-place pairs are copied instead of sharing one address",
+    "recomputable-inplace": "copy in-place pairs instead of sharing one address",
 }
 
 DELTA_SWITCHES = {
-    "filter": "the stalest tensor is released, not the one of least cost / (bytes x staleness)",
-    "director": "what is released is swapped wherever it may be, and not by cost",
-    "prefetch": "a tensor comes back when it is asked for",
-    "overlap": "a copy to the host begins when an allocation fails",
+    "filter": "evict the stalest tensor, not the one of least cost / (bytes x staleness)",
+    "director": "swap every evicted tensor that may be swapped, whatever its cost",
+    "prefetch": "prefetch a tensor only when an op reads it",
+    "overlap": "start a copy to the host only when an allocation fails",
 }
 
 CHECKMATE_SWITCHES = {
-    "integral": "the LP relaxation with two-phase rounding (section 5) solves it instead"
+    "integral": "solve the LP relaxation with two-phase rounding (section 5) instead"
 }
 
-REORDER_SWITCHES = {"reorder": "ops run for the first time in program order, always"}
+REORDER_SWITCHES = {"reorder": "run all ops for the first time in program order"}
 
-COOP_OFFLINE_SWITCHES = REORDER_SWITCHES | {
-    "walk": "no walk among orders of runs ends the search, or finds what fits where no run does"
-}
+COOP_OFFLINE_SWITCHES = REORDER_SWITCHES | {"walk": "disable the final local search"}
 
 
 def _keep_all(problem: Problem, request: Request) -> Solution:
@@ -113,7 +111,7 @@ METHODS: Mapping[str, MethodInfo] = {
     for info in (
         MethodInfo(
             "keep-all",
-            "no eviction, best placement: the baseline of every ratio",
+            "no eviction, only placement: the baseline of every ratio",
             "Steiner et al., OLLA, 2022 (layout alone)",
             _keep_all,
         ),
@@ -126,7 +124,7 @@ METHODS: Mapping[str, MethodInfo] = {
         ),
         MethodInfo(
             "coop-offline",
-            "knows the whole step: plans evictions first, places second, near the optimum",
+            "offline; plans evictions for the whole step, then places; near the optimum",
             "ours; closure cost / (bytes x distance to next use^alpha), see planner.heuristic",
             _coop_offline,
             transfers=True,
@@ -147,15 +145,15 @@ METHODS: Mapping[str, MethodInfo] = {
         ),
         MethodInfo(
             "delta",
-            "online; a filter says what goes, a director whether it is swapped or recomputed",
-            "Tang et al., DELTA, arXiv 2203.15980, 2022; what is open, see planner.online.delta",
+            "online; a filter selects evictions, a director whether to swap or recompute",
+            "Tang et al., DELTA, arXiv 2203.15980, 2022; details it leaves open: planner.online.delta",
             _delta,
             transfers=True,
             switches=DELTA_SWITCHES,
         ),
         MethodInfo(
             "swap-only",
-            "online; the stalest tensor goes to the host, nothing is recomputed",
+            "online; offloads the stalest tensor, recomputes nothing",
             "after Rhu et al., vDNN, MICRO 2016, and Peng et al., Capuchin, ASPLOS 2020",
             _swap_only,
             transfers=True,
@@ -180,7 +178,7 @@ METHODS: Mapping[str, MethodInfo] = {
         ),
         MethodInfo(
             "optimal",
-            "mixed-integer program refined until it fits, with a proved bound; best so far in time",
+            "mixed-integer program, refined until it fits; anytime, with a proved bound",
             "ours; after Checkmate, MLSys 2020, section 4; see planner.exact",
             _optimal,
             anytime=True,
@@ -189,7 +187,7 @@ METHODS: Mapping[str, MethodInfo] = {
         ),
         MethodInfo(
             "auto",
-            "keep-all, then coop-offline at once, then optimal, then other orders of first runs",
+            "keep-all, then coop-offline, then optimal, then other orders of first runs",
             "ours",
             _auto,
             anytime=True,

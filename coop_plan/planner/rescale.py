@@ -1,8 +1,9 @@
-"""A plan for a step at another size, from one that was searched for at a size near it.
+"""
+Rescaling of a plan to a step of the same structure with other sizes.
 
-What runs again, and when, is taken over; everything else follows from the sizes. That takes a tenth
-of a search's time or less, and is worth it where the sizes keep their proportions: what the plan
-makes of its budget must be about what the other one makes of its own.
+The sequence of runs is taken over; liveness and placement are computed from the new sizes. That
+takes a tenth of a search's time or less. The result is accepted if it uses its budget about as well
+as the given plan uses its own.
 """
 
 import time
@@ -10,48 +11,50 @@ import time
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.keep_all import keep_all_schedule
-from coop_plan.planner.placement.layout import WORK, lay_out
 from coop_plan.planner.method import Solution
 from coop_plan.planner.options import PlanOptions
-from coop_plan.planner.planning import written
+from coop_plan.planner.placement.layout import WORK, lay_out
+from coop_plan.planner.planning import verified_plan
 from coop_plan.schemas import Compute, Graph, Offload, Op, Plan, Prefetch
 
-IDLE = 0.1
-"""Part of the arena's limit that may be idle and is used by the other plan."""
+UNUSED_TOLERANCE = 0.1
+"""Decrease, as a share of the arena's limit, of the part that is used."""
 
-DEARER = 0.02
-"""How much larger than the other plan's the overhead may be."""
+OVERHEAD_TOLERANCE = 0.02
+"""Increase of the overhead."""
 
-REACH = 2.0
-"""How many times larger or smaller all activations together may be."""
+MAX_RATIO = 2.0
+"""Factor between the sums of activation bytes."""
 
 
-def resized(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Plan | None:
+def rescaled(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Plan | None:
     """
-    A verified plan of `graph` that runs what `plan` does, or None where it is to be searched.
+    A verified plan of `graph` with the runs of `plan`, or None if a search is needed.
 
     Args:
         graph: one profiled training step.
-        like: the step that `plan` is for; of the same structure, or the answer is None.
-        plan: made with the same options, but that its budget may be another.
-        options: of the wanted plan; the smallest budget is none that other sizes know.
+        like: the step of `plan`; the result is None if its structure differs.
+        plan: a plan with the same options, except for the budget.
+        options: those of the new plan; the result is None for the budget `min`.
     """
     started = time.monotonic()
-    if options.budget.kind == "min" or options.time_limit is not None or not _alike(graph, like):
+    if options.budget.kind == "min" or options.time_limit is not None:
+        return None
+    if not _same_but_sizes(graph, like):
         return None
     if any(isinstance(step, Offload | Prefetch) for step in plan.steps):
         return None
     problem = Problem.from_graph(
         options.on(graph), options.alignment, options.outputs, options.host_budget
     )
-    work = WORK if options.budget.kind == "share" else 0  # as for a plan that is searched
+    work = WORK if options.budget.kind == "share" else 0  # as in `planning.plan`
     everything, _ = lay_out(keep_all_schedule(problem), work=work)
     budget_bytes = options.budget.resolve(problem.fixed_bytes + everything.arena_bytes)
     assert budget_bytes is not None
     limit = budget_bytes - problem.fixed_bytes
     if limit <= 0 or everything.arena_bytes <= limit:
         return None
-    position = {op.id: i for i, op in enumerate(graph.ops)}  # of a default variant too
+    position = {op.id: i for i, op in enumerate(graph.ops)}  # also of its default variant
     variants = [position[step.op] for step in plan.steps if isinstance(step, Compute)]
     try:
         schedule = Schedule.of(problem, variants)
@@ -59,28 +62,28 @@ def resized(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Plan
         return None
     placed, _ = lay_out(schedule, limit)
     used = plan.arena_bytes / max(1, plan.budget_bytes - plan.resident_bytes)
-    if not used - IDLE <= placed.arena_bytes / limit <= 1:
+    if not used - UNUSED_TOLERANCE <= placed.arena_bytes / limit <= 1:
         return None
-    if placed.cost_us > (1 + plan.overhead + DEARER) * problem.base_cost_us:
+    if placed.cost_us > (1 + plan.overhead + OVERHEAD_TOLERANCE) * problem.base_cost_us:
         return None
-    return written(graph, Solution(placed), options, budget_bytes, started)
+    return verified_plan(graph, Solution(placed), options, budget_bytes, started)
 
 
-def _alike(graph: Graph, like: Graph) -> bool:
-    """Whether two graphs differ in sizes and costs alone, and not by much; variants are not met."""
+def _same_but_sizes(graph: Graph, like: Graph) -> bool:
+    """True if two graphs without variants differ in sizes (up to `MAX_RATIO`) and costs only."""
     if len(graph.ops) != len(like.ops) or len(graph.tensors) != len(like.tensors):
         return False
     for tensor, other in zip(graph.tensors, like.tensors, strict=True):
         if tensor.kind != other.kind or tensor.id != other.id:
             return False
-    for op, before in zip(graph.ops, like.ops, strict=True):
-        if op.variants or before.variants or _form(op) != _form(before):
+    for op, like_op in zip(graph.ops, like.ops, strict=True):
+        if op.variants or like_op.variants or _structure(op) != _structure(like_op):
             return False
     size, other_size = _activations(graph), _activations(like)
-    return size <= REACH * other_size and other_size <= REACH * size
+    return size <= MAX_RATIO * other_size and other_size <= MAX_RATIO * size
 
 
-def _form(op: Op) -> tuple[object, ...]:
+def _structure(op: Op) -> tuple[object, ...]:
     return (
         *(op.id, op.name, op.phase, op.inputs, op.outputs),
         *(op.recomputable, op.rng, op.mutates, op.inplace),
@@ -88,5 +91,5 @@ def _form(op: Op) -> tuple[object, ...]:
 
 
 def _activations(graph: Graph) -> int:
-    """Bytes."""
+    """Bytes of all tensors that are not resident."""
     return sum(tensor.bytes for tensor in graph.tensors if not tensor.resident)

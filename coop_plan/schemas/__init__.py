@@ -1,4 +1,4 @@
-"""The JSON contract: graph, plan, budgets, fingerprints. Imports nothing else of coop-plan."""
+"""The JSON contract: graph, plan, budgets, fingerprints; imports nothing else of coop-plan."""
 
 from coop_plan.schemas.errors import InvalidInputError
 from coop_plan.schemas.fingerprint import cost_signature, fingerprint

@@ -1,4 +1,4 @@
-"""Reading JSON documents into models, with every failure as one `InvalidInputError`."""
+"""Parser of JSON documents into models; every failure raises `InvalidInputError`."""
 
 import json
 import re
@@ -10,27 +10,27 @@ import msgspec
 from coop_plan.schemas.errors import InvalidInputError
 
 INT64_MAX = 2**63 - 1
-"""Upper limit of every size in bytes: planners hold sizes in int64."""
+"""Upper limit of every size in bytes: planners store sizes in int64."""
 
 BOM = b"\xef\xbb\xbf"
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """
-    Base of every object of the contract: unknown fields are refused, values are frozen.
+    Base class of every object of the contract: unknown fields are errors, values are frozen.
 
-    Only what is parsed has its types and ranges checked. The garbage collector need not know them:
-    a document has tens of thousands and no circle.
+    Types and ranges are checked by the parser only, not by the constructor. Objects are not tracked
+    by the garbage collector: a document has tens of thousands of them and no cycles.
     """
 
     def model_copy(self, update: dict[str, Any]) -> Self:
-        """The same with other values, which are taken as they are."""
+        """A copy with some fields replaced, unchecked."""
         return msgspec.structs.replace(self, **update)
 
     def to_dict(self) -> dict[str, Any]:
         """The decoded document."""
-        made: dict[str, Any] = msgspec.to_builtins(self)
-        return made
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        return document
 
     def to_json(self) -> str:
         """The document as compact JSON text."""
@@ -49,19 +49,19 @@ def parse(model: type[M], document: str | bytes | dict[str, Any], source: str = 
     """
     Validate `document` (JSON text or its decoded object) as `model`.
 
-    Reading stops at the first fault: a document of a million faults costs no more than one.
+    Parsing stops at the first fault, so a document of a million faults costs no more than one.
 
     Raises:
-        InvalidInputError: naming the first fault and its JSON pointer.
+        InvalidInputError: the first fault and its JSON pointer.
     """
     try:
         if isinstance(document, dict):
             return msgspec.convert(document, model)
         data = document.encode() if isinstance(document, str) else document
         if data[:2] == b"\x1f\x8b":
-            raise InvalidInputError("not JSON: it is a gzip file, unpack it first", source=source)
+            raise InvalidInputError("not JSON: it is a gzip file; unpack it first", source=source)
         data = data.removeprefix(BOM)
-        made = msgspec.json.decode(data, type=model)
+        parsed = msgspec.json.decode(data, type=model)
     except msgspec.ValidationError as error:
         raise _translate(error, source) from None
     except msgspec.DecodeError as error:
@@ -70,26 +70,26 @@ def parse(model: type[M], document: str | bytes | dict[str, Any], source: str = 
         raise InvalidInputError("not JSON: the text is not UTF-8", source=source) from None
     except RecursionError:
         raise InvalidInputError("not JSON: nested too deeply", source=source) from None
-    _refuse_duplicates(data, source)
-    return made
+    _check_duplicates(data, source)
+    return parsed
 
 
 def read(model: type[M], path: Path | str) -> M:
     """
-    Read the file at `path` as `model`.
+    The file at `path`, parsed as `model`.
 
     Raises:
-        InvalidInputError: the file cannot be read, or what `parse` raises.
+        InvalidInputError: the file cannot be read, or `parse` raises it.
     """
     return parse(model, read_bytes(path), source=str(path))
 
 
 def read_bytes(path: Path | str) -> bytes:
     """
-    What the file at `path` holds.
+    The bytes of the file at `path`.
 
     Raises:
-        InvalidInputError: it cannot be read.
+        InvalidInputError: the file cannot be read.
     """
     try:
         return Path(path).read_bytes()
@@ -103,10 +103,10 @@ _NAMED = re.compile(r"(?s)Object (contains unknown|missing required) field `(.*)
 
 
 def _translate(error: msgspec.ValidationError, source: str) -> InvalidInputError:
-    """The fault in our words, its place as a JSON pointer."""
+    """Msgspec's error as ours, with a JSON pointer."""
     match = _PLACE.fullmatch(str(error))
     message, path = (match[1], match[2] or "") if match is not None else (str(error), "")
-    # `$.ops[3].inputs[0]`; what is below a free key (`versions[...]`) has no better place.
+    # `$.ops[3].inputs[0]` → `/ops/3/inputs/0`; a path ends at a free key (`versions[...]`).
     pointer = "".join(
         f"/{escape(name or index)}"
         for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path.partition("[...]")[0])
@@ -117,17 +117,17 @@ def _translate(error: msgspec.ValidationError, source: str) -> InvalidInputError
     named = _NAMED.fullmatch(message)
     if named is not None:
         pointer += f"/{escape(named[2])}"
-        unknown = "unknown field (nothing of that name belongs here)"
+        unknown = "unknown field: the contract has no field of that name here"
         message = unknown if named[1] == "contains unknown" else "required field is missing"
     message = message[0].lower() + message[1:].replace("`", "").replace("enum value", "value")
     return InvalidInputError(" ".join(message.split())[:300], pointer, source)
 
 
 def _syntax(model: type[M], data: bytes, message: str, source: str) -> InvalidInputError:
-    """A syntax error with its line; or the constant (NaN, Infinity) that JSON does not have."""
+    """The error for malformed JSON: line and column, or the constant (NaN, Infinity) found."""
     found = re.search(r"(.*) \(byte (\d+)\)", message.removeprefix("JSON is malformed: "))
     if found is None:
-        what = "it ends too early" if data.strip() else "the text is empty"
+        what = "the text ends too early" if data.strip() else "the text is empty"
         return InvalidInputError(f"not JSON: {what}", source=source)
     at = int(found[2])
     at -= data[at - 1 : at + 1] == b"-I"
@@ -137,7 +137,8 @@ def _syntax(model: type[M], data: bytes, message: str, source: str) -> InvalidIn
         what = f"{found[1]} at line {line} column {column}"
         return InvalidInputError(f"not JSON: {what}", source=source)
     name = constant[0].decode()
-    try:  # as a text it has a place in the document, and is as wrong
+    # In its place an empty text is a type error, whose JSON pointer is that of the constant.
+    try:
         msgspec.json.decode(data[:at] + b'""' + data[at + len(name) :], type=model)
     except msgspec.ValidationError as error:
         pointer = _translate(error, "").pointer
@@ -146,24 +147,24 @@ def _syntax(model: type[M], data: bytes, message: str, source: str) -> InvalidIn
     return InvalidInputError(f"{name} is not a number in JSON", pointer, source)
 
 
-def _refuse_duplicates(data: bytes, source: str) -> None:
+def _check_duplicates(data: bytes, source: str) -> None:
     """
-    Refuse an object that names a field twice: which one was meant?
+    Raise `InvalidInputError` if an object names a field twice.
 
-    Decoded and written again a document has as many colons as before, unless a field was lost. An
-    escaped colon could hide one; then, and to say where, the text is read slowly.
+    A document that is decoded and encoded again loses a colon per duplicate. If the counts differ,
+    or an escaped colon could hide one, Python's slower parser finds the name.
     """
-    again = msgspec.json.encode(msgspec.json.decode(data))
-    if again.count(b":") == data.count(b":") and b"\\u003" not in data:
+    encoded = msgspec.json.encode(msgspec.json.decode(data))
+    if encoded.count(b":") == data.count(b":") and b"\\u003" not in data:
         return
 
-    def once(pairs: list[tuple[str, Any]]) -> None:
+    def check(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
                 shown = name if len(name) <= 50 else f"{name[:50]}..."
-                message = f"an object names the field '{shown}' twice"
+                message = f"an object names the field '{shown}' twice: remove one"
                 raise InvalidInputError(message, source=source)
             seen.add(name)
 
-    json.loads(data, object_pairs_hook=once)
+    json.loads(data, object_pairs_hook=check)

@@ -1,14 +1,14 @@
-"""The one error that a user's input can cause."""
+"""`InvalidInputError`, the one error for invalid user input."""
 
 
 class InvalidInputError(ValueError):
     """
-    Input that breaks the contract: what is wrong, and where.
+    Input that violates the contract: the fault and its place.
 
     Attributes:
-        message: one sentence, without the place.
-        pointer: JSON pointer (RFC 6901) of the fault inside its document; "" for the whole.
-        source: file name or other origin of the document, when known.
+        message: one sentence about the fault, without its place.
+        pointer: JSON pointer (RFC 6901) of the fault in its document; "" for the whole document.
+        source: file name or other origin of the document; "" if unknown.
     """
 
     def __init__(self, message: str, pointer: str = "", source: str = "") -> None:

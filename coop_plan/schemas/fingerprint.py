@@ -1,4 +1,4 @@
-"""What two graphs share: the structural fingerprint, and apart from it the cost signature."""
+"""Structural fingerprint and cost signature of a graph, the two keys of cached plans."""
 
 import hashlib
 import json
@@ -17,10 +17,10 @@ def digest_of(document: bytes) -> str:
 
 def fingerprint(graph: Graph) -> str:
     """
-    `sha256:…` over the structure: op targets, edges, sizes, kinds, flags.
+    `sha256:…` of the structure: op targets, edges, sizes, kinds, flags.
 
-    Ids are replaced by the order of first appearance; tensor names, the graph's name, the device
-    and the costs do not enter, so every rank of one job gets the same value.
+    Ids are replaced by the order of first appearance. Names of tensors and of the graph, the device
+    and the costs are left out, so all ranks of a job compute the same value.
     """
     by_id = {tensor.id: tensor for tensor in graph.tensors}
     number = {t: position for position, t in enumerate(tensor_order(graph))}
@@ -29,8 +29,8 @@ def fingerprint(graph: Graph) -> str:
     def shape(tensor: Tensor) -> list[object]:
         return [tensor.kind, tensor.bytes, *(["movable"] if tensor.movable else [])]
 
-    def pairs(form: Op | Variant) -> list[list[int]]:
-        return sorted([number[a], number[b]] for a, b in form.inplace)
+    def pairs(variant: Op | Variant) -> list[list[int]]:
+        return sorted([number[a], number[b]] for a, b in variant.inplace)
 
     ops = [
         [
@@ -57,12 +57,12 @@ def fingerprint(graph: Graph) -> str:
         ]
         for op in graph.ops
     ]
-    untouched = sorted(shape(t) for t in graph.tensors if t.id not in number)
-    return _digest([graph.schema_, ops, [shape(by_id[t]) for t in number], untouched])
+    unused = sorted(shape(t) for t in graph.tensors if t.id not in number)
+    return _digest([graph.schema_, ops, [shape(by_id[t]) for t in number], unused])
 
 
 def tensor_order(graph: Graph) -> list[int]:
-    """Ids of the tensors that ops name, in the order of first appearance."""
+    """Ids of the tensors that ops use, in the order of first appearance."""
     order: dict[int, None] = {}
     for op in graph.ops:
         for tensor in op.inputs:
@@ -77,10 +77,10 @@ def tensor_order(graph: Graph) -> list[int]:
 
 def cost_signature(graph: Graph) -> str:
     """
-    `sha256:…` over the op costs, each rounded to the nearest power of two µs, and the bandwidths.
+    `sha256:…` of op costs and bandwidths, each rounded to the nearest power of two.
 
-    Two measurements of the same machine mostly agree in it; it tells whether a cached plan's cost
-    figures were made with costs like these. It is no part of a plan's validity.
+    Two measurements of one machine mostly have equal signatures. If they differ, a cached plan's
+    cost figures are for other costs; the plan stays valid.
     """
     costs = [
         [
@@ -95,11 +95,11 @@ def cost_signature(graph: Graph) -> str:
 
 
 _LITERAL = re.compile(rb"[ -\[\]-~]*")
-"""What JSON writes as it is, in any escaping: printable ASCII but for the backslash."""
+"""Text that every JSON encoder writes unescaped: printable ASCII without the backslash."""
 
 
 def _digest(document: object) -> str:
     data = msgspec.json.encode(document)
-    if not _LITERAL.fullmatch(data):  # escapes, which libraries write differently
+    if not _LITERAL.fullmatch(data):  # libraries escape other characters differently
         data = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode()
     return "sha256:" + hashlib.sha256(data).hexdigest()

@@ -1,4 +1,4 @@
-"""Writes the contract's JSON Schemas beside this file: `python -m coop_plan.schemas.generate`."""
+"""Generator of the contract's JSON Schemas: `python -m coop_plan.schemas.generate`."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ DOCUMENTS: dict[str, tuple[type[Model], str, str]] = {
     "graph.schema.json": (Graph, "coop-plan/graph/1", "Profiled graph of one training step"),
     "plan.schema.json": (Plan, "coop-plan/plan/1", "Joint schedule of one training step"),
 }
-"""By file name: the model, the document's `schema` field, and the title."""
+"""Per file name: the model, the document's `schema` field, and the title."""
 
 
 def render(name: str) -> str:
@@ -25,7 +25,7 @@ def render(name: str) -> str:
     model, contract, title = DOCUMENTS[name]
     head = {"$schema": DIALECT, "$id": f"urn:{contract.replace('/', ':')}", "title": title}
     document = msgspec.json.schema(model)
-    # The document itself stands at the top, what it consists of below.
+    # The document's own schema is the top level, those of its parts are `$defs`.
     own = document["$defs"].pop(model.__name__)
     whole = head | {key: value for key, value in own.items() if key not in head}
     whole["$defs"] = document["$defs"]
@@ -33,7 +33,7 @@ def render(name: str) -> str:
 
 
 def stale(folder: Path) -> list[str]:
-    """Names of the schema files in `folder` that are missing or not what the models say."""
+    """Names of the schema files in `folder` that are missing or differ from the models."""
     return [
         name
         for name in DOCUMENTS
@@ -48,7 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m coop_plan.schemas.generate", description=__doc__
     )
     parser.add_argument("--check", action="store_true", help="exit 1 if a file is out of date")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent, help="where they are")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(__file__).parent, help="folder of the schema files"
+    )
     options = parser.parse_args(arguments)
     outdated = stale(options.folder)
     if options.check:

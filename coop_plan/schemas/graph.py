@@ -1,4 +1,9 @@
-"""The profiled graph of one training step, `coop-plan/graph/1`."""
+"""
+Contract of `coop-plan/graph/1`: the profiled graph of one training step.
+
+Sizes are bytes, costs µs. Ids are any distinct integers from 0; edges refer to them. `parse_graph`
+and `load_graph` raise `InvalidInputError` with the JSON pointer of the first fault.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,10 +15,10 @@ from coop_plan.schemas._parse import INT64_MAX, Model
 from coop_plan.schemas.errors import InvalidInputError
 
 MAX_MICROS = 1e15
-"""Upper limit of one op's cost, thirty years: sums of costs stay exact enough to be compared."""
+"""Upper limit of an op's cost, thirty years: float sums of costs stay exact enough to compare."""
 
 MAX_TOTAL = 1 << 60
-"""Upper limit of all sizes together: rounded up, and summed by searches, they stay in int64."""
+"""Upper limit of the sum of all sizes: rounded up and added by searches it fits into int64."""
 
 Id = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Bytes = Annotated[int, Meta(ge=0, le=INT64_MAX)]
@@ -22,15 +27,15 @@ Rate = Annotated[float, Meta(ge=0, le=1e30)]
 
 TensorKind = Literal["parameter", "buffer", "input", "constant", "activation", "output"]
 RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
-"""Kinds that are there before the step, are never moved, and count for the whole step."""
+"""Kinds of tensors that exist before the step and occupy memory, unmoved, throughout it."""
 
 
 class Device(Model, frozen=True):
     """
-    Where the graph was profiled.
+    The device that the graph was profiled on.
 
-    Bandwidths are in bytes per second; 0 means that there is no such engine, and no swap. Every
-    copy takes `copy_latency_us` more than its bytes.
+    Bandwidths are bytes per second; 0 means no copy engine in that direction, hence no transfers.
+    Every copy takes `copy_latency_us` in addition to its bytes over the bandwidth.
     """
 
     kind: str = "cpu"
@@ -42,11 +47,11 @@ class Device(Model, frozen=True):
 
     @property
     def linked(self) -> bool:
-        """Whether there are engines for copies, both ways."""
+        """True if there are copy engines in both directions."""
         return self.d2h_bytes_per_s > 0 and self.h2d_bytes_per_s > 0
 
     def with_link(self, bytes_per_s: float | None) -> "Device":
-        """The device with another bandwidth, both ways; None leaves its own."""
+        """The device with this bandwidth in both directions; unchanged for None."""
         if bytes_per_s is None:
             return self
         rate = float(bytes_per_s)
@@ -57,7 +62,7 @@ class Tensor(Model, frozen=True, kw_only=True):
     """
     One storage (an allocation), never a view; `bytes` is its exact size.
 
-    A resident one that is `movable` may lie on the host between its uses.
+    A resident tensor with `movable` may be on the host between its uses.
     """
 
     id: Id
@@ -68,7 +73,7 @@ class Tensor(Model, frozen=True, kw_only=True):
 
     @property
     def resident(self) -> bool:
-        """Whether the tensor exists before the step and stays where it is."""
+        """True if the tensor exists before the step and is never moved."""
         return self.kind in RESIDENT
 
 
@@ -79,10 +84,10 @@ class Variant(Model, frozen=True, kw_only=True):
     """
     Another implementation of an op (MONeT, ICLR 2021, section 4.2).
 
-    It has reads, outputs, cost, workspace and in-place pairs of its own. It may make tensors that
-    only variants of other ops read, and need not make what only default variants read. A tensor has
-    one size, whichever variant makes it: what would have another size is another tensor. Its results
-    are the same to the bit unless it is `approximate`.
+    It has its own inputs, outputs, cost, workspace and in-place pairs. It may produce tensors that
+    only variants of other ops read, and omit tensors that only default variants read. A tensor has
+    the same size in all variants that produce it; a result of another size is another tensor. Its
+    results are bitwise equal to the default variant's unless it is `approximate`.
     """
 
     name: str
@@ -96,9 +101,12 @@ class Variant(Model, frozen=True, kw_only=True):
 
 class Op(Model, frozen=True, kw_only=True):
     """
-    One operator in program order; `name` is its target, for example `aten.addmm.default`.
+    One operator; `name` is its target, for example `aten.addmm.default`.
 
-    `source` is for people: module path and `file:line` of what made it.
+    `inputs` and `outputs` are tensor ids in the order of the target's arguments and results.
+    `mutates` lists inputs that the op overwrites, `inplace` the [output, input] pairs that may
+    share one address. An op that is not `recomputable` runs exactly once; `rng` marks one that
+    draws random numbers. `source` is for people: module path and `file:line` of the op's origin.
     """
 
     id: Id
@@ -117,7 +125,7 @@ class Op(Model, frozen=True, kw_only=True):
 
 
 class Graph(Model, frozen=True, kw_only=True):
-    """A profiled training step. `ops` are in program order, which is topological."""
+    """A profiled training step. `ops` are in program order, a topological order."""
 
     schema_: Literal["coop-plan/graph/1"] = field(name="schema")
     name: str = ""
@@ -126,22 +134,22 @@ class Graph(Model, frozen=True, kw_only=True):
     ops: list[Op]
 
     def __post_init__(self) -> None:
-        """Refuse ids, edges and an order that do not fit together."""
+        """Raise `InvalidInputError` if ids, edges and the order of ops are inconsistent."""
         _check_structure(self)
 
 
 def parse_graph(document: str | bytes | dict[str, Any], source: str = "") -> Graph:
     """
-    A graph from JSON text or a decoded object.
+    Graph from JSON text or a decoded object.
 
     Raises:
-        InvalidInputError: with the JSON pointer of the first fault.
+        InvalidInputError: the first fault and its JSON pointer.
     """
     return _parse.parse(Graph, document, source)
 
 
 def load_graph(path: Path | str) -> Graph:
-    """A graph from a file; raises `InvalidInputError` as `parse_graph` does."""
+    """Graph from a file; raises `InvalidInputError` as `parse_graph` does."""
     return _parse.read(Graph, path)
 
 
@@ -149,14 +157,14 @@ def _check_structure(graph: Graph) -> None:
     tensors: dict[int, Tensor] = {}
     for position, tensor in enumerate(graph.tensors):
         if tensor.id in tensors:
-            raise InvalidInputError(f"duplicated tensor id {tensor.id}", f"/tensors/{position}/id")
+            raise InvalidInputError(f"duplicate tensor id {tensor.id}", f"/tensors/{position}/id")
         tensors[tensor.id] = tensor
     op_ids: set[int] = set()
     producer: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
         at = f"/ops/{position}"
         if op.id in op_ids:
-            raise InvalidInputError(f"duplicated op id {op.id}", f"{at}/id")
+            raise InvalidInputError(f"duplicate op id {op.id}", f"{at}/id")
         op_ids.add(op.id)
         _check_ids(op, at, tensors)
         for index, tensor_id in enumerate(op.outputs):
@@ -186,14 +194,14 @@ def _check_structure(graph: Graph) -> None:
     for op in graph.ops:
         total += max(op.workspace_bytes, *(v.workspace_bytes for v in op.variants), 0)
     if total > MAX_TOTAL:
-        message = f"the sizes add up to more than {MAX_TOTAL} bytes (1 EiB)"
+        message = f"the sizes of all tensors and workspaces exceed {MAX_TOTAL} bytes (1 EiB)"
         raise InvalidInputError(message, "/tensors")
 
 
 def _check_ids(op: Op, at: str, tensors: dict[int, Tensor]) -> None:
     inputs, outputs = set(op.inputs), set(op.outputs)
     if not (op.mutates or op.inplace or op.variants) and tensors.keys() >= inputs | outputs:
-        return  # most ops of most graphs
+        return  # the fast path of most ops
     lists = [("inputs", op.inputs), ("outputs", op.outputs), ("mutates", op.mutates)]
     for number, variant in enumerate(op.variants):
         lists.append((f"variants/{number}/inputs", variant.inputs))
@@ -206,7 +214,8 @@ def _check_ids(op: Op, at: str, tensors: dict[int, Tensor]) -> None:
         for index, tensor_id in enumerate(ids):
             if tensor_id not in tensors:
                 raise InvalidInputError(
-                    f"op {op.id} names the unknown tensor {tensor_id}", f"{at}/{field_name}/{index}"
+                    f"op {op.id} refers to tensor {tensor_id}, which `tensors` does not list",
+                    f"{at}/{field_name}/{index}",
                 )
     for index, tensor_id in enumerate(op.mutates):
         if tensor_id not in inputs:
@@ -214,14 +223,15 @@ def _check_ids(op: Op, at: str, tensors: dict[int, Tensor]) -> None:
                 f"op {op.id} mutates tensor {tensor_id}, which is not among its inputs",
                 f"{at}/mutates/{index}",
             )
-    forms: list[tuple[str, Op | Variant]] = [(at, op)]
-    forms += [(f"{at}/variants/{number}", variant) for number, variant in enumerate(op.variants)]
-    for place, form in forms:
-        reads, makes = set(form.inputs), set(form.outputs)
-        for index, (output, source) in enumerate(form.inplace):
+    variants: list[tuple[str, Op | Variant]] = [(at, op)]
+    variants += [(f"{at}/variants/{number}", v) for number, v in enumerate(op.variants)]
+    for place, owner in variants:
+        reads, makes = set(owner.inputs), set(owner.outputs)
+        for index, (output, source) in enumerate(owner.inplace):
             if output not in makes or source not in reads:
                 raise InvalidInputError(
-                    f"op {op.id}: an in-place pair is [output, input] of the op itself",
+                    f"op {op.id}: an in-place pair is [output, input] of the op itself, not"
+                    f" [{output}, {source}]",
                     f"{place}/inplace/{index}",
                 )
 
@@ -253,8 +263,8 @@ def _check_order(graph: Graph, tensors: dict[int, Tensor], producer: dict[int, i
 
 
 def _check_variants(graph: Graph, tensors: dict[int, Tensor], producer: dict[int, int]) -> None:
-    """Variants may use tensors of their own, but only as any other op: made here, read later."""
-    made_by_variants: dict[int, int] = {}
+    """Check that variants read tensors of earlier ops and produce tensors of their own op alone."""
+    variant_producer: dict[int, int] = {}
     for position, op in enumerate(graph.ops):
         names: set[str] = set()
         for number, variant in enumerate(op.variants):
@@ -265,7 +275,7 @@ def _check_variants(graph: Graph, tensors: dict[int, Tensor], producer: dict[int
                 )
             names.add(variant.name)
             for index, tensor_id in enumerate(variant.inputs):
-                made = producer.get(tensor_id, made_by_variants.get(tensor_id, position))
+                made = producer.get(tensor_id, variant_producer.get(tensor_id, position))
                 if made >= position and not tensors[tensor_id].resident:
                     raise InvalidInputError(
                         f"variant '{variant.name}' of op {op.id} reads tensor {tensor_id}, which"
@@ -274,7 +284,7 @@ def _check_variants(graph: Graph, tensors: dict[int, Tensor], producer: dict[int
                     )
             own: set[int] = set()
             for index, tensor_id in enumerate(variant.outputs):
-                owner = producer.get(tensor_id, made_by_variants.get(tensor_id, position))
+                owner = producer.get(tensor_id, variant_producer.get(tensor_id, position))
                 if tensors[tensor_id].resident or owner != position:
                     raise InvalidInputError(
                         f"variant '{variant.name}' of op {op.id} produces tensor {tensor_id},"
@@ -289,11 +299,11 @@ def _check_variants(graph: Graph, tensors: dict[int, Tensor], producer: dict[int
                 own.add(tensor_id)
         for variant in op.variants:
             for tensor_id in variant.outputs:
-                made_by_variants.setdefault(tensor_id, position)
+                variant_producer.setdefault(tensor_id, position)
 
 
 def _reaches(graph: Graph, producer: dict[int, int], start: int, goal: int) -> bool:
-    """Whether op position `goal` depends on op position `start`, in whatever order."""
+    """True if the op at `goal` depends on the op at `start`; the order of ops is ignored."""
     seen = {goal}
     stack = [goal]
     while stack:

@@ -1,4 +1,10 @@
-"""The joint schedule of one training step, `coop-plan/plan/1`."""
+"""
+Contract of `coop-plan/plan/1`: the joint schedule of one training step.
+
+Sizes and offsets are bytes, costs and stalls µs, ratios fractions. Buffer ids are distinct within a
+plan; op and tensor ids are those of the graph. `parse_plan` and `load_plan` raise
+`InvalidInputError` with the JSON pointer of the first fault; `planner.verifier` checks the rest.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,23 +15,23 @@ from coop_plan.schemas import _parse
 from coop_plan.schemas._parse import Model
 from coop_plan.schemas.graph import Bytes, Id
 
-# The upper limits keep out what is no number: infinity.
+# The upper limits exclude infinity.
 Ratio = Annotated[float, Meta(ge=-1, le=1e300)]
 Cost = Annotated[float, Meta(ge=0, le=1e300)]
 Count = Annotated[int, Meta(ge=0)]
 
 
 class TensorRead(Model, frozen=True):
-    """A read of a tensor outside the arena: a resident one, or an output that left the step."""
+    """A read of a tensor outside the arena: a resident tensor, or an output allocated outside."""
 
     tensor: Id
 
 
 class Write(Model, frozen=True):
     """
-    One buffer made by a compute step: `tensor` materialized at `offset` in the arena.
+    One buffer written by a compute step: `tensor` at `offset` in the arena.
 
-    `offset` is null for an output that lives outside the arena. `bytes` is the tensor's exact size.
+    `offset` is null for an output outside the arena. `bytes` is the tensor's exact size.
     """
 
     buffer: Id
@@ -35,14 +41,14 @@ class Write(Model, frozen=True):
 
 
 class Workspace(Model, frozen=True):
-    """Scratch of one compute step in the arena."""
+    """Scratch memory of one compute step in the arena."""
 
     offset: Bytes = 0
     bytes: Bytes = 0
 
 
 class Compute(Model, frozen=True, kw_only=True, tag_field="do", tag="compute"):
-    """Run op `op`. `reads` follow the op's inputs and `writes` its outputs, one by one."""
+    """Run a variant of op `op`; `reads` follow its inputs, `writes` its outputs."""
 
     do: ClassVar[str] = "compute"
     op: Id
@@ -53,7 +59,7 @@ class Compute(Model, frozen=True, kw_only=True, tag_field="do", tag="compute"):
 
 
 class Free(Model, frozen=True, tag_field="do", tag="free"):
-    """The buffers that end here."""
+    """Free these buffers."""
 
     do: ClassVar[str] = "free"
     buffers: list[Id]
@@ -61,9 +67,9 @@ class Free(Model, frozen=True, tag_field="do", tag="free"):
 
 class Offload(Model, frozen=True, omit_defaults=True, tag_field="do", tag="offload"):
     """
-    Start copying a buffer to the host; the buffer must stay until a `wait` on it.
+    Start copying a buffer to the host; the buffer must stay live until a `wait` on it.
 
-    The copy lies at `host_offset` in the host's slab until the last `wait` on it or on a `prefetch`
+    The copy occupies `host_offset` in the host slab until the last `wait` on it or on a `prefetch`
     from it.
     """
 
@@ -73,7 +79,7 @@ class Offload(Model, frozen=True, omit_defaults=True, tag_field="do", tag="offlo
 
 
 class Prefetch(Model, frozen=True, tag_field="do", tag="prefetch"):
-    """Start copying the host's copy of buffer `from` into a new buffer; readable after a `wait`."""
+    """Start copying the host copy of buffer `from` into a new buffer, readable after a `wait`."""
 
     do: ClassVar[str] = "prefetch"
     buffer: Id
@@ -84,7 +90,7 @@ class Prefetch(Model, frozen=True, tag_field="do", tag="prefetch"):
 
 
 class Wait(Model, frozen=True, tag_field="do", tag="wait"):
-    """Wait for the transfer that was last started on a buffer."""
+    """Wait for the transfer last started on a buffer."""
 
     do: ClassVar[str] = "wait"
     buffer: Id
@@ -94,29 +100,31 @@ Step = Compute | Free | Offload | Prefetch | Wait
 
 
 Outputs = Literal["outside", "arena", "gradients"]
+"""Place of step outputs. With "gradients" those of backward and optimizer ops are in the arena,
+those of the forward pass (loss, logits) outside."""
 
 BoundModel = Literal["any", "program-order"]
-"""Where tensors that leave the step lie: "gradients" has those that backward and optimizer ops make
-in the arena, and the forward's (loss, logits) outside."""
+"""Schedules that a lower bound holds for; see `Plan`."""
 
 
 class Plan(Model, frozen=True, kw_only=True):
     """
     A joint schedule and its figures. Sizes are bytes, costs µs.
 
-    `alignment` and `outputs` name the options that the figures depend on. `eviction_free_ratio` is
-    Coop's own fragmentation figure (NeurIPS 2023, section 5.3): the mean over forced evictions of
-    free bytes / arena, for online methods; `evictions` counts the tensors that a full arena forced
-    out. Copies on the host lie in a slab of `host_arena_bytes`, which `host_budget_bytes` limits
-    where it was given; with 0 nothing is moved there. `prefetch_stall_us` and `offload_stall_us`
-    are what compute waits for tensors to come back, and for bytes still being copied away.
-    `link_bytes_per_s` is a bandwidth, either way, that the cost was asked for instead of the
-    device's.
-    `budget_lower_bound_bytes` is there where the smallest budget was asked for: no schedule of any
-    method has a peak below it.
-    `lower_bound_model` says for which schedules `lower_bound_us` holds: "any", or those in
-    "program-order", in which every op runs for the first time in that order, in whichever variant is
-    not approximate; they may move to the host what the device and `host_budget_bytes` let them.
+    `alignment` and `outputs` are the options that the figures depend on. `eviction_free_ratio` is
+    Coop's own fragmentation figure (NeurIPS 2023, section 5.3), for online methods: the mean over
+    forced evictions of free bytes / arena. `evictions` counts the tensors that failed allocations
+    evicted.
+
+    Copies on the host are in a slab of `host_arena_bytes`, limited by `host_budget_bytes` unless it
+    is null; 0 allows no transfers. `prefetch_stall_us` and `offload_stall_us` are the times that
+    compute waits for prefetches, and for offloads. `link_bytes_per_s` is the requested bandwidth in
+    both directions, null for the device's own.
+
+    `budget_lower_bound_bytes` is set if the smallest budget was requested: no schedule of any
+    method has a peak below it. `lower_bound_model` names the schedules for which `lower_bound_us`
+    holds: "any", or "program-order", in which first runs are in program order, in any variant that
+    is not approximate, with any transfers that the device and `host_budget_bytes` allow.
     """
 
     schema_: Literal["coop-plan/plan/1"] = field(name="schema")
@@ -152,14 +160,14 @@ class Plan(Model, frozen=True, kw_only=True):
 
 def parse_plan(document: str | bytes | dict[str, Any], source: str = "") -> Plan:
     """
-    A plan from JSON text or a decoded object.
+    Plan from JSON text or a decoded object.
 
     Raises:
-        InvalidInputError: with the JSON pointer of the first fault.
+        InvalidInputError: the first fault and its JSON pointer.
     """
     return _parse.parse(Plan, document, source)
 
 
 def load_plan(path: Path | str) -> Plan:
-    """A plan from a file; raises `InvalidInputError` as `parse_plan` does."""
+    """Plan from a file; raises `InvalidInputError` as `parse_plan` does."""
     return _parse.read(Plan, path)

@@ -1,4 +1,4 @@
-"""Bytes and budgets as people write them."""
+"""Parsers and formatter of sizes, bandwidths and budgets; all values are bytes."""
 
 import re
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", re.ASCII)
 
 _LONGEST = 100
-"""Characters of a size; int and Decimal fail in ways of their own on thousands of digits."""
+"""Characters of a size at most: int and Decimal fail on thousands of digits."""
 
 
 @dataclass(frozen=True)
 class Budget:
     """
-    A budget before it meets a graph.
+    A memory budget, independent of a graph.
 
     `kind` "bytes": `value` is bytes; "share": `value` is a fraction of the peak of keep-everything,
-    resident bytes included; "min": the smallest budget the method can meet (`value` is 0).
+    resident bytes included; "min": the smallest budget that the method can meet (`value` is 0).
     """
 
     kind: Literal["bytes", "share", "min"]
@@ -34,10 +34,10 @@ class Budget:
 
     def resolve(self, keep_all_peak_bytes: int) -> int | None:
         """
-        The budget in bytes for a graph whose keep-everything peak is given; None for "min".
+        The budget in bytes for a graph with this keep-everything peak; None for "min".
 
         Raises:
-            InvalidInputError: a share of more than int64 holds.
+            InvalidInputError: the share exceeds int64.
         """
         if self.kind == "min":
             return None
@@ -49,10 +49,10 @@ class Budget:
 
 def parse_bytes(text: str) -> int:
     """
-    `12GiB`, `12GB`, `1.5MiB`, `4096` as bytes (fractions of a byte are cut off).
+    Bytes of a size such as `12GiB`, `12GB`, `1.5MiB` or `4096`; fractions of a byte are cut off.
 
     Raises:
-        InvalidInputError: not a size, an unknown unit, or beyond int64.
+        InvalidInputError: not a size, an unknown unit, or above int64.
     """
     if len(text) > _LONGEST:
         raise InvalidInputError(f"a text of {len(text)} characters is not a size")
@@ -67,7 +67,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_rate(text: str) -> int:
     """
-    `25GB/s`, `12GiB/s`, plain bytes per second (fractions of a byte are cut off).
+    Bytes per second of a bandwidth such as `25GB/s`, `12GiB/s` or `1000`.
 
     Raises:
         InvalidInputError: not a size per second.
@@ -83,10 +83,10 @@ def parse_rate(text: str) -> int:
 
 def parse_budget(text: str | int) -> Budget:
     """
-    `12GiB`, `12GB`, plain bytes (text or int), `50%` or `min`.
+    Budget from `12GiB`, `12GB`, plain bytes (text or int), `50%` or `min`.
 
     Raises:
-        InvalidInputError: anything else, or a budget of zero or less.
+        InvalidInputError: another text, or a budget of zero or less.
     """
     if isinstance(text, int):
         if abs(text) > INT64_MAX:
@@ -116,7 +116,7 @@ def parse_budget(text: str | int) -> Budget:
 
 
 def format_bytes(count: int) -> str:
-    """A count of bytes in the largest binary unit that keeps it above one: `5.05 GiB`."""
+    """Bytes as text in the largest binary unit with a value of at least 1: `5.05 GiB`."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(value) < 1024 or unit == "TiB":

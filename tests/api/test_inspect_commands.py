@@ -114,4 +114,4 @@ def test_export_writes_a_file_and_knows_its_forms(run, folder):
     assert "plan.csv: " in err
     assert (folder / "plan.csv").read_text().startswith("buffer,tensor,kind")
     assert run("export", "graph.json", "plan.json", "--to", "svg", "-o", "x")[0] == 2
-    assert tuple(exports.FORMS) == FORMS  # the command names them without loading the planner
+    assert tuple(exports.EXPORTERS) == FORMS  # the command names them without loading the planner

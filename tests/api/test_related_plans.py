@@ -91,7 +91,7 @@ def test_wrong_costs_of_others_are_not_served_for_less(answers, others, question
 def made_worse(store, key):
     """Put a plan in the place of the kept one that recomputes more than it must."""
     (record,) = store.get(key)
-    graph, best = record.as_made()
+    graph, best = record.with_original_graph()
     bad = plan(graph, "min", alignment=1).model_copy({"budget_bytes": best.budget_bytes})
     assert bad.cost_us > best.cost_us
     worse = StoredPlan.of(bad, graph)
@@ -105,13 +105,13 @@ def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
     question |= {"budget": 420}
     key = solve(answers, question)
     best, bad = made_worse(store, key)
-    assert not answers.stored(key)[0].settled
+    assert not answers.stored(key)[0].fully_refined
     assert not answers.ask(body(question), "", b"")[0].settled
     said = []
     reply, _ = others.improve(key, 20.0, said.append)
     assert said
     stored, data = answers.stored(key)
-    assert (stored.settled, reply.settled) == (True, True)
+    assert (stored.fully_refined, reply.settled) == (True, True)
     better = parse_plan(data)
     assert find_faults(chain, better) == []
     assert better.cost_us <= best.cost_us < bad.cost_us
@@ -150,5 +150,5 @@ def test_a_better_plan_takes_nobody_elses_place(answers, others, store, question
 def test_what_a_baseline_made_is_not_improved(answers, others, question):
     """Whoever asks for dtr compares with dtr."""
     key = solve(answers, question | {"method": "dtr"})
-    assert answers.stored(key)[0].settled
+    assert answers.stored(key)[0].fully_refined
     assert others.improve("0" * 64, 1.0, lambda _: None)[0].problem == "not-found"

@@ -14,7 +14,7 @@ from coop_plan.api.jobs.request_handler import Answers, Figures, Limits, Refused
 from coop_plan.api.service.graph_store import SqliteGraphs
 from coop_plan.planner import find_faults
 from coop_plan.planner.method import Progress
-from coop_plan.planner.plan_cache.record import as_record, seal, unseal
+from coop_plan.planner.plan_cache.record import as_record, sign, read_signed
 from coop_plan.planner.plan_cache.store import SqliteStore
 from coop_plan.schemas import InvalidInputError, parse_graph, parse_plan
 
@@ -110,13 +110,13 @@ def test_what_was_not_sealed_for_its_key_is_dropped(answers, store, path, questi
     key = ask(answers, question)[0].key
     with sqlite3.connect(path) as file:
         ((good,),) = file.execute("select record from answer")
-        record = unseal(good, key, SECRET)
+        record = read_signed(good, key, SECRET)
         proved = record.model_copy(
             {"plan": record.plan.model_copy({"status": "optimal", "lower_bound_us": 9.0})}
         )
         bad = [
-            seal(record, "0" * 64, SECRET),
-            seal(proved, key, b"guessed"),
+            sign(record, "0" * 64, SECRET),
+            sign(proved, key, b"guessed"),
             good[:-1] + bytes([good[-1] ^ 1]),
         ]
         for data in bad:

@@ -3,7 +3,7 @@
 Label setting over event sequences: what may come next is a run, a free, a copy that begins, or a
 wait. A state says what is readable, in flight and on the host; its labels are the times of compute,
 of both engines and of what is in flight, and only those that are nowhere later than another are
-kept. Memory is logical, and ops first run in program order. Versions of what is overwritten in the
+kept. Memory is logical, and ops first run in program order. SsaForm of what is overwritten in the
 arena are tensors (`planner.core.ssa`), each with one buffer at a time.
 """
 
@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from coop_plan.planner import Problem
-from coop_plan.planner.core.ssa import Versions
+from coop_plan.planner.core.ssa import SsaForm
 
 
 class TooManyStatesError(Exception):
@@ -43,7 +43,7 @@ def shortest(problem: Problem, arena_bytes: int, *, most: int = 60_000) -> float
 
 class _Search:
     def __init__(self, problem, arena_bytes):
-        versions = Versions.of(problem)
+        versions = SsaForm.of(problem)
         self.problem = problem = versions.problem
         self.graph = problem.graph
         self.ends = [{read for _, read in pairs} for pairs in versions.overwrites]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact.checkmate import CheckmateModel, solve_checkmate
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.milp import Milp, Outcome
@@ -143,7 +143,7 @@ def test_fix_and_refine_returns_a_plan(
     assert best is not None
     assert placed.schedule.live_bytes().max() <= room
     assert placed.cost_us >= best * (1 - 1e-9)
-    made = plan_of(program.versions.placed(placed).schedule)
+    made = plan_of(program.versions.placed_to_original(placed).schedule)
     assert find_faults(graph, made) == []
 
 

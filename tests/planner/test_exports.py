@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coop_plan.planner import plan
-from coop_plan.planner.inspect.buffers import look_at
+from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.planner.inspect.exports import memory_snapshot, minimalloc, table, trace
 from coop_plan.planner.placement import place
 from coop_plan.schemas import load_graph
@@ -34,7 +34,7 @@ def test_the_trace_has_a_track_an_engine_and_counts_bytes(made):
         assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(own))
         assert any(e["ph"] == "M" and e.get("tid") == tid for e in events)
     used = [e["args"]["arena"] for e in events if e["ph"] == "C"]
-    assert max(used) == max(look_at(EXAMPLE, made).live)
+    assert max(used) == max(replay_plan(EXAMPLE, made).live)
 
 
 def test_pytorch_s_viewer_reads_the_snapshot(made):
@@ -52,7 +52,7 @@ def test_pytorch_s_viewer_reads_the_snapshot(made):
             most = max(most, live)
         elif event["action"] == "free_completed":
             live -= event["size"]
-    assert most == max(look_at(EXAMPLE, made).live)
+    assert most == max(replay_plan(EXAMPLE, made).live)
     assert any("model.0" in frame["name"] for e in events for frame in e["frames"])
 
 
@@ -67,6 +67,6 @@ def test_the_placement_is_one_of_minimalloc_s(made):
 
 def test_the_table_has_a_row_a_buffer(made):
     rows = list(csv.DictReader(io.StringIO(table(EXAMPLE, made).decode())))
-    assert len(rows) == len(look_at(EXAMPLE, made).held)
+    assert len(rows) == len(replay_plan(EXAMPLE, made).rectangles)
     assert {"kept", "swapped"} <= {row["kind"] for row in rows}
     assert any(row["source"].startswith("model.0") for row in rows)

@@ -292,7 +292,7 @@ def test_a_snapshot_is_never_run():
 
 
 def test_a_snapshot_that_asks_for_more_memory_than_there_is_says_so():
-    with pytest.raises(InvalidInputError, match="no memory snapshot: MemoryError"):
+    with pytest.raises(InvalidInputError, match="not a memory snapshot: MemoryError"):
         read_snapshot(b"\x80\x04\x8e" + (1 << 55).to_bytes(8, "little") + b".")
 
 

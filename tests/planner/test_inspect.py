@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from coop_plan.planner import InfeasibleBudgetError, plan
-from coop_plan.planner.inspect.buffers import look_at
+from coop_plan.planner.inspect.buffers import replay_plan
 from coop_plan.planner.inspect.explain import Price, explain, price_list, slopes
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Compute, Free, Prefetch, TensorRead, Write, load_graph, parse_graph
@@ -75,14 +75,14 @@ def test_live_bytes_and_times_are_the_plan_s(graph):
         made = plan(graph, "60%", method="coop")
     except InfeasibleBudgetError:
         made = plan(graph, "min", method="keep-all")
-    look = look_at(graph, made)
-    assert made.arena_bytes * (1 - made.fragmentation) == pytest.approx(max(look.live, default=0))
-    assert max((m.end_us for m in look.moments), default=0.0) == pytest.approx(made.cost_us)
-    for held in look.held:
+    view = replay_plan(graph, made)
+    assert made.arena_bytes * (1 - made.fragmentation) == pytest.approx(max(view.live, default=0))
+    assert max((m.end_us for m in view.moments), default=0.0) == pytest.approx(made.cost_us)
+    for held in view.rectangles:
         assert held.begin < held.end or held.bytes == 0 or made.arena_bytes
         assert held.offset + held.bytes <= made.arena_bytes
-    for moment in range(len(look.moments)):
-        there = sorted((h.offset, h.offset + h.bytes) for h in look.at(moment) if h.bytes)
+    for moment in range(len(view.moments)):
+        there = sorted((h.offset, h.offset + h.bytes) for h in view.at(moment) if h.bytes)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(there))
 
 
@@ -102,19 +102,19 @@ def test_what_is_overwritten_by_less_is_there_while_it_is():
         }
     )
     made = plan(graph, "min", method="keep-all")
-    assert look_at(graph, made).live == [2048, 2048, 512]
+    assert replay_plan(graph, made).live == [2048, 2048, 512]
     assert made.fragmentation == 0
 
 
 def test_kinds_are_what_the_steps_say():
     made = plan(EXAMPLE, "50%", link="25GB/s")
-    look = look_at(EXAMPLE, made)
-    again = [m for m in look.moments if m.again]
+    view = replay_plan(EXAMPLE, made)
+    again = [m for m in view.moments if m.rerun]
     assert len(again) == made.recomputed_ops
     back = sum(isinstance(step, Prefetch) for step in made.steps)
-    assert sum(h.kind == "swapped" for h in look.held) >= back
+    assert sum(h.kind == "swapped" for h in view.rectangles) >= back
     runs = sum(isinstance(step, Compute) for step in made.steps)
-    assert sum(m.engine == "compute" for m in look.moments) == runs
+    assert sum(m.engine == "compute" for m in view.moments) == runs
 
 
 def test_the_blocker_is_the_largest_working_set_and_the_logits_are_named():
@@ -164,5 +164,5 @@ def test_a_buffer_without_bytes_is_not_what_an_output_takes_over():
         Free([0, 1, 2]),
     ]
     graph = make_graph(tensors, ops)
-    look = look_at(graph, make_plan(graph, steps))
-    assert [(held.begin, held.end) for held in look.held] == [(0, 3), (0, 3), (1, 3)]
+    view = replay_plan(graph, make_plan(graph, steps))
+    assert [(held.begin, held.end) for held in view.rectangles] == [(0, 3), (0, 3), (1, 3)]

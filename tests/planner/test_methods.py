@@ -153,5 +153,5 @@ def test_an_overwritten_input_is_named_where_it_keeps_what_was_made_of_it(method
     assert "100 bytes" in said
     assert "op 0 (make) cannot run again once op 1 (overwrite) has overwritten tensor 0" in said
     asked = PlanOptions.given(150, {"method": method, "alignment": 1})
-    answered = StoredRefusal.of(caught.value, graph).for_question(graph, asked)
+    answered = StoredRefusal.of(caught.value, graph).for_request(graph, asked)
     assert str(answered) == str(caught.value)

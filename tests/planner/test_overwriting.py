@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
-from coop_plan.planner.core.ssa import Versions
-from coop_plan.planner.core.unrecomputable import most_held
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.ssa import SsaForm
+from coop_plan.planner.core.memory_bounds import unrecomputable_residents
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact.checkmate import solve_checkmate
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome
@@ -119,7 +119,7 @@ def test_optimal_agrees_with_exhaustive_search(process, graph, outputs, share, a
     """The bound never exceeds the true optimum, the plan never undercuts it, a proof is right."""
     problem, arena = overwriting(graph, outputs, share, alignment)
     best = cheapest(problem, arena)
-    assert best is None or most_held(problem, arena) is None
+    assert best is None or unrecomputable_residents(problem, arena) is None
     try:
         solution = solve_optimal(problem, Request(arena, deadline=time.monotonic() + SECONDS))
     except DoesNotFitError:
@@ -167,7 +167,7 @@ def test_no_schedule_is_cheaper_than_the_model_says(
 def test_no_plan_with_transfers_is_shorter_than_the_model_says(
     process, graph, host, chosen, outputs, share, alignment
 ):
-    """Versions may be copied to the host and come back."""
+    """SsaForm may be copied to the host and come back."""
     problem = Problem.from_graph(graph, alignment, outputs, host)
     assume(any(problem.overwritten) and problem.tensor_count <= 12)
     least = largest_working_set(problem).bytes
@@ -194,7 +194,7 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
     best, program = cheapest(problem, arena), Program.of(problem)
     _, schedule = schedule_intervals(process, program, arena, time.monotonic() + SECONDS, copies=3)
     if schedule is not None:
-        placed, _ = lay_out(program.versions.restored(schedule))
+        placed, _ = lay_out(program.versions.to_original(schedule))
         check(problem, placed, best)
         assert placed.schedule.live_bytes().max(initial=0) <= arena
     staged = cheapest(problem, arena, staged=True)
@@ -216,7 +216,7 @@ def test_fix_and_refine_returns_a_plan(
     program, best = Program.of(problem), cheapest(problem, arena)
     room = arena - spare * alignment
     placed = fixed_and_refined(process, program, arena, point, room)
-    restored = program.versions.placed(placed)
+    restored = program.versions.placed_to_original(placed)
     assert restored.schedule.live_bytes().max() <= room
     assert restored.arena_bytes == placed.arena_bytes
     check(problem, restored, best)
@@ -235,27 +235,27 @@ def test_auto_makes_valid_plans(graph, outputs):
 def test_versions_of_one_place_are_one_buffer():
     """The arena is as large, and the verifier sees one buffer that is overwritten."""
     problem = Problem.from_graph(layers(2), 1)
-    versions = Versions.of(problem)
+    versions = SsaForm.of(problem)
     assert versions.problem.tensor_count == 6
     assert versions.tensor == [0, 1, 2, 3, 0, 1]
     assert versions.overwrites == [(), ((4, 0),), (), ((5, 1),), (), ()]
     placed, _ = lay_out(Schedule.of(versions.problem, [0, 1, 2, 3, 4, 0, 1, 5]))
-    restored = versions.placed(placed)
+    restored = versions.placed_to_original(placed)
     assert restored.schedule.tensor == [0, 1, 2, 0, 3]
     assert restored.arena_bytes == placed.arena_bytes
     assert find_faults(problem.graph, plan_of(restored.schedule)) == []
 
 
 def test_what_was_overwritten_is_not_read():
-    versions = Versions.of(Problem.from_graph(layers(2), 1))
+    versions = SsaForm.of(Problem.from_graph(layers(2), 1))
     with pytest.raises(NoScheduleError):
-        versions.restored(Schedule.of(versions.problem, [0, 1, 1, 2, 3, 4, 5]))
+        versions.to_original(Schedule.of(versions.problem, [0, 1, 1, 2, 3, 4, 5]))
 
 
 def test_without_overwritten_tensors_nothing_is_renamed():
     graph = make_graph({0: ("input", 4), 1: ("activation", 4)}, [{"inputs": [0], "outputs": [1]}])
     problem = Problem.from_graph(graph, 1)
-    assert Versions.of(problem).problem is problem
+    assert SsaForm.of(problem).problem is problem
 
 
 def test_keeping_a_version_beyond_its_overwriting_takes_another_run(process):

@@ -52,7 +52,7 @@ def test_the_version_is_that_of_the_sources():
 def swapped(graph):
     """A plan that sends a tensor to the host and back, which stalls."""
     orders = [("run", 0), ("offload", 1), ("wait", 1), ("prefetch", 1), ("wait", 1), ("run", 1)]
-    return plan_of(Schedule.of_orders(Problem.from_graph(graph, 1), orders))
+    return plan_of(Schedule.of_named_events(Problem.from_graph(graph, 1), orders))
 
 
 def with_device(graph, **device):
@@ -64,7 +64,7 @@ def test_a_plan_with_transfers_keeps_its_stalls(graph):
     fast = with_device(graph, d2h_bytes_per_s=9e6, h2d_bytes_per_s=9e6)
     slow = with_device(graph, d2h_bytes_per_s=3e6, h2d_bytes_per_s=1e6, copy_latency_us=2.0)
     stored = StoredPlan.of(swapped(fast), fast)
-    assert stored.as_made()[1].cost_us == pytest.approx(2 + 1 + 1)
+    assert stored.with_original_graph()[1].cost_us == pytest.approx(2 + 1 + 1)
     carried = stored.for_graph(slow)
     assert carried.cost_us == pytest.approx(2 + (2 + 3) + (2 + 9))
     assert find_faults(slow, carried) == []
@@ -88,5 +88,5 @@ def test_a_record_that_does_not_hold_is_none(graph, change):
     """Whoever wrote it: it passes the verifier on every way out."""
     stored = StoredPlan.of(plan(graph, "100%", alignment=1).model_copy(update=change), graph)
     again = as_record(as_bytes(stored))
-    assert again.as_made() is None
+    assert again.with_original_graph() is None
     assert again.for_graph(graph) is None

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from benchmarks.local_cluster import free_port
-from coop_plan.planner.plan_cache.opening import open_store
+from coop_plan.planner.plan_cache.open_store import open_store
 from coop_plan.planner.plan_cache.record import StoredRefusal
 from coop_plan.planner.plan_cache.store import ALTERNATIVES, StoreError
 from tests.redis_server import needs_redis, redis_server
@@ -86,11 +86,11 @@ def test_families_name_the_nearest_below(store):
     for number in (1, 5, 9, 2**53):
         families = [("bytes", number), ("share", number / 10)]
         store.put(f"key {number}", record(number), families=families)
-    assert store.below("bytes", 8) == ["key 5", "key 1"]
-    assert store.below("bytes", 9) == ["key 9", "key 5", "key 1"]
-    assert store.below("share", 0.5) == ["key 5", "key 1"]
-    assert store.below("bytes", 0) == store.below("others", 9) == []
-    assert store.below("bytes", 2**53)[0] == f"key {2**53}"
+    assert store.keys_at_most("bytes", 8) == ["key 5", "key 1"]
+    assert store.keys_at_most("bytes", 9) == ["key 9", "key 5", "key 1"]
+    assert store.keys_at_most("share", 0.5) == ["key 5", "key 1"]
+    assert store.keys_at_most("bytes", 0) == store.keys_at_most("others", 9) == []
+    assert store.keys_at_most("bytes", 2**53)[0] == f"key {2**53}"
     store.check()
 
 
@@ -101,7 +101,7 @@ def test_redis_lets_go_of_answers_and_families_follow(redis_address):
         store.put("old", record(1), families=[("bytes", 1)])
         store.put("new", record(2), families=[("bytes", 2)])
         store._redis.delete("coop-plan:answers:old")
-        assert store.below("bytes", 9) == ["new"]
+        assert store.keys_at_most("bytes", 9) == ["new"]
         assert store._redis.zcard("coop-plan:family:bytes") == 1
 
 

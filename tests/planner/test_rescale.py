@@ -5,7 +5,7 @@ import pytest
 
 from coop_plan.planner import plan, verify
 from coop_plan.planner.options import PlanOptions
-from coop_plan.planner.rescale import resized
+from coop_plan.planner.rescale import rescaled
 from coop_plan.schemas import Compute, parse_graph
 from tests.support import make_graph
 
@@ -40,7 +40,7 @@ def test_a_share_at_another_size_is_met_by_the_same_runs(size):
     options, like, graph = asked("60%"), chain(4096), chain(size)
     made = plan(like, options)
     assert made.recomputed_ops > 0
-    found = resized(graph, like, made, options)
+    found = rescaled(graph, like, made, options)
     assert runs(found) == runs(made)
     assert found.budget_bytes == plan(graph, options).budget_bytes >= found.peak_bytes
     verify(graph, found)
@@ -50,20 +50,20 @@ def test_what_does_not_fit_or_leaves_much_idle_is_to_be_searched():
     like = chain(4096)
     made = plan(like, asked("60%"))
     within = asked(made.budget_bytes)
-    assert runs(resized(chain(4100), like, made, within)) == runs(made)
-    assert resized(chain(5000), like, made, within) is None  # more than there is
-    assert resized(chain(3000), like, made, within) is None  # less would run again
-    assert resized(chain(9000), like, made, asked("60%")) is None  # too far away
+    assert runs(rescaled(chain(4100), like, made, within)) == runs(made)
+    assert rescaled(chain(5000), like, made, within) is None  # more than there is
+    assert rescaled(chain(3000), like, made, within) is None  # less would run again
+    assert rescaled(chain(9000), like, made, asked("60%")) is None  # too far away
 
 
 def test_what_needs_no_search_or_is_another_question_is_left_alone():
     like, graph = chain(4096), chain(5000)
     made = plan(like, asked("60%"))
-    assert resized(graph, like, made, asked("100%")) is None  # everything is kept
-    assert resized(graph, like, made, asked("min")) is None
-    assert resized(graph, like, made, asked("60%", time_limit=5)) is None
-    assert resized(chain(5000, layers=11), like, made, asked("60%")) is None
-    assert resized(chain(5000, recomputable=False), like, made, asked("60%")) is None
+    assert rescaled(graph, like, made, asked("100%")) is None  # everything is kept
+    assert rescaled(graph, like, made, asked("min")) is None
+    assert rescaled(graph, like, made, asked("60%", time_limit=5)) is None
+    assert rescaled(chain(5000, layers=11), like, made, asked("60%")) is None
+    assert rescaled(chain(5000, recomputable=False), like, made, asked("60%")) is None
     document = msgspec.to_builtins(graph)
     document["ops"][0]["variants"] = [{"name": "v", "inputs": [0, 1], "outputs": [2], "cost_us": 9}]
-    assert resized(parse_graph(document), like, made, asked("60%")) is None
+    assert rescaled(parse_graph(document), like, made, asked("60%")) is None

@@ -13,13 +13,13 @@ from benchmarks.synthetic import gpt
 from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, find_faults, plan
 from coop_plan.planner.core.arrays import to_arrays, to_program
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import lay_out
-from coop_plan.planner.planning import written
+from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.annealing import Resequencing
 from coop_plan.planner.search.compute.metropolis import measured, walk
 from coop_plan.planner.search.compute.params import DEFAULTS
@@ -59,7 +59,7 @@ def check(problem, program, state, arena):
     placed, _ = lay_out(schedule, work=0)
     options = PlanOptions.of({"budget": "100%"})
     budget = max(1, placed.arena_bytes + problem.fixed_bytes)
-    written(problem.graph, Solution(placed), options, budget, 0.0)  # as the verifier sees it
+    verified_plan(problem.graph, Solution(placed), options, budget, 0.0)  # as the verifier sees it
     most = int(schedule.live_bytes().max(initial=0))
     assert schedule.blocks().live == most
     cost, over = measured(program, state, arena)

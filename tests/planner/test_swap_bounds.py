@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from coop_plan.planner import Problem, find_faults
 from coop_plan.planner.core import repeated_blocks
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome

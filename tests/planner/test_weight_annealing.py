@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.heuristic import weight_annealing
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.heuristic.eviction_run import Record

@@ -50,7 +50,7 @@ def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False, added=Fals
         orders += [("offload", t) for t, made in away.items() if made == op]
         orders += [("wait", t) for t, made in away.items() if made == op - 1]
     orders += [(do, t) for do in ("prefetch", "wait") for t in away]
-    schedule = Schedule.of_orders(problem, orders)
+    schedule = Schedule.of_named_events(problem, orders)
     placed, _ = lay_out(schedule, work=0)
     host = lay_out_host(schedule, work=0)
     made = assemble(

@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from coop_plan.planner import find_faults
-from coop_plan.planner.plan_cache.record import StoredRefusal, seal, unseal
+from coop_plan.planner.plan_cache.record import StoredRefusal, sign, read_signed
 from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.capture.op_profile import OpProfile
 from tests.runtime.starts import start
@@ -23,7 +23,7 @@ def changed(cache, change):
     """What is kept, changed by whoever can seal it; with None by somebody who cannot."""
     with store(cache) as connection:
         ((key, data),) = connection.execute("select key, record from answer")
-        made = data[:-1] if change is None else seal(change(unseal(data, key, b"")), key, b"")
+        made = data[:-1] if change is None else sign(change(read_signed(data, key, b"")), key, b"")
         connection.execute("update answer set record = ?", (made,))
 
 

@@ -120,8 +120,8 @@ def test_bad_field(change, pointer):
 
 
 BAD_STRUCTURE = [
-    (("tensors", 2, "id", 7), "/tensors/2/id", "duplicated tensor id 7"),
-    (("ops", 1, "id", 0), "/ops/1/id", "duplicated op id 0"),
+    (("tensors", 2, "id", 7), "/tensors/2/id", "duplicate tensor id 7"),
+    (("ops", 1, "id", 0), "/ops/1/id", "duplicate op id 0"),
     (("ops", 0, "inputs", [3, 8]), "/ops/0/inputs/1", "unknown tensor 8"),
     (("ops", 0, "outputs", [9, 8]), "/ops/0/outputs/1", "unknown tensor 8"),
     (("ops", 0, "mutates", [8]), "/ops/0/mutates/0", "unknown tensor 8"),

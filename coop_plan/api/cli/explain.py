@@ -10,7 +10,7 @@ from coop_plan.api.cli.exit_codes import EXIT_INFEASIBLE, fail, printable
 from coop_plan.api.cli.input import read_graph, read_valid_plan
 
 if TYPE_CHECKING:
-    from coop_plan.planner.inspect.explain import Blocker, Explanation, Holder
+    from coop_plan.planner.inspect.explain import Blocker, Explanation, PeakTensor
 
 
 @click.command(short_help="Say what holds the peak, what blocks a budget, what bytes cost.")
@@ -131,7 +131,7 @@ def _say_blocker(blocker: "Blocker") -> None:
     say(f"  To change: {blocker.advice}.")
 
 
-def _table(holders: Iterable["Holder"]) -> None:
+def _table(holders: Iterable["PeakTensor"]) -> None:
     from coop_plan.schemas import format_bytes
 
     for holder in holders:

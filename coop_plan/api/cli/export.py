@@ -27,7 +27,7 @@ def export(graph: str, plan: str, form: str, output: str) -> None:
     check_writable(output)
     document = read_graph(graph)
     made = read_valid_plan(document, plan)
-    data = exports.FORMS[form](document, made)
+    data = exports.EXPORTERS[form](document, made)
     if output == "-":
         sys.stdout.buffer.write(data)
         return

@@ -195,14 +195,14 @@ def _ask(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
 def _link(made: "Plan", graph: "Graph", options: "PlanOptions") -> str | None:
     """Why a method that could use the link did not."""
     from coop_plan.planner.core.problem import Problem
-    from coop_plan.planner.inspect.link_report import unworthy_link
+    from coop_plan.planner.inspect.link_report import unused_link_reason
 
     if not options.info.transfers:
         return None
     problem = Problem.from_graph(
         options.on(graph), options.alignment, options.outputs, options.host_budget
     )
-    return unworthy_link(problem, made)
+    return unused_link_reason(problem, made)
 
 
 def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:

@@ -63,7 +63,7 @@ def open_the_store(store: str | None, store_key: str | None) -> tuple[str, bytes
     Several machines share one only by a file that was given to each.
     """
     from coop_plan.api.service.graph_store_redis import open_graphs
-    from coop_plan.planner.plan_cache.opening import in_redis, open_store
+    from coop_plan.planner.plan_cache.open_store import in_redis, open_store
     from coop_plan.planner.plan_cache.store import StoreError, default_path
 
     address = store or str(default_path())

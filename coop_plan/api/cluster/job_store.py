@@ -8,7 +8,7 @@ import msgspec
 from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.cluster import lua_scripts
 from coop_plan.api.jobs.worker_process import Work
-from coop_plan.planner.plan_cache.record import seal_bytes, unseal_bytes
+from coop_plan.planner.plan_cache.record import sign_bytes, verified_bytes
 from coop_plan.planner.plan_cache.redis_store import connect
 from coop_plan.schemas import InvalidInputError
 
@@ -117,7 +117,7 @@ class Board:
         """The answer of a job that is done; nothing where it is not at hand or not of ours."""
         data: Any = self.redis.get(f"{self._prefix}job:{job_id}:record")
         try:
-            return bytes(unseal_bytes(data, job_id, self._secret)) if data else b""
+            return bytes(verified_bytes(data, job_id, self._secret)) if data else b""
         except InvalidInputError:
             return b""
 
@@ -150,7 +150,7 @@ class Board:
     def finish(self, claim: Claim, problem: Reply | None, record: bytes = b"") -> bool:
         """End a job with its answer; False where another has taken it over: it is not changed."""
         said = b"" if problem is None else msgspec.json.encode(problem)
-        answer = seal_bytes(record, claim.job_id, self._secret) if record else b""
+        answer = sign_bytes(record, claim.job_id, self._secret) if record else b""
         return bool(self._run(lua_scripts.FINISH, claim.job_id, claim.token, said, answer))
 
     def hand_back(self, claim: Claim, *, counts: bool) -> bool:

@@ -28,14 +28,14 @@ class OtherPlans:
         best: Plan | None = None
         keys = []
         if budget.kind != "min":
-            keys = self._store.below(question.family(budget.kind), float(budget.value))
+            keys = self._store.keys_at_most(question.family(budget.kind), float(budget.value))
         for key in keys:
             for record in self._answers.records(key):
                 if not isinstance(record, StoredPlan):
                     continue
                 asked = question.options.model_copy({"budget_": record.plan.budget_bytes})
-                found = record.for_question(graph, asked)
-                if found is None or not record.suits(graph, found):
+                found = record.for_request(graph, asked)
+                if found is None or not record.cost_compatible(graph, found):
                     continue
                 if best is None or found.cost_us < best.cost_us:
                     best = found
@@ -62,11 +62,11 @@ class OtherPlans:
 
         records = self._answers.records(key)
         old = next((record for record in records if isinstance(record, StoredPlan)), None)
-        found = None if old is None else old.as_made()
+        found = None if old is None else old.with_original_graph()
         if old is None or found is None:
             return NO_PLAN, b""
         graph, best = found
-        if old.settled:
+        if old.fully_refined:
             return kept_plan(key, old), as_bytes(old)
         asked = {
             "budget": best.budget_bytes,

@@ -233,18 +233,18 @@ class Answers:
         records = [as_record(made)] if made else self.records(key)
         best: Plan | None = None
         for record in records:
-            answer = record.for_question(graph, request, question.structure)
+            answer = record.for_request(graph, request, question.structure)
             if answer is None:
                 self.dropped += 1
                 continue
             if not isinstance(answer, Plan):
                 return infeasible(key, answer), b""
-            suits = bool(made) or (isinstance(record, StoredPlan) and record.suits(graph, answer))
+            suits = bool(made) or (isinstance(record, StoredPlan) and record.cost_compatible(graph, answer))
             if suits and (best is None or answer.cost_us < best.cost_us):
                 best = answer
         if best is not None:
             first = next(record for record in records if isinstance(record, StoredPlan))
-            found = msgspec.structs.replace(reply, found=True, seals=seals, settled=first.settled)
+            found = msgspec.structs.replace(reply, found=True, seals=seals, settled=first.fully_refined)
             return found, best.to_json().encode()
         # Whoever finds plans for other costs waits for a plan of costs like theirs, to the digit.
         costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))
@@ -290,7 +290,7 @@ class Answers:
         """The first plan of a key, verified, in the ids of the graph it was made for."""
         seals = self._seals(key)
         for record in self.records(key):
-            made = record.as_made() if isinstance(record, StoredPlan) else None
+            made = record.with_original_graph() if isinstance(record, StoredPlan) else None
             if made is not None and isinstance(record, StoredPlan):
                 reply = msgspec.structs.replace(kept_plan(key, record), seals=seals)
                 return reply, made[1].to_json().encode()
@@ -300,7 +300,7 @@ class Answers:
         """The plan that was made or a kept one, whichever costs less for this graph."""
         candidates = [made]
         for record in self.records(question.key):
-            found = record.for_question(question.graph, question.options)
+            found = record.for_request(question.graph, question.options)
             if isinstance(found, Plan):
                 candidates.append(found)
         return min(candidates, key=lambda candidate: candidate.cost_us)
@@ -308,7 +308,7 @@ class Answers:
     def _seals(self, key: str) -> list[bytes]:
         """The seals of what is kept by a key."""
         try:
-            return self._store.seals(key)
+            return self._store.signatures(key)
         except (OSError, sqlite3.Error):
             return []
 
@@ -327,7 +327,7 @@ NO_PLAN = Reply(problem="not-found", detail="no plan of that key")
 def kept_plan(key: str, record: StoredPlan) -> Reply:
     """That a plan is kept, and how good it is by the costs it was made with."""
     overhead = Figures(overhead=record.plan.overhead)
-    return Reply(key=key, found=True, figures=overhead, settled=record.settled)
+    return Reply(key=key, found=True, figures=overhead, settled=record.fully_refined)
 
 
 def infeasible(key: str, error: Any) -> Reply:

@@ -20,7 +20,7 @@ import msgspec
 from coop_plan.api.jobs.request_handler import Answers, Figures, Limits, RefusedError, Reply
 from coop_plan.api.service.graph_store_redis import open_graphs
 from coop_plan.api.jobs.related_plans import OtherPlans
-from coop_plan.planner.plan_cache.opening import open_store
+from coop_plan.planner.plan_cache.open_store import open_store
 from coop_plan.planner.method import Progress
 from coop_plan.schemas import InvalidInputError
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from coop_plan.api.service.graph_store import LISTED, GraphCard, GraphStore, SqliteGraphs
-from coop_plan.planner.plan_cache.opening import in_redis
+from coop_plan.planner.plan_cache.open_store import in_redis
 from coop_plan.planner.plan_cache.store import StoreError
 from coop_plan.schemas.fingerprint import digest_of
 
@@ -40,9 +40,9 @@ class RedisGraphs:
 
     def get(self, digest: str) -> bytes | None:
         """The document of a digest; see `GraphStore.get`."""
-        from coop_plan.planner.plan_cache.redis_store import PREFIX, failing
+        from coop_plan.planner.plan_cache.redis_store import PREFIX, store_errors
 
-        with failing():
+        with store_errors():
             packed: Any = self._redis.get(f"{PREFIX}graph:{digest}")
         if packed is not None:
             with contextlib.suppress(zlib.error):
@@ -53,10 +53,10 @@ class RedisGraphs:
 
     def put(self, digest: str, document: bytes, card: GraphCard | None = None) -> bool:
         """Keep a document; see `GraphStore.put`."""
-        from coop_plan.planner.plan_cache.redis_store import PREFIX, failing
+        from coop_plan.planner.plan_cache.redis_store import PREFIX, store_errors
 
         new = self.get(digest) is None
-        with failing():
+        with store_errors():
             if new:
                 self._redis.set(f"{PREFIX}graph:{digest}", zlib.compress(document, 1))
             if card is not None:
@@ -68,9 +68,9 @@ class RedisGraphs:
 
     def listed(self) -> list[GraphCard]:
         """What is kept, the last ones sent first; see `GraphStore.listed`."""
-        from coop_plan.planner.plan_cache.redis_store import PREFIX, failing
+        from coop_plan.planner.plan_cache.redis_store import PREFIX, store_errors
 
-        with failing():
+        with store_errors():
             names: Any = self._redis.zrevrange(f"{PREFIX}graph-cards", 0, LISTED - 1)
             digests = [name.decode() for name in names]
             there = [self._redis.exists(f"{PREFIX}graph:{digest}") for digest in digests]

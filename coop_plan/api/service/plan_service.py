@@ -24,7 +24,7 @@ from coop_plan.api.jobs.local_executor import LocalBench
 from coop_plan.api.service.tokens import Tokens
 from coop_plan.api.jobs.worker_process import Settings, Task
 from coop_plan.api.jobs.process_pool import Pool, WorkerLostError
-from coop_plan.planner.plan_cache.opening import open_store
+from coop_plan.planner.plan_cache.open_store import open_store
 
 LOOK_SECONDS = 60.0
 """How long reading a request and looking for its answer may take."""
@@ -114,7 +114,7 @@ class Desk:
         kept = self._at_hand.get(name)
         if kept is not None:
             with contextlib.suppress(OSError, sqlite3.Error):
-                if await asyncio.to_thread(self._store.seals, kept[0].key) == kept[0].seals:
+                if await asyncio.to_thread(self._store.signatures, kept[0].key) == kept[0].seals:
                     self._asked(kept[0])
                     return kept
         reply, data = await self.look(task, body)

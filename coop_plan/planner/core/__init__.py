@@ -1,1 +1,1 @@
-"""What every part of the planner speaks of: problem, schedule, lifetimes, timeline, plan."""
+"""Data structures of all planning methods: problem, schedule, lifetimes, timeline, plan."""

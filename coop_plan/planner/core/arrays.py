@@ -1,4 +1,4 @@
-"""A problem as flat arrays, for compiled kernels. Lists of lists are stored as pointer + index."""
+"""A problem as flat arrays for compiled kernels; lists of lists are pointer and index arrays."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -17,14 +17,16 @@ class Arrays(NamedTuple):
     """
     Flat copy of `Problem`; row i of a list is `index[pointer[i]:pointer[i + 1]]`.
 
-    `reads`, `inputs`, `makes`, `pairs`, `cost`, `workspace` and `scratch` have a row per variant, the
-    default variants first, so that an op is its own default variant; `op` tells the op of a variant and
-    `ops` how many ops there are. `reads` are the distinct inputs in the arena, `inputs` all of
-    them; `makes` all outputs, those outside the arena included. `shares` are the pairs that may
-    share one address, the largest outputs first; `pairs` are those of them with which a block
-    passes on as it is: equal sizes, and an input that is no output of the step. `size` and
-    `workspace` are bytes rounded up to the alignment, `bytes` and `scratch` exact, costs µs, flags
-    0 or 1.
+    `reads`, `inputs`, `makes`, `pairs`, `shares`, `cost`, `workspace` and `scratch` have a row per
+    variant. Default variants come first, so that an op's number is that of its default variant;
+    `op` is the op of each variant and `ops` the number of ops. `uses` has a row per tensor: its
+    consumers.
+
+    `reads` are the distinct inputs in the arena, `inputs` all of them; `makes` are all outputs,
+    those outside the arena included. `shares` are the (output, input) pairs that may share one
+    address, the largest outputs first. `pairs` are those of equal sizes whose input is no output of
+    the step: the block is handed over unchanged. `size` and `workspace` are bytes rounded up to the
+    alignment, `bytes` and `scratch` exact; costs are µs, flags 0 or 1.
     """
 
     ops: int
@@ -58,7 +60,7 @@ class Arrays(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What walks among sequences need of `Arrays`; every call in compiled code passes all of it."""
+    """The fields of `Arrays` that local searches use; compiled calls pass each as an argument."""
 
     ops: int
     reads_ptr: Ints
@@ -78,29 +80,34 @@ class Program(NamedTuple):
 
 
 def to_program(arrays: Arrays) -> Program:
-    """The program that arrays are of."""
+    """The subset of `arrays` in `Program`."""
     return Program(*(getattr(arrays, name) for name in Program._fields))
 
 
 def to_arrays(problem: Problem) -> Arrays:
-    """The arrays of `problem`, made once."""
-    found = problem.__dict__.get("_arrays")
+    """The arrays of `problem`, converted once per problem."""
+    found: Arrays | None = problem.__dict__.get("_arrays")
     if found is None:
         found = problem.__dict__["_arrays"] = _convert(problem)
-    arrays: Arrays = found
-    return arrays
+    return found
 
 
 def _convert(problem: Problem) -> Arrays:
     variants, size = problem.variants, problem.size
-    kept, outside = problem.is_output, problem.outside
+    is_output, outside = problem.is_output, problem.outside
     reads_ptr, reads = _rows([variant.reads for variant in variants])
     inputs_ptr, inputs = _rows([variant.inputs for variant in variants])
     makes_ptr, makes = _rows([variant.outputs for variant in variants])
     uses_ptr, uses = _rows(problem.consumers)
-    shares = [sorted(variant.inplace, key=lambda pair: (-size[pair[0]], pair[0])) for variant in variants]
+    shares = [
+        sorted(variant.inplace, key=lambda pair: (-size[pair[0]], pair[0])) for variant in variants
+    ]
     pairs = [
-        [(a, b) for a, b in variant.inplace if size[a] == size[b] and not kept[b] and not outside[a]]
+        [
+            (a, b)
+            for a, b in variant.inplace
+            if size[a] == size[b] and not is_output[b] and not outside[a]
+        ]
         for variant in variants
     ]
     return Arrays(
@@ -125,7 +132,7 @@ def _convert(problem: Problem) -> Arrays:
         last_use=_ints(problem.last_use),
         evictable=_flags(problem.evictable),
         overwritten=_flags(problem.overwritten),
-        is_output=_flags(kept),
+        is_output=_flags(is_output),
         outside=_flags(outside),
         resident=_flags(problem.resident),
     )

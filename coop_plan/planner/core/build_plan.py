@@ -1,4 +1,4 @@
-"""From a placed schedule to the plan document and its figures (see `schemas.plan`)."""
+"""Conversion of a placed schedule to the plan document and its figures (see `schemas.plan`)."""
 
 import platform
 from typing import Literal
@@ -43,8 +43,8 @@ def assemble(
     """
     The plan of a placed schedule.
 
-    `host_offsets` (bytes) are those of its copies on the host, offload by offload;
-    `link_bytes_per_s` is the bandwidth that was asked for in place of the device's.
+    `host_offsets` (bytes) has the address in the host slab per offload, in order;
+    `link_bytes_per_s` is the requested bandwidth, None for the device's own.
     """
     problem, schedule = placed.problem, placed.schedule
     arena = placed.arena_bytes
@@ -88,9 +88,9 @@ def assemble(
 
 class _Steps:
     """
-    The plan's steps.
+    Builder of the plan's steps, which takes most of the time of the conversion.
 
-    What most of them repeat is one object each: building them is the larger part of the work.
+    Equal parts of steps are one object each: reads outside the arena, and the empty workspace.
     """
 
     def __init__(self, placed: PlacedSchedule, host_offsets: Ints) -> None:
@@ -101,21 +101,21 @@ class _Steps:
         self.offset: list[int] = placed.offset.tolist()
         self.workspace: list[int] = placed.workspace_offset.tolist()
         self.host_offsets = iter(host_offsets.tolist())
-        self.named = {
+        self.outside_reads = {
             t: TensorRead(tensor=tensor.id)
             for t, tensor in enumerate(tensors)
             if problem.resident[t] or problem.outside[t]
         }
         self.no_workspace = Workspace(offset=0, bytes=0)
-        self.next_buffer = len(self.tensor)  # ids of outputs outside the arena follow the others
+        self.next_buffer = len(self.tensor)  # ids of outputs outside the arena follow
 
     def copied_bytes(self, moved: Ints) -> int:
-        """Bytes of all transfers; each has one step that begins it and one that waits for it."""
+        """Bytes of all transfers; `moved` names each twice, at its start and at its wait."""
         total: int = sum(self.problem.bytes[self.tensor[b]] for b in moved.tolist())
         return total // 2
 
     def build(self) -> list[Step]:
-        """All steps, with a free step wherever buffers end."""
+        """All steps, with a free step after each event at which buffers end."""
         ends = self._ends()
         steps: list[Step] = []
         for number, event in enumerate(self.schedule.events()):
@@ -133,7 +133,7 @@ class _Steps:
         return steps
 
     def _ends(self) -> list[list[int]]:
-        """By event the buffers that end after it, but for those whose address is taken over."""
+        """Per event the buffers to free after it, without those taken over in place."""
         t = self.schedule.trace
         ends: list[list[int]] = [[] for _ in range(len(self.schedule))]
         freed = t.survives == 0
@@ -168,7 +168,7 @@ class _Steps:
             op=problem.graph.ops[variant.op].id,
             variant=variant.name,
             reads=[
-                self.named[t] if buffer == OUTSIDE else buffer
+                self.outside_reads[t] if buffer == OUTSIDE else buffer
                 for t, buffer in zip(variant.inputs, run.reads, strict=True)
             ],
             writes=writes,

@@ -1,4 +1,4 @@
-"""What planning can answer instead of a plan."""
+"""Errors of planning: infeasible budget, time limit."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ class InfeasibleBudgetError(ValueError):
         budget_bytes: the budget asked for.
         min_feasible_bytes: the smallest budget the method was found to meet, resident bytes and
             outputs outside the arena included.
-        blocking_op: id of the op that did not fit, and `blocking_op_name` its target.
-        working_set_bytes: what that op needs in the arena at once (inputs, outputs, workspace,
-            each rounded up to the alignment).
-        budget_lower_bound_bytes: below it no schedule of any method has a peak, which is proved
-            (`planner.core.memory_bounds`); None if it is not known.
-        held: what is in the arena beside that and cannot be made again, and why; or nothing.
-        unused: what the graph offers and the method does not use: "variants", "transfers".
+        blocking_op: id of the op that did not fit, or None; `blocking_op_name` is its target.
+        working_set_bytes: working set of that op (inputs, outputs, workspace, each rounded up to
+            the alignment).
+        budget_lower_bound_bytes: proved lower bound on the peak of every schedule of any method
+            (`planner.core.memory_bounds`); None if unknown.
+        held: the unrecomputable residents during that op, and why they are; "" without any.
+        unused: choices that the graph offers and the method ignores: "variants", "transfers".
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class InfeasibleBudgetError(ValueError):
             if blocking_op is not None
             else "; resident tensors and outputs alone exceed it"
         )
-        least = budget_lower_bound_bytes
-        proved = "" if least is None else f", no schedule at all one below {least} bytes"
-        if least is not None and least < min_feasible_bytes:
-            proved += f" ({format_bytes(least)})"
+        bound = budget_lower_bound_bytes
+        proved = "" if bound is None else f", no schedule at all one below {bound} bytes"
+        if bound is not None and bound < min_feasible_bytes:
+            proved += f" ({format_bytes(bound)})"
         super().__init__(
             f"{method} cannot meet a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)});"
             f" the smallest it can meet is {min_feasible_bytes} bytes"
@@ -67,7 +67,7 @@ class TimeLimitError(TimeoutError):
 
 
 class DoesNotFitError(Exception):
-    """Internal to methods: at this arena size, op `op` (an index) could not be run."""
+    """Internal to methods: op `op` (a position) does not fit into the arena."""
 
     def __init__(self, op: int) -> None:
         self.op = op

@@ -1,7 +1,7 @@
 """
-A typed door to numba.
+Typed numba decorators, and the cache of compiled kernels.
 
-The decorators keep the decorated function's signature for mypy. Kernels are cached beside their
+The decorators keep the decorated function's signature for mypy. Kernels are cached next to their
 source, so a machine compiles them once.
 """
 
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import llvmlite.binding
 
 @contextlib.contextmanager
 def _without(*names: str) -> Iterator[None]:
-    """Modules that cannot be loaded meanwhile, unless other threads may want them."""
+    """Make imports of these modules fail within the block, unless other threads are running."""
     names = tuple(name for name in names if name not in sys.modules)
     if threading.active_count() > 1:
         names = ()
@@ -32,7 +33,7 @@ def _without(*names: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-# numba loads coverage.py in case it measures, and yaml for a file of settings: 0.1 s for neither.
+# numba imports coverage.py and yaml in case they are needed, which costs 0.1 s.
 with _without("coverage", *(() if Path(".numba_config.yaml").exists() else ("yaml",))):
     import numba
     from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
@@ -41,18 +42,18 @@ with _without("coverage", *(() if Path(".numba_config.yaml").exists() else ("yam
 log = logging.getLogger("coop-plan")
 
 SHARED = ("arrays.py", "jit.py", "inplace.py", "lifetimes.py", "../search/compute/*.py")
-"""From here, the modules that kernels elsewhere are made of."""
+"""Modules, relative to this folder, whose functions kernels of other folders compile in."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Kept(CompileResultCacheImpl):
+class _Serializer(CompileResultCacheImpl):
     """
-    What is kept of a kernel, without environments that hold nothing.
+    numba's cache entry of a kernel, without empty environments.
 
-    numba keeps one for each function that was compiled in, and to load it imports that function's
-    module. Compiled code asks an environment for its constants alone.
+    numba stores an environment for each function that was compiled in, and to load it imports that
+    function's module. Compiled code uses only the constants of an environment.
     """
 
     def reduce(self, cres: Any) -> Any:
@@ -62,21 +63,22 @@ class _Kept(CompileResultCacheImpl):
 
 class _Cache(FunctionCache):
     """
-    A cache that knows what else a kernel is made of, and counts an index it cannot read as empty.
+    numba's cache, keyed by all sources of a kernel; an index that cannot be read counts as empty.
 
-    numba looks at a function's own file only; constants and functions it takes from its neighbours
-    are compiled in, and an old copy of them would write out of bounds. The index names the classes
-    of the arguments; one that has moved would otherwise end every call with an import error.
+    numba's key has a function's own file only. Constants and functions of other modules are
+    compiled in as well, and an old copy of them would write out of bounds. The index names the
+    classes of the arguments: without the second rule one that has moved raises an import error at
+    every call.
     """
 
-    _impl_class = _Kept
+    _impl_class = _Serializer
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
         return (*key, _sources(Path(self._py_func.__code__.co_filename).parent))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """numba's, without `target_context.refresh()`: what is compiled needs no compiler."""
+        """As numba's, without `target_context.refresh()`, which only compilation needs."""
         try:
             _link_runtime()
             with self._guard_against_spurious_io_errors():
@@ -85,16 +87,16 @@ class _Cache(FunctionCache):
             self.flush()  # type: ignore[no-untyped-call]
             found = None
         if found is None:
-            _say_that_it_compiles()
+            _log_compilation()
         return found
 
 
-class _Entry(_Kept):
+class _MachineCodeSerializer(_Serializer):
     """
-    What is kept of a kernel that only Python calls: its machine code.
+    Cache entry of a kernel that only Python calls: machine code, and bitcode with its name alone.
 
-    numba keeps its bitcode, too, for kernels that call it, and parses that at every load: half the
-    time of a load. Of the names that are defined there, it looks up the one it calls.
+    numba stores the full bitcode for kernels that call this one, and parses it at every load, which
+    takes half of the time of a load. It looks up only the name of the entry point there.
     """
 
     def reduce(self, cres: Any) -> Any:
@@ -105,11 +107,11 @@ class _Entry(_Kept):
 
 
 class _EntryCache(_Cache):
-    _impl_class = _Entry
+    _impl_class = _MachineCodeSerializer
 
 
 class _LateCache:
-    """A cache from its first use on: most kernels are called by others only, which hold them."""
+    """Opens the cache at its first use; most kernels are only called by others and need none."""
 
     def __init__(self, function: Callable[..., Any], kind: type[_Cache]) -> None:
         self._function, self._kind = function, kind
@@ -119,8 +121,8 @@ class _LateCache:
         try:
             return self._kind(self._function)
         except RuntimeError:
-            # Neither the source's folder nor the user's cache can be written; the kernels then
-            # live as long as the process.
+            # Neither the source's folder nor the user's cache is writable: kernels are compiled
+            # once per process.
             return NullCache()
 
     def __getattr__(self, name: str) -> Any:
@@ -130,9 +132,9 @@ class _LateCache:
 @functools.cache
 def _link_runtime() -> None:
     """
-    Give compiled code the addresses of numba's runtime.
+    Register the addresses of numba's runtime for compiled code.
 
-    What `rtsys.initialize` does before it compiles its own share, which cached code contains.
+    The first half of `rtsys.initialize`; the second compiles functions that cached code contains.
     """
     runtime: Any = nrt
     if not runtime.rtsys._init:
@@ -141,9 +143,16 @@ def _link_runtime() -> None:
             llvmlite.binding.add_symbol(full, address)
 
 
+def usable_cpus() -> int:
+    """Number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @functools.cache
 def _sources(folder: Path) -> str:
-    """Digest of what a kernel in `folder` may be made of: its neighbours, and what is shared."""
+    """Digest of the sources of kernels in `folder`: the folder's modules and `SHARED`."""
     core = Path(__file__).resolve().parent
     shared = (path.resolve() for name in SHARED for path in core.glob(name))
     digest = hashlib.sha256()
@@ -153,7 +162,7 @@ def _sources(folder: Path) -> str:
 
 
 @functools.cache
-def _say_that_it_compiles() -> None:
+def _log_compilation() -> None:
     log.warning("compiling the planner's kernels, once on this machine: up to a minute")
 
 
@@ -168,7 +177,7 @@ def _compile(
 
 
 def njit(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile `function`, which no kernel calls, at its first call; keep the result on disk."""
+    """Compile `function`, which no kernel calls, at its first call; cache the result on disk."""
     return _compile(function, _EntryCache)
 
 
@@ -181,14 +190,13 @@ def inner(function: Callable[P, R]) -> Callable[P, R]:
     """
     As `linked`, for functions that only compiled code calls and that allocate no array.
 
-    Arrays taken from a state are not reference-counted, which in short functions costs several
-    times the work itself.
+    Arrays of a state are not reference-counted, which costs short functions more than their work.
     """
     return _compile(function, _nrt=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """As `inner`, and inlined: a call would pass every array of a state, field by field."""
+    """As `inner`, and inlined: a call would pass every array of a state as an argument."""
     return _compile(
         function, _nrt=False, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True
     )

@@ -1,15 +1,14 @@
 """
-Lifetimes: from the order of events to buffers, to what is live when, and to blocks that are placed.
+Liveness: converts a sequence of events to buffers, live bytes per event, and blocks to place.
 
-The one rule of bytes: blocks are counted in units of the alignment, so a size is rounded up to it
-(`Problem.size`) wherever sizes are added; an arena of B bytes has ⌈B / alignment⌉ units
-(`Problem.rounded`), the last one cut short, and the block that ends there may end short of its
-rounded size. Whether a layout fits is decided by the exact ends of its blocks, whose offsets are
-whole units.
+Rule of bytes: blocks are counted in units of the alignment, so sizes are rounded up to it
+(`Problem.size`) before they are added. An arena of B bytes has ⌈B / alignment⌉ units
+(`Problem.rounded`); the last one may be partial, and the block there may end before its rounded
+size. A layout fits if the exact ends of its blocks do; offsets are whole units.
 
-The one rule of time: a buffer lives from the event that makes it to the last one that touches it,
-both included. Of two buffers that share one address in place, the later one lies in the earlier
-one's place during the event that makes it.
+Rule of time: a buffer is live from the event that writes it to the last event that uses it, both
+included. Of two buffers that share one address in place, only the earlier one counts at the event
+that writes the later one.
 """
 
 from typing import NamedTuple
@@ -17,27 +16,28 @@ from typing import NamedTuple
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Flags, Ints
-from coop_plan.planner.core.jit import inner, linked, njit
 from coop_plan.planner.core.inplace import choose_pairs
+from coop_plan.planner.core.jit import inner, linked, njit
 
 RUN, OFFLOAD, PREFETCH, WAIT = range(4)
-"""Kinds of events: run a variant; copy a tensor to the host, or back; wait for its last copy."""
+"""Kinds of events: run a variant; copy a tensor to the host or back; wait for its last copy."""
 
 OUTSIDE = -1
-"""Stands for a read or a write that does not touch the arena."""
+"""Marks a read or write outside the arena."""
 
 MISSING = -2
-"""Stands for the read, copy or wait of something that is not there: the order is no schedule."""
+"""Marks a read, copy or wait of a tensor that is not resident: the events are no schedule."""
 
 
 class Trace(NamedTuple):
     """
-    What an order of events comes to, in buffers, numbered in the order they are made.
+    The buffers of a sequence of events, numbered in the order of their production.
 
-    Per buffer: its tensor, the events that make it and touch it last, the buffer whose address it
-    takes over in place or −1, and whether it survives the step. Per event: row
-    `reads_ptr[e]:reads_ptr[e + 1]` of `reads` follows the inputs of the variant, `writes` its outputs;
-    `moved` is the buffer of a transfer, `source` the one that a prefetch was copied from, else −1.
+    Per buffer: its tensor, the events that write it and use it last, the buffer whose address it
+    takes over in place (`shares`, else −1), and a flag if it survives the step. Per event: row
+    `reads_ptr[e]:reads_ptr[e + 1]` of `reads` follows the inputs of the variant, `writes` its
+    outputs; `moved` is the buffer of a transfer, `source` the buffer whose host copy a prefetch
+    reads, else −1.
     """
 
     tensor: Ints
@@ -58,10 +58,11 @@ def trace(a: Arrays, do: Ints, what: Ints) -> Trace:
     """
     The buffers of events: kind `do[e]` of variant (`RUN`) or tensor (else) `what[e]`.
 
-    An op reads the latest copy of each input. A copy lives until its last touch, and what is made
-    again takes over from then on, unless an op overwrites it: then the first copy stays, and a new
-    one ends at once. Of an output of the step the last copy stays to its end. In-place pairs are
-    used wherever an input ends with the run that reads it (`planner.core.inplace`).
+    An op reads the latest buffer of each input. A buffer is live until its last use, and a
+    recomputed one replaces it from then on. If an op overwrites the tensor, the first buffer stays
+    the current one, and a recomputed one ends at once. The last buffer of an output of the step
+    stays to the end. In-place pairs are used if an input ends with the run that reads it
+    (`planner.core.inplace`).
     """
     t = _trace(a, do, what, True, np.empty((0, 3), np.int64), np.empty((0, 2), np.int64))
     _share(a, do, what, t)
@@ -69,12 +70,13 @@ def trace(a: Arrays, do: Ints, what: Ints) -> Trace:
 
 
 @njit
-def trace_as_told(a: Arrays, do: Ints, what: Ints, taken: Ints, dropped: Ints) -> Trace:
+def trace_with_decisions(a: Arrays, do: Ints, what: Ints, taken: Ints, dropped: Ints) -> Trace:
     """
-    As `trace`, of a run that has decided for itself what ends when, as online methods do.
+    As `trace`, for a run with its own eviction and in-place decisions, as of online methods.
 
-    `taken` lists (event, output, input) of addresses taken over, `dropped` (event, tensor) of what
-    ends after an event, both by event. What is made again while it is there stays as it was.
+    `taken` lists (event, output, input) of addresses taken over in place, `dropped` (event, tensor)
+    of tensors that end after an event, both sorted by event. A tensor that is recomputed while it
+    is resident keeps its buffer.
     """
     return _trace(a, do, what, False, taken, dropped)
 
@@ -84,72 +86,75 @@ def _trace(a: Arrays, do: Ints, what: Ints, free: bool, taken: Ints, dropped: In
     events, count = do.size, a.size.size
     reads_ptr = np.zeros(events + 1, dtype=np.int64)
     writes_ptr = np.zeros(events + 1, dtype=np.int64)
-    most = 0
+    capacity = 0  # most buffers: a prefetch writes one, a run one per output
     for e in range(events):
         reads_ptr[e + 1], writes_ptr[e + 1] = reads_ptr[e], writes_ptr[e]
         if do[e] == RUN:
             reads_ptr[e + 1] += a.inputs_ptr[what[e] + 1] - a.inputs_ptr[what[e]]
             writes_ptr[e + 1] += a.makes_ptr[what[e] + 1] - a.makes_ptr[what[e]]
-        most += do[e] == PREFETCH
-    most += writes_ptr[events]
+        capacity += do[e] == PREFETCH
+    capacity += writes_ptr[events]
     reads = np.full(reads_ptr[events], MISSING, dtype=np.int64)
     writes = np.full(writes_ptr[events], OUTSIDE, dtype=np.int64)
     moved, source = np.full(events, -1, np.int64), np.full(events, -1, np.int64)
-    tensor, first = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
-    last, shares = np.empty(most, dtype=np.int64), np.full(most, -1, dtype=np.int64)
-    survives = np.zeros(most, dtype=np.uint8)
-    current = np.full(count, MISSING, dtype=np.int64)  # by tensor the buffer that is read now
-    host, flying = np.full(count, MISSING, np.int64), np.full(count, MISSING, np.int64)
-    left = np.zeros(count, dtype=np.uint8)  # written outside the arena
-    made = told = ended = 0
+    tensor, first = np.empty(capacity, dtype=np.int64), np.empty(capacity, dtype=np.int64)
+    last, shares = np.empty(capacity, dtype=np.int64), np.full(capacity, -1, dtype=np.int64)
+    survives = np.zeros(capacity, dtype=np.uint8)
+    # Per tensor: the buffer that is read now, the one with a copy on the host, the one of the last
+    # copy in flight, and if the tensor has been written outside the arena.
+    current = np.full(count, MISSING, dtype=np.int64)
+    host, pending = np.full(count, MISSING, np.int64), np.full(count, MISSING, np.int64)
+    left_arena = np.zeros(count, dtype=np.uint8)
+    made = next_taken = next_dropped = 0
     for e in range(events):
         x = what[e]
         if do[e] == RUN:
             for k in range(a.inputs_ptr[x + 1] - a.inputs_ptr[x]):
                 t = a.inputs[a.inputs_ptr[x] + k]
-                if a.resident[t] == 1 or left[t] == 1:
+                if a.resident[t] == 1 or left_arena[t] == 1:
                     reads[reads_ptr[e] + k] = OUTSIDE
                 elif current[t] >= 0:
                     reads[reads_ptr[e] + k] = current[t]
                     last[current[t]] = e
             for k in range(a.makes_ptr[x + 1] - a.makes_ptr[x]):
                 t = a.makes[a.makes_ptr[x] + k]
-                if a.outside[t] == 1 and left[t] == 0:
-                    left[t] = 1
+                if a.outside[t] == 1 and left_arena[t] == 0:
+                    left_arena[t] = 1
                     continue
                 tensor[made], first[made], last[made] = t, e, e
-                for j in range(told, taken.shape[0]):
+                for j in range(next_taken, taken.shape[0]):
                     if taken[j, 0] != e:
                         break
                     if taken[j, 1] == t:
                         shares[made] = current[taken[j, 2]]
                         current[taken[j, 2]] = MISSING
-                if left[t] == 0 and (current[t] < 0 or (free and a.overwritten[t] == 0)):
+                # A recomputed buffer becomes the current one, but that of an overwritten tensor.
+                if left_arena[t] == 0 and (current[t] < 0 or (free and a.overwritten[t] == 0)):
                     current[t] = made
                 writes[writes_ptr[e] + k] = made
                 made += 1
         elif do[e] == OFFLOAD:
-            moved[e] = host[x] = flying[x] = current[x]
+            moved[e] = host[x] = pending[x] = current[x]
             if current[x] >= 0:
                 last[current[x]] = e
         elif do[e] == PREFETCH:
             tensor[made], first[made], last[made] = x, e, e
             source[e] = host[x]
-            moved[e] = flying[x] = current[x] = made
+            moved[e] = pending[x] = current[x] = made
             made += 1
         else:
-            moved[e] = flying[x]
-            if flying[x] >= 0:
-                last[flying[x]] = e
-            flying[x] = MISSING
-        while told < taken.shape[0] and taken[told, 0] <= e:
-            told += 1
-        while ended < dropped.shape[0] and dropped[ended, 0] <= e:
-            t = dropped[ended, 1]
+            moved[e] = pending[x]
+            if pending[x] >= 0:
+                last[pending[x]] = e
+            pending[x] = MISSING
+        while next_taken < taken.shape[0] and taken[next_taken, 0] <= e:
+            next_taken += 1
+        while next_dropped < dropped.shape[0] and dropped[next_dropped, 0] <= e:
+            t = dropped[next_dropped, 1]
             if current[t] >= 0:
                 last[current[t]] = e
                 current[t] = MISSING
-            ended += 1
+            next_dropped += 1
     for t in range(count):
         if current[t] >= 0 and a.outside[t] == 0 and (a.is_output[t] == 1 or not free):
             last[current[t]] = events - 1
@@ -171,7 +176,7 @@ def _trace(a: Arrays, do: Ints, what: Ints, free: bool, taken: Ints, dropped: In
 
 @inner
 def _at(row: Ints, tensors: Ints, begin: int, size: int, at: int, tensor: int) -> int:
-    """The buffer of a tensor in a row of reads or writes, or −1."""
+    """The buffer of a tensor in a row of reads or writes; −1 if the row has none."""
     for k in range(size):
         if tensors[begin + k] == tensor:
             return int(row[at + k])
@@ -180,7 +185,7 @@ def _at(row: Ints, tensors: Ints, begin: int, size: int, at: int, tensor: int) -
 
 @linked
 def _share(a: Arrays, do: Ints, what: Ints, t: Trace) -> None:
-    """Let outputs take over the addresses of inputs that end with the run."""
+    """Set `shares`: outputs take over addresses of inputs that end with the run."""
     for e in range(do.size):
         if do[e] != RUN or a.shares_ptr[what[e]] == a.shares_ptr[what[e] + 1]:
             continue
@@ -207,8 +212,8 @@ def live_bytes(do: Ints, what: Ints, t: Trace, size: Ints, scratch: Ints) -> Int
     """
     Arena bytes live at each event, workspace included, addresses shared in place counted once.
 
-    `size` is bytes per tensor and `scratch` per variant: both rounded up (`Arrays.size`, `.workspace`)
-    for what a layout needs, or both exact (`Arrays.bytes`, `.scratch`).
+    `size` is bytes per tensor and `scratch` per variant. Pass both rounded up (`Arrays.size`,
+    `.workspace`) for the bytes that a layout needs, or both exact (`Arrays.bytes`, `.scratch`).
     """
     change = np.zeros(do.size + 1, dtype=np.int64)
     for b in range(t.tensor.size):
@@ -224,11 +229,11 @@ def live_bytes(do: Ints, what: Ints, t: Trace, size: Ints, scratch: Ints) -> Int
 
 class Blocks(NamedTuple):
     """
-    What is placed: a block per buffer, then one per workspace; lifetimes half-open, in events.
+    The blocks to place: one per buffer, then one per workspace; lifetimes half-open, in events.
 
-    `size` is exact bytes. Buffers that share one address are one block over their joint lifetime,
-    the first one's, as large as the largest; the others have no bytes of their own. `event` is that
-    of each workspace. `live` is the most bytes live at one event, sizes rounded up.
+    `size` is exact bytes. Buffers that share one address are one block over their joint lifetime:
+    that of the first and largest of them; the others have size 0. `event` is the event of each
+    workspace. `live` is the maximum of live bytes over events, sizes rounded up.
     """
 
     lower: Ints
@@ -251,7 +256,7 @@ def blocks_of(a: Arrays, do: Ints, what: Ints, t: Trace) -> Blocks:
     root = np.empty(buffers, dtype=np.int64)
     for b in range(buffers):
         lower[b], upper[b], size[b], root[b] = t.first[b], t.last[b] + 1, a.bytes[t.tensor[b]], b
-        if t.shares[b] >= 0:  # the earlier one is the larger one
+        if t.shares[b] >= 0:  # the earlier one is at least as large
             root[b] = root[t.shares[b]]
             upper[root[b]] = max(upper[root[b]], upper[b])
             size[b], upper[b] = 0, lower[b] + 1
@@ -262,18 +267,18 @@ def blocks_of(a: Arrays, do: Ints, what: Ints, t: Trace) -> Blocks:
             b = buffers + made
             lower[b], upper[b], size[b], event[made] = e, e + 1, a.scratch[what[e]], e
             made += 1
-    most = 0
+    peak = 0
     for live in live_bytes(do, what, t, a.size, a.workspace):
-        most = max(most, live)
-    return Blocks(lower, upper, size, event, most)
+        peak = max(peak, live)
+    return Blocks(lower, upper, size, event, peak)
 
 
 class HostCopies(NamedTuple):
     """
-    What is placed in the host's slab: a copy per offload, lifetimes half-open, in events.
+    The copies to place in the host slab: one per offload; lifetimes half-open, in events.
 
-    A copy lives from the offload that makes it to the last wait on it or on a prefetch from it.
-    `size` is exact bytes, `live` the most bytes at one event, sizes rounded up.
+    A copy is live from its offload to the last wait on it or on a prefetch from it. `size` is exact
+    bytes, `live` the maximum of live bytes over events, sizes rounded up.
     """
 
     lower: Ints
@@ -290,26 +295,27 @@ def host_copies(a: Arrays, do: Ints, what: Ints, t: Trace) -> HostCopies:
         count += do[e] == OFFLOAD
     lower, upper = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     size = np.empty(count, dtype=np.int64)
-    taken = np.full(t.tensor.size, -1, dtype=np.int64)  # by buffer the last copy made of it
-    flying = np.full(t.tensor.size, -1, dtype=np.int64)  # by buffer the copy it is part of
+    # Per buffer: the last copy of it, and the copy that its transfer in flight writes or reads.
+    latest = np.full(t.tensor.size, -1, dtype=np.int64)
+    pending = np.full(t.tensor.size, -1, dtype=np.int64)
     change = np.zeros(do.size + 1, dtype=np.int64)
     made = 0
     for e in range(do.size):
         if do[e] == RUN:
             continue
         if do[e] == OFFLOAD:
-            taken[t.moved[e]] = flying[t.moved[e]] = made
+            latest[t.moved[e]] = pending[t.moved[e]] = made
             lower[made], size[made] = e, a.bytes[what[e]]
             upper[made] = e + 1
             made += 1
             continue
         if do[e] == PREFETCH:
-            flying[t.moved[e]] = taken[t.source[e]]
-        upper[flying[t.moved[e]]] = e + 1
+            pending[t.moved[e]] = latest[t.source[e]]
+        upper[pending[t.moved[e]]] = e + 1
     for k in range(count):
         change[lower[k]] += a.size[what[lower[k]]]
         change[upper[k]] -= a.size[what[lower[k]]]
-    most = 0
+    peak = 0
     for live in change.cumsum():
-        most = max(most, live)
-    return HostCopies(lower, upper, size, most)
+        peak = max(peak, live)
+    return HostCopies(lower, upper, size, peak)

@@ -1,133 +1,306 @@
 """
-The smallest budget from below: what no schedule of any method is without.
+Lower bounds on the peak memory of every schedule: working sets, unrecomputable residents, searches.
 
-All of it is true in every order of the ops and however often they run, so that no search for a
-smaller plan can go below it. With transfers or variants only working sets are.
+The working set of a variant is what its run needs in the arena at once. Unrecomputable residents
+are live tensors that the op at hand does not use and that cannot be recomputed. Both count bytes
+rounded up to the alignment. `budget_lower_bound` searches further back in time; its bound holds in
+every order of the ops and for any number of reruns. With transfers or variants only working sets
+hold.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
+from typing import NamedTuple
 
-from coop_plan.planner.core.working_sets import least_working_set, needs
+from coop_plan.planner.core.arrays import to_arrays
+from coop_plan.planner.core.inplace import working_set_bytes
 from coop_plan.planner.core.problem import Problem
 
 DEPTH = 8
-"""How many makings it looks back from the run of an op."""
+"""Productions that the search follows backwards from the run of an op."""
 
-MOST = 32
-"""Tensors that are there together, above which it does not ask which of them was made last."""
+MAX_LIVE = 32
+"""The search stops at sets of more live tensors."""
 
-FUEL = 256
-"""Such questions for the run of one op."""
+MAX_CALLS = 256
+"""Calls of the recursive search per op."""
 
-MOST_KEPT = 512
-"""Tensors of ops that run once whose lives are followed, the largest."""
-
-
-def least_budget(problem: Problem) -> int:
-    """Bytes of a budget that no schedule goes below, resident tensors included."""
-    cut = problem.alignment - 1  # the topmost block need not end at a multiple
-    return problem.fixed_bytes + max(0, least_arena(problem) - cut)
+MAX_RUN_ONCE = 512
+"""Outputs of run-once ops whose liveness is tracked; the largest are taken."""
 
 
-def least_arena(problem: Problem) -> int:
+class WorkingSets(NamedTuple):
     """
-    Bytes that are live together at some moment of every schedule, each size rounded up.
+    Per variant its working set in bytes: in the first run of its op, and in a rerun.
 
-    When an op runs, all that it reads is there. One of those tensors was made last; when it was,
-    the others were there already, beside what its maker needs. Of what was there then, one was made
-    last, and so on back: the least over all answers is a bound. What ops make that run only once is
-    there from their run to its last reader, so beside every op that lies on a path between them.
-    And at the end all outputs are there.
+    Inputs, outputs and workspace; a pair that can share one address counts once.
     """
-    floor = max(0, least_working_set(problem).bytes)
+
+    first: list[int]
+    rerun: list[int]
+
+
+class WorkingSet(NamedTuple):
+    """An op and the bytes of a working set of it."""
+
+    op: int
+    bytes: int
+
+
+class UnrecomputableResidents(NamedTuple):
+    """An op, the bytes of its unrecomputable residents, and the largest tensor of them."""
+
+    op: int
+    bytes: int
+    tensor: int
+
+
+def working_sets(problem: Problem) -> WorkingSets:
+    """The working sets of a problem's variants, computed once per problem."""
+    found: WorkingSets | None = problem.__dict__.get("_working_sets")
+    if found is None:
+        found = WorkingSets(*working_set_bytes(to_arrays(problem)).tolist())
+        problem.__dict__["_working_sets"] = found
+    return found
+
+
+def largest_working_set(problem: Problem) -> WorkingSet:
+    """
+    Lower bound on the arena of every schedule of default variants; (−1, 0) without ops.
+
+    The op is the one whose default variant has the largest working set.
+    """
+    return _largest(working_sets(problem).first[: problem.op_count])
+
+
+def working_set_bound(problem: Problem) -> WorkingSet:
+    """Lower bound on the arena of every schedule: as above, with the smallest variant per op."""
+    return _largest(_smallest_variants(problem))
+
+
+def _largest(sizes: list[int]) -> WorkingSet:
+    op = max(range(len(sizes)), key=sizes.__getitem__, default=-1)
+    return WorkingSet(op, sizes[op] if op >= 0 else 0)
+
+
+def _smallest_variants(problem: Problem) -> list[int]:
+    """Per op the smallest working set of its variants."""
+    first = working_sets(problem).first
+    smallest = first[: problem.op_count]
+    for number, variant in enumerate(problem.variants):
+        smallest[variant.op] = min(smallest[variant.op], first[number])
+    return smallest
+
+
+def unrecomputable_residents(problem: Problem, arena_bytes: int) -> UnrecomputableResidents | None:
+    """
+    The op with the largest sum of working set and unrecomputable residents, if above `arena_bytes`.
+
+    In every schedule without transfers a tensor is resident to its last use from the first op on
+    after which its producer, or an op that overwrites it, cannot run again (`Problem.rerun_limit`).
+    None if that op has no such residents, or if the sum fits.
+    """
+    n = problem.op_count
+    resident_from = {t: _resident_from(problem, t) for t in range(problem.tensor_count)}
+    change = [0] * (n + 1)
+    for t, begin in resident_from.items():
+        if begin <= problem.last_use[t]:
+            change[min(begin, n)] += problem.size[t]
+            change[min(problem.last_use[t] + 1, n)] -= problem.size[t]
+    residents = list(accumulate(change[:n]))
+    for op in range(n):
+        variant = problem.variants[op]
+        for t in dict.fromkeys((*variant.reads, *variant.makes)):
+            if resident_from[t] <= op <= problem.last_use[t]:
+                residents[op] -= problem.size[t]
+    first = working_sets(problem).first
+    op = max(range(n), key=lambda op: first[op] + residents[op], default=-1)
+    if op < 0 or not residents[op] or first[op] + residents[op] <= arena_bytes:
+        return None
+    used = {*problem.variants[op].reads, *problem.variants[op].makes}
+    tensors = [
+        t
+        for t, begin in resident_from.items()
+        if t not in used and begin <= op <= problem.last_use[t]
+    ]
+    largest = max(tensors, key=problem.size.__getitem__)
+    return UnrecomputableResidents(op, residents[op], largest)
+
+
+def explain_residents(problem: Problem, residents: UnrecomputableResidents) -> str:
+    """One clause for an error: the bytes, the op that cannot run again, and what prevents it."""
+    graph = problem.graph
+    position = min(
+        _writers(problem, residents.tensor), key=lambda op: _first_without_rerun(problem, op)
+    )
+    writer = graph.ops[position]
+    size = f"{residents.bytes} bytes that are kept for later"
+    text = f"{size}: op {writer.id} ({writer.name}) cannot run again"
+    if not writer.recomputable:
+        return text
+    in_arena = {t.id for t, yes in zip(graph.tensors, problem.overwritten, strict=True) if yes}
+    read = set(writer.inputs) - in_arena
+    for op in graph.ops[position:]:
+        overwritten = sorted(read & set(op.mutates))
+        if overwritten:
+            name = next(t.name for t in graph.tensors if t.id == overwritten[0])
+            tensor = f"tensor {overwritten[0]}" + (f" ({name})" if name else "")
+            return f"{text} once op {op.id} ({op.name}) has overwritten {tensor}"
+    return text
+
+
+def _resident_from(problem: Problem, tensor: int) -> int:
+    """First op at which a tensor is an unrecomputable resident; after its last use if at none."""
+    outside = problem.resident[tensor] or problem.outside[tensor]
+    if problem.producer[tensor] < 0 or outside or not problem.size[tensor]:
+        return problem.last_use[tensor] + 1
+    return min(_first_without_rerun(problem, op) for op in _writers(problem, tensor))
+
+
+def _writers(problem: Problem, tensor: int) -> list[int]:
+    """The producer of a tensor and the ops that overwrite it."""
+    return [problem.producer[tensor], *problem.overwriters.get(tensor, ())]
+
+
+def _first_without_rerun(problem: Problem, op: int) -> int:
+    """The first position, after the op's own, at which the op cannot run again."""
+    return max(problem.rerun_limit[op], op + 1)
+
+
+def bound_with_resident_outputs(problem: Problem) -> int:
+    """
+    Arena bytes of every schedule that keeps outputs in the arena resident once they are produced.
+
+    No lower bound for all schedules: one may recompute an output instead, which rarely helps.
+    """
+    outputs = resident_output_bytes(problem)
+    pairs = zip(_smallest_variants(problem), outputs, strict=True)
+    return max((working_set + resident for working_set, resident in pairs), default=0)
+
+
+def resident_output_bytes(problem: Problem) -> list[int]:
+    """Per op the bytes of outputs in the arena produced before it that it does not use."""
+    produced, total = set[int](), 0
+    found = []
+    for variant in problem.variants[: problem.op_count]:
+        used = {*variant.reads, *variant.makes} & produced
+        found.append(total - sum(problem.size[t] for t in used))
+        new = {t for t in variant.makes if problem.is_output[t]} - produced
+        total += sum(problem.size[t] for t in new)
+        produced |= new
+    return found
+
+
+def budget_lower_bound(problem: Problem) -> int:
+    """Lower bound in bytes on the budget of every schedule, resident tensors included."""
+    slack = problem.alignment - 1  # the topmost block need not end at a multiple
+    return problem.fixed_bytes + max(0, arena_lower_bound(problem) - slack)
+
+
+def arena_lower_bound(problem: Problem) -> int:
+    """
+    Lower bound on the largest sum of live bytes of every schedule, sizes rounded up.
+
+    When an op runs, all its inputs are live. One of them was produced last; during its production
+    the others were live already, next to the working set of its producer. One of the tensors live
+    then was produced last, and so on: the minimum over all choices is a bound. Outputs of run-once
+    ops are live from their production to the last reader, hence at every op on a path between both.
+    At the end of the step all outputs are live.
+    """
+    bound = max(0, working_set_bound(problem).bytes)
     if problem.beyond_recomputation:
-        return floor
-    looking = _Looking(problem)
-    first = needs(problem).first
-    for op, kept in enumerate(_kept_beside(problem)):
-        there = frozenset(problem.reads[op])
-        beside = kept - there - frozenset(problem.makes[op])
-        floor = max(floor, first[op] + looking.bytes(beside))
-        floor = max(floor, looking.back(there | beside, floor))
-        floor = max(floor, looking.back(there, floor))
+        return bound
+    search = _BackwardSearch(problem)
+    first = working_sets(problem).first
+    for op, run_once in enumerate(_resident_run_once(problem)):
+        reads = frozenset(problem.reads[op])
+        residents = run_once - reads - frozenset(problem.makes[op])
+        bound = max(bound, first[op] + search.bytes(residents))
+        bound = max(bound, search.bound(reads | residents, bound))
+        bound = max(bound, search.bound(reads, bound))
     outputs = frozenset(
         t for t in range(problem.tensor_count) if problem.is_output[t] and not problem.outside[t]
     )
-    floor = max(floor, looking.bytes(outputs))
-    return max(floor, looking.back(outputs, floor))
+    bound = max(bound, search.bytes(outputs))
+    return max(bound, search.bound(outputs, bound))
 
 
-class _Looking:
-    """Looks back from moments at which tensors in the arena are there together."""
+class _BackwardSearch:
+    """Searches backwards in time from a moment at which given tensors are live together."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.need = [min(pair) for pair in zip(*needs(problem), strict=True)]
+        self.working_set = [min(pair) for pair in zip(*working_sets(problem), strict=True)]
         self.reads = [frozenset(reads) for reads in problem.reads]
         self.used = [
             reads.union(makes) for reads, makes in zip(self.reads, problem.makes, strict=True)
         ]
-        self.fuel = 0
+        self.calls_left = 0
 
     def bytes(self, tensors: frozenset[int]) -> int:
-        """Their sizes together."""
+        """The sum of their sizes."""
         return sum(self.problem.size[t] for t in tensors)
 
-    def back(self, there: frozenset[int], floor: int) -> int:
-        """What is live at some moment before all of these are there; `floor` if not more."""
-        self.fuel = FUEL
-        return self._back(there, floor, DEPTH)
+    def bound(self, live: frozenset[int], known: int) -> int:
+        """Lower bound on the peak until these tensors are live together, at least `known`."""
+        self.calls_left = MAX_CALLS
+        return self._bound(live, known, DEPTH)
 
-    def _back(self, there: frozenset[int], floor: int, depth: int) -> int:
-        self.fuel -= 1
-        if not there or len(there) > MOST or depth == 0 or self.fuel < 0:
-            return floor
-        least = []
-        for maker in {self.problem.producer[t] for t in there}:
-            rest = there - self.used[maker]
-            least.append((self.need[maker] + self.bytes(rest), maker))
-        least.sort()
+    def _bound(self, live: frozenset[int], known: int, depth: int) -> int:
+        self.calls_left -= 1
+        if not live or len(live) > MAX_LIVE or depth == 0 or self.calls_left < 0:
+            return known
+        # Each choice of the op that produced the last of them, with the bytes live at its run.
+        choices = sorted(
+            (self.working_set[op] + self.bytes(live - self.used[op]), op)
+            for op in {self.problem.producer[t] for t in live}
+        )
         best = -1
-        for bytes_, maker in least:
+        for bytes_, op in choices:
             if 0 <= best <= bytes_:
-                break  # the others are no less
-            deeper = there.difference(self.problem.makes[maker]) | self.reads[maker]
-            found = max(bytes_, floor, self._back(deeper, floor, depth - 1))
+                break  # the remaining choices need no less
+            before = live.difference(self.problem.makes[op]) | self.reads[op]
+            found = max(bytes_, known, self._bound(before, known, depth - 1))
             best = found if best < 0 else min(best, found)
-            if best <= floor:
-                return floor
+            if best <= known:
+                return known
         return best
 
 
-def _kept_beside(problem: Problem) -> Iterator[frozenset[int]]:
-    """Op by op, tensors of ops that run once and that it runs before a reader of."""
-    once = [
+def _resident_run_once(problem: Problem) -> Iterator[frozenset[int]]:
+    """
+    Per op the outputs of run-once ops that are live during it in every schedule.
+
+    These are produced by ancestors of the op and read by descendants of it, or are outputs of the
+    step. Sets are bit masks over the tracked tensors.
+    """
+    tracked = [
         t
         for t in range(problem.tensor_count)
-        if (maker := problem.producer[t]) >= 0
-        and not problem.graph.ops[maker].recomputable
+        if (producer := problem.producer[t]) >= 0
+        and not problem.graph.ops[producer].recomputable
         and not problem.outside[t]
         and problem.size[t]
     ]
-    once = sorted(once, key=problem.size.__getitem__, reverse=True)[:MOST_KEPT]
-    if not once:
+    tracked = sorted(tracked, key=problem.size.__getitem__, reverse=True)[:MAX_RUN_ONCE]
+    if not tracked:
         yield from (frozenset() for _ in range(problem.op_count))
         return
-    bit = {t: 1 << number for number, t in enumerate(once)}
-    ends = sum(bit[t] for t in once if problem.is_output[t])
+    bit = {t: 1 << number for number, t in enumerate(tracked)}
+    outputs = sum(bit[t] for t in tracked if problem.is_output[t])
     n = problem.op_count
-    made, wanted = [0] * n, [0] * n  # before an op's first run; after it
+    before, after = [0] * n, [0] * n  # produced by ancestors; read by the op or by descendants
     for op in range(n):
         for t in problem.op_inputs[op]:
-            maker = problem.producer[t]
-            if maker >= 0:
-                made[op] |= made[maker] | bit.get(t, 0)
+            producer = problem.producer[t]
+            if producer >= 0:
+                before[op] |= before[producer] | bit.get(t, 0)
     for op in range(n - 1, -1, -1):
         for t in problem.op_inputs[op]:
-            wanted[op] |= bit.get(t, 0)
+            after[op] |= bit.get(t, 0)
         for t in problem.op_inputs[op]:
             if problem.producer[t] >= 0:
-                wanted[problem.producer[t]] |= wanted[op]
+                after[problem.producer[t]] |= after[op]
     for op in range(n):
-        both = made[op] & (wanted[op] | ends)
-        yield frozenset(t for t in once if both & bit[t]) if both else frozenset()
+        both = before[op] & (after[op] | outputs)
+        yield frozenset(t for t in tracked if both & bit[t]) if both else frozenset()

@@ -1,8 +1,8 @@
 """
-The planning problem: one graph turned into flat lists, once, for every method.
+The planning problem of all methods: one graph as flat lists.
 
-Ops, variants and tensors are positions, not ids. Sizes are bytes rounded up to the alignment; `bytes`
-keeps the exact ones (see `planner.core.lifetimes` for the one rule of both).
+Ops, variants and tensors are positions, not ids. Sizes are bytes rounded up to the alignment;
+`bytes` has the exact ones (see `planner.core.lifetimes` for the rule of both).
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ Pair = tuple[int, int]
 
 def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
     """
-    What a graph and a budget of the host (bytes) offer: op "variants", "transfers" to it.
+    Choices other than recomputation that a graph and a host budget (bytes) offer.
 
-    Approximate variants are never chosen, so they are not offered.
+    "variants" of ops, unless all are approximate, as these are never chosen; "transfers" to the
+    host.
     """
     links = graph.device.linked and host_budget != 0
     variants = any(not variant.approximate for op in graph.ops for variant in op.variants)
@@ -31,13 +32,13 @@ def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
 @dataclass(frozen=True)
 class OpVariant:
     """
-    One way to run an op: its default, or another (MONeT, ICLR 2021, section 4.2).
+    An implementation of an op: its default variant, or another (MONeT, ICLR 2021, section 4.2).
 
     `inputs` and `outputs` follow the document, tensor by tensor; `reads` and `makes` are the
-    distinct ones of them whose place is the arena. `cost_us` is µs, `workspace_bytes` exact.
-    `inplace` lists the pairs that may share one address: inputs in the arena that the op does not
-    overwrite, and outputs that are not larger; an output that leaves the arena can share when it
-    is made again.
+    distinct ones of them in the arena. `cost_us` is µs, `workspace_bytes` exact. `inplace` lists
+    the (output, input) pairs that may share one address: inputs in the arena that the op does not
+    overwrite, and outputs that are not larger. An output outside the arena can share when it is
+    recomputed.
     """
 
     op: int
@@ -54,13 +55,13 @@ class OpVariant:
 @dataclass(frozen=True)
 class Problem:
     """
-    One step's variants and storages under an alignment and an outputs rule.
+    One step's variants and tensors under an alignment and an outputs rule.
 
-    `variants` begins with the default variant of every op in program order, so that an op's number is
-    also that of its default variant; variants follow. `producer[t]` is the op that makes t, and −1 for
-    a tensor that is there before the step. `consumers[t]` are the ops whose default variants read t,
-    `last_use[t]` the last of them in program order: the producer itself for a dead tensor,
-    `op_count` for an output of the step.
+    `variants` begins with the default variant of every op in program order, so that an op's number
+    is also that of its default variant; all others follow. `producer[t]` is the op that produces t,
+    −1 for a tensor that exists before the step. `consumers[t]` are the ops whose default variants
+    read t, `last_use[t]` the last of them in program order: the producer itself for a dead tensor,
+    `op_count` for an output of the step. `host_budget` is bytes, None for no limit.
     """
 
     graph: Graph
@@ -89,10 +90,10 @@ class Problem:
         """
         The problem of `graph`; `alignment` in bytes, a power of two.
 
-        `host_budget` is the bytes that copies on the host may take, None for no limit.
+        `host_budget` limits the bytes of copies on the host, None for no limit.
 
         Raises:
-            InvalidInputError: an alignment that is no power of two.
+            InvalidInputError: the alignment is no power of two up to `MAX_ALIGNMENT`.
         """
         if alignment < 1 or alignment & (alignment - 1) or alignment > MAX_ALIGNMENT:
             raise InvalidInputError(
@@ -116,53 +117,53 @@ class Problem:
         host_budget: int | None,
         outside: list[bool],
     ) -> "Problem":
-        """As `from_graph`, told by position which tensors leave the arena (`outside`)."""
+        """As `from_graph`; `outside` flags the tensors allocated outside the arena, by position."""
         index = {tensor.id: position for position, tensor in enumerate(graph.tensors)}
         resident = [tensor.resident for tensor in graph.tensors]
         is_output = [tensor.kind == "output" for tensor in graph.tensors]
         in_arena = [not (r or o) for r, o in zip(resident, outside, strict=True)]
         tensor_bytes = [tensor.bytes for tensor in graph.tensors]
 
-        def form_of(position: int, op: Op, other: Variant | None) -> OpVariant:
-            form = op if other is None else other
-            inputs = tuple(index[t] for t in form.inputs)
-            made = tuple(index[t] for t in form.outputs)
+        def to_variant(position: int, op: Op, variant: Variant | None) -> OpVariant:
+            source = op if variant is None else variant
+            inputs = tuple(index[t] for t in source.inputs)
+            outputs_ = tuple(index[t] for t in source.outputs)
             overwritten = {index[t] for t in op.mutates}
-            pairs = [(index[a], index[b]) for a, b in form.inplace]
+            pairs = [(index[a], index[b]) for a, b in source.inplace]
             return OpVariant(
                 op=position,
-                name=None if other is None else other.name,
+                name=None if variant is None else variant.name,
                 inputs=inputs,
-                outputs=made,
+                outputs=outputs_,
                 reads=tuple(t for t in dict.fromkeys(inputs) if in_arena[t]),
-                makes=tuple(t for t in made if in_arena[t]),
-                cost_us=form.cost_us,
-                workspace_bytes=form.workspace_bytes,
+                makes=tuple(t for t in outputs_ if in_arena[t]),
+                cost_us=source.cost_us,
+                workspace_bytes=source.workspace_bytes,
                 inplace=tuple(
-                    (out, source)
-                    for out, source in pairs
-                    if in_arena[source]
-                    and source not in overwritten
-                    and 0 < tensor_bytes[out] <= tensor_bytes[source]
+                    (a, b)
+                    for a, b in pairs
+                    if in_arena[b]
+                    and b not in overwritten
+                    and 0 < tensor_bytes[a] <= tensor_bytes[b]
                 ),
             )
 
-        variants = [form_of(position, op, None) for position, op in enumerate(graph.ops)]
+        variants = [to_variant(position, op, None) for position, op in enumerate(graph.ops)]
         variants += [
-            form_of(position, op, variant)
+            to_variant(position, op, variant)
             for position, op in enumerate(graph.ops)
             for variant in op.variants
             if not variant.approximate
         ]
         count, n = len(graph.tensors), len(graph.ops)
         producer = [-1] * count
-        for made_by in variants:
-            for t in made_by.outputs:
-                producer[t] = made_by.op
+        for variant in variants:
+            for t in variant.outputs:
+                producer[t] = variant.op
         consumers: list[list[int]] = [[] for _ in range(count)]
-        for read_by in variants[:n]:
-            for t in dict.fromkeys(read_by.inputs):
-                consumers[t].append(read_by.op)
+        for variant in variants[:n]:
+            for t in dict.fromkeys(variant.inputs):
+                consumers[t].append(variant.op)
         mask = alignment - 1
         return cls(
             graph=graph,
@@ -184,7 +185,7 @@ class Problem:
             is_output=is_output,
         )
 
-    # Columns of the default variants, op by op, for all who know of no others.
+    # Columns of the default variants, op by op, for methods without variants.
 
     @property
     def _defaults(self) -> list[OpVariant]:
@@ -226,14 +227,14 @@ class Problem:
         return [variant.inplace for variant in self._defaults]
 
     def rounded(self, size: int) -> int:
-        """Bytes rounded up to the alignment: of a tensor, and of what may be live in an arena."""
+        """Bytes rounded up to the alignment: of a tensor, or the capacity of an arena."""
         return -(-size // self.alignment) * self.alignment
 
-    # What the step is and costs.
+    # Device, costs and fixed memory.
 
     @property
     def device(self) -> Device:
-        """Where the step runs, with the bandwidths of its copy engines."""
+        """Device of the step, with the bandwidths of its copy engines."""
         return self.graph.device
 
     @property
@@ -243,29 +244,29 @@ class Problem:
 
     @cached_property
     def base_cost_us(self) -> float:
-        """Every op once in its default variant, µs."""
+        """Cost of every op once in its default variant, µs."""
         return fsum(self.cost)
 
     @cached_property
     def floor_us(self) -> float:
-        """Every op once in its cheapest variant, µs: no schedule at all costs less."""
-        least = list(self.cost)
+        """Lower bound on the cost of every schedule: each op once in its cheapest variant, µs."""
+        cheapest = list(self.cost)
         for variant in self.variants[self.op_count :]:
-            least[variant.op] = min(least[variant.op], variant.cost_us)
-        return fsum(least)
+            cheapest[variant.op] = min(cheapest[variant.op], variant.cost_us)
+        return fsum(cheapest)
 
     @cached_property
     def beyond_recomputation(self) -> list[str]:
         """
-        What is offered beside recomputation (`beyond_recomputation`).
+        Choices other than recomputation (see the function `beyond_recomputation`).
 
-        The bound of a model holds only where it has all of it.
+        A bound proved by a model without them does not hold for schedules that use them.
         """
         return beyond_recomputation(self.graph, self.host_budget)
 
     @cached_property
     def resident_bytes(self) -> int:
-        """Bytes that are there before the step."""
+        """Bytes of the tensors that exist before the step."""
         return sum(b for b, r in zip(self.bytes, self.resident, strict=True) if r)
 
     @cached_property
@@ -275,10 +276,10 @@ class Problem:
 
     @property
     def fixed_bytes(self) -> int:
-        """What counts against the budget beside the arena."""
+        """Bytes of the budget that are not the arena's: resident tensors, outputs outside."""
         return self.resident_bytes + self.outside_bytes
 
-    # What may run again: one rule, from which everybody takes what they need.
+    # Ops that may run again and tensors that may be recomputed: one rule for all methods.
 
     @cached_property
     def overwriters(self) -> dict[int, list[int]]:
@@ -293,18 +294,22 @@ class Problem:
     @cached_property
     def overwritten(self) -> list[bool]:
         """
-        Tensors in the arena that an op overwrites.
+        Flags of tensors in the arena that an op overwrites.
 
-        All methods but the exact ones (see `planner.core.ssa`) keep them from their production
-        to their last use, and never make them again.
+        Every method but the exact ones (see `planner.core.ssa`) keeps them resident from their
+        production to their last use, and never recomputes them.
         """
         return [
             t in self.overwriters and not (self.resident[t] or self.outside[t])
             for t in range(self.tensor_count)
         ]
 
-    def _until(self, variant: OpVariant, *, arena: bool) -> int:
-        """The first op from its own on that overwrites what it reads (`arena`: there too), or n."""
+    def _rerun_limit(self, variant: OpVariant, *, arena: bool) -> int:
+        """
+        The first op, from the variant's own on, that overwrites an input of it; n if none does.
+
+        Inputs in the arena count with `arena` only. A run-once op has its own position.
+        """
         limit = self.op_count if self.graph.ops[variant.op].recomputable else variant.op
         for t in variant.inputs:
             if arena or self.resident[t] or self.outside[t]:
@@ -312,64 +317,64 @@ class Problem:
                 limit = min([limit, *later])
         return limit
 
-    def until_of(self, variant: OpVariant) -> int:
-        """As `until`, of any variant."""
-        return self._until(variant, arena=False)
+    def rerun_limit_of(self, variant: OpVariant) -> int:
+        """As `rerun_limit`, of any variant."""
+        return self._rerun_limit(variant, arena=False)
 
     @cached_property
-    def until(self) -> list[int]:
+    def rerun_limit(self) -> list[int]:
         """
-        Per op the last position before which it can run again, at most itself if it runs once.
+        Per op the last position before which it can run again, its own at most if it runs once.
 
-        Beyond it something that the op reads outside the arena has been overwritten. What is
-        overwritten in the arena can be made again at its old version, so this is all that every
-        schedule has to keep to.
+        After it an input of the op outside the arena has been overwritten. Tensors overwritten in
+        the arena can be recomputed at their old version, so this limit binds every schedule and no
+        other one does.
         """
-        return [self.until_of(variant) for variant in self._defaults]
+        return [self.rerun_limit_of(variant) for variant in self._defaults]
 
     def touches_overwritten(self, op: int) -> bool:
-        """Whether the op reads or makes what some op overwrites in the arena."""
+        """True if the op reads or produces a tensor that some op overwrites in the arena."""
         return any(self.overwritten[t] for t in self.reads[op] + self.makes[op])
 
     @cached_property
     def evictable(self) -> list[bool]:
-        """Which of the `remakeable` tensors are no outputs of the step, which most methods keep."""
+        """Flags of the `rematerializable` activations; most methods never evict outputs."""
         return [
-            again and tensor.kind == "activation"
-            for again, tensor in zip(self.remakeable, self.graph.tensors, strict=True)
+            allowed and tensor.kind == "activation"
+            for allowed, tensor in zip(self.rematerializable, self.graph.tensors, strict=True)
         ]
 
     @cached_property
-    def remakeable(self) -> list[bool]:
+    def rematerializable(self) -> list[bool]:
         """
-        Which tensors in the arena may be dropped and made again at any time before their last use.
+        Flags of tensors in the arena that may be evicted and recomputed until their last use.
 
-        That of an output is the end of the step. Not products of ops that run once, tensors that
-        are overwritten, nor tensors whose recomputation may read a version that is overwritten
-        before their last use. The last is taken over the whole ancestry, because an op that runs
-        again may need its own inputs made again at that later time.
+        The last use of an output is the end of the step. Excluded are outputs of run-once ops,
+        overwritten tensors, and tensors whose recomputation may read a version that is overwritten
+        before their last use. The latter is decided over the whole ancestry, because a rerun may
+        need its own inputs recomputed at that later time.
         """
         n = self.op_count
         deadline: list[int] = []
         for op in range(n):
-            makers = (self.producer[t] for t in self.op_inputs[op])
-            limits = [deadline[maker] for maker in makers if maker >= 0]
+            producers = (self.producer[t] for t in self.op_inputs[op])
+            limits = [deadline[producer] for producer in producers if producer >= 0]
             overwritten = [
                 p for t in self.op_inputs[op] for p in self.overwriters.get(t, ()) if p >= op
             ]
             deadline.append(min([n + 1, *limits, *overwritten]))
         return [
             not self.outside[t]
-            and (maker := self.producer[t]) >= 0
-            and self.graph.ops[maker].recomputable
+            and (producer := self.producer[t]) >= 0
+            and self.graph.ops[producer].recomputable
             and t not in self.overwriters
-            and deadline[maker] > self.last_use[t]
+            and deadline[producer] > self.last_use[t]
             for t in range(self.tensor_count)
         ]
 
     @cached_property
     def movable(self) -> list[bool]:
-        """Which tensors may be copied to the host: those in the arena that nothing overwrites."""
+        """Flags of tensors that may be offloaded: in the arena, used, never overwritten."""
         return [
             self.bytes[t] > 0
             and self.producer[t] >= 0
@@ -379,33 +384,35 @@ class Problem:
             for t in range(self.tensor_count)
         ]
 
-    def repeatable(self, tensors: list[bool]) -> list[bool]:
-        """Ops that make one of these tensors and may run again anywhere after their first run."""
+    def rerunnable(self, tensors: list[bool]) -> list[bool]:
+        """Flags of ops that produce a flagged tensor and may run again at any later position."""
         return [
-            self._until(self.variants[op], arena=True) == self.op_count
+            self._rerun_limit(self.variants[op], arena=True) == self.op_count
             and any(tensors[t] for t in self.op_outputs[op])
             for op in range(self.op_count)
         ]
 
-    # What keeps first runs in program order, beside the data they read.
+    # Constraints on the order of first runs, other than data dependences.
 
     @cached_property
     def phase(self) -> list[int]:
-        """Per op its phase, as a number: first runs of one never mix with those of another."""
+        """Per op its phase as a number; first runs of different phases never interleave."""
         numbers = {name: number for number, name in enumerate(("forward", "backward", "optimizer"))}
         return [numbers[op.phase] for op in self.graph.ops]
 
     @cached_property
     def chained(self) -> list[bool]:
         """
-        Ops that run for the first time in program order, each after the one before it.
+        Flags of ops whose first runs stay in program order among each other.
 
-        Those that run once, that draw random numbers, that read or overwrite what is overwritten,
-        and that make or read an output outside the arena that is read.
+        Run-once ops, random ops, ops that use an overwritten tensor, and ops that use an output
+        outside the arena which some op reads.
         """
         shared = {t for t in range(self.tensor_count) if self.outside[t] and self.consumers[t]}
         shared.update(self.overwriters)
         return [
-            op.rng or not op.recomputable or any(t in shared for t in (*variant.inputs, *variant.outputs))
+            op.rng
+            or not op.recomputable
+            or any(t in shared for t in (*variant.inputs, *variant.outputs))
             for op, variant in zip(self.graph.ops, self._defaults, strict=True)
         ]

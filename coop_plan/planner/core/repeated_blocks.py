@@ -1,4 +1,4 @@
-"""Repeated blocks: stretches of the program in which the same ops come again and again."""
+"""Repeated blocks: stretches of the program that repeat the same sequence of ops."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ import numpy as np
 
 from coop_plan.planner.core.problem import Problem
 
-FEWEST = 5
-"""Copies of a block from which on it counts as repeated."""
+MIN_COPIES = 5
+"""Copies of a block that make a repetition."""
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,19 @@ def repetitions(problem: Problem) -> list[Repetition]:
     """
     The longest disjoint repetitions, the longest one first.
 
-    Two ops are the same if they touch as many tensors of the same bytes and need the same
-    workspace; what they cost was measured and is not compared.
+    Two ops are equal if the sizes of their inputs, outputs and workspace are. Costs are measured
+    and not compared.
     """
     n = problem.op_count
     numbers: dict[object, int] = {}
     kind = np.array([numbers.setdefault(_kind(problem, op), op) for op in range(n)])
     found = []
-    for period in range(1, n // FEWEST + 1):
+    for period in range(1, n // MIN_COPIES + 1):
         same = np.zeros(n - period + 2, dtype=np.int8)
         same[1:-1] = kind[period:] == kind[:-period]
         steps = np.diff(same)
         for start, end in zip(np.flatnonzero(steps > 0), np.flatnonzero(steps < 0), strict=True):
-            if end - start >= (FEWEST - 1) * period:
+            if end - start >= (MIN_COPIES - 1) * period:
                 found.append(Repetition(int(start), period, int(end - start) + period))
     chosen: list[Repetition] = []
     free = np.ones(n, dtype=bool)
@@ -55,5 +55,5 @@ def repetitions(problem: Problem) -> list[Repetition]:
 
 
 def _kind(problem: Problem, op: int) -> object:
-    touched = (problem.reads[op], problem.makes[op])
-    return problem.workspace[op], *(tuple(problem.size[t] for t in side) for side in touched)
+    used = (problem.reads[op], problem.makes[op])
+    return problem.workspace[op], *(tuple(problem.size[t] for t in side) for side in used)

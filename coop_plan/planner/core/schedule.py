@@ -1,4 +1,4 @@
-"""A schedule before it is a plan: typed events in order, and the buffers they make and read."""
+"""Schedules: typed events in order, and the buffers that they write and read."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from coop_plan.planner.core.lifetimes import (
     host_copies,
     live_bytes,
     trace,
-    trace_as_told,
+    trace_with_decisions,
 )
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.timeline import Timeline
@@ -32,7 +32,7 @@ __all__ = ["OUTSIDE", "Event", "Offload", "PlacedSchedule", "Prefetch", "Run", "
 @dataclass(frozen=True, slots=True)
 class Run:
     """
-    OpVariant `variant` runs. `reads` follow its inputs and `writes` its outputs, buffer by buffer.
+    A run of variant `variant`. `reads` follow its inputs and `writes` its outputs, one by one.
 
     `OUTSIDE` stands for resident tensors and outputs outside the arena.
     """
@@ -44,14 +44,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """A copy of `buffer` to the host begins; the buffer stays until a `Wait` on it."""
+    """Start copying `buffer` to the host; the buffer stays live until a `Wait` on it."""
 
     buffer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """A copy of what the host has of buffer `source` begins, into the new buffer `buffer`."""
+    """Start copying the host's copy of buffer `source` into the new buffer `buffer`."""
 
     buffer: int
     source: int
@@ -59,27 +59,28 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Compute waits for the copy that was last begun on `buffer`."""
+    """Stall compute until the copy last started on `buffer` has ended."""
 
     buffer: int
 
 
 Event = Run | Offload | Prefetch | Wait
 
-ORDERS = {"run": RUN, "offload": OFFLOAD, "prefetch": PREFETCH, "wait": WAIT}
-"""What can be asked for in order, and of what: a variant to run, and else a tensor."""
+KINDS = {"run": RUN, "offload": OFFLOAD, "prefetch": PREFETCH, "wait": WAIT}
+"""Event kinds by name; the subject of "run" is a variant, of all others a tensor."""
 
 
 class NoScheduleError(ValueError):
-    """An order of events that reads, copies or waits for something that is not there."""
+    """A sequence of events that reads, copies or waits for a tensor that is not resident."""
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """
-    Events in order, without addresses: kind `do[e]` (see `planner.core.lifetimes`) of `what[e]`.
+    Events in order, without addresses.
 
-    Everything else follows from that order (`trace`). Events and buffers are numbered from 0.
+    Event e is of kind `do[e]` (see `planner.core.lifetimes`); its subject `what[e]` is a variant
+    for `RUN`, else a tensor. All else follows from that order (`trace`).
     """
 
     problem: Problem
@@ -90,26 +91,26 @@ class Schedule:
     @classmethod
     def of(cls, problem: Problem, variants: Sequence[int] | Ints) -> "Schedule":
         """
-        The schedule that runs these variants in that order, and keeps nothing longer than it is read.
+        The schedule that runs these variants in order and keeps no tensor beyond its last read.
 
         Raises:
-            NoScheduleError: one of them reads what is not there.
+            NoScheduleError: a variant reads a tensor that is not resident.
         """
         what = np.array(variants, dtype=np.int64)
         return cls._of(problem, np.full(what.size, RUN, dtype=np.int64), what)
 
     @classmethod
-    def of_orders(cls, problem: Problem, orders: Iterable[tuple[str, int]]) -> "Schedule":
+    def of_named_events(cls, problem: Problem, events: Iterable[tuple[str, int]]) -> "Schedule":
         """
-        The schedule of ("run", variant), ("offload", tensor), ("prefetch", tensor), ("wait", tensor).
+        The schedule of events ("run", variant), and ("offload" | "prefetch" | "wait", tensor).
 
         A wait is for the last copy of that tensor.
 
         Raises:
-            NoScheduleError: one of them needs what is not there.
+            NoScheduleError: an event needs a tensor or a host copy that does not exist.
         """
-        listed = [(ORDERS[do], what) for do, what in orders]
-        table = np.array(listed, dtype=np.int64).reshape(-1, 2)
+        numbers = [(KINDS[do], what) for do, what in events]
+        table = np.array(numbers, dtype=np.int64).reshape(-1, 2)
         return cls._of(problem, table[:, 0].copy(), table[:, 1].copy())
 
     @classmethod
@@ -118,28 +119,32 @@ class Schedule:
         The schedule of events of kind `do[e]` (`planner.core.lifetimes`) and subject `what[e]`.
 
         Raises:
-            NoScheduleError: one of them needs what is not there.
+            NoScheduleError: an event needs a tensor or a host copy that does not exist.
         """
         return cls._of(problem, do, what)
 
     @classmethod
-    def as_told(
+    def with_decisions(
         cls, problem: Problem, what: Ints, taken: Ints, dropped: Ints, do: Ints
     ) -> "Schedule":
         """
-        The schedule of a run that has decided what ends when (`planner.core.lifetimes`).
+        The schedule of an online run, with its evictions and in-place decisions.
 
-        Event e is of kind `do[e]` and subject `what[e]`.
+        `taken` and `dropped` are those of `planner.core.lifetimes.trace_with_decisions`; event e is
+        of kind `do[e]` and subject `what[e]`.
 
         Raises:
-            NoScheduleError: it read what it had dropped.
+            NoScheduleError: an event reads a tensor that was evicted.
         """
-        made = trace_as_told(to_arrays(problem), do, what, taken, dropped)
-        return cls(problem, do, what, _complete(made, do))
+        found = trace_with_decisions(to_arrays(problem), do, what, taken, dropped)
+        _check_complete(problem, do, what, found)
+        return cls(problem, do, what, found)
 
     @classmethod
     def _of(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":
-        return cls(problem, do, what, _complete(trace(to_arrays(problem), do, what), do))
+        found = trace(to_arrays(problem), do, what)
+        _check_complete(problem, do, what, found)
+        return cls(problem, do, what, found)
 
     def __len__(self) -> int:
         return int(self.do.size)
@@ -158,24 +163,24 @@ class Schedule:
 
     @cached_property
     def first(self) -> list[int]:
-        """Per buffer the event that makes it."""
+        """Per buffer the event that writes it."""
         found: list[int] = self.trace.first.tolist()
         return found
 
     @cached_property
     def last(self) -> list[int]:
-        """Per buffer the last event that touches it."""
+        """Per buffer the last event that uses it."""
         found: list[int] = self.trace.last.tolist()
         return found
 
     def reads(self, event: int) -> list[int]:
-        """The buffers that a run reads, input by input; `OUTSIDE` for those not in the arena."""
+        """The buffers that a run reads, input by input; `OUTSIDE` for inputs not in the arena."""
         begin, end = self.trace.reads_ptr[event : event + 2]
         found: list[int] = self.trace.reads[begin:end].tolist()
         return found
 
     def events(self) -> Iterator[Event]:
-        """The events."""
+        """The events as typed objects."""
         t = self.trace
         reads, reads_ptr = t.reads.tolist(), t.reads_ptr.tolist()
         writes, writes_ptr = t.writes.tolist(), t.writes_ptr.tolist()
@@ -221,52 +226,68 @@ class Schedule:
         return live_bytes(self.do, self.what, self.trace, *sizes)
 
     def live_buffers(self, event: int) -> list[int]:
-        """The buffers that live at an event, whether or not they share an address."""
-        there = (self.trace.first <= event) & (event <= self.trace.last)
-        found: list[int] = np.flatnonzero(there).tolist()
+        """The buffers live at an event; those that share an address are all listed."""
+        live = (self.trace.first <= event) & (event <= self.trace.last)
+        found: list[int] = np.flatnonzero(live).tolist()
         return found
 
     def blocks(self) -> Blocks:
-        """What is placed."""
+        """The blocks that placement gives addresses in the arena."""
         return blocks_of(to_arrays(self.problem), self.do, self.what, self.trace)
 
     @cached_property
     def host_copies(self) -> HostCopies:
-        """What is placed in the host's slab."""
+        """The copies that placement gives addresses in the host slab."""
         return host_copies(to_arrays(self.problem), self.do, self.what, self.trace)
 
     def fits(self, arena_bytes: int) -> bool:
-        """Whether what is live never exceeds an arena; a layout may still need more."""
+        """True if the live bytes never exceed an arena; a layout may still need more."""
         units = self.problem.rounded(arena_bytes)
         return int(self.live_bytes().max(initial=0)) <= units
 
     def place(self, offsets: Ints, blocks: Blocks | None = None) -> "PlacedSchedule":
         """
-        With offsets (bytes) of its `blocks`, given where they are known.
+        The schedule with offsets (bytes) of its `blocks`; pass `blocks` if already computed.
 
-        Of buffers that share an address in place, the first one's counts.
+        Buffers that share an address in place have the offset of the first.
         """
         blocks = blocks or self.blocks()
         buffers = self.trace.tensor.size
         offset = offsets[:buffers].copy()
-        for b in np.flatnonzero(self.trace.shares >= 0).tolist():  # a source is an earlier buffer
+        for b in np.flatnonzero(self.trace.shares >= 0).tolist():  # in order: shares[b] < b
             offset[b] = offset[self.trace.shares[b]]
         workspace = np.zeros(len(self), dtype=np.int64)
         workspace[blocks.event] = offsets[buffers:]
         return PlacedSchedule(self, offset, workspace)
 
 
-def _complete(made: Trace, do: Ints) -> Trace:
-    if (made.reads == MISSING).any() or (made.moved[do != RUN] < 0).any():
-        raise NoScheduleError("something is used that is not there")
-    if (made.source[do == PREFETCH] < 0).any():
-        raise NoScheduleError("something is fetched of which the host has no copy")
-    return made
+def _check_complete(problem: Problem, do: Ints, what: Ints, t: Trace) -> None:
+    """Raise `NoScheduleError` at the first event that uses a tensor which is not resident."""
+    graph = problem.graph
+    missing = np.flatnonzero(t.reads == MISSING)
+    if missing.size:
+        event = int(np.searchsorted(t.reads_ptr, missing[0], side="right")) - 1
+        variant = problem.variants[what[event]]
+        tensor = graph.tensors[variant.inputs[missing[0] - t.reads_ptr[event]]].id
+        op = graph.ops[variant.op]
+        raise NoScheduleError(
+            f"event {event} (op {op.id}, {op.name}) reads tensor {tensor}, which is not resident"
+        )
+    transfers = do != RUN
+    faults = (
+        (transfers & (t.moved < 0), "moves tensor", "which is not resident or not being copied"),
+        ((do == PREFETCH) & (t.source < 0), "prefetches tensor", "which has no copy on the host"),
+    )
+    for flags, action, reason in faults:
+        if flags.any():
+            event = int(flags.argmax())
+            tensor = graph.tensors[what[event]].id
+            raise NoScheduleError(f"event {event} {action} {tensor}, {reason}")
 
 
 @dataclass(frozen=True, eq=False)
 class PlacedSchedule:
-    """A schedule with addresses: offsets in bytes per buffer, and of the workspace per event."""
+    """A schedule with addresses: byte offsets per buffer, and of the workspace per event."""
 
     schedule: Schedule
     offset: Ints
@@ -274,7 +295,7 @@ class PlacedSchedule:
 
     @property
     def problem(self) -> Problem:
-        """What is scheduled."""
+        """The problem of the schedule."""
         return self.schedule.problem
 
     @property

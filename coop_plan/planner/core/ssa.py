@@ -1,11 +1,11 @@
 """
-Versions: a step in which every version of a tensor that ops overwrite is a tensor of its own.
+SSA form of a problem: each version of a tensor that ops overwrite becomes a tensor of its own.
 
-An op that overwrites a tensor in the arena reads one version and makes the next one at the same
-address. As tensors of their own, versions can be dropped and made again as all others can: the
-producer runs again, and then whoever overwrites what it made (static single assignment, Cytron et
-al., TOPLAS 13(4), 1991). One thing is particular: the version that is read ends with the run. Who
-orders runs of this problem makes an older version again before it is read after that.
+An op that overwrites a tensor in the arena reads one version and produces the next one at the same
+address (static single assignment, Cytron et al., TOPLAS 13(4), 1991). As tensors, versions can be
+evicted and recomputed: the producer runs again, then the ops that overwrite its output. Unlike
+other inputs, the version that is read ends with the run, so a schedule of this problem recomputes
+an older version before a later read of it.
 """
 
 from dataclasses import dataclass
@@ -21,50 +21,50 @@ from coop_plan.schemas import Op, Tensor
 
 
 @dataclass(frozen=True)
-class Versions:
+class SsaForm:
     """
     `problem` is `original` with versions as tensors: the same ops, in their default variants only.
 
-    Where nothing in the arena is overwritten it is the original itself. Version 0 of a tensor has
-    the tensor's number; the others follow all tensors. `overwrites[o]` are the (made, read)
-    versions of op o; those made are the last of its outputs, in that order.
+    It is the original itself if no tensor in the arena is overwritten. Version 0 of a tensor has
+    the tensor's number; later versions follow all tensors. `overwrites[o]` are the (output, input)
+    versions of op o; these outputs are the last ones of the op, in that order.
     """
 
     original: Problem
     problem: Problem
     tensor: list[int]
-    """By version the tensor of `original`."""
+    """Per tensor of `problem` its tensor in `original`."""
     overwrites: list[tuple[Pair, ...]]
 
     @classmethod
-    def of(cls, problem: Problem) -> "Versions":
-        """The versions of a problem."""
+    def of(cls, problem: Problem) -> "SsaForm":
+        """The SSA form of a problem."""
         if any(problem.overwritten):
-            return _Renaming(problem).versions()
+            return _Renaming(problem).ssa_form()
         unchanged = list(range(problem.tensor_count))
         return cls(problem, problem, unchanged, [()] * problem.op_count)
 
-    def restored(self, schedule: Schedule) -> Schedule:
+    def to_original(self, schedule: Schedule) -> Schedule:
         """
-        A schedule of `problem` as one of `original`: versions in one place are one buffer.
+        A schedule of `problem` as one of `original`: versions at one address are one buffer.
 
         Raises:
-            NoScheduleError: a version is still read after it was overwritten.
+            NoScheduleError: a version is read after it was overwritten.
         """
         if self.problem is self.original:
             return schedule
         return self._merged(schedule, self._roots(schedule))
 
-    def placed(self, placed: PlacedSchedule) -> PlacedSchedule:
-        """As `restored`, with the same addresses."""
+    def placed_to_original(self, placed: PlacedSchedule) -> PlacedSchedule:
+        """As `to_original`, with the same addresses."""
         if self.problem is self.original:
             return placed
         root = self._roots(placed.schedule)
-        restored = self._merged(placed.schedule, root)
-        return PlacedSchedule(restored, placed.offset[np.unique(root)], placed.workspace_offset)
+        original = self._merged(placed.schedule, root)
+        return PlacedSchedule(original, placed.offset[np.unique(root)], placed.workspace_offset)
 
     def _roots(self, schedule: Schedule) -> Ints:
-        """Per buffer the one with version 0 in its place."""
+        """Per buffer the one with version 0 at its address."""
         t = schedule.trace
         root = np.arange(t.tensor.size)
         for event, op in enumerate(schedule.variants):
@@ -72,33 +72,38 @@ class Versions:
                 continue
             reads = dict(zip(self.problem.op_inputs[op], schedule.reads(event), strict=True))
             end = t.writes_ptr[event + 1]
-            made = t.writes[end - len(self.overwrites[op]) : end]
-            for buffer, (_, version) in zip(made, self.overwrites[op], strict=True):
+            written = t.writes[end - len(self.overwrites[op]) : end]
+            for buffer, (_, version) in zip(written, self.overwrites[op], strict=True):
                 if t.last[reads[version]] != event:
-                    raise NoScheduleError("a version is read after it was overwritten")
+                    tensor = self.original.graph.tensors[self.tensor[version]].id
+                    writer = self.original.graph.ops[op]
+                    raise NoScheduleError(
+                        f"event {t.last[reads[version]]} reads a version of tensor {tensor} that"
+                        f" op {writer.id} ({writer.name}) has overwritten at event {event}"
+                    )
                 root[buffer] = root[reads[version]]
         return root
 
     def _merged(self, schedule: Schedule, root: Ints) -> Schedule:
         t = schedule.trace
-        kept, buffer = np.unique(root, return_inverse=True)
-        last, survives = t.last[kept], t.survives[kept]
+        roots, buffer = np.unique(root, return_inverse=True)
+        last, survives = t.last[roots], t.survives[roots]
         np.maximum.at(last, buffer, t.last)
         np.maximum.at(survives, buffer, t.survives)
-        fewer = [0 if op < 0 else len(self.overwrites[op]) for op in schedule.variants]
+        removed = [0 if op < 0 else len(self.overwrites[op]) for op in schedule.variants]
         ends = t.writes_ptr[1:]
         stays = np.ones(t.writes.size, dtype=np.bool_)
-        for end, versions in zip(ends, fewer, strict=True):
+        for end, versions in zip(ends, removed, strict=True):
             stays[end - versions : end] = False
         trace = Trace(
-            tensor=np.array(self.tensor, dtype=np.int64)[t.tensor[kept]],
-            first=t.first[kept],
+            tensor=np.array(self.tensor, dtype=np.int64)[t.tensor[roots]],
+            first=t.first[roots],
             last=last,
-            shares=_renumbered(t.shares[kept], buffer),
+            shares=_renumbered(t.shares[roots], buffer),
             survives=survives,
             reads_ptr=t.reads_ptr,
             reads=_renumbered(t.reads, buffer),
-            writes_ptr=t.writes_ptr - np.cumsum([0, *fewer]),
+            writes_ptr=t.writes_ptr - np.cumsum([0, *removed]),
             writes=_renumbered(t.writes[stays], buffer),
             moved=_renumbered(t.moved, buffer),
             source=_renumbered(t.source, buffer),
@@ -107,49 +112,49 @@ class Versions:
 
 
 def _renumbered(old: Ints, buffer: Ints) -> Ints:
-    """Numbers of buffers as new ones; what is negative stands for none."""
+    """Buffer numbers mapped to new ones; negative entries stay."""
     return np.where(old >= 0, buffer[old], old)
 
 
 class _Renaming:
-    """Walks over the ops, naming versions."""
+    """Renames tensors to versions, op by op in program order."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.tensors = list(problem.graph.tensors)
         self.tensor = list(range(problem.tensor_count))
         self.outside = list(problem.outside)
-        self.now = {self.tensors[t].id: t for t, yes in enumerate(problem.overwritten) if yes}
-        """By id of an overwritten tensor its latest version so far."""
-        known = {tensor.id for tensor in self.tensors}
-        self.unused = (i for i in count() if i not in known)
+        self.latest = {self.tensors[t].id: t for t, yes in enumerate(problem.overwritten) if yes}
+        """Latest version so far, by the id of an overwritten tensor."""
+        used = {tensor.id for tensor in self.tensors}
+        self.unused_ids = (i for i in count() if i not in used)
 
-    def versions(self) -> Versions:
+    def ssa_form(self) -> SsaForm:
         problem = self.problem
-        named = [self._op(op) for op in problem.graph.ops]
+        renamed = [self._op(op) for op in problem.graph.ops]
         graph = problem.graph.model_copy(
-            update={"tensors": self.tensors, "ops": [op for op, _ in named]}
+            update={"tensors": self.tensors, "ops": [op for op, _ in renamed]}
         )
         versioned = Problem.with_places(
             graph, problem.alignment, problem.outputs, problem.host_budget, self.outside
         )
-        return Versions(problem, versioned, self.tensor, [pairs for _, pairs in named])
+        return SsaForm(problem, versioned, self.tensor, [pairs for _, pairs in renamed])
 
     def _op(self, op: Op) -> tuple[Op, tuple[Pair, ...]]:
-        """The op among versions, and the (made, read) ones of what it overwrites."""
+        """The op on versions, and its (output, input) versions of overwritten tensors."""
         inputs = [self._id(t) for t in op.inputs]
         shared = [[out, self._id(t)] for out, t in op.inplace if t not in op.mutates]
         pairs = []
         for t in dict.fromkeys(op.mutates):
-            if t in self.now:
-                old = self.now[t]
-                self.now[t] = made = self._next(old)
-                pairs.append((made, old))
-        ids = [[self.tensors[made].id, self.tensors[old].id] for made, old in pairs]
+            if t in self.latest:
+                old = self.latest[t]
+                self.latest[t] = new = self._new_version(old)
+                pairs.append((new, old))
+        ids = [[self.tensors[new].id, self.tensors[old].id] for new, old in pairs]
         changed = {
             "inputs": inputs,
-            "outputs": [*op.outputs, *(made for made, _ in ids)],
-            "mutates": [t for t in op.mutates if t not in self.now],
+            "outputs": [*op.outputs, *(new for new, _ in ids)],
+            "mutates": [t for t in op.mutates if t not in self.latest],
             "inplace": [*shared, *ids],
             "variants": [],
         }
@@ -157,14 +162,14 @@ class _Renaming:
 
     def _id(self, tensor_id: int) -> int:
         """The id of a tensor's latest version."""
-        found = self.now.get(tensor_id)
+        found = self.latest.get(tensor_id)
         return tensor_id if found is None else self.tensors[found].id
 
-    def _next(self, old: int) -> int:
-        """A new version; only the last one of an output is an output."""
+    def _new_version(self, old: int) -> int:
+        """Add the version after `old`; only the last version of an output is an output."""
         before: Tensor = self.tensors[old]
         self.tensors[old] = before.model_copy(update={"kind": "activation"})
-        self.tensors.append(before.model_copy(update={"id": next(self.unused)}))
+        self.tensors.append(before.model_copy(update={"id": next(self.unused_ids)}))
         self.tensor.append(self.tensor[old])
         self.outside.append(False)
         return len(self.tensors) - 1

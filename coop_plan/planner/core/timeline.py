@@ -1,27 +1,24 @@
 """
-The timeline: what the steps of a plan cost, in one place.
+Cost model: the timeline of a plan's steps on one compute stream and two copy engines.
 
-Three engines run in plan order: compute, device to host, host to device. Compute comes to a step
-when every compute step before it is over, and every copy that a `wait` before it is for. From then
-on
+Three engines run in plan order: compute, device to host, host to device. Compute reaches a step
+when every earlier compute step has ended, and every copy that an earlier `wait` names. From then on
 
 - a compute step runs at once;
 - a copy runs as soon as its engine is free, for the latency of the device and its bytes at the
-  engine's bandwidth; without bandwidth there is no such engine, and a copy never ends;
-- a `wait` holds compute, and all that is listed after it, until its copy is over.
+  engine's bandwidth; bandwidth 0 means that the engine does not exist, and a copy never ends;
+- a `wait` stalls compute, and all later steps, until its copy has ended.
 
-So a copy begins with its source complete: what makes an offload's source, and the wait for the
-offload that a prefetch reads, are listed before it. And it begins only when everything before it
-that used the bytes it writes is over: lifetimes, on the device and on the host, end with a compute
-step or a wait, in the order of the steps, whatever the times turn out to be. A device does this by
-recording an event where compute stands when the copy is listed, and having the copy's stream wait
-for it. An offload is listed right behind the run that makes its source for it to begin early, a
-prefetch behind the last step that uses the bytes it takes over.
+Hence a copy starts with its source complete: the producer of an offload's source, and the wait for
+the offload that a prefetch reads, are earlier steps. It starts only after every earlier use of the
+bytes it writes: lifetimes, on the device and on the host, end with a compute step or a wait, in the
+order of the steps, for any durations. On a device, an event is recorded on the compute stream at
+the copy's position, and the copy's stream waits for it. An offload is listed right after the run
+that produces its source, to start early; a prefetch after the last step that uses its bytes.
 
 The cost of a plan is its makespan: the end of the last compute step or of the last copy that was
-waited for. Without copies it is the sum of the costs of the variants, whatever their order. How long
-compute is held is told by cause: waits for a tensor to come back, and waits for bytes that are
-still being copied away.
+waited for. Without copies it is the sum of the variants' costs, in any order. Stalls of compute are
+counted by cause: waits for prefetches, and waits for offloads, whose bytes are still in use.
 """
 
 from dataclasses import dataclass, field
@@ -32,19 +29,19 @@ from coop_plan.schemas import Compute, Device, Graph, Offload, Plan, Prefetch, W
 
 @dataclass
 class Engine:
-    """A copy engine: bytes/s, µs per copy, and when it is free, µs."""
+    """A copy engine: bandwidth (bytes/s), latency per copy (µs), and when it is free (µs)."""
 
     bytes_per_s: float
     latency_us: float
     free_us: float = 0.0
 
     def copy(self, now_us: float, size: int) -> float:
-        """Copy so many bytes as soon as it can; returns the end, µs. No engine never ends."""
-        self.free_us = max(now_us, self.free_us) + self.lasts_us(size)
+        """Queue a copy of `size` bytes at `now_us`; returns its end, µs."""
+        self.free_us = max(now_us, self.free_us) + self.duration_us(size)
         return self.free_us
 
-    def lasts_us(self, size: int) -> float:
-        """How long a copy of so many bytes takes, µs."""
+    def duration_us(self, size: int) -> float:
+        """Duration of a copy of `size` bytes, µs; infinite without bandwidth."""
         if not self.bytes_per_s:
             return float("inf")
         return self.latency_us + size / self.bytes_per_s * 1e6
@@ -52,17 +49,18 @@ class Engine:
 
 @dataclass
 class Timeline:
-    """The engines of a device while the steps of a plan go by; times are µs from the beginning."""
+    """The engines of a device, advanced step by step; times are µs since the first step."""
 
     device: Device
     offload_stall_us: float = 0.0
-    """How long compute has waited for copies to the host, that is, for the bytes they leave."""
+    """Time that compute has waited for offloads."""
     prefetch_stall_us: float = 0.0
-    """How long compute has waited for copies from the host."""
+    """Time that compute has waited for prefetches."""
     _costs: list[float] = field(default_factory=list)
     _now_us: float = 0.0
-    _away: dict[int, float] = field(default_factory=dict)
-    _back: dict[int, float] = field(default_factory=dict)
+    _offloads: dict[int, float] = field(default_factory=dict)
+    """End of each offload in flight, by buffer."""
+    _prefetches: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         latency = self.device.copy_latency_us
@@ -70,42 +68,42 @@ class Timeline:
         self._to_device = Engine(self.device.h2d_bytes_per_s, latency)
 
     def compute(self, cost_us: float) -> None:
-        """A variant runs for so long."""
+        """Run a variant of this cost."""
         self._costs.append(cost_us)
         self._now_us += cost_us
 
     def offload(self, buffer: int, size: int) -> float:
-        """A copy of so many bytes of a buffer to the host begins; returns when it ends, µs."""
-        self._away[buffer] = self._to_host.copy(self._now_us, size)
-        return self._away[buffer]
+        """Start the copy of a buffer of `size` bytes to the host; returns its end, µs."""
+        self._offloads[buffer] = self._to_host.copy(self._now_us, size)
+        return self._offloads[buffer]
 
     def prefetch(self, buffer: int, size: int) -> float:
-        """A copy of so many bytes from the host into a buffer begins; returns its end, µs."""
-        self._back[buffer] = self._to_device.copy(self._now_us, size)
-        return self._back[buffer]
+        """Start the copy of `size` bytes from the host into a buffer; returns its end, µs."""
+        self._prefetches[buffer] = self._to_device.copy(self._now_us, size)
+        return self._prefetches[buffer]
 
-    def copy_us(self, size: int, *, away: bool) -> float:
-        """How long a copy of so many bytes takes on its engine, µs."""
-        return (self._to_host if away else self._to_device).lasts_us(size)
+    def copy_us(self, size: int, *, to_host: bool) -> float:
+        """Duration of a copy of `size` bytes in this direction, µs."""
+        return (self._to_host if to_host else self._to_device).duration_us(size)
 
     def wait(self, buffer: int) -> None:
-        """Compute waits for the copy in flight on a buffer."""
-        if buffer in self._away:
-            end = self._away.pop(buffer)
+        """Stall compute until the copy in flight on a buffer has ended."""
+        if buffer in self._offloads:
+            end = self._offloads.pop(buffer)
             self.offload_stall_us += max(0.0, end - self._now_us)
         else:
-            end = self._back.pop(buffer)
+            end = self._prefetches.pop(buffer)
             self.prefetch_stall_us += max(0.0, end - self._now_us)
         self._now_us = max(self._now_us, end)
 
     @property
     def now_us(self) -> float:
-        """When compute comes to the next step."""
+        """Time at which compute reaches the next step."""
         return self._now_us
 
     @property
     def stall_us(self) -> float:
-        """How long compute has waited for copies."""
+        """Time that compute has waited for copies."""
         return self.offload_stall_us + self.prefetch_stall_us
 
     @property
@@ -116,7 +114,7 @@ class Timeline:
 
 
 def step_costs(graph: Graph) -> dict[tuple[int, str | None], float]:
-    """What a run of an op costs, µs, by its id and variant; None is the default one."""
+    """Cost of a run in µs by (op id, variant name); the default variant has the name None."""
     cost: dict[tuple[int, str | None], float] = {(op.id, None): op.cost_us for op in graph.ops}
     return cost | {(op.id, v.name): v.cost_us for op in graph.ops for v in op.variants}
 
@@ -126,7 +124,7 @@ def plan_timeline(graph: Graph, plan: Plan) -> Timeline:
     The timeline at the end of a plan, with the costs of `graph`, and its device or the plan's link.
 
     Raises:
-        KeyError: a step names an op, a variant or a buffer that is not there.
+        KeyError: a step names an unknown op, variant or buffer.
     """
     timeline = Timeline(graph.device.with_link(plan.link_bytes_per_s))
     cost = step_costs(graph)

@@ -25,7 +25,7 @@ from typing import Any
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, CheckmateParams
@@ -232,7 +232,7 @@ def solve_checkmate(
             schedule = _solve(process, program, capacity, request, integral, solver)
             placed = place_or_pack(process, schedule, request.arena_bytes, request.deadline)
             if placed is not None:
-                return Solution(program.versions.placed(placed))
+                return Solution(program.versions.placed_to_original(placed))
     raise DoesNotFitError(largest_working_set(problem).op)
 
 

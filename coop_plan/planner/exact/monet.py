@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.core.working_sets import least_working_set, needs
+from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
 from coop_plan.planner.exact.model.variants import VariantChoices
 from coop_plan.planner.exact.primal.packing import place_or_pack
@@ -105,7 +105,7 @@ class MonetModel:
 
     def _memory(self, t: int) -> None:
         choices, milp = self.choices, self.milp
-        problem, need = choices.problem, needs(choices.problem)
+        problem, need = choices.problem, working_sets(choices.problem)
         unit = max(self.capacity, 1)
         ops = (*_rerunnable(choices, t), t)
         # [Variable] N, from the end of the stage back.
@@ -141,7 +141,7 @@ class MonetModel:
                 taken = problem.rounded(variant.workspace_bytes)
                 taken += sum(problem.size[d] for d in variant.makes)
                 if op < t:
-                    taken += need.again[v] - need.first[v]
+                    taken += need.rerun[v] - need.first[v]
                 weights[self.delta[t, v]] = taken
                 self._inplace(t, v, after, weights)
             terms = [(c, w / unit) for c, w in weights.items()]
@@ -200,9 +200,9 @@ def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET)
     if request.deadline is None:
         request = replace(request, deadline=time.monotonic() + params.default_seconds)
     assert request.deadline is not None
-    infeasible = DoesNotFitError(least_working_set(problem).op)
+    infeasible = DoesNotFitError(working_set_bound(problem).op)
     capacity = problem.rounded(request.arena_bytes)
-    if least_working_set(problem).bytes > capacity:
+    if working_set_bound(problem).bytes > capacity:
         raise infeasible
     model = MonetModel(choices, capacity)
     with SolverProcess() as process:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from coop_plan.planner.core.cpu_count import processors
+from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
@@ -177,7 +177,7 @@ class _OptimalSolve:
     def _improve_offline(self, share: float, stop: Callable[[], bool]) -> None:
         """Improve coop-offline's plan until `stop`, for at most this share of the time left."""
         now = time.monotonic()
-        self.offline.processors = max(1, processors() - self.bounding.running)
+        self.offline.processors = max(1, usable_cpus() - self.bounding.running)
         try:
             self.offline.improve(now + (self.deadline - now) * share, stop)
         finally:
@@ -226,7 +226,7 @@ class _OptimalSolve:
 
     def _offer(self, placed: PlacedSchedule) -> None:
         """Offer a placed schedule of the program, whose tensors are SSA versions."""
-        self.incumbent.offer(self.program.versions.placed(placed))
+        self.incumbent.offer(self.program.versions.placed_to_original(placed))
 
     def _place_readout(self, readout: Readout) -> bool:
         """Make a plan of a readout that would be cheaper; True if it needs no re-plan."""
@@ -240,7 +240,7 @@ class _OptimalSolve:
             if placed is not None:
                 self._offer(placed)
                 return True
-        restored = self.program.versions.restored(schedule)
+        restored = self.program.versions.to_original(schedule)
         replanned = self.guided_replan.replan(restored, self.incumbent.cost_us)
         if replanned is not None:
             self.incumbent.offer(replanned)

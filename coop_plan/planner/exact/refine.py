@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from coop_plan.planner.core.cpu_count import processors
+from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, Incumbent
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
@@ -149,7 +149,7 @@ class Refinement:
         if not proved or incumbent.gap <= wide:
             return False
         bounding.begin(self.program, self.capacity, set(self.points[:-1]))
-        if processors() == 1:
+        if usable_cpus() == 1:
             now = time.monotonic()
             until = now + (self.deadline - now) * params.single_core_share
             while bounding.running and time.monotonic() < until:

@@ -16,7 +16,7 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.cpu_count import processors
+from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.search.makespan.annealing import JointSearch, run_beside
 from coop_plan.planner.method import Request, Solution
@@ -43,7 +43,7 @@ class CoopOffline:
         self.request = request
         self.params = params
         self.portfolio = Portfolio(problem, request, params)
-        self.processors = processors()
+        self.processors = usable_cpus()
         self._online: OnlineRun | None = None
         self._swapped: PlacedSchedule | None = None
         self._links = "transfers" in problem.beyond_recomputation

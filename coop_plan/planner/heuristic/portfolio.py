@@ -16,7 +16,7 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Ints, to_arrays
 from coop_plan.planner.core.lifetimes import Blocks
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.placement.layout import WORK, fit

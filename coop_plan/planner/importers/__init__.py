@@ -1,1 +1,1 @@
-"""What PyTorch recorded of a real step, as a graph or as buffers."""
+"""Importers of PyTorch's recordings of a step: execution traces, Kineto traces, snapshots."""

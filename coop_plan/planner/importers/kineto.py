@@ -1,30 +1,34 @@
 """
-What each op of an execution trace took, from a Kineto trace (`profiler.export_chrome_trace`).
+Durations of an execution trace's ops, from a Kineto trace (`profiler.export_chrome_trace`).
 
-An op on a device takes what the kernels take that it launches, which carry its External id; on the
-host it takes its own time.
+The duration of an op on a device is that of the kernels that it launches, which carry its External
+id; on the host it is its own.
 """
 
 import statistics
 from collections import defaultdict
 from typing import Any
 
-from coop_plan.planner.importers.operators import Work
+from coop_plan.planner.importers.operators import Call
 from coop_plan.schemas.errors import InvalidInputError
 
 ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 KINDS = ON_DEVICE | {"cpu_op", "user_annotation"}
 
 
-class Times:
-    """Durations in µs, by the profiler's number for a node or by the order of equal names."""
+class KinetoTimes:
+    """Durations in µs, matched to nodes by the profiler's number or the order of equal names."""
 
     def __init__(self, document: Any) -> None:
         events = document.get("traceEvents") if isinstance(document, dict) else document
         if not isinstance(events, list):
-            raise InvalidInputError("no Kineto trace: it has no list `traceEvents`", "/traceEvents")
+            raise InvalidInputError(
+                "not a Kineto trace: there is no list `traceEvents`; write one with"
+                " profiler.export_chrome_trace",
+                "/traceEvents",
+            )
         self.device_us: dict[int, float] = defaultdict(float)
-        self.calls: list[tuple[float, str, int, float]] = []
+        self.events: list[tuple[float, str, int, float]] = []
         for position, event in enumerate(events):
             if not isinstance(event, dict) or event.get("ph") != "X":
                 continue
@@ -40,23 +44,24 @@ class Times:
             if kind in ON_DEVICE:
                 self.device_us[number] += duration
             else:
-                self.calls.append((begin, str(event.get("name")), number, duration))
-        self.calls.sort()
-        if not self.calls:
+                self.events.append((begin, str(event.get("name")), number, duration))
+        self.events.sort()
+        if not self.events:
             raise InvalidInputError(
-                "the trace has no operators (events of cat cpu_op)", "/traceEvents"
+                "the trace has no operators (events of cat cpu_op): record ProfilerActivity.CPU",
+                "/traceEvents",
             )
 
-    def of(self, works: list[Work], ops: list[Work]) -> list[float | None]:
-        """What each of `ops` takes, None where it is not found; `works` are all nodes in order."""
-        number = self._same_run(works) or self._same_names(works)
-        own = {external: duration for _, _, external, duration in self.calls}
+    def of(self, calls: list[Call], ops: list[Call]) -> list[float | None]:
+        """Duration of each of `ops`, None if not found; `calls` are all calls in order."""
+        number = self._same_run(calls) or self._same_names(calls)
+        own = {external: duration for _, _, external, duration in self.events}
 
-        def device_us(op: Work, run: int) -> float:
+        def device_us(op: Call, run: int) -> float:
             return sum(
-                self.device_us.get(number[work.node.id][run], 0.0)
-                for work in op.subtree
-                if run < len(number.get(work.node.id, ()))
+                self.device_us.get(number[call.node.id][run], 0.0)
+                for call in op.subtree
+                if run < len(number.get(call.node.id, ()))
             )
 
         found: list[float | None] = []
@@ -70,38 +75,39 @@ class Times:
                 found.append(statistics.median(own[external] for external in runs))
         return found
 
-    def _same_run(self, works: list[Work]) -> dict[int, list[int]]:
-        """Numbers by node, if both traces are of one run: the profiler's numbers bear one name."""
-        names = {number: name for _, name, number, _ in self.calls}
-        for shift in self._shifts(works, names):
+    def _same_run(self, calls: list[Call]) -> dict[int, list[int]]:
+        """Numbers by node if both traces are of one run: equal numbers have equal names."""
+        names = {number: name for _, name, number, _ in self.events}
+        for shift in self._shifts(calls, names):
             matched = {
-                work.node.id: [work.node.record + shift]
-                for work in works
-                if names.get(work.node.record + shift) == work.node.name
+                call.node.id: [call.node.record + shift]
+                for call in calls
+                if names.get(call.node.record + shift) == call.node.name
             }
-            called = [work for work in works if "::" in work.node.name]
-            if sum(work.node.id in matched for work in called) >= 0.9 * len(called) > 0:
+            named = [call for call in calls if "::" in call.node.name]
+            if sum(call.node.id in matched for call in named) >= 0.9 * len(named) > 0:
                 return matched
         return {}
 
-    def _shifts(self, works: list[Work], names: dict[int, str]) -> list[int]:
-        """What Kineto's numbers may be ahead: it counts from its own start in some versions."""
-        first = next((work.node for work in works if "::" in work.node.name), None)
+    def _shifts(self, calls: list[Call], names: dict[int, str]) -> list[int]:
+        """Possible offsets of Kineto's numbers, which some versions count from their own start."""
+        first = next((call.node for call in calls if "::" in call.node.name), None)
         if first is None:
             return []
         near = range(-2, 3)
         return [shift for shift in near if names.get(first.record + shift) == first.name]
 
-    def _same_names(self, works: list[Work]) -> dict[int, list[int]]:
-        """Numbers by node, if they are of two runs of one script: the k-th of a name is the k-th.
+    def _same_names(self, calls: list[Call]) -> dict[int, list[int]]:
+        """
+        Numbers by node if the traces are of two runs of one script: the k-th event of each name.
 
-        Several steps were recorded where every name comes so many times as often.
+        If a name occurs r times as often in the Kineto trace, that trace has r steps.
         """
         here: dict[str, list[int]] = defaultdict(list)
         there: dict[str, list[int]] = defaultdict(list)
-        for work in works:
-            here[work.node.name].append(work.node.id)
-        for _, name, number, _ in self.calls:
+        for call in calls:
+            here[call.node.name].append(call.node.id)
+        for _, name, number, _ in self.events:
             there[name].append(number)
         matched: dict[int, list[int]] = {}
         for name, ids in here.items():
@@ -115,7 +121,9 @@ class Times:
 def _micros(event: dict[str, Any], key: str, position: int) -> float:
     value = event.get(key, 0)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e18:
-        raise InvalidInputError(f"{key} is a number of µs", f"/traceEvents/{position}/{key}")
+        raise InvalidInputError(f"{key} must be a number of µs", f"/traceEvents/{position}/{key}")
     if key == "dur" and value < 0:
-        raise InvalidInputError("dur is below 0", f"/traceEvents/{position}/dur")
+        raise InvalidInputError(
+            f"dur must be at least 0, not {value}", f"/traceEvents/{position}/dur"
+        )
     return float(value)

@@ -1,10 +1,10 @@
 """
-PyTorch's execution traces (`torch.profiler.ExecutionTraceObserver`), node by node.
+Reader of the nodes of PyTorch's execution traces (`torch.profiler.ExecutionTraceObserver`).
 
-The format is in `torch/csrc/profiler/standalone/execution_trace_observer.cpp`. A node is what ran
-between two callbacks of `RecordFunction`: an operator, or a frame around some. Numbers grow in the
-order of their beginnings, so a parent's is smaller. From schema 1.0.2-chakra on, values and shapes
-lie in one object and small fields in `attrs`; before, they are fields of the node.
+The format is in `torch/csrc/profiler/standalone/execution_trace_observer.cpp`. A node is one scope
+of `RecordFunction`: an operator, or a frame around operators. Ids ascend by start, so that of a
+parent is smaller. From schema 1.0.2-chakra on, values and shapes are in one object and small fields
+in `attrs`; before, they are fields of the node.
 """
 
 import json
@@ -15,19 +15,19 @@ from typing import Any
 
 from coop_plan.schemas.errors import InvalidInputError
 
-MOST_BYTES = 1 << 60
-"""Of a storage: what the sizes of a graph may add up to."""
+MAX_BYTES = 1 << 60
+"""Upper limit of a storage, as of the sum of a graph's sizes."""
 
 DEVICE = re.compile(r"[a-z_]+(:\d+)?")
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A tensor as an operator saw it: `extent` is where in its storage it ends, in bytes."""
+    """A tensor argument or result; `extent` is the end of the tensor in its storage, bytes."""
 
     tensor: int
     storage: tuple[str, int]
-    """Device and number; numbers stand for addresses, so a storage's is another's later on."""
+    """Device and number; numbers stand for addresses, which later storages use again."""
     extent: int
     numel: int
     begin: int
@@ -44,7 +44,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Node:
-    """One record; `inputs[i]` are the tensors in argument i."""
+    """One record of the trace; `inputs[i]` are the tensors in argument i."""
 
     id: int
     name: str
@@ -53,15 +53,19 @@ class Node:
     outputs: list[Ref]
     schema: str
     record: int
-    """The profiler's number for it (`rf_id`), which a Kineto trace of the same run has, too."""
+    """The profiler's number (`rf_id`), which a Kineto trace of the same run has as well."""
     place: str
-    """JSON pointer."""
+    """JSON pointer of the record."""
 
 
 def read_nodes(document: Any) -> list[Node]:
-    """The nodes of a decoded trace in program order; `InvalidInputError` names the bad one."""
+    """Nodes of a decoded trace in program order; raises `InvalidInputError` with the bad node."""
     if not isinstance(document, dict) or not isinstance(document.get("nodes"), list):
-        raise InvalidInputError("no execution trace: it has no list `nodes`", "/nodes")
+        raise InvalidInputError(
+            "not an execution trace: there is no list `nodes`; record one with"
+            " torch.profiler.ExecutionTraceObserver",
+            "/nodes",
+        )
     nodes: dict[int, Node] = {}
     for position, raw in enumerate(document["nodes"]):
         node = _node(raw, f"/nodes/{position}")
@@ -69,7 +73,7 @@ def read_nodes(document: Any) -> list[Node]:
             raise InvalidInputError(f"two nodes have the id {node.id}", f"{node.place}/id")
         nodes[node.id] = node
     found = [nodes[number] for number in sorted(nodes)]
-    for node in found[1:]:  # the first, the process, has itself for a parent
+    for node in found[1:]:  # the first node, the process, is its own parent
         if node.parent == node.id:
             raise InvalidInputError(f"node {node.id} is its own parent", f"{node.place}/ctrl_deps")
     return found
@@ -77,22 +81,24 @@ def read_nodes(document: Any) -> list[Node]:
 
 def _node(raw: Any, place: str) -> Node:
     if not isinstance(raw, dict):
-        raise InvalidInputError("a node is an object", place)
+        raise InvalidInputError("a node must be an object", place)
     fields = dict(raw)
     attributes = raw.get("attrs", [])
     if not isinstance(attributes, list):
-        raise InvalidInputError("attrs is a list", f"{place}/attrs")
+        raise InvalidInputError("attrs must be a list", f"{place}/attrs")
     for number, attribute in enumerate(attributes):
         if not isinstance(attribute, dict) or "name" not in attribute:
-            raise InvalidInputError("an attribute has a name", f"{place}/attrs/{number}")
+            raise InvalidInputError(
+                "an attribute must be an object with a name", f"{place}/attrs/{number}"
+            )
         fields.setdefault(str(attribute["name"]), attribute.get("value"))
     name = fields.get("name")
     if not isinstance(name, str) or not _is_text(name):
-        raise InvalidInputError("a node has a name", f"{place}/name")
+        raise InvalidInputError("a node must have a name, a text in UTF-8", f"{place}/name")
     own = _number(fields, "id", place)
     parent = _number(fields, "ctrl_deps" if "ctrl_deps" in fields else "parent", place)
     if parent > own:
-        message = f"node {own} begins before its parent {parent}"
+        message = f"node {own} ({name[:60]}) has the parent {parent}, which starts later"
         raise InvalidInputError(message, f"{place}/ctrl_deps")
     inputs = list(_arguments(fields, "input", own, place))
     outputs = [ref for refs in _arguments(fields, "output", own, place) for ref in refs]
@@ -109,7 +115,7 @@ def _node(raw: Any, place: str) -> Node:
 
 
 def _is_text(name: str) -> bool:
-    """Whether it can be written: JSON can name halves of characters, which no file can hold."""
+    """True if the text can be encoded; JSON can contain unpaired surrogates, which cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -121,13 +127,13 @@ def _number(fields: dict[str, Any], name: str, place: str, default: int | None =
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidInputError(
-            f"{name} is a number >= 0, not {json.dumps(value)}", f"{place}/{name}"
+            f"{name} must be an integer of at least 0, not {json.dumps(value)}", f"{place}/{name}"
         )
     return value
 
 
 def _arguments(fields: dict[str, Any], which: str, own: int, place: str) -> Iterator[list[Ref]]:
-    """The tensors of each argument or result."""
+    """The tensors in each argument or result."""
     at = f"{place}/{which}s"
     found = fields.get(f"{which}s", [])
     if isinstance(found, dict):
@@ -138,13 +144,13 @@ def _arguments(fields: dict[str, Any], which: str, own: int, place: str) -> Iter
         values, types = found, fields.get(f"{which}_types")
         shapes, strides = fields.get(f"{which}_shapes"), None
     if not isinstance(values, list) or not isinstance(types, list) or len(values) != len(types):
-        raise InvalidInputError(f"node {own}: as many values as types of its {which}s", at)
+        raise InvalidInputError(f"node {own}: its {which}s must have as many values as types", at)
     for index, (value, kind) in enumerate(zip(values, types, strict=True)):
-        form = (_item(shapes, index), _item(strides, index))
+        layout = (_item(shapes, index), _item(strides, index))
         if "Tensor(" not in str(kind):
             yield []
         elif str(kind).startswith("Tensor("):
-            yield list(_ref(value, form, own, f"{at}/{index}"))
+            yield list(_ref(value, layout, own, f"{at}/{index}"))
         elif isinstance(value, list):
             yield [
                 ref
@@ -152,30 +158,31 @@ def _arguments(fields: dict[str, Any], which: str, own: int, place: str) -> Iter
                 if isinstance(item, list)
                 for ref in _ref(
                     item,
-                    (_item(form[0], number), _item(form[1], number)),
+                    (_item(layout[0], number), _item(layout[1], number)),
                     own,
                     f"{at}/{index}/{number}",
                 )
             ]
         else:
-            raise InvalidInputError(f"node {own}: {kind} is a list", f"{at}/{index}")
+            raise InvalidInputError(f"node {own}: a {kind} must be a list", f"{at}/{index}")
 
 
 def _item(values: Any, index: int) -> Any:
     return values[index] if isinstance(values, list) and index < len(values) else None
 
 
-def _ref(value: Any, form: tuple[Any, Any], own: int, place: str) -> Iterator[Ref]:
+def _ref(value: Any, layout: tuple[Any, Any], own: int, place: str) -> Iterator[Ref]:
     """
-    None for what has no bytes: undefined and empty tensors, which share the address 0.
+    The tensor; none for undefined and empty ones, which all have the address 0.
 
-    `value` is [tensor id, storage id, offset, number of elements, bytes of one, device].
+    `value` is [tensor id, storage id, offset, number of elements, bytes of one, device]; `layout`
+    is its shape and strides, if recorded.
     """
     numbers = value[:5] if isinstance(value, list) and len(value) == 6 else []
-    of_tensor = all(type(number) is int and number >= 0 for number in numbers)
-    if not numbers or not of_tensor or not isinstance(value[5], str):
+    integers = all(type(number) is int and number >= 0 for number in numbers)
+    if not numbers or not integers or not isinstance(value[5], str):
         message = (
-            f"node {own}: a tensor is [tensor id, storage id, offset, elements, bytes of one,"
+            f"node {own}: a tensor must be [tensor id, storage id, offset, elements, bytes of one,"
             f" device], not {json.dumps(value)[:80]}"
         )
         raise InvalidInputError(message, place)
@@ -183,10 +190,13 @@ def _ref(value: Any, form: tuple[Any, Any], own: int, place: str) -> Iterator[Re
     if storage == 0 or numel == 0 or itemsize == 0:
         return
     if DEVICE.fullmatch(value[5]) is None:
-        raise InvalidInputError(f"node {own}: no device: {json.dumps(value[5])[:80]}", f"{place}/5")
-    extent = (offset + _reach(form[0], form[1], numel)) * itemsize
-    if extent < 0 or max(extent, numel * itemsize) >= MOST_BYTES:
-        raise InvalidInputError(f"node {own}: its sizes cannot be those of a tensor", place)
+        raise InvalidInputError(
+            f"node {own}: not a device: {json.dumps(value[5])[:80]}", f"{place}/5"
+        )
+    extent = (offset + _span(layout[0], layout[1], numel)) * itemsize
+    if extent < 0 or max(extent, numel * itemsize) >= MAX_BYTES:
+        message = f"node {own}: its offset, shape and strides exceed {MAX_BYTES} bytes"
+        raise InvalidInputError(message, place)
     yield Ref(
         tensor=tensor,
         storage=(value[5], storage),
@@ -197,8 +207,8 @@ def _ref(value: Any, form: tuple[Any, Any], own: int, place: str) -> Iterator[Re
     )
 
 
-def _reach(shape: Any, strides: Any, numel: int) -> int:
-    """Elements from the tensor's first to its last; an expanded one has more than that."""
+def _span(shape: Any, strides: Any, numel: int) -> int:
+    """Elements of storage from a tensor's first to its last; fewer than `numel` if expanded."""
     if not isinstance(shape, list) or not isinstance(strides, list) or len(shape) != len(strides):
         return numel
     if not all(type(number) is int for number in (*shape, *strides)):

@@ -1,9 +1,9 @@
 """
-Which nodes of a trace are a step's ops, and what they do to storages.
+Selection of the nodes of a trace that become ops, with the storages that they read and write.
 
-Operators call operators. The op of a graph is the outermost one whose work is not all done by ops
-below it: `aten::linear` leaves everything to `aten::addmm`, which itself only leaves the copy of
-the bias to another. Work is what is read and what is written, so no list of names decides it.
+Operators call operators. A graph's op is the outermost call whose reads and writes are not all
+those of ops below it. `aten::linear` leaves all of them to `aten::addmm`, which leaves only the
+copy of the bias to another operator. Reads and writes decide, not a list of names.
 """
 
 import re
@@ -17,13 +17,13 @@ from coop_plan.schemas.errors import InvalidInputError
 Storage = tuple[str, int]
 
 ALLOCATIONS = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
-"""Operators that make a storage and write nothing."""
+"""Operators that allocate a storage without writing it."""
 
 OVERWRITERS = frozenset({"zero_", "fill_", "copy_", "normal_", "uniform_", "bernoulli_", "random_"})
-"""In-place operators that do not read what they write."""
+"""In-place operators that do not read their output."""
 
 OPERATOR = re.compile(r"\w+::")
-"""A name that an operator can have; frames and annotations have others."""
+"""Prefix of operators' names; frames and annotations have none."""
 
 RANDOM = re.compile(r"bernoulli|dropout$|^rand|^normal|uniform_|exponential_|random_|multinomial")
 
@@ -31,34 +31,34 @@ COLLECTIVES = ("c10d::", "nccl:", "_c10d_functional::")
 
 
 @dataclass
-class Work:
-    """What a node and all below it do, storage by storage."""
+class Call:
+    """A node of the call tree, with the storages that it and its children read and write."""
 
     node: Node
     phase: str
-    below: list["Work"] = field(default_factory=list)
+    children: list["Call"] = field(default_factory=list)
     reads: set[Storage] = field(default_factory=set)
     writes: set[Storage] = field(default_factory=set)
     is_op: bool = False
 
     @property
-    def subtree(self) -> "list[Work]":
-        """The node and all below it, in program order."""
+    def subtree(self) -> "list[Call]":
+        """The call and all calls below it, in program order."""
         found, stack = [], [self]
         while stack:
-            work = stack.pop()
-            found.append(work)
-            stack += reversed(work.below)
+            call = stack.pop()
+            found.append(call)
+            stack += reversed(call.children)
         return found
 
 
 def base_name(name: str) -> str:
-    """`aten::add_` without its library."""
+    """The name without its library: `add_` of `aten::add_`."""
     return name.rsplit("::", 1)[-1]
 
 
 def mutated(node: Node) -> list[Ref]:
-    """The arguments that the operator overwrites: what its schema marks, or by PyTorch's naming."""
+    """Arguments that the operator overwrites: those its schema marks, else by its trailing `_`."""
     if "!" in node.schema:
         text = node.schema[node.schema.find("(") + 1 : node.schema.rfind(") ->")]
         marked = [i for i, part in enumerate(_split(text)) if "!" in part]
@@ -70,7 +70,7 @@ def mutated(node: Node) -> list[Ref]:
 
 
 def _split(arguments: str) -> list[str]:
-    """The arguments of a schema; `*` stands between them and is none."""
+    """The arguments of a schema, without the separator `*`."""
     parts, depth, begin = [], 0, 0
     for at, letter in enumerate(arguments):
         depth += (letter in "([") - (letter in ")]")
@@ -81,26 +81,26 @@ def _split(arguments: str) -> list[str]:
     return [part for part in parts if part.strip() not in ("*", "")]
 
 
-def only_shape(name: str) -> bool:
-    """Whether the operator takes the form of its input, and not its numbers."""
+def reads_shape_only(name: str) -> bool:
+    """True if the operator uses its input's shape only, not its values."""
     base = base_name(name)
     return base.endswith("_like") or base.startswith("new_")
 
 
-def operators(nodes: list[Node], device: str) -> list[Work]:
-    """The nodes with what they do, the ops of `device` marked; nodes are in program order."""
-    works: dict[int, Work] = {}
+def operators(nodes: list[Node], device: str) -> list[Call]:
+    """The call tree of nodes in program order, with the ops of `device` marked."""
+    calls: dict[int, Call] = {}
     for node in nodes:
-        parent = works.get(node.parent)
-        work = works[node.id] = Work(node, _phase(node, parent))
+        parent = calls.get(node.parent)
+        call = calls[node.id] = Call(node, _phase(node, parent))
         if parent is not None:
-            parent.below.append(work)
+            parent.children.append(call)
     for node in reversed(nodes):
-        _judge(works[node.id], device)
-    return list(works.values())
+        _mark_op(calls[node.id], device)
+    return list(calls.values())
 
 
-def _phase(node: Node, parent: Work | None) -> str:
+def _phase(node: Node, parent: Call | None) -> str:
     if node.name.startswith("autograd::engine::evaluate_function"):
         return "backward"
     if node.name.startswith("Optimizer.step"):
@@ -108,50 +108,50 @@ def _phase(node: Node, parent: Work | None) -> str:
     return parent.phase if parent is not None else "forward"
 
 
-def last_step(works: list[Work]) -> tuple[list[Work], int]:
+def last_step(calls: list[Call]) -> tuple[list[Call], int]:
     """
-    What ran in the last whole step, in program order, and how many steps the trace has.
+    The calls of the last complete step in program order, and the number of steps of the trace.
 
-    A step ends with its optimizer, or begins where `profiler.step()` was called; what nobody marks
-    is one.
+    A step ends with `Optimizer.step`, or begins at `profiler.step()`. A trace without either is one
+    step.
     """
-    numbers = [work.node.id for work in works]
+    numbers = [call.node.id for call in calls]
     ends = [
-        max(inner.node.id for inner in work.subtree)
-        for work in works
-        if work.node.name.startswith("Optimizer.step")
+        max(inner.node.id for inner in call.subtree)
+        for call in calls
+        if call.node.name.startswith("Optimizer.step")
     ]
     if ends:
         begin = bisect_right(numbers, ends[-2]) if len(ends) > 1 else 0
-        return works[begin : bisect_right(numbers, ends[-1])], len(ends)
+        return calls[begin : bisect_right(numbers, ends[-1])], len(ends)
     begins = [
-        at for at, work in enumerate(works) if work.node.name.startswith("ProfilerStep#")
+        at for at, call in enumerate(calls) if call.node.name.startswith("ProfilerStep#")
     ] or [0]
-    return works[begins[-1] :], len(begins)
+    return calls[begins[-1] :], len(begins)
 
 
-def set_phases(works: list[Work]) -> None:
-    """Between its first op and the optimizer all of a backward is one, hooks of it, too."""
-    begun = False
-    for work in works:
-        begun = begun or work.phase == "backward"
-        if begun and work.phase == "forward":
-            work.phase = "backward"
+def set_phases(calls: list[Call]) -> None:
+    """Set the phase of all calls from the first backward op to the optimizer, hooks included."""
+    in_backward = False
+    for call in calls:
+        in_backward = in_backward or call.phase == "backward"
+        if in_backward and call.phase == "forward":
+            call.phase = "backward"
 
 
-def _judge(work: Work, device: str) -> None:
-    """Whether a node is an op, once all below it are judged."""
-    node = work.node
-    done_reads: set[Storage] = set()
-    done_writes: set[Storage] = set()
-    for child in work.below:
-        done_reads |= child.reads
-        done_writes |= child.writes
-    work.reads, work.writes = done_reads, done_writes
+def _mark_op(call: Call, device: str) -> None:
+    """Set reads, writes and `is_op` of a call, after those of its children."""
+    node = call.node
+    child_reads: set[Storage] = set()
+    child_writes: set[Storage] = set()
+    for child in call.children:
+        child_reads |= child.reads
+        child_writes |= child.writes
+    call.reads, call.writes = child_reads, child_writes
     if node.name.startswith("triton_"):
         message = (
-            f"node {node.id} is a compiled kernel ({node.name[:60]}): what it writes is not in the"
-            " trace; record the step without torch.compile"
+            f"node {node.id} is a compiled kernel ({node.name[:60]}), whose outputs the trace does"
+            " not contain: record the step without torch.compile"
         )
         raise InvalidInputError(message, node.place)
     if OPERATOR.match(node.name) is None or node.name.startswith(("autograd::", "torch::autograd")):
@@ -162,30 +162,31 @@ def _judge(work: Work, device: str) -> None:
     outputs = {ref.storage for ref in node.outputs if ref.device == device}
     changed = {ref.storage for ref in mutated(node) if ref.device == device}
     writes = outputs - inputs | changed
-    reads = set() if only_shape(node.name) else inputs
+    reads = set() if reads_shape_only(node.name) else inputs
     views = not changed and outputs <= inputs and outputs
-    if not (reads or writes) or (views and not done_writes):
+    if not (reads or writes) or (views and not child_writes):
         return
-    if work.below and writes <= done_writes and reads <= done_reads | done_writes:
+    if call.children and writes <= child_writes and reads <= child_reads | child_writes:
         return
-    work.is_op = True
-    work.reads, work.writes = done_reads | reads, done_writes | writes
+    call.is_op = True
+    call.reads, call.writes = child_reads | reads, child_writes | writes
 
 
-def chosen(works: list[Work]) -> list[Work]:
-    """Works without those below an op, whose own they are."""
-    below = {inner.node.id for work in works if work.is_op for inner in work.subtree[1:]}
-    return [work for work in works if work.node.id not in below]
+def outermost(calls: list[Call]) -> list[Call]:
+    """The calls that are not below an op."""
+    below = {inner.node.id for call in calls if call.is_op for inner in call.subtree[1:]}
+    return [call for call in calls if call.node.id not in below]
 
 
 def main_device(nodes: list[Node]) -> str:
-    """Where the step runs: the device of most bytes, one with a GPU before the host."""
-    made: dict[str, int] = defaultdict(int)
+    """Device of the step: the one of the most output bytes, the host only if there is no other."""
+    size: dict[str, int] = defaultdict(int)
     for node in nodes:
         for ref in node.outputs:
-            made[ref.device] += ref.bytes
-    if not made:
+            size[ref.device] += ref.bytes
+    if not size:
         raise InvalidInputError(
-            "no node makes a tensor: nothing ran while it was recorded", "/nodes"
+            "no node has an output tensor: start the observer before the step and stop it after",
+            "/nodes",
         )
-    return max(made, key=lambda device: (device != "cpu", made[device], device))
+    return max(size, key=lambda device: (device != "cpu", size[device], device))

@@ -1,1 +1,1 @@
-"""Looking at a plan: what lies where and when, what holds the peak, what other tools can open."""
+"""Inspection of plans: memory map, explanation of the peak, comparison, exports."""

@@ -1,8 +1,8 @@
 """
-A plan as rectangles: which bytes of the arena hold what, and when.
+Replay of a plan as rectangles: the address range and the lifetime of each buffer and workspace.
 
-A *moment* is a step of the plan that is not a `free`: a run of an op, a copy that begins, a wait.
-Everything here is in moments, and each moment has a place on the timeline in µs.
+A *moment* is a step of the plan that is not a `free`: a run of an op, the start of a copy, a wait.
+Lifetimes are in moments, and each moment has start and end on the timeline in µs.
 """
 
 from collections import Counter
@@ -15,19 +15,19 @@ from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, Wai
 
 Kind = Literal["kept", "recomputed", "swapped", "workspace", "output"]
 KINDS: tuple[Kind, ...] = ("kept", "recomputed", "swapped", "workspace", "output")
-"""What a rectangle is: made by an op's first run, made again, on its way to or from the host,
-scratch of one run, or what leaves the step."""
+"""Kinds of rectangles: written by an op's first run, by a rerun, source or target of a transfer,
+workspace of a run, or output of the step."""
 
 Engine = Literal["compute", "offload", "prefetch", "wait"]
 
 
 @dataclass
-class Held:
+class Rectangle:
     """
     A buffer or a workspace: bytes `[offset, offset + bytes)` of the arena during `[begin, end)`.
 
-    `op` is the position of the op that made it, `tensor` that of its tensor, −1 of a workspace;
-    `buffer` is its number in the plan, −1 of a workspace.
+    `op` is the position of the op that wrote it, −1 of a prefetch; `tensor` the position of its
+    tensor and `buffer` its id in the plan, both −1 of a workspace.
     """
 
     buffer: int
@@ -42,61 +42,64 @@ class Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """A step of the plan: what runs, the op (a position, or −1), from when to when, µs."""
+    """A step of the plan: its engine, op and tensor (positions, or −1), start and end, µs."""
 
     engine: Engine
     op: int
     begin_us: float
     end_us: float
     bytes: int = 0
-    again: bool = False
+    rerun: bool = False
     tensor: int = -1
 
 
 @dataclass
-class Look:
+class PlanView:
     """
-    All of a plan that can be drawn.
+    A replayed plan.
 
-    `live[m]` is the arena's bytes in use at moment m, workspace included, exact; `outside[m]` those
-    of outputs that lie outside it by then.
+    `live[m]` is the exact live bytes of the arena at moment m, workspace included; `outside[m]` the
+    bytes of outputs written outside it so far.
     """
 
-    held: list[Held] = field(default_factory=list)
+    rectangles: list[Rectangle] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     outside: list[int] = field(default_factory=list)
 
     @property
     def peak(self) -> int:
-        """The moment at which most bytes of the arena are in use, the first of them; −1: none."""
+        """The first moment with the most live bytes; −1 without moments."""
         return max(range(len(self.live)), key=self.live.__getitem__, default=-1)
 
-    def at(self, moment: int) -> list[Held]:
-        """What the arena holds at a moment, the largest first, then in the order it was made."""
-        found = [held for held in self.held if held.begin <= moment < held.end]
-        return sorted(found, key=lambda held: (-held.bytes, held.begin))
+    def at(self, moment: int) -> list[Rectangle]:
+        """The rectangles live at a moment, the largest first, then the oldest."""
+        found = [
+            rectangle for rectangle in self.rectangles if rectangle.begin <= moment < rectangle.end
+        ]
+        return sorted(found, key=lambda rectangle: (-rectangle.bytes, rectangle.begin))
 
 
-def look_at(graph: Graph, plan: Plan) -> Look:
+def replay_plan(graph: Graph, plan: Plan) -> PlanView:
     """
     Replay a plan that the verifier has passed for `graph`.
 
     Raises:
-        KeyError: a step names an op, a tensor or a buffer that is not there.
+        KeyError: a step names an unknown op, tensor or buffer.
     """
     op_at = {op.id: position for position, op in enumerate(graph.ops)}
     tensor_at = {tensor.id: position for position, tensor in enumerate(graph.tensors)}
-    leaves = [tensor.kind == "output" for tensor in graph.tensors]
-    look, live = Look(), dict[int, Held]()
+    is_output = [tensor.kind == "output" for tensor in graph.tensors]
+    view, live = PlanView(), dict[int, Rectangle]()
     line = Timeline(graph.device.with_link(plan.link_bytes_per_s))
     cost = step_costs(graph)
     ran: set[int] = set()
-    still: Counter[int] = Counter()  # bytes of what is overwritten by less, while it is
-    out = 0
-    flying: dict[int, tuple[int, int]] = {}
+    # At the moment of an in-place write by a smaller output, the bytes that it does not cover.
+    uncovered: Counter[int] = Counter()
+    outside = 0
+    pending: dict[int, tuple[int, int]] = {}
     for step in plan.steps:
-        now = len(look.moments)
+        now = len(view.moments)
         match step:
             case Free():
                 for buffer in step.buffers:
@@ -104,33 +107,35 @@ def look_at(graph: Graph, plan: Plan) -> Look:
                 continue
             case Compute():
                 op = op_at[step.op]
-                again = op in ran
+                rerun = op in ran
                 ran.add(op)
                 begin_us = line.now_us
                 line.compute(cost[step.op, step.variant])
-                look.moments.append(Moment("compute", op, begin_us, line.now_us, again=again))
+                view.moments.append(Moment("compute", op, begin_us, line.now_us, rerun=rerun))
                 if step.workspace.bytes:
                     scratch = step.workspace
-                    look.held.append(
-                        Held(-1, -1, op, scratch.offset, scratch.bytes, now, now + 1, "workspace")
+                    view.rectangles.append(
+                        Rectangle(
+                            -1, -1, op, scratch.offset, scratch.bytes, now, now + 1, "workspace"
+                        )
                     )
-                dying = {
+                overwritable = {
                     live[read].offset: read
                     for read in step.reads
-                    # what has no bytes shares its offset with anything
+                    # a buffer of 0 bytes may share its offset with any other
                     if isinstance(read, int) and read in live and live[read].bytes
                 }
                 for write in step.writes:
                     if write.offset is None:
-                        out += write.bytes
+                        outside += write.bytes
                         continue
-                    if write.bytes and write.offset in dying:  # in place: it ends what was there
-                        source = live.pop(dying.pop(write.offset))
+                    if write.bytes and write.offset in overwritable:  # in place
+                        source = live.pop(overwritable.pop(write.offset))
                         source.end = now
-                        still[now] += max(0, source.bytes - write.bytes)
+                        uncovered[now] += max(0, source.bytes - write.bytes)
                     tensor = tensor_at[write.tensor]
-                    kind: Kind = "recomputed" if again else "kept"
-                    made = Held(
+                    kind: Kind = "recomputed" if rerun else "kept"
+                    made = Rectangle(
                         write.buffer,
                         tensor,
                         op,
@@ -138,50 +143,50 @@ def look_at(graph: Graph, plan: Plan) -> Look:
                         write.bytes,
                         now,
                         now + 1,
-                        "output" if leaves[tensor] else kind,
+                        "output" if is_output[tensor] else kind,
                     )
                     live[write.buffer] = made
-                    look.held.append(made)
+                    view.rectangles.append(made)
             case Offload():
                 source = live[step.buffer]
                 end_us = line.offload(step.buffer, source.bytes)
-                took = line.copy_us(source.bytes, away=True)
-                look.moments.append(
+                took = line.copy_us(source.bytes, to_host=True)
+                view.moments.append(
                     Moment("offload", -1, end_us - took, end_us, source.bytes, tensor=source.tensor)
                 )
                 source.kind = "swapped"
-                flying[step.buffer] = (source.tensor, source.bytes)
+                pending[step.buffer] = (source.tensor, source.bytes)
             case Prefetch():
                 end_us = line.prefetch(step.buffer, step.bytes)
-                took = line.copy_us(step.bytes, away=False)
+                took = line.copy_us(step.bytes, to_host=False)
                 tensor = tensor_at[step.tensor]
-                look.moments.append(
+                view.moments.append(
                     Moment("prefetch", -1, end_us - took, end_us, step.bytes, tensor=tensor)
                 )
-                made = Held(
+                made = Rectangle(
                     step.buffer, tensor, -1, step.offset, step.bytes, now, now + 1, "swapped"
                 )
                 live[step.buffer] = made
-                look.held.append(made)
-                flying[step.buffer] = (tensor, step.bytes)
+                view.rectangles.append(made)
+                pending[step.buffer] = (tensor, step.bytes)
             case Wait():
-                tensor, size = flying.pop(step.buffer)
+                tensor, size = pending.pop(step.buffer)
                 begin_us = line.now_us
                 line.wait(step.buffer)
-                look.moments.append(Moment("wait", -1, begin_us, line.now_us, size, tensor=tensor))
-        look.outside.append(out)
-    for held in live.values():
-        held.end = len(look.moments)
-    _count(look, still)
-    return look
+                view.moments.append(Moment("wait", -1, begin_us, line.now_us, size, tensor=tensor))
+        view.outside.append(outside)
+    for rectangle in live.values():
+        rectangle.end = len(view.moments)
+    _count_live(view, uncovered)
+    return view
 
 
-def _count(look: Look, still: Mapping[int, int]) -> None:
-    change = [0] * (len(look.moments) + 1)
-    for held in look.held:
-        change[held.begin] += held.bytes
-        change[held.end] -= held.bytes
+def _count_live(view: PlanView, uncovered: Mapping[int, int]) -> None:
+    change = [0] * (len(view.moments) + 1)
+    for rectangle in view.rectangles:
+        change[rectangle.begin] += rectangle.bytes
+        change[rectangle.end] -= rectangle.bytes
     total = 0
-    for moment in range(len(look.moments)):
+    for moment in range(len(view.moments)):
         total += change[moment]
-        look.live.append(total + still.get(moment, 0))
+        view.live.append(total + uncovered.get(moment, 0))

@@ -1,4 +1,4 @@
-"""Methods and budgets side by side: one cell a pair, each made in a process of its own."""
+"""Comparison of methods and budgets: one cell per pair, planned in worker processes."""
 
 import base64
 import gzip
@@ -24,11 +24,11 @@ State = Literal["planned", "infeasible", "out of time", "failed"]
 @dataclass(frozen=True)
 class Cell:
     """
-    What a method answered to a budget, `asked` as it was given.
+    Result of a method for a budget, with `asked` as the user wrote it.
 
-    `figures` are the plan's without its steps, None where there is none; `least_bytes` is the
-    smallest budget that the method says it can meet, where that is known; `map` is the gzipped JSON
-    of the plan's rectangles in base64, and `why` what went wrong.
+    `figures` are the plan's fields except its steps, None without a plan; `least_bytes` is the
+    smallest budget that the method can meet, None if unknown; `map` is the gzipped JSON of the
+    plan's rectangles in base64, and `why` the error.
     """
 
     asked: str
@@ -41,7 +41,7 @@ class Cell:
 
     @property
     def bound(self) -> float | None:
-        """The proved least overhead within the budget, a share."""
+        """Proved lower bound on the overhead within the budget, a fraction."""
         figures = self.figures
         if figures is None or figures["lower_bound_us"] is None or not figures["base_cost_us"]:
             return None
@@ -50,40 +50,40 @@ class Cell:
 
 def compare(graph: Graph, asked: Iterable[PlanOptions], processes: int) -> Generator[Cell]:
     """
-    Cells as they are done; whoever stops iterating ends the processes at once.
+    Cells in the order of completion; closing the generator terminates the processes.
 
-    What a method refuses is in its cell.
+    An error of a method is in its cell.
     """
     options = list(asked)
     context = multiprocessing.get_context("spawn")
-    others = multiprocessing.active_children()
+    unrelated = multiprocessing.active_children()
     pool = ProcessPoolExecutor(
         min(processes, len(options) or 1),
         mp_context=context,
-        initializer=_begin,
+        initializer=_start_worker,
         initargs=(graph.to_json(),),
     )
     try:
-        waiting = {pool.submit(_cell, o): o for o in options}
-        for future in as_completed(waiting):
-            o = waiting[future]
+        pending = {pool.submit(_cell, o): o for o in options}
+        for future in as_completed(pending):
+            o = pending[future]
             try:
                 yield future.result()
             except BrokenProcessPool:
-                why = "the process that planned it ended"
+                why = "the process that planned it died"
                 yield Cell(str(o.budget_), o.method, "failed", why=why)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in multiprocessing.active_children():
-            if child not in others:
+            if child not in unrelated:
                 child.terminate()
 
 
 _graph: Graph | None = None
 
 
-def _begin(document: str) -> None:
-    """A process parses the graph once; interruptions are its parent's business."""
+def _start_worker(document: str) -> None:
+    """Parse the graph once per process, and leave Ctrl-C to the parent."""
     global _graph
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(1)
@@ -101,11 +101,11 @@ def _cell(options: PlanOptions) -> Cell:
         )
     except TimeLimitError as error:
         return Cell(name, method, "out of time", why=str(error))
-    except Exception as error:  # one cell of many: the others go on
+    except Exception as error:  # the other cells continue
         return Cell(name, method, "failed", why=f"{type(error).__name__}: {error}")
     drawn = drawing(_graph, made)
-    once = graph_columns(_graph)
-    columns = {key: value for key, value in drawn["map"].items() if key not in once}
+    shared = graph_columns(_graph)
+    columns = {key: value for key, value in drawn["map"].items() if key not in shared}
     packed = gzip.compress(json.dumps(columns, separators=(",", ":")).encode(), mtime=0)
     least = made.peak_bytes if name == "min" else None
     return Cell(

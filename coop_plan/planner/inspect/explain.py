@@ -1,6 +1,6 @@
 """
-Why a step needs what it needs: what holds the peak, what blocks the smallest budget, what was run
-again, and what each further byte buys.
+Explanation of a plan's memory: tensors at the peak, the op that blocks smaller budgets, reruns, and
+the overhead of smaller budgets.
 """
 
 import itertools
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError, TimeLimitError
-from coop_plan.planner.core.working_sets import needs
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.inspect.advice import advice
-from coop_plan.planner.inspect.buffers import Held, Look, look_at
+from coop_plan.planner.inspect.buffers import PlanView, Rectangle, replay_plan
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import plan
 from coop_plan.schemas import Graph, Plan
 
 SWEEP = (0.9, 0.8, 0.7, 0.6, 0.5)
-"""Shares of keep-everything's peak at which the price of a budget is asked for."""
+"""Budgets of the price list, as shares of keep-everything's peak."""
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Bytes that are there at the peak: a tensor or a workspace, and who made it."""
+class PeakTensor:
+    """A tensor or workspace live at the peak: its bytes, and the op that produced it."""
 
     tensor: str
     op: str
@@ -35,7 +35,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Rerun:
-    """An op that runs again: how often, what that costs (µs), what it had let go (bytes)."""
+    """An op that runs again: number and cost (µs) of its reruns, and its output bytes."""
 
     op: str
     source: str
@@ -46,18 +46,18 @@ class Rerun:
 
 @dataclass(frozen=True)
 class Blocker:
-    """The op whose working set no plan can go below, largest part first, and what to change."""
+    """The op with the largest working set, its largest parts, and advice to reduce it."""
 
     op: str
     source: str
     bytes: int
-    parts: list[Holder]
+    parts: list[PeakTensor]
     advice: str
 
 
 @dataclass(frozen=True)
 class Price:
-    """A budget (bytes) and the least overhead found within it; None: the method cannot meet it."""
+    """A budget (bytes) and the overhead within it; None if the method cannot meet it."""
 
     budget_bytes: int
     overhead: float | None
@@ -65,7 +65,7 @@ class Price:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All sizes are bytes. `base_cost_us` is every op once."""
+    """Explanation of a plan; sizes are bytes, `base_cost_us` is the cost of every op once."""
 
     graph: str
     method: str
@@ -78,7 +78,7 @@ class Explanation:
     at_source: str
     overhead: float
     base_cost_us: float
-    holders: list[Holder]
+    holders: list[PeakTensor]
     modules: list[tuple[str, int]]
     blocker: Blocker | None
     reruns: list[Rerun]
@@ -87,15 +87,15 @@ class Explanation:
 
 def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5) -> Explanation:
     """
-    What `made`, a verified plan for `graph`, does with its memory; `top` is the length of lists.
+    Explain `made`, a verified plan for `graph`; `top` limits the length of each list.
 
-    At the peak there are the arena's contents at its fullest moment, and the outputs that have left
-    it by then; residents are one sum. Of equal sizes the one that was made first comes first.
+    The peak is the moment with the most live bytes in the arena; resident tensors and outputs
+    outside are given as sums. Of equal sizes the oldest comes first.
     """
-    look = look_at(graph, made)
-    peak = look.peak
-    there = look.at(peak)
-    at = look.moments[peak].op if peak >= 0 else -1
+    view = replay_plan(graph, made)
+    peak = view.peak
+    live = view.at(peak)
+    at = view.moments[peak].op if peak >= 0 else -1
     problem = Problem.from_graph(graph, made.alignment, made.outputs, made.host_budget_bytes)
     return Explanation(
         graph=graph.name,
@@ -109,19 +109,19 @@ def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5
         at_source=_source(graph, at),
         overhead=made.overhead,
         base_cost_us=made.base_cost_us,
-        holders=[_holder(graph, held, problem) for held in there[:top]],
-        modules=_modules(graph, there, problem)[:top],
+        holders=[_peak_tensor(graph, rectangle, problem) for rectangle in live[:top]],
+        modules=_modules(graph, live, problem)[:top],
         blocker=_blocker(problem, top),
-        reruns=_reruns(graph, look, problem)[:top],
+        reruns=_reruns(graph, view, problem)[:top],
         prices=list(prices),
     )
 
 
 def price_list(graph: Graph, options: PlanOptions, peak_bytes: int) -> list[Price]:
     """
-    The overhead of the method of `options` within shares of `peak_bytes`, keep-everything's.
+    Overheads of the method of `options` for shares of `peak_bytes`, the peak of keep-everything.
 
-    Ends at the first budget that the method cannot meet, with the smallest that it can.
+    The list ends at the first budget that the method cannot meet, after the smallest that it can.
     """
     found = [Price(peak_bytes, 0.0)]
     for share in SWEEP:
@@ -149,14 +149,14 @@ def _price(graph: Graph, options: PlanOptions, budget: int) -> Price:
 
 
 def slopes(prices: Sequence[Price]) -> list[float | None]:
-    """Per price but the first, what a byte less costs since the one before, in overhead."""
+    """Per price except the first, the increase of overhead per byte less than the one before."""
     found: list[float | None] = []
-    for wide, tight in itertools.pairwise(prices):
-        saved = wide.budget_bytes - tight.budget_bytes
-        if tight.overhead is None or wide.overhead is None or not saved:
+    for larger, smaller in itertools.pairwise(prices):
+        saved = larger.budget_bytes - smaller.budget_bytes
+        if smaller.overhead is None or larger.overhead is None or not saved:
             found.append(None)
         else:
-            found.append((tight.overhead - wide.overhead) / saved)
+            found.append((smaller.overhead - larger.overhead) / saved)
     return found
 
 
@@ -168,48 +168,47 @@ def _source(graph: Graph, position: int) -> str:
     return graph.ops[position].source if position >= 0 else ""
 
 
-def _maker(held: Held, problem: Problem) -> int:
-    return held.op if held.op >= 0 else problem.producer[held.tensor]
+def _producer(rectangle: Rectangle, problem: Problem) -> int:
+    return rectangle.op if rectangle.op >= 0 else problem.producer[rectangle.tensor]
 
 
-def _holder(graph: Graph, held: Held, problem: Problem) -> Holder:
-    op = _maker(held, problem)
-    name = tensor_name(graph, held.tensor) if held.tensor >= 0 else "workspace"
-    return Holder(name, _op(graph, op), _source(graph, op), held.bytes, held.kind)
+def _peak_tensor(graph: Graph, rectangle: Rectangle, problem: Problem) -> PeakTensor:
+    op = _producer(rectangle, problem)
+    name = tensor_name(graph, rectangle.tensor) if rectangle.tensor >= 0 else "workspace"
+    return PeakTensor(name, _op(graph, op), _source(graph, op), rectangle.bytes, rectangle.kind)
 
 
 def tensor_name(graph: Graph, position: int) -> str:
-    """What a tensor is called; without a name by its id."""
+    """The tensor's name; without one, its id."""
     tensor = graph.tensors[position]
     return tensor.name or f"tensor {tensor.id}"
 
 
-def parts_of(source: str) -> tuple[str, str]:
-    """The module's path in a source, and `file:line`; empty where it has none."""
+def split_source(source: str) -> tuple[str, str]:
+    """Module path and `file:line` of an op's source; each is "" if missing."""
     module, comma, line = source.partition(", ")
     return ("", module) if not comma and ":" in module else (module, line)
 
 
-def _modules(graph: Graph, there: Iterable[Held], problem: Problem) -> list[tuple[str, int]]:
+def _modules(graph: Graph, live: Iterable[Rectangle], problem: Problem) -> list[tuple[str, int]]:
     total: dict[str, int] = {}
-    for held in there:
-        op = _maker(held, problem)
-        module, line = parts_of(_source(graph, op))
+    for rectangle in live:
+        op = _producer(rectangle, problem)
+        module, line = split_source(_source(graph, op))
         name = module or line or _op(graph, op)
-        total[name] = total.get(name, 0) + held.bytes
+        total[name] = total.get(name, 0) + rectangle.bytes
     return sorted(total.items(), key=lambda pair: -pair[1])
 
 
 def _blocker(problem: Problem, top: int) -> Blocker | None:
-    """The op with the largest working set: whatever is dropped, it must fit at once."""
+    """The op with the largest working set, which evictions cannot reduce."""
     graph = problem.graph
-    wanted = needs(problem).first[: problem.op_count]
-    if not wanted:
+    op, working_set = largest_working_set(problem)
+    if op < 0:
         return None
-    op = max(range(len(wanted)), key=wanted.__getitem__)
     variant = problem.variants[op]
     parts = [
-        Holder(
+        PeakTensor(
             tensor_name(graph, t),
             _op(graph, problem.producer[t]),
             _source(graph, problem.producer[t]),
@@ -220,27 +219,29 @@ def _blocker(problem: Problem, top: int) -> Blocker | None:
     ]
     if variant.workspace_bytes:
         own = _op(graph, op), _source(graph, op)
-        parts.append(Holder("workspace", *own, variant.workspace_bytes, "workspace"))
+        parts.append(PeakTensor("workspace", *own, variant.workspace_bytes, "workspace"))
     parts.sort(key=lambda part: -part.bytes)
-    return Blocker(_op(graph, op), _source(graph, op), wanted[op], parts[:top], advice(problem, op))
+    return Blocker(
+        _op(graph, op), _source(graph, op), working_set, parts[:top], advice(problem, op)
+    )
 
 
-def _reruns(graph: Graph, look: Look, problem: Problem) -> list[Rerun]:
-    """What runs again, the most bytes let go per µs first: that is why it was chosen."""
-    times: dict[int, int] = {}
+def _reruns(graph: Graph, view: PlanView, problem: Problem) -> list[Rerun]:
+    """Reruns by op, those with the most output bytes first."""
+    count: dict[int, int] = {}
     cost: dict[int, float] = {}
-    for moment in look.moments:
-        if moment.again:
-            times[moment.op] = times.get(moment.op, 0) + 1
+    for moment in view.moments:
+        if moment.rerun:
+            count[moment.op] = count.get(moment.op, 0) + 1
             cost[moment.op] = cost.get(moment.op, 0.0) + moment.end_us - moment.begin_us
     found = [
         Rerun(
             _op(graph, op),
             _source(graph, op),
-            count,
+            times,
             cost[op],
             sum(problem.bytes[t] for t in problem.makes[op]),
         )
-        for op, count in times.items()
+        for op, times in count.items()
     ]
     return sorted(found, key=lambda rerun: -rerun.bytes)

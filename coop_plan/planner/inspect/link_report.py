@@ -1,4 +1,4 @@
-"""What a link could hide of a step, for people: whether it is too slow to be worth anything."""
+"""Report to the user on a host link that a plan leaves unused."""
 
 from itertools import pairwise
 
@@ -6,12 +6,12 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.schemas import Plan, format_bytes
 
 
-def unworthy_link(problem: Problem, plan: Plan) -> str | None:
+def unused_link_reason(problem: Problem, plan: Plan) -> str | None:
     """
-    Why a plan that recomputes moves nothing over the link it has; None where it does, or has none.
+    The reason why a plan recomputes and transfers nothing; None if it transfers or has no link.
 
-    A copy is hidden if the tensor goes and comes back while compute, every op once, does not use
-    it.
+    A copy is hidden if offload and prefetch fit between two uses of the tensor, with every op run
+    once.
     """
     if "transfers" not in problem.beyond_recomputation:
         return None
@@ -27,23 +27,24 @@ def unworthy_link(problem: Problem, plan: Plan) -> str | None:
         if not problem.movable[t]:
             continue
         speeds = 1e6 / device.d2h_bytes_per_s + 1e6 / device.h2d_bytes_per_s
-        takes = 2 * device.copy_latency_us + size * speeds
+        round_trip = 2 * device.copy_latency_us + size * speeds
         uses = [
             problem.producer[t],
             *problem.consumers[t],
             *[problem.op_count] * problem.is_output[t],
         ]
         idle = max(begins[b] - begins[a] - problem.cost[a] for a, b in pairwise(uses))
-        hidden += size if takes <= idle else 0
-        if idle > 0 and takes / idle < best:
-            best, cheapest = takes / idle, (takes, idle, size)
+        hidden += size if round_trip <= idle else 0
+        if idle > 0 and round_trip / idle < best:
+            best, cheapest = round_trip / idle, (round_trip, idle, size)
     speed = f"{min(device.d2h_bytes_per_s, device.h2d_bytes_per_s) / 1e9:g} GB/s"
-    told = "no tensor of this step is worth the link: at " + speed
-    takes, idle, size = cheapest
+    prefix = f"the plan moves no tensor: at {speed}"
+    round_trip, idle, size = cheapest
     if hidden:
-        return f"{told} copies of {format_bytes(hidden)} could be hidden, but others cost less"
+        return (
+            f"{prefix} copies of {format_bytes(hidden)} could be hidden, but recomputing costs less"
+        )
     return (
-        f"{told} the cheapest copy hides 0 bytes "
-        f"({format_bytes(size)} take {takes / 1e3:.3g} ms there and back and are unused for "
-        f"{idle / 1e3:.3g} ms)"
+        f"{prefix} no copy can be hidden: the best one, of {format_bytes(size)}, takes"
+        f" {round_trip / 1e3:.3g} ms there and back; its tensor is unused for {idle / 1e3:.3g} ms"
     )

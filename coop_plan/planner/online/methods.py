@@ -28,7 +28,7 @@ appendix C; and, where the papers leave a choice open, what their authors' publi
 import math
 
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams

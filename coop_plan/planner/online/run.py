@@ -8,7 +8,7 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.working_sets import largest_working_set
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
@@ -74,7 +74,7 @@ class OnlineRun:
         s, count = self.state, self.state.counts
         events, writes, drops = count[EVENTS], count[WRITES], count[DROPS]
         rows = [INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE]
-        schedule = Schedule.as_told(
+        schedule = Schedule.with_decisions(
             self.problem,
             s.event[EVENT_OP, :events].copy(),
             do=s.event[EVENT_DO, :events].copy(),

@@ -1,12 +1,12 @@
 """
 Offsets for buffers with known lifetimes (dynamic storage allocation).
 
-`solve` has the one entry, `place`, and the order in which the files act: an `instance` is checked
-and cut into sections of time, `bound` says what no placement can go below, and `greedy` tries
-placements in orders of sort `keys`, packed as a `skyline` or by `first_fit`, while blame moves
-buffers forward. What they leave open goes to the exact search: `restarts` runs the compiled
-depth-first search of `canonical` placements under one capacity, and `descend` lowers the capacity.
-`params` has the parameters of each.
+`solve` has the entry point, `place`, and calls the other modules in this order. `instance` checks
+the arguments and divides time into sections. `bound` computes a lower bound. `greedy` packs buffers
+in orders of sort `keys`, as a `skyline` or by `first_fit`, and moves blamed buffers forward between
+passes. If the bound is not met, an exact search follows: `restarts` runs the compiled depth-first
+search of `canonical` placements under one capacity, and `descend` lowers the capacity. `params` has
+the parameters of each.
 """
 
 from coop_plan.planner.placement.instance import FixedOverlapError

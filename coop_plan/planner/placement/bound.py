@@ -1,4 +1,4 @@
-"""Lower bound on the arena."""
+"""Lower bound on the arena of every placement."""
 
 import numpy as np
 
@@ -8,14 +8,14 @@ from coop_plan.planner.placement.keys import live_profile
 
 def shareable_units(instance: Instance) -> Ints:
     """
-    Units per section that alias pairs could save at most.
+    Upper bound on the units that alias pairs save per section.
 
-    A set of buffers that share one offset saves all but its largest. Each of the others is the
-    second (or each the first) of a pair within the set, so counting every second once, with its
-    largest partner alive in the section, never counts too little; likewise every first.
+    A set of buffers at one offset saves all but its largest. Each of the others is the second (or
+    each is the first) buffer of a pair within the set. So counting every second buffer once, with
+    its largest partner live in the section, is an upper bound; so is counting every first.
     """
     saved = np.zeros((2, instance.sections), np.int64)
-    best: dict[tuple[int, int, int], int] = {}
+    largest: dict[tuple[int, int, int], int] = {}
     for a, b in instance.alias.tolist():
         start = max(int(instance.first[a]), int(instance.first[b]))
         end = min(int(instance.last[a]), int(instance.last[b]))
@@ -23,18 +23,19 @@ def shareable_units(instance: Instance) -> Ints:
         for side, buffer in ((0, b), (1, a)):
             for section in range(start, end):
                 key = side, buffer, section
-                best[key] = max(best.get(key, 0), units)
-    for (side, _, section), units in best.items():
+                largest[key] = max(largest.get(key, 0), units)
+    for (side, _, section), units in largest.items():
         saved[side, section] += units
-    least: Ints = saved.min(axis=0)
-    return least
+    smaller: Ints = saved.min(axis=0)
+    return smaller
 
 
 def lower_bound(instance: Instance) -> int:
     """
-    Bytes no placement can go below: the largest live sum, alignment and aliases considered.
+    Lower bound on the peak in bytes: the largest live sum, with alignment and aliases.
 
-    All buffers live in a section but the topmost take whole units, so one slack at most is saved.
+    Of the buffers live in a section all but the topmost take whole units, so at most one tail of a
+    last unit is saved.
     """
     single = int(instance.size.max(initial=0))
     given = instance.fixed >= 0
@@ -43,9 +44,9 @@ def lower_bound(instance: Instance) -> int:
         return max(single, pinned)
     units = live_profile(instance.first, instance.last, instance.height, instance.sections)
     units -= shareable_units(instance)
-    slack = np.zeros(instance.sections, np.int64)
+    longest_tail = np.zeros(instance.sections, np.int64)
     tail = instance.height * instance.alignment - instance.size
     for i in np.flatnonzero(tail):
         part = slice(int(instance.first[i]), int(instance.last[i]))
-        np.maximum(slack[part], tail[i], out=slack[part])
-    return max(single, pinned, int((units * instance.alignment - slack).max()))
+        np.maximum(longest_tail[part], tail[i], out=longest_tail[part])
+    return max(single, pinned, int((units * instance.alignment - longest_tail).max()))

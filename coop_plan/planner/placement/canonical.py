@@ -1,14 +1,14 @@
 """
-Canonical placements searched depth first: the compiled part of `restarts`.
+Depth-first search of canonical placements: the compiled part of `restarts`.
 
 After Moffitt, *MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine
-Learning* (ASPLOS 2023), with the branching of Carlier's and Le Pape's schedule-or-postpone. A
-placement is canonical when every buffer lies on the floor or on top of another; pushing down makes
-every placement canonical without raising it. So a buffer lies at the bottom of its lowest gap among
-those placed already, or some buffer still to be placed keeps it out of there. A node of the search
-takes the first of these for one buffer, and the second when the first fails.
+Learning* (ASPLOS 2023), with the schedule-or-postpone branching of Carlier and of Le Pape. A
+placement is canonical if every buffer is at offset 0 or directly above another one. Pushing buffers
+down makes every placement canonical without raising it. So a buffer is at the bottom of its lowest
+gap among the placed ones, or an unplaced buffer occupies part of that gap. A node of the search
+chooses a buffer and tries the first case, then the second.
 
-Units throughout: addresses in units of the instance, times in sections.
+Addresses are in units of the instance, times in sections.
 """
 
 from typing import NamedTuple
@@ -20,79 +20,88 @@ from coop_plan.planner.placement.instance import Floats, Ints
 
 FOUND, IMPOSSIBLE, UNKNOWN = 1, 0, -1
 
-_CHOOSE, _BRANCH, _RETREAT = 0, 1, 2
-_HERE, _HIGHER, _ONLY = 0, 1, 2
+_CHOOSE, _BRANCH, _BACKTRACK = 0, 1, 2
+"""Next step of the search."""
+
+_PLACE, _POSTPONE, _PLACE_ONLY = 0, 1, 2
+"""Branches of a node: in the gap; above it; in the gap, where the other branch is dominated."""
 
 
 class Task(NamedTuple):
-    """A component of an instance, with the conflicts spelled out."""
+    """A component of an instance, with explicit conflicts."""
 
     first: Ints
     last: Ints
     height: Ints
     highest: Ints
-    """The highest offset each buffer may have."""
+    """Upper bound on the offset of each buffer, from the capacity."""
     capacity: int
     fixed: Ints
-    """The given offset, or -1."""
+    """Fixed offset, or -1."""
     near_start: Ints
     near: Ints
-    """Buffers that may not overlap i in address: `near[near_start[i]:near_start[i + 1]]`."""
+    """Conflicts of buffer i: `near[near_start[i]:near_start[i + 1]]`."""
     member_start: Ints
     member: Ints
-    """Buffers live in each section."""
+    """Buffers live in each section, as pointer and index arrays."""
     bridge: Ints
-    """Per boundary between sections: pairs across it that conflict without a common section."""
+    """Per boundary after a section: pairs across it that conflict without a common section."""
 
 
 class PartialPlacement(NamedTuple):
+    """State of the search: bounds of the unplaced buffers, with a trail to undo changes."""
+
     gap: Ints
-    """Bottom of the lowest gap among the placed buffers."""
-    least: Ints
-    """Lower bound of the offset, never below `gap`."""
-    refused: Ints
-    """The gap this buffer was decided not to take, or -1."""
+    """Bottom of the lowest gap among the placed buffers, per buffer."""
+    lower: Ints
+    """Lower bound on the offset, at least `gap`."""
+    postponed: Ints
+    """The gap that this buffer was decided not to take, or -1."""
     value: Ints
-    """The three above in one, so that one trail restores them."""
+    """The three arrays above as one, so that one trail restores them."""
     trail_at: Ints
     trail_old: Ints
+    """Trail: index in `value` and old value of each change."""
     top: Ints
-    """[entries of the trail]."""
+    """[number of entries of the trail]."""
     placed: Ints
     offset: Ints
     after: Ints
     before: Ints
-    """Unplaced buffers as a ring around index n."""
+    """Unplaced buffers as a circular doubly linked list with sentinel n."""
     units_left: Ints
     left: Ints
-    """Unplaced buffers and their units, per section."""
+    """Units and number of the unplaced buffers, per section."""
     crossing: Ints
     """Unplaced buffers, and bridges, over the boundary after each section."""
-    touched: Ints
+    dirty: Ints
     """[from, to): sections in which a bound has risen since the last check."""
     failures: Ints
     """Dead ends per section."""
     sorted_at: Ints
     sorted_height: Ints
+    """Scratch of `_sections_fit`."""
 
 
 @inlined
-def _set(s: PartialPlacement, where: int, to: int | np.int64) -> None:
-    s.trail_at[s.top[0]] = where
-    s.trail_old[s.top[0]] = s.value[where]
+def _set(s: PartialPlacement, index: int, value: int | np.int64) -> None:
+    """Set an entry of `value` and record the old one on the trail."""
+    s.trail_at[s.top[0]] = index
+    s.trail_old[s.top[0]] = s.value[index]
     s.top[0] += 1
-    s.value[where] = to
+    s.value[index] = value
 
 
 @inlined
-def _touch(task: Task, s: PartialPlacement, i: int) -> None:
-    s.touched[0] = min(s.touched[0], task.first[i])
-    s.touched[1] = max(s.touched[1], task.last[i])
+def _mark_dirty(task: Task, s: PartialPlacement, i: int) -> None:
+    """Add the sections of buffer i to `dirty`."""
+    s.dirty[0] = min(s.dirty[0], task.first[i])
+    s.dirty[1] = max(s.dirty[1], task.last[i])
 
 
 @inlined
-def _take_out(task: Task, s: PartialPlacement, i: int) -> None:
-    """Buffer i counts as placed."""
+def _mark_placed(task: Task, s: PartialPlacement, i: int) -> None:
+    """Unlink buffer i from the unplaced ones."""
     s.placed[i] = 1
     s.after[s.before[i]] = s.after[i]
     s.before[s.after[i]] = s.before[i]
@@ -104,8 +113,8 @@ def _take_out(task: Task, s: PartialPlacement, i: int) -> None:
 
 
 @inlined
-def _put_back(task: Task, s: PartialPlacement, i: int) -> None:
-    """Undo the last `_take_out`."""
+def _mark_unplaced(task: Task, s: PartialPlacement, i: int) -> None:
+    """Undo the last `_mark_placed`; links are restored in reverse order (dancing links)."""
     s.placed[i] = 0
     s.after[s.before[i]] = i
     s.before[s.after[i]] = i
@@ -118,6 +127,7 @@ def _put_back(task: Task, s: PartialPlacement, i: int) -> None:
 
 @inlined
 def _rewind(s: PartialPlacement, mark: int) -> None:
+    """Undo all changes of `value` after the trail had `mark` entries."""
     while s.top[0] > mark:
         s.top[0] -= 1
         s.value[s.trail_at[s.top[0]]] = s.trail_old[s.top[0]]
@@ -126,27 +136,29 @@ def _rewind(s: PartialPlacement, mark: int) -> None:
 @inlined
 def _gap(task: Task, s: PartialPlacement, i: int, offset: int) -> int:
     """Bottom of the lowest gap for i at or above `offset`."""
-    again = True
-    while again:
-        again = False
+    # A conflict that raises the offset may uncover conflicts passed over before, so repeat.
+    raised = True
+    while raised:
+        raised = False
         for k in range(task.near_start[i], task.near_start[i + 1]):
             j = task.near[k]
             if s.placed[j] and s.offset[j] < offset + task.height[i]:
                 end = s.offset[j] + task.height[j]
                 if end > offset:
                     offset = end
-                    again = True
+                    raised = True
     return offset
 
 
 @inlined
-def _ready(s: PartialPlacement, i: int) -> bool:
-    return bool(s.gap[i] == s.least[i] and s.refused[i] != s.gap[i])
+def _may_branch(s: PartialPlacement, i: int) -> bool:
+    """True if i may be placed in its gap: no bound forbids it and it was not postponed there."""
+    return bool(s.gap[i] == s.lower[i] and s.postponed[i] != s.gap[i])
 
 
 @inlined
-def _lower(s: PartialPlacement, rank: Ints, i: int, j: int) -> bool:
-    """Whether i comes before j: lower gap first, then the portfolio's order."""
+def _precedes(s: PartialPlacement, rank: Ints, i: int, j: int) -> bool:
+    """True if i is branched on before j: lower gap first, then by rank; j = -1 is none."""
     return j < 0 or s.gap[i] < s.gap[j] or (s.gap[i] == s.gap[j] and rank[i] < rank[j])
 
 
@@ -155,71 +167,73 @@ def _choose(
     task: Task, s: PartialPlacement, rank: Ints, weight: Floats, focus: int, low: int, high: int
 ) -> int:
     """
-    The next buffer to branch on in sections [low, high), -1 when none may go to its gap.
+    The next buffer to branch on in sections [low, high), or -1 if none may take its gap.
 
-    The lowest of all, or with `focus` a lowest one (among its own neighbours) near the section with
-    the most dead ends so far. In every canonical completion the lowest unplaced buffer lies in its
-    gap, so with none left there is no completion.
+    It is the one with the lowest gap, or with `focus` one with the lowest gap among its own
+    neighbours, near the section with the most dead ends. In every canonical completion the lowest
+    unplaced buffer is in its gap, so -1 means a dead end.
     """
     count = len(task.first)
     best = -1
     if focus:
-        busiest, most = -1, -1.0
+        hardest, largest = -1, -1.0
         for t in range(low, high):
-            if s.left[t] > 0 and weight[t] > most:
-                busiest, most = t, weight[t]
-        for k in range(task.member_start[busiest], task.member_start[busiest + 1]):
+            if s.left[t] > 0 and weight[t] > largest:
+                hardest, largest = t, weight[t]
+        for k in range(task.member_start[hardest], task.member_start[hardest + 1]):
             i = task.member[k]
-            if not s.placed[i] and _ready(s, i) and _lower(s, rank, i, best):
+            if not s.placed[i] and _may_branch(s, i) and _precedes(s, rank, i, best):
                 best = i
+        # Descend from neighbour to neighbour to a local minimum of the gap.
         start = -1
         while best != start:
             start = best
             for k in range(task.near_start[start], task.near_start[start + 1]):
                 i = task.near[k]
-                if not s.placed[i] and _ready(s, i) and _lower(s, rank, i, best):
+                if not s.placed[i] and _may_branch(s, i) and _precedes(s, rank, i, best):
                     best = i
     if best < 0:
         i = s.after[count]
         while i != count:
             inside = task.first[i] >= low and task.first[i] < high
-            if inside and _ready(s, i) and _lower(s, rank, i, best):
+            if inside and _may_branch(s, i) and _precedes(s, rank, i, best):
                 best = i
             i = s.after[i]
     return best
 
 
 @inlined
-def _put(task: Task, s: PartialPlacement, i: int) -> int:
+def _place(task: Task, s: PartialPlacement, i: int) -> int:
     """
-    Place i in its gap and raise the bounds around it.
+    Place i in its gap and raise the bounds of its neighbours.
 
-    0: a neighbour is pushed too high; 1: fine; 2: fine, and i has no unplaced neighbours, so that
-    nothing is gained by putting it elsewhere.
+    Returns 0 if a neighbour's bound exceeds its limit, else 1, or 2 if i has no unplaced neighbour,
+    so that no other offset of i can be better.
     """
     count = len(task.first)
     offset = s.gap[i]
     end = offset + task.height[i]
     s.offset[i] = offset
-    _take_out(task, s, i)
-    _touch(task, s, i)
+    _mark_placed(task, s, i)
+    _mark_dirty(task, s, i)
     result = 2
     for k in range(task.near_start[i], task.near_start[i + 1]):
         j = task.near[k]
         if s.placed[j]:
             continue
         result = min(result, 1)
-        least = s.least[j]
-        if least < end and least + task.height[j] > offset:
-            least = end
+        # A bound or gap at which j would overlap i moves up, the gap to the next free one.
+        lower = s.lower[j]
+        if lower < end and lower + task.height[j] > offset:
+            lower = end
         if s.gap[j] < end and s.gap[j] + task.height[j] > offset:
             gap = _gap(task, s, j, end)
             _set(s, j, gap)
-            least = max(least, gap)
-        if least > s.least[j]:
-            _set(s, count + j, least)
-            _touch(task, s, j)
-            if least > task.highest[j]:
+            lower = max(lower, gap)
+        if lower > s.lower[j]:
+            _set(s, count + j, lower)
+            _mark_dirty(task, s, j)
+            if lower > task.highest[j]:
                 for t in range(max(task.first[i], task.first[j]), min(task.last[i], task.last[j])):
                     s.failures[t] += 1
                 return 0
@@ -229,30 +243,31 @@ def _put(task: Task, s: PartialPlacement, i: int) -> int:
 @inlined
 def _postponed_fit(task: Task, s: PartialPlacement, low: int, high: int) -> bool:
     """
-    Raise the bounds of the buffers that refused their gap.
+    Raise the bounds of postponed buffers; False at a dead end.
 
-    Something unplaced must reach into that gap (else pushing down would fill it), and the refuser
-    lies above it: not below the lowest top any such neighbour can have.
+    An unplaced neighbour must reach into the gap of a postponed buffer, or pushing down would move
+    the buffer into it. The buffer is above that neighbour, so the lowest top that any such
+    neighbour can have is a lower bound on its offset.
     """
     count = len(task.first)
     i = s.after[count]
     while i != count:
         inside = task.first[i] >= low and task.first[i] < high
-        near = task.first[i] < s.touched[1] and task.last[i] > s.touched[0]
-        if s.refused[i] == s.gap[i] and inside and near:
+        near = task.first[i] < s.dirty[1] and task.last[i] > s.dirty[0]
+        if s.postponed[i] == s.gap[i] and inside and near:
             ceiling = s.gap[i] + task.height[i]
             lowest_top = np.int64(1) << 60
             for k in range(task.near_start[i], task.near_start[i + 1]):
                 j = task.near[k]
-                if not s.placed[j] and s.least[j] < ceiling:
-                    lowest_top = min(lowest_top, s.least[j] + task.height[j])
-            if lowest_top > s.least[i]:
+                if not s.placed[j] and s.lower[j] < ceiling:
+                    lowest_top = min(lowest_top, s.lower[j] + task.height[j])
+            if lowest_top > s.lower[i]:
                 if lowest_top > task.highest[i]:
                     for t in range(task.first[i], task.last[i]):
                         s.failures[t] += 1
                     return False
                 _set(s, count + i, lowest_top)
-                _touch(task, s, i)
+                _mark_dirty(task, s, i)
         i = s.after[i]
     return True
 
@@ -260,19 +275,21 @@ def _postponed_fit(task: Task, s: PartialPlacement, low: int, high: int) -> bool
 @inlined
 def _sections_fit(task: Task, s: PartialPlacement) -> bool:
     """
-    Section inference: in each touched section what lies at or above a bound must fit above it.
+    Section inference: False if in a dirty section the buffers at or above a bound do not fit there.
 
-    Buffers are sorted by bound, highest first; their heights add up from the top.
+    Buffers live in one section are disjoint. So for every bound b the heights of all buffers with a
+    bound (or offset) of at least b sum to at most capacity - b.
     """
-    for t in range(s.touched[0], s.touched[1]):
+    for t in range(s.dirty[0], s.dirty[1]):
         if s.left[t] == 0:
             continue
+        # Cheap test first: all relevant heights together on the highest bound.
         lowest, highest = task.capacity, 0
         for k in range(task.member_start[t], task.member_start[t + 1]):
             i = task.member[k]
             if not s.placed[i]:
-                lowest = min(lowest, s.least[i])
-                highest = max(highest, s.least[i])
+                lowest = min(lowest, s.lower[i])
+                highest = max(highest, s.lower[i])
         total = s.units_left[t]
         for k in range(task.member_start[t], task.member_start[t + 1]):
             i = task.member[k]
@@ -280,11 +297,12 @@ def _sections_fit(task: Task, s: PartialPlacement) -> bool:
                 total += task.height[i]
                 highest = max(highest, s.offset[i])
         if highest + total <= task.capacity:
-            continue  # cannot fail: most sections end here, unsorted
+            continue  # the test below cannot fail; so it is for most sections
+        # Insertion sort by bound, highest first, then sum the heights from the top.
         sorted_count = 0
         for k in range(task.member_start[t], task.member_start[t + 1]):
             i = task.member[k]
-            at = s.offset[i] if s.placed[i] else s.least[i]
+            at = s.offset[i] if s.placed[i] else s.lower[i]
             if at < lowest:
                 continue
             m = sorted_count
@@ -306,11 +324,11 @@ def _sections_fit(task: Task, s: PartialPlacement) -> bool:
 
 @linked
 def _root(task: Task, failures: Ints) -> PartialPlacement:
-    """The root: only the fixed buffers are placed."""
+    """The root of the search: only fixed buffers are placed."""
     count, sections = len(task.first), len(task.member_start) - 1
     value = np.zeros(3 * count, np.int64)
     value[2 * count :] = -1
-    trail = 4 * len(task.near) + 40 * count + 64
+    trail = 4 * len(task.near) + 40 * count + 64  # `depth_first` stops before it overflows
     s = PartialPlacement(
         value[:count],
         value[count : 2 * count],
@@ -332,15 +350,15 @@ def _root(task: Task, failures: Ints) -> PartialPlacement:
         np.empty(count + 1, np.int64),
     )
     for i in range(count):
-        _put_back(task, s, i)  # the ring is whole already: this only counts i in its sections
+        _mark_unplaced(task, s, i)  # all are linked already: this counts i in its sections
     for i in range(count):
         if task.fixed[i] >= 0:
             s.offset[i] = task.fixed[i]
-            _take_out(task, s, i)
+            _mark_placed(task, s, i)
     for i in range(count):
         if not s.placed[i]:
             s.gap[i] = _gap(task, s, i, 0)
-            s.least[i] = s.gap[i]
+            s.lower[i] = s.gap[i]
     return s
 
 
@@ -355,81 +373,89 @@ def depth_first(
     failures: Ints,
 ) -> tuple[int, int]:
     """
-    FOUND (fills `offset`), IMPOSSIBLE, or UNKNOWN after `max_nodes`; and the nodes spent.
+    Search for a placement; returns FOUND (fills `offset`), IMPOSSIBLE or UNKNOWN, and the nodes.
 
-    The unplaced buffers fall apart into stretches of sections that nothing crosses; these are
-    solved one after the other, and a dead end in one goes back to the decision that split it off,
-    past all that was decided in its siblings.
+    UNKNOWN is returned after `max_nodes`. `rank` breaks ties of branching, `weight` (per section)
+    and `focus` are those of `_choose`; `failures` counts dead ends per section.
+
+    The unplaced buffers split into intervals of sections that no unplaced buffer crosses. These are
+    independent and solved one after the other. A dead end in one backtracks to the decision that
+    split it off, past all decisions in its siblings (backjumping).
     """
     count = len(task.first)
     s = _root(task, failures)
     for i in range(count):
-        if not s.placed[i] and s.least[i] > task.highest[i]:
+        if not s.placed[i] and s.lower[i] > task.highest[i]:
             return IMPOSSIBLE, 0
     if not _sections_fit(task, s):
         return IMPOSSIBLE, 0
+    # Per level of the search: its interval, the chosen buffer with its branch, and marks to undo.
     levels = 6 * count + 10
     low, high = np.zeros(levels, np.int64), np.zeros(levels, np.int64)
-    back = np.zeros(levels, np.int64)  # the level a dead end here returns to
-    queue = np.zeros(levels, np.int64)  # the stretches still to solve after this one, a list
+    back = np.zeros(levels, np.int64)  # the level that a dead end here backtracks to
+    queue = np.zeros(levels, np.int64)  # head of the list of intervals to solve afterwards
     chosen, branch = np.zeros(levels, np.int64), np.zeros(levels, np.int64)
-    trail_mark, stretch_mark = np.zeros(levels, np.int64), np.zeros(levels, np.int64)
-    stretch = np.empty((4 * count + 4, 4), np.int64)  # low, high, back, next in the list
-    stretches, nodes, depth, step = 0, 0, -1, _CHOOSE
+    trail_mark, interval_mark = np.zeros(levels, np.int64), np.zeros(levels, np.int64)
+    interval = np.empty((4 * count + 4, 4), np.int64)  # low, high, back, next in the list
+    intervals, nodes, depth, step = 0, 0, -1, _CHOOSE
     while True:
         if depth >= 0:
             if step == _CHOOSE:
                 i = _choose(task, s, rank, weight, focus, low[depth], high[depth])
                 chosen[depth] = i
-                branch[depth] = _HERE
+                branch[depth] = _PLACE
                 trail_mark[depth] = s.top[0]
-                step = _BRANCH if i >= 0 else _RETREAT
-            if step == _RETREAT:
+                step = _BRANCH if i >= 0 else _BACKTRACK
+            if step == _BACKTRACK:
+                # Undo all levels down to `to`, then try its other branch if there is one.
                 to = back[depth]
                 if to < 0:
                     return IMPOSSIBLE, nodes
                 for level in range(depth - 1, to - 1, -1):
                     _rewind(s, trail_mark[level])
-                    if branch[level] != _HIGHER:
-                        _put_back(task, s, chosen[level])
+                    if branch[level] != _POSTPONE:
+                        _mark_unplaced(task, s, chosen[level])
                 depth = to
-                stretches = stretch_mark[depth]
-                if branch[depth] != _HERE:
+                intervals = interval_mark[depth]
+                if branch[depth] != _PLACE:
                     continue
-                branch[depth] = _HIGHER
+                branch[depth] = _POSTPONE
                 step = _BRANCH
             nodes += 1
             if nodes > max_nodes or depth > levels - 3 or s.top[0] + 3 * count > len(s.trail_at):
                 return UNKNOWN, nodes
             i = chosen[depth]
-            s.touched[0], s.touched[1] = task.first[i], task.last[i]
-            fine = True
-            if branch[depth] == _HIGHER:
+            s.dirty[0], s.dirty[1] = task.first[i], task.last[i]
+            fits = True
+            if branch[depth] == _POSTPONE:
                 _set(s, 2 * count + i, s.gap[i])
             else:
-                put = _put(task, s, i)
-                fine = put > 0
-                if put == 2:
-                    branch[depth] = _ONLY
-            fine = fine and _postponed_fit(task, s, low[depth], high[depth])
-            fine = fine and _sections_fit(task, s)
-            if not fine:
+                result = _place(task, s, i)
+                fits = result > 0
+                if result == 2:
+                    branch[depth] = _PLACE_ONLY
+            fits = fits and _postponed_fit(task, s, low[depth], high[depth])
+            fits = fits and _sections_fit(task, s)
+            if not fits:
+                # A dead end: the other branch of this node, else backtrack.
                 _rewind(s, trail_mark[depth])
-                step = _RETREAT
-                if branch[depth] != _HIGHER:
-                    _put_back(task, s, i)
-                if branch[depth] == _HERE:
-                    branch[depth] = _HIGHER
+                step = _BACKTRACK
+                if branch[depth] != _POSTPONE:
+                    _mark_unplaced(task, s, i)
+                if branch[depth] == _PLACE:
+                    branch[depth] = _POSTPONE
                     step = _BRANCH
                 continue
             step = _CHOOSE
-            if branch[depth] == _HIGHER:
+            if branch[depth] == _POSTPONE:
+                # No buffer was placed, so the interval does not split.
                 low[depth + 1], high[depth + 1] = low[depth], high[depth]
                 back[depth + 1], queue[depth + 1] = depth, queue[depth]
                 depth += 1
-                stretch_mark[depth] = stretches
+                interval_mark[depth] = intervals
                 continue
-        # What is left of this stretch, cut where nothing unplaced crosses, goes before the queue.
+        # Split the rest of this interval where no unplaced buffer crosses, and put the pieces in
+        # front of the queue, the first one in time at its head. At depth -1 it is the whole task.
         ahead, pieces = -1, 0
         begin, end = 0, len(s.left)
         if depth >= 0:
@@ -437,22 +463,22 @@ def depth_first(
         t = end - 1
         while t >= begin:
             stop = t + 1
-            some = s.left[t]
+            unplaced = s.left[t]
             while t > begin and s.crossing[t - 1] > 0:
                 t -= 1
-                some += s.left[t]
-            if some > 0:
-                stretch[stretches] = t, stop, depth, ahead
-                ahead = stretches
-                stretches += 1
+                unplaced += s.left[t]
+            if unplaced > 0:
+                interval[intervals] = t, stop, depth, ahead
+                ahead = intervals
+                intervals += 1
                 pieces += 1
             t -= 1
         if ahead < 0:
             offset[:] = s.offset
             return FOUND, nodes
-        low[depth + 1], high[depth + 1] = stretch[ahead, 0], stretch[ahead, 1]
-        back[depth + 1], queue[depth + 1] = stretch[ahead, 2], stretch[ahead, 3]
+        low[depth + 1], high[depth + 1] = interval[ahead, 0], interval[ahead, 1]
+        back[depth + 1], queue[depth + 1] = interval[ahead, 2], interval[ahead, 3]
         if pieces == 1 and depth >= 0:
-            stretches -= 1  # a lone piece needs no entry
+            intervals -= 1  # a single piece is entered at once and needs no entry in the list
         depth += 1
-        stretch_mark[depth] = stretches
+        interval_mark[depth] = intervals

@@ -1,4 +1,4 @@
-"""Minimising with a search that only answers "fits" or not: descent of the capacity."""
+"""Minimisation of the peak by a search that decides one capacity at a time."""
 
 import numpy as np
 
@@ -16,11 +16,11 @@ def descend(
     first_work: int,
 ) -> tuple[int, Ints | None]:
     """
-    A placement lower than `peak` bytes if one is found, and the bound as far as it was raised.
+    Search for placements below `peak` bytes; returns the raised bound, and the best or None.
 
-    Each round tries the bound itself, then halves what is left between the largest capacity that
-    failed and the incumbent. Only a refuted capacity raises the bound; one given up is tried again
-    in the next round, with more work; in the first it gets `first_work`.
+    Each round tries the bound itself, then bisects between the largest capacity that failed and the
+    incumbent. Only a refuted capacity raises the bound. An undecided one is tried again in the next
+    round with twice the work; the first round grants `first_work` per capacity.
     """
     step = peak_step(instance)
     best = None
@@ -45,6 +45,6 @@ def descend(
 
 
 def peak_step(instance: Instance) -> int:
-    """Peaks that matter are multiples of this: tops of piled-up buffers."""
+    """Common divisor in bytes of all peaks of canonical placements: sums of sizes and offsets."""
     units = np.gcd.reduce(np.append(instance.height, instance.fixed.clip(0)))
     return max(1, int(np.gcd.reduce(np.append(instance.size, units * instance.alignment))))

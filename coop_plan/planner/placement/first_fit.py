@@ -1,4 +1,4 @@
-"""First fit of buffers in a given order: plain, and it honours every kind of constraint."""
+"""First-fit packing in a given order, with fixed offsets, alias pairs and extra conflicts."""
 
 import numpy as np
 
@@ -18,7 +18,7 @@ def _first_fit(
     conflict_start: Ints,
     conflict_items: Ints,
 ) -> Ints:
-    """Each buffer of `order` at the lowest gap among those placed before it; fixed ones first."""
+    """Places fixed buffers, then each buffer of `order` in the lowest gap among those placed."""
     count = len(first)
     offsets = np.zeros(count, np.int64)
     by_offset = np.empty(count, np.int64)  # placed buffers, lowest offset first
@@ -26,33 +26,35 @@ def _first_fit(
     near = np.full(count, -1, np.int64)  # near[j] == i: j is an extra conflict of i
     partner = np.full(count, -1, np.int64)  # partner[j] == i: j may share i's offset
     done = np.zeros(count, np.bool_)
-    for turn in range(2):
+    # First the buffers with fixed offsets, then all others.
+    for fill in range(2):
         for i in order:
             if height[i] == 0:
                 offsets[i] = max(fixed[i], 0)
                 continue
-            if (fixed[i] >= 0) != (turn == 0):
+            if (fixed[i] >= 0) != (fill == 0):
                 continue
             for k in range(conflict_start[i], conflict_start[i + 1]):
                 near[conflict_items[k]] = i
             for k in range(alias_start[i], alias_start[i + 1]):
                 partner[alias_items[k]] = i
             best = np.int64(0)
-            if turn == 0:
+            if fill == 0:
                 best = fixed[i]
             else:
+                # Raise `best` over each conflicting buffer that it would overlap.
                 for k in range(placed):
                     j = by_offset[k]
                     if offsets[j] >= best + height[i]:
-                        # A higher one cannot close this gap: all above lie higher still.
+                        # Offsets are ascending: no later buffer reaches into this gap.
                         break
                     if (first[j] < last[i] and first[i] < last[j]) or near[j] == i:
                         best = max(best, offsets[j] + height[j])
+                # At the offset of a partner i may overlap it, so a lower place may be free.
                 for k in range(alias_start[i], alias_start[i + 1]):
                     a = alias_items[k]
                     if not done[a] or offsets[a] >= best:
                         continue
-                    # Would i fit exactly on its partner?
                     free = True
                     for m in range(placed):
                         j = by_offset[m]
@@ -79,7 +81,7 @@ def _first_fit(
 
 
 def first_fit(instance: Instance, order: Ints) -> Ints:
-    """Offsets in units, from `order`."""
+    """Offsets in units, buffers placed by `order`."""
     return _first_fit(
         order,
         instance.first,

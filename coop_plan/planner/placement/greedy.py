@@ -1,4 +1,4 @@
-"""The greedy placements, one after the other: plain orders first, then orders that learn."""
+"""Generator of greedy placements: plain sort orders first, then orders adapted by blame."""
 
 from collections.abc import Iterator
 
@@ -15,31 +15,31 @@ def placements(
     instance: Instance, hint: Ints | None, goal: int, seed: int, params: GreedyParams
 ) -> Iterator[Ints]:
     """
-    Offsets in units, without end; the first dozen are the plain orders.
+    Offsets in units, without end; the first dozen follow the plain orders.
 
-    `goal`: bytes that a placement should not go beyond; what does takes the blame. `hint`: buffers
-    in the order of an earlier placement's offsets, which is repeated or improved.
+    `goal`: the peak in bytes to reach; buffers that end above it are blamed. `hint`: buffers by
+    offset of an earlier placement, whose peak the first placement does not exceed.
     """
     keys = sort_keys(instance.first, instance.last, instance.height, instance.sections)
     orders = [order_by(name, keys) for name in params.orders]
     pairs = len(instance.alias_links.items) + len(instance.conflict_links.items)
-    free = pairs == 0 and bool((instance.fixed < 0).all())
+    unconstrained = pairs == 0 and bool((instance.fixed < 0).all())
     if hint is not None:
         hint = completed(hint, orders[0])
-        yield drop(instance, hint) if free else first_fit(instance, hint)
-    if free:
+        yield drop(instance, hint) if unconstrained else first_fit(instance, hint)
+    if unconstrained:
         for order in orders:
             yield skyline(instance, order)
-    if not free or instance.count <= params.first_fit_most:
+    if not unconstrained or instance.count <= params.first_fit_most:
         for order in orders if hint is None else [hint, *orders]:
             yield first_fit(instance, order)
-    pack = skyline if free else first_fit
+    pack = skyline if unconstrained else first_fit
     random = np.random.default_rng(seed)
-    chains = [_Chain(order, 0.0, params) for order in orders]
-    others = [_Chain(order, stride, params) for stride in params.strides for order in orders]
+    by_section = [_Chain(order, 0.0, params) for order in orders]
+    by_buffer = [_Chain(order, stride, params) for stride in params.strides for order in orders]
     rounds = params.section_rounds if instance.count > params.large else 1
     while True:
-        for chain in chains * rounds + others:
+        for chain in by_section * rounds + by_buffer:
             offsets = pack(instance, chain.order())
             chain.blame(instance, offsets, goal, random)
             yield offsets
@@ -47,10 +47,10 @@ def placements(
 
 class _Chain:
     """
-    One order, changed after each pass ("squeaky wheel", Joslin and Clements 1999).
+    One order, adapted after each pass ("squeaky wheel", Joslin and Clements 1999).
 
-    With a stride, the buffers that end above the goal move forward. With none, all that live in a
-    section where that happens do: by as much as it happens there.
+    With a stride, buffers that end above the goal move forward. With stride 0, all buffers live in
+    a section with such buffers move forward, by a share of their number there.
     """
 
     def __init__(self, order: Ints, stride: float, params: GreedyParams) -> None:
@@ -66,23 +66,23 @@ class _Chain:
     def blame(
         self, instance: Instance, offsets: Ints, goal: int, random: np.random.Generator
     ) -> None:
-        bad = offsets * instance.alignment + instance.size > goal
+        above = offsets * instance.alignment + instance.size > goal
         if self.stride:
-            self.forward[bad] += self.stride * random.random(int(bad.sum()))
+            self.forward[above] += self.stride * random.random(int(above.sum()))
             self.forward *= self.params.memory
             return
         change = np.zeros(instance.sections + 1)
-        np.add.at(change, instance.first[bad], 1.0)
-        np.add.at(change, instance.last[bad], -1.0)
-        over = change.cumsum()[:-1]
-        kept = self.params.memory * self.weight if len(self.weight) else np.zeros(instance.sections)
-        self.weight = kept + over / max(1.0, over.max(initial=0.0))
+        np.add.at(change, instance.first[above], 1.0)
+        np.add.at(change, instance.last[above], -1.0)
+        count = change.cumsum()[:-1]
+        old = self.params.memory * self.weight if len(self.weight) else np.zeros(instance.sections)
+        self.weight = old + count / max(1.0, count.max(initial=0.0))
         share = spread(self.weight, instance.first, instance.last)
         self.forward = random.choice(self.params.shifts) * share
 
 
 def completed(hint: Ints, order: Ints) -> Ints:
-    """`hint`, and the buffers it does not name as in `order`."""
+    """`hint`, followed by the buffers that it omits, by `order`."""
     count = len(order)
     if hint.ndim != 1 or ((hint < 0) | (hint >= count)).any() or len(np.unique(hint)) < len(hint):
         raise ValueError("order_hint must name buffers, each at most once")

@@ -1,4 +1,4 @@
-"""One placement problem as arrays: what must lie where, for how long, and beside whom."""
+"""A placement problem as arrays: lifetimes, sizes, fixed offsets, alias and conflict pairs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ Floats = npt.NDArray[np.float64]
 Pairs = Iterable[tuple[int, int]]
 
 NO_OFFSET = -1
-"""Marks a buffer whose offset is not given beforehand."""
+"""Marks a buffer without a fixed offset."""
 
 
 class FixedOverlapError(ValueError):
-    """Two buffers overlap at the offsets they were given."""
+    """Two buffers overlap at their fixed offsets."""
 
     def __init__(self, a: int, b: int) -> None:
         self.buffers = a, b
@@ -26,14 +26,14 @@ class FixedOverlapError(ValueError):
 
 @dataclass(frozen=True)
 class Links:
-    """Undirected pairs of buffers as adjacency lists: slice `start[i]:start[i + 1]` is i's."""
+    """Undirected pairs of buffers as adjacency lists: buffer i has `start[i]:start[i + 1]`."""
 
     start: Ints
     items: Ints
 
     @classmethod
     def of(cls, pairs: Ints, count: int) -> "Links":
-        """Adjacency lists over `count` buffers from a (k, 2) array, doubles removed."""
+        """Adjacency lists over `count` buffers from a (k, 2) array, duplicates removed."""
         both = np.unique(np.concatenate([pairs, pairs[:, ::-1]]), axis=0)
         start = np.searchsorted(both[:, 0], np.arange(count + 1)).astype(np.int64)
         return cls(start, np.ascontiguousarray(both[:, 1]))
@@ -44,23 +44,23 @@ class Instance:
     """
     A validated problem. Lifetimes are half-open and counted in *sections*.
 
-    A section is a maximal stretch of time in which nothing that is live dies before something new
-    is born: two buffers overlap in time exactly when they share a section, and no coarser grid of
-    time has that property (Moffitt, ASPLOS 2023, section 4 uses the same sets).
+    A section is a maximal interval of time in which all births precede all deaths. Two buffers
+    overlap in time exactly if they share a section, and no coarser grid has that property (Moffitt,
+    ASPLOS 2023, section 4 uses the same sets).
 
     Addresses are counted in *units* of `alignment` bytes; `height` is the size rounded up to units.
     """
 
     first: Ints
-    """First section in which each buffer lives."""
+    """First section in which each buffer is live."""
     last: Ints
-    """Section after the last one."""
+    """The section after the last one of each buffer."""
     height: Ints
     """Units each buffer takes."""
     size: Ints
     """Exact bytes of each buffer."""
     fixed: Ints
-    """Units of a given offset, or `NO_OFFSET`."""
+    """Fixed offset in units, or `NO_OFFSET`."""
     sections: int
     alignment: int
     """Bytes per unit."""
@@ -79,7 +79,7 @@ class Instance:
 
 
 def sections(lower: Ints, upper: Ints) -> tuple[Ints, Ints, int]:
-    """Lifetimes in time units to lifetimes in sections: (first, last, number of sections)."""
+    """Lifetimes in sections, from half-open time intervals: (first, last, number of sections)."""
     times = np.unique(np.concatenate([lower, upper]))
     born = np.searchsorted(times, lower)
     dead = np.searchsorted(times, upper)
@@ -87,7 +87,7 @@ def sections(lower: Ints, upper: Ints) -> tuple[Ints, Ints, int]:
     births[born + 1] = 1
     births = births.cumsum()  # births[k]: birth times among the first k
     deaths = np.unique(dead)
-    # A section closes at a death when something was born since the death before it.
+    # A section closes at a death time if a birth precedes it since the death time before.
     previous = np.concatenate([np.zeros(1, np.int64), deaths[:-1]])[: len(deaths)]
     closes = np.zeros(len(times), np.int64)
     closes[deaths] = births[deaths] > births[previous]
@@ -104,19 +104,19 @@ def build(
     alias: Pairs | None,
     conflicts: Pairs | None,
 ) -> Instance:
-    """Check the arguments of `place` and put them in its own units; ValueError says what is bad."""
+    """Check the arguments of `place` and convert them; raises ValueError with the bad argument."""
     if alignment < 1:
         raise ValueError(f"alignment must be at least 1, not {alignment}")
     count = len(size)
     if lower.shape != (count,) or upper.shape != (count,) or size.shape != (count,):
-        raise ValueError("lower, upper and size must be vectors of one length")
+        raise ValueError("lower, upper and size must be vectors of equal length")
     if (size < 0).any():
         raise ValueError(f"buffer {int(np.argmin(size))} has a negative size")
     if (lower >= upper).any():
         raise ValueError(f"buffer {int(np.argmax(lower >= upper))} has an empty lifetime")
     given = np.full(count, NO_OFFSET, np.int64) if fixed is None else fixed
     if given.shape != (count,):
-        raise ValueError("fixed must have one entry per buffer")
+        raise ValueError(f"fixed must have one entry per buffer: {count}, not {len(given)}")
     if (given < NO_OFFSET).any():
         raise ValueError("a fixed offset must be at least 0, or -1 for none")
     if ((given >= 0) & (given % alignment != 0)).any():
@@ -161,15 +161,15 @@ def _fixed_clash(
     conflict_start: Ints,
     conflict_items: Ints,
 ) -> tuple[int, int]:
-    """Two buffers that may not lie where they are told to, or (-1, -1)."""
-    solid = np.flatnonzero((fixed >= 0) & (height > 0))
-    solid = solid[np.argsort(fixed[solid], kind="mergesort")]
-    for p in range(len(solid)):
-        i = solid[p]
+    """Two buffers that may not overlap and do at their fixed offsets, or (-1, -1)."""
+    placed = np.flatnonzero((fixed >= 0) & (height > 0))
+    placed = placed[np.argsort(fixed[placed], kind="mergesort")]
+    for p in range(len(placed)):
+        i = placed[p]
         near = conflict_items[conflict_start[i] : conflict_start[i + 1]]
         partners = alias_items[alias_start[i] : alias_start[i + 1]]
-        for q in range(p + 1, len(solid)):
-            j = solid[q]
+        for q in range(p + 1, len(placed)):
+            j = placed[q]
             if fixed[j] >= fixed[i] + height[i]:
                 break
             if not (first[i] < last[j] and first[j] < last[i]) and not (near == j).any():
@@ -180,10 +180,10 @@ def _fixed_clash(
 
 
 def _pairs(pairs: Pairs | None, count: int) -> Ints:
-    """Pairs as a (k, 2) array, those of a buffer with itself left out."""
+    """Pairs as a (k, 2) array, without pairs of a buffer with itself."""
     listed = [] if pairs is None else [(int(a), int(b)) for a, b in pairs]
     table = np.array(listed, np.int64).reshape(-1, 2)
     if table.size and (table.min() < 0 or table.max() >= count):
-        raise ValueError("a pair names a buffer that does not exist")
+        raise ValueError(f"a pair names a buffer that does not exist: give 0 to {count - 1}")
     apart: Ints = table[table[:, 0] != table[:, 1]]
     return apart

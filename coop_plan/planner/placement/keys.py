@@ -1,4 +1,4 @@
-"""Orders to place buffers in: sort keys, and the names of their combinations."""
+"""Placement orders of buffers: sort keys, named by one letter each, and their combinations."""
 
 from typing import TypeVar
 
@@ -13,10 +13,10 @@ Numbers = TypeVar("Numbers", Ints, Floats)
 
 def sort_keys(first: Ints, last: Ints, height: Ints, sections: int) -> Keys:
     """
-    Per buffer, most urgent when largest.
+    Sort keys per buffer; larger keys are placed first.
 
-    T: most units live at once during its lifetime; W: lifetime in sections; A: lifetime times
-    height; Z: height; U: last section; L: birth, earliest first.
+    T: maximum of live units during the lifetime; W: lifetime in sections; A: lifetime times height;
+    Z: height; U: last section; L: birth, earliest first.
     """
     return {
         "T": busiest(live_profile(first, last, height, sections), first, last),
@@ -29,7 +29,7 @@ def sort_keys(first: Ints, last: Ints, height: Ints, sections: int) -> Keys:
 
 
 def order_by(name: str, keys: Keys) -> Ints:
-    """The permutation that sorts by the keys of `name`, most urgent first; ties by number."""
+    """The permutation that sorts by the keys of `name`, largest first; ties by number."""
     return np.lexsort(tuple(-keys[key] for key in reversed(name)))
 
 
@@ -42,7 +42,7 @@ def live_profile(first: Ints, last: Ints, height: Ints, sections: int) -> Ints:
 
 
 def busiest(profile: Numbers, first: Ints, last: Ints) -> Numbers:
-    """Maximum of `profile` over [first, last) for each pair; at worst n log n (a sparse table)."""
+    """Maximum of `profile` over [first, last) per buffer, by a sparse table in O(n log n)."""
     result = np.zeros(len(first), profile.dtype)
     width = last - first
     table, span = profile, 1  # table[k] = max(profile[k:k + span])
@@ -56,6 +56,6 @@ def busiest(profile: Numbers, first: Ints, last: Ints) -> Numbers:
 
 
 def spread(weight: Floats, first: Ints, last: Ints) -> Floats:
-    """The largest weight of each buffer's sections, as a share of the largest of all."""
-    most: float = max(weight.max(initial=0.0), 1e-9)
-    return np.divide(busiest(weight, first, last), most)
+    """Per buffer the largest weight of its sections, as a share of the largest weight."""
+    largest: float = max(weight.max(initial=0.0), 1e-9)
+    return np.divide(busiest(weight, first, last), largest)

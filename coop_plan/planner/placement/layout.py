@@ -1,4 +1,4 @@
-"""Giving a schedule its addresses: lifetimes in, offsets out."""
+"""Placement of a schedule's buffers in the arena, and of its host copies in the slab."""
 
 from typing import NamedTuple, Protocol
 
@@ -7,28 +7,28 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.placement import Placement, place
 
 WORK = 20_000_000
-"""Effort of `planner.placement.place` for one layout, some 0.07 s."""
+"""Work of `planner.placement.place` for one layout, about 0.07 s."""
 
 WORK_PER_SECOND = 280_000_000
-"""About how much of it a second is, for those who have to keep a deadline."""
+"""Work per second, approximately, for callers with a deadline."""
 
 
 class HostLayout(NamedTuple):
-    """Where the copies of a schedule lie in the host's slab, offload by offload, and its bytes."""
+    """Byte offsets of a schedule's copies in the host slab, per offload, and the slab's size."""
 
     offsets: Ints
     arena_bytes: int
 
 
 class Layout(NamedTuple):
-    """A schedule with addresses, and what placement knows of them."""
+    """A schedule with addresses, and the placement that gave them."""
 
     placed: PlacedSchedule
     placement: Placement
 
 
 class Lifespans(Protocol):
-    """What is placed: when each block begins and ends, and its bytes."""
+    """Blocks to place: half-open lifetimes and bytes."""
 
     @property
     def lower(self) -> Ints: ...
@@ -46,7 +46,7 @@ def fit(
     work: int = WORK,
     order_hint: Ints | None = None,
 ) -> Placement:
-    """A layout of `blocks`; the rest is `place`'s."""
+    """Placement of `blocks`; see `place` for the parameters."""
     return place(
         blocks.lower,
         blocks.upper,
@@ -68,10 +68,9 @@ def lay_out(
     """
     Place every buffer and workspace of `schedule`.
 
-    Sizes are exact: the topmost block need not end at a multiple of the alignment. `capacity`
-    (bytes) lets placement stop at the first layout that fits it, which it need not reach; `work` is
-    `place`'s, 0 for the greedy layouts only, and `order_hint` that of an earlier layout of the same
-    schedule.
+    Sizes are exact: the topmost block need not end at a multiple of the alignment. With `capacity`
+    (bytes) placement stops at the first layout that fits; the result may still exceed it. `work` is
+    `place`'s, 0 for greedy layouts only; `order_hint` is that of an earlier layout of the schedule.
     """
     blocks = schedule.blocks()
     alignment = schedule.problem.alignment
@@ -83,10 +82,9 @@ def lay_out_host(
     schedule: Schedule, capacity: int | None = None, *, work: int = WORK
 ) -> HostLayout:
     """
-    Place the copies of `schedule` on the host, by the rules of the arena.
+    Place the host copies of `schedule` in one slab, by the rules of the arena.
 
-    `capacity` (bytes) lets placement stop at the first layout that fits it, which it need not
-    reach; `work` is `place`'s.
+    `capacity` (bytes) and `work` are as for `lay_out`.
     """
     copies = schedule.host_copies
     if not copies.size.size:

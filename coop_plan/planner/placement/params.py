@@ -1,5 +1,5 @@
 """
-The parameters of placement, one group for each of its parts.
+Parameters of placement, one group per module.
 
 The type of a field is its range, see `planner.core.params`.
 """
@@ -9,38 +9,38 @@ from dataclasses import dataclass
 from coop_plan.planner.core.params import Count, Params, PositiveShare, Share, Size
 
 KEYS = "TWAZUL"
-"""Letters of the sort keys that an order is made of; see `planner.placement.keys`."""
+"""Letters of the sort keys; see `planner.placement.keys`."""
 
 
 def _check_orders(orders: tuple[str, ...]) -> None:
     if not orders or not all(order and set(order) <= set(KEYS) for order in orders):
-        raise ValueError(f"orders must be some, each of letters in {KEYS}")
+        raise ValueError(f"orders are {orders}: give at least one, each of letters in {KEYS}")
 
 
 @dataclass(frozen=True)
 class GreedyParams(Params):
-    """The greedy placements (`planner.placement.greedy`)."""
+    """Parameters of the greedy placements (`planner.placement.greedy`)."""
 
     orders: tuple[str, ...] = ("TAW", "TW", "WT", "A", "ZW")
     """The plain orders, as letters of sort keys."""
 
     first_fit_most: Size = 20_000
-    """Larger instances (buffers) get skylines only, if they can, not first fit."""
+    """Buffers above which unconstrained instances are packed as skylines only, not by first fit."""
 
     memory: Share = 0.95
-    """Share of the blame kept from one pass of a chain to the next."""
+    """Decay of blame: the share kept from one pass of a chain to the next."""
 
     strides: tuple[PositiveShare, ...] = (0.1, 0.5)
-    """Shares of the order's length by which one blame moves a buffer forward."""
+    """Shares of the order's length by which a blamed buffer moves forward at most."""
 
     shifts: tuple[PositiveShare, ...] = (0.1, 0.3, 1.0)
-    """The same for the buffers of the section with the most blame, one drawn."""
+    """The same for buffers of the section with the most blame; one is drawn per pass."""
 
     large: Size = 5_000
-    """Larger instances get few passes in all, so more to chains that blame sections."""
+    """Buffers above which passes are few and most are given to chains that blame sections."""
 
     section_rounds: Count = 4
-    """Passes of those to one of each other chain."""
+    """Passes of each of those chains per pass of another chain."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,28 +49,28 @@ class GreedyParams(Params):
 
 @dataclass(frozen=True)
 class RestartParams(Params):
-    """The exact search (`planner.placement.restarts`, `planner.placement.descend`)."""
+    """Parameters of the exact search (`planner.placement.restarts`, `descend`)."""
 
     orders: tuple[str, ...] = ("TWA", "TAW", "WAT", "ATW", "UW")
-    """The portfolio's orders, as letters of sort keys."""
+    """The orders of the portfolio, as letters of sort keys."""
 
     restart_nodes: Count = 500
-    """One unit of Luby's sequence, in nodes."""
+    """Nodes per unit of Luby's sequence."""
 
     memory: Share = 0.9
-    """Share of the dead ends' weights kept from one restart to the next."""
+    """Decay of the weights of dead ends: the share kept from one restart to the next."""
 
     shifts: tuple[PositiveShare, ...] = (0.1, 0.3, 1.0)
-    """Shares of the order's length by which the worst section's buffers move forward, one drawn."""
+    """Shares of the order's length by which the worst section's buffers move; one is drawn."""
 
     most_pairs: Size = 4_000_000
-    """Components with more conflicts are left to the greedy placements."""
+    """Conflicts of a component above which there is no exact search."""
 
     most_buffers: Size = 4_000
-    """Instances of more buffers get no exact search."""
+    """Buffers of an instance above which there is no exact search."""
 
     work: Size = 300_000_000
-    """The effort where neither it nor a time limit is given, in looks at live buffers: some 1 s."""
+    """Work without an argument or a time limit, in visits of live buffers: about 1 s."""
 
     first_work: Count = 10_000_000
     """Work for one capacity in the descent's first round; each round doubles it."""
@@ -82,25 +82,25 @@ class RestartParams(Params):
 
 @dataclass(frozen=True)
 class PlacementParams(Params):
-    """All of placement's parameters: the groups, and how many greedy placements to try."""
+    """All parameters of placement: the groups, and the numbers of greedy passes."""
 
     greedy: GreedyParams = GreedyParams()
     restarts: RestartParams = RestartParams()
 
     passes: Count = 40
-    """Greedy placements tried before the search, at least."""
+    """Greedy passes before the exact search, at least."""
 
     small: Size = 500
-    """Up to so many buffers the search is worth more than further greedy placements."""
+    """Buffers up to which the exact search is better than further greedy passes."""
 
     pass_work: Size = 200_000
-    """Larger ones: passes times buffers without a time limit, some 0.1 s."""
+    """For larger instances: passes times buffers without a time limit, about 0.1 s."""
 
     long_pass_work: Size = 4_000_000
-    """The same with a time limit, some 2 s."""
+    """The same with a time limit, about 2 s."""
 
     quick_passes: Count = 16
-    """Greedy placements where no search follows."""
+    """Greedy passes if no exact search follows."""
 
 
 DEFAULTS = PlacementParams()

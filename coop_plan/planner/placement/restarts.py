@@ -1,12 +1,12 @@
 """
-Exact search under a node budget: a portfolio of orders, restarted with what dead ends taught.
+Exact search with restarts: a portfolio of orders, adapted to earlier dead ends.
 
-The instance is cut into components that share no time; each is given to `canonical.depth_first`
-again and again: under orders that solve different instances, from every order in two ways of
-choosing (lowest buffer first, or near the section with the most dead ends), with Luby's restart
-budgets (Luby, Sinclair and Zuckerman 1993), and from the second round on with the buffers of the
-sections that failed most moved forward ("squeaky wheel", Joslin and Clements 1999). Everything is
-deterministic but the clock.
+The instance is cut into components that share no time. Each is searched by `canonical.depth_first`
+repeatedly, with node budgets after Luby, Sinclair and Zuckerman (1993). Restarts alternate between
+the orders of the portfolio and two branching rules: the lowest buffer first, or one near the
+section with the most dead ends. After the first round, buffers of the sections with the most dead
+ends move forward in each order ("squeaky wheel", Joslin and Clements 1999). Without a deadline the
+search is deterministic.
 """
 
 import time
@@ -23,10 +23,10 @@ from coop_plan.planner.placement.params import RestartParams
 
 @dataclass
 class Effort:
-    """What a search may still spend."""
+    """Remaining budget of a search: work, and a deadline or None."""
 
     work: int
-    """Nodes times live buffers summed over sections: what a node may look at, some 3.5 ns each."""
+    """Sum over nodes of the live buffers of all sections, which a node may visit: 3.5 ns each."""
     deadline: float | None = None
     """`time.perf_counter()` value."""
     pace: float = 0.0
@@ -37,13 +37,13 @@ class Effort:
         late = self.deadline is not None and time.perf_counter() >= self.deadline
         return late or self.work <= 0
 
-    def nodes(self, looks: int) -> int:
-        """What may be spent at most on a restart whose nodes take `looks` units of work each."""
+    def nodes(self, node_work: int) -> int:
+        """Limit of nodes for a restart whose nodes cost `node_work` each; at least 1."""
         work = self.work
         if self.deadline is not None and self.pace > 0:
             left = max(0.0, self.deadline - time.perf_counter())
             work = min(work, int(left / self.pace))
-        return max(1, work // looks)
+        return max(1, work // node_work)
 
     def spend(self, work: int, seconds: float) -> None:
         self.work -= work
@@ -51,7 +51,7 @@ class Effort:
 
 
 class Component:
-    """Buffers (indices into the instance) that nothing connects to the others, and its restarts."""
+    """Buffers (indices into the instance) independent of all others, and the state of restarts."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Component:
         self.size = instance.size[buffers]
         self.fixed = instance.fixed[buffers]
         self.alignment = instance.alignment
-        # All tops are sums of these: on a coarser grid the same bounds cut more.
+        # All offsets are multiples of this. On that coarser grid the same bounds prune more.
         self.grid = max(1, int(np.gcd.reduce(np.append(self.height, self.fixed.clip(0)))))
         local = np.full(instance.count, -1, np.int64)
         local[buffers] = np.arange(len(buffers))
@@ -84,12 +84,12 @@ class Component:
         self.bridge = bridges(self.first[extra], self.last[extra], self.sections)
         self.near = neighbours(self.first, self.last, extra)
         self.member = members(self.first, self.last, self.sections)
-        self.looks = max(1, len(self.member[1]))
+        self.node_work = max(1, len(self.member[1]))
         keys = sort_keys(self.first, self.last, self.height, self.sections)
         self.ranks = [np.argsort(order_by(name, keys)) for name in params.orders]
         profile = live_profile(self.first, self.last, self.height, self.sections)
         self.weight: Floats = profile / max(1, profile.max(initial=0))
-        self.taught = False
+        self.has_failures = False
         self.random = np.random.default_rng(seed)
         self.restarts = 0
         self.impossible = -1  # largest capacity in bytes proved too small
@@ -97,7 +97,7 @@ class Component:
         self.best = self.fixed
 
     def fit(self, capacity: int, effort: Effort) -> tuple[int, Ints]:
-        """Search under a capacity in bytes: the search's answer, and offsets in units if FOUND."""
+        """Search under a capacity in bytes; returns the answer, and offsets in units if FOUND."""
         if capacity <= self.impossible:
             return IMPOSSIBLE, self.fixed
         if self.peak <= capacity:
@@ -117,7 +117,7 @@ class Component:
         offset = np.zeros(len(self.buffers), np.int64)
         first_restart = self.restarts
         while not effort.spent:
-            turn = (self.restarts - first_restart) // len(params.orders)
+            round_ = (self.restarts - first_restart) // len(params.orders)
             failures = np.zeros(self.sections, np.int64)
             began = time.perf_counter()
             answer, nodes = depth_first(
@@ -125,14 +125,15 @@ class Component:
                 self._rank(),
                 self.weight,
                 (self.restarts // len(params.orders) + self.restarts) % 2,
-                min(params.restart_nodes * luby(turn + 1), effort.nodes(self.looks)),
+                min(params.restart_nodes * luby(round_ + 1), effort.nodes(self.node_work)),
                 offset,
                 failures,
             )
-            effort.spend((nodes + 1) * self.looks, time.perf_counter() - began)
-            kept = params.memory * self.weight if self.taught else np.zeros(self.sections)
-            self.weight = kept + failures / max(1, failures.sum())
-            self.taught = True
+            effort.spend((nodes + 1) * self.node_work, time.perf_counter() - began)
+            # The first restart's weight is the live profile, which failures replace.
+            old = params.memory * self.weight if self.has_failures else np.zeros(self.sections)
+            self.weight = old + failures / max(1, failures.sum())
+            self.has_failures = True
             self.restarts += 1
             if answer == FOUND:
                 self.best = offset * grid
@@ -144,7 +145,7 @@ class Component:
         return UNKNOWN, self.fixed
 
     def _rank(self) -> Ints:
-        """Position of each buffer in the next order of the portfolio."""
+        """Position of each buffer in the next order, adapted after the first round."""
         rank = self.ranks[self.restarts % len(self.ranks)]
         if self.restarts < len(self.ranks):
             return rank
@@ -157,7 +158,7 @@ class Component:
 
 
 def components(instance: Instance, seed: int, params: RestartParams) -> list[Component] | None:
-    """The instance cut where no lifetime and no conflict crosses; None when it is too large."""
+    """The instance cut where no lifetime and no conflict crosses; None if a part is too large."""
     real = instance.height > 0
     links = instance.conflict_links
     a = np.repeat(np.arange(instance.count), np.diff(links.start))
@@ -194,13 +195,13 @@ def fit(
 
 
 def luby(i: int) -> int:
-    """1 1 2 1 1 2 4 1 1 2 …, from i = 1."""
+    """Luby's sequence from i = 1: 1 1 2 1 1 2 4 1 1 2 …."""
     k = i.bit_length()
     return 1 << (k - 1) if i == (1 << k) - 1 else luby(i - (1 << (k - 1)) + 1)
 
 
 def pair_count(first: Ints, last: Ints) -> int:
-    """Pairs of buffers that share a section."""
+    """Number of pairs of buffers that share a section."""
     born, dead = np.sort(first), np.sort(last)
     before = np.searchsorted(dead, born, side="right")
     return int((np.arange(len(first)) - before).sum())
@@ -208,11 +209,12 @@ def pair_count(first: Ints, last: Ints) -> int:
 
 @njit
 def neighbours(first: Ints, last: Ints, extra: Ints) -> tuple[Ints, Ints]:
-    """Adjacency lists of the conflicts: lifetimes that overlap, and the directed pairs `extra`."""
+    """Adjacency lists of conflicts: overlapping lifetimes, and the directed pairs `extra`."""
     count = len(first)
     order = np.argsort(first, kind="mergesort")
     start = np.zeros(count + 1, np.int64)
     items = np.empty(0, np.int64)
+    # The first pass counts the entries of each list, the second one writes them.
     for fill in range(2):
         at = start.copy()
         if fill:
@@ -242,7 +244,7 @@ def neighbours(first: Ints, last: Ints, extra: Ints) -> tuple[Ints, Ints]:
 
 @njit
 def members(first: Ints, last: Ints, sections: int) -> tuple[Ints, Ints]:
-    """The buffers live in each section."""
+    """The buffers live in each section, as pointer and index arrays."""
     start = np.zeros(sections + 1, np.int64)
     for i in range(len(first)):
         for t in range(first[i], last[i]):
@@ -259,7 +261,7 @@ def members(first: Ints, last: Ints, sections: int) -> tuple[Ints, Ints]:
 
 @njit
 def bridges(first: Ints, last: Ints, sections: int) -> Ints:
-    """Per boundary after a section: the conflicting pairs that lie on both sides of it."""
+    """Per boundary after a section the number of conflicting pairs with a buffer on either side."""
     count = np.zeros(sections, np.int64)
     for k in range(len(first)):
         for t in range(last[k].min() - 1, first[k].max()):

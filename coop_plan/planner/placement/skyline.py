@@ -1,11 +1,11 @@
 """
-Skyline packing: fill the lowest stretch of time first, with the first buffer of an order inside it.
+Skyline packing: fill the lowest segment of the contour with the first buffer that fits inside it.
 
-A buffer is put on the outline of those below it, never into a hole under them. That makes it fast
-on large instances: the outline is a list of level stretches, the lowest comes from a heap, and the
-buffer that fits inside from a scan over blocks of neighbouring births, most of which are passed
-over by two numbers. (Sekiyama et al., *Profile-guided memory optimization for deep neural
-networks*, 2018, use the same heuristic with the longest lifetime first.)
+A buffer is placed on the contour of those below it, never into a hole. That is fast on large
+instances: the contour is a list of level segments, a heap yields the lowest, and the buffer is
+found by a scan over blocks of consecutive births, most of which two aggregates rule out. (Sekiyama
+et al., *Profile-guided memory optimization for deep neural networks*, 2018, use the same heuristic
+with the longest lifetime first.)
 """
 
 import heapq
@@ -16,36 +16,40 @@ from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.instance import Instance, Ints
 
 BLOCK = 64
+"""Buffers, or sections, per block of the aggregates below."""
 
 
 @njit
 def _skyline(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) -> Ints:
-    """Offsets in units for the buffers of `order`, all of positive height; first is preferred."""
+    """Offsets in units for the buffers of `order`, all of positive height; earlier ones win."""
     count = len(order)
     offset = np.zeros(len(first), np.int64)
-    by_birth = np.argsort(first[order], kind="mergesort")  # positions in `order`
+    # Candidates by birth, as positions in `order`; a placed one gets rank `count`.
+    by_birth = np.argsort(first[order], kind="mergesort")
     dead = last[order[by_birth]]
-    rank = by_birth.copy()  # count: placed
+    rank = by_birth.copy()
     births = np.zeros(sections + 1, np.int64)
     for i in order:
         births[first[i] + 1] += 1
     births = births.cumsum()  # births[t]: buffers born before section t
+    # Per block of candidates: the best rank and the first death.
     blocks = (count + BLOCK - 1) // BLOCK
     best_rank, first_death = np.empty(blocks, np.int64), np.empty(blocks, np.int64)
     for k in range(blocks):
         best_rank[k] = rank[k * BLOCK : (k + 1) * BLOCK].min()
         first_death[k] = dead[k * BLOCK : (k + 1) * BLOCK].min()
-    # The outline: stretches [t, end[t]) at level[t], chained both ways; end[t] = 0: no stretch.
+    # The contour: segments [t, end[t]) at level[t], doubly linked; end[t] = 0: no segment at t.
     level, end = np.zeros(sections, np.int64), np.zeros(sections, np.int64)
-    start = np.zeros(sections + 1, np.int64)  # of the stretch that ends here
+    start = np.zeros(sections + 1, np.int64)  # of the segment that ends here
     end[0] = sections
     heap = [(np.int64(0), np.int64(0))]
     left = count
     while left:
         low, t = heapq.heappop(heap)
         if end[t] == 0 or level[t] != low:
-            continue  # this stretch has been raised or merged away since
+            continue  # the segment has been raised or merged since it was pushed
         stop = end[t]
+        # The first buffer of the order with a lifetime inside [t, stop).
         found, best = -1, count
         begin, limit = births[t], births[stop]
         for k in range(begin // BLOCK, (limit + BLOCK - 1) // BLOCK):
@@ -55,7 +59,7 @@ def _skyline(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) 
                 if rank[m] < best and dead[m] <= stop:
                     found, best = m, rank[m]
         if found < 0:
-            # Nothing fits: up to the lower neighbour, and one with it.
+            # No buffer fits: raise the segment to its lower neighbour and merge both.
             left_level = level[start[t]] if t > 0 else np.int64(1) << 60
             right_level = level[stop] if stop < sections else np.int64(1) << 60
             level[t] = min(left_level, right_level)
@@ -70,6 +74,7 @@ def _skyline(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) 
             start[end[t]] = t
             heapq.heappush(heap, (level[t], t))
             continue
+        # Place it, remove it from its block, and split the segment around its lifetime.
         i = order[best]
         offset[i] = low
         a, b = first[i], last[i]
@@ -90,7 +95,7 @@ def _skyline(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) 
 
 
 def skyline(instance: Instance, order: Ints) -> Ints:
-    """Offsets in units. Knows lifetimes and heights only: no fixed buffers, no extra conflicts."""
+    """Offsets in units; ignores fixed offsets, alias pairs and extra conflicts."""
     solid = order[instance.height[order] > 0]
     if not len(solid):
         return np.zeros(instance.count, np.int64)
@@ -99,13 +104,15 @@ def skyline(instance: Instance, order: Ints) -> Ints:
 
 @njit
 def _drop(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) -> Ints:
-    """Offsets in units: each buffer of `order` falls onto the outline of those before it."""
+    """Offsets in units: each buffer of `order` falls onto the contour of those before it."""
     offset = np.zeros(len(first), np.int64)
-    # The outline per section, and the largest of each block; a block may be level throughout.
-    outline = np.zeros(sections, np.int64)
+    # The contour per section, and its maximum per block. In a `level` block the maximum is the
+    # height of all sections, and `contour` is stale there.
+    contour = np.zeros(sections, np.int64)
     highest = np.zeros((sections + BLOCK - 1) // BLOCK, np.int64)
     level = np.zeros(len(highest), np.bool_)
     for i in order:
+        # The first pass finds the maximum under the buffer, the second one raises the contour.
         top = np.int64(0)
         for fill in range(2):
             t = first[i]
@@ -120,14 +127,14 @@ def _drop(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) -> 
                     t = stop
                     continue
                 if level[k]:
-                    outline[begin:stop] = highest[k]
+                    contour[begin:stop] = highest[k]
                     level[k] = False
                 stop = min(stop, last[i])
                 if fill:
-                    outline[t:stop] = top
+                    contour[t:stop] = top
                     highest[k] = max(highest[k], top)
                 else:
-                    top = max(top, outline[t:stop].max())
+                    top = max(top, contour[t:stop].max())
                 t = stop
             if not fill:
                 offset[i] = top
@@ -137,9 +144,9 @@ def _drop(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) -> 
 
 def drop(instance: Instance, order: Ints) -> Ints:
     """
-    Offsets in units. In the order of a placement's offsets none lies higher than in it.
+    Offsets in units; in the order of a placement's offsets no buffer is above its offset there.
 
-    As `skyline`, it knows lifetimes and heights only.
+    Ignores fixed offsets, alias pairs and extra conflicts, as `skyline` does.
     """
     solid = order[instance.height[order] > 0]
     return _drop(solid, instance.first, instance.last, instance.height, instance.sections)

@@ -1,4 +1,4 @@
-"""`place`: the one entry to offset placement."""
+"""`place`, the entry point of offset placement."""
 
 import functools
 import time
@@ -21,27 +21,27 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each buffer lies, and what is known about how good that is."""
+    """Offsets of all buffers, with their peak and bound."""
 
     offsets: Ints
     """Bytes from the start of the arena, a multiple of the alignment."""
     peak: int
     """Largest offset + size in bytes, exact."""
     lower_bound: int
-    """Bytes no placement can go below (proved)."""
+    """Proved lower bound on the peak of every placement, bytes."""
     optimal: bool
     """The peak is proved to be the smallest possible."""
     fits: bool | None
-    """Whether the peak is within the capacity; None without a capacity."""
+    """True if the peak is within the capacity; None without a capacity."""
     proved_impossible: bool
     """No placement within the capacity exists."""
     order: Ints
     """
-    Buffers by offset. As `order_hint` it gives a peak no higher, also to a part of the buffers; in
-    an instance with in-place pairs that is likely, not certain.
+    Buffers by offset. As `order_hint`, also for a subset of the buffers, it gives a peak that is
+    not higher; in an instance with alias pairs that is likely, not certain.
     """
     seconds: float
-    """Wall clock spent."""
+    """Wall-clock time spent."""
 
 
 def place(
@@ -61,23 +61,24 @@ def place(
     params: PlacementParams = DEFAULTS,
 ) -> Placement:
     """
-    Give every buffer an offset so that no two overlap in time and address at once.
+    Give every buffer an offset so that no two overlap in both time and address.
 
-    Lifetimes are half-open, [lower, upper), in any unit; sizes, offsets and the capacity in bytes;
+    Lifetimes are half-open, [lower, upper), in any unit; sizes, offsets and the capacity are bytes;
     offsets are multiples of `alignment`. Without a capacity the arena is minimised; with one, the
-    first placement within it is taken. Greedy placements come first, then a bounded exact search.
+    first placement within it is returned. Greedy placements are followed by a bounded exact search.
 
-    - `fixed`: offsets given beforehand, -1 for none.
-    - `alias`: pairs that may lie at one common offset although both live (in-place results).
-    - `conflicts`: pairs kept apart in address although their lifetimes do not overlap.
-    - `time_limit`: seconds of wall clock; without it the effort is small and the answer the same at
-      every call. With it, too, unless the limit was reached.
-    - `work`: effort of the search without a time limit, in looks at live buffers of some 3.5 ns;
-      the answer is then deterministic. 0 leaves it at a few greedy placements, None takes what
-      `params` says.
-    - `order_hint`: buffers in the order of an earlier `Placement`, to start from it.
+    - `fixed`: given offsets, -1 for none.
+    - `alias`: pairs that may share one offset while both are live (in-place results).
+    - `conflicts`: pairs that may not overlap in address although their lifetimes do not overlap.
+    - `time_limit`: seconds of wall clock. The result is deterministic unless the limit is reached.
+    - `work`: limit of the exact search without a time limit, in visits of live buffers of about
+      3.5 ns each; the result is deterministic. 0 takes a few greedy placements only, None the limit
+      of `params`.
+    - `order_hint`: `order` of an earlier `Placement`, to start from it.
 
-    ValueError: arguments that contradict each other or themselves.
+    Raises:
+        ValueError: invalid or contradictory arguments.
+        FixedOverlapError: two buffers overlap at their fixed offsets.
     """
     if time_limit is not None:
         _warm_up()
@@ -97,8 +98,8 @@ def place(
     deadline = None if time_limit is None else began + time_limit
     hint = None if order_hint is None else _ints(order_hint)
     passes = _passes(instance.count, work > 0, deadline is not None, params)
-    tried = placements(instance, hint, goal, seed, params.greedy)
-    best, peak = _greedy(instance, tried, goal, passes, deadline)
+    candidates = placements(instance, hint, goal, seed, params.greedy)
+    best, peak = _greedy(instance, candidates, goal, passes, deadline)
     effort = Effort(work if deadline is None else UNLIMITED, deadline)
     if work and peak > goal and instance.count <= params.restarts.most_buffers:
         found, bound = _search(instance, bound, capacity, peak, effort, seed, params.restarts)
@@ -111,33 +112,33 @@ def place(
         optimal=peak <= bound,
         fits=None if capacity is None else peak <= capacity,
         proved_impossible=capacity is not None and bound > capacity,
-        # What lies below a buffer comes before it, so dropping them in this order raises none.
+        # Buffers below another one precede it, so dropping them in this order raises none.
         order=np.argsort(best, kind="stable"),
         seconds=time.perf_counter() - began,
     )
 
 
 def _passes(count: int, search: bool, limited: bool, params: PlacementParams) -> int:
-    """How many greedy placements to try."""
+    """Number of greedy passes."""
     if not search:
         return params.quick_passes
     if count <= params.small:
         return params.passes
     if limited and count > params.restarts.most_buffers:
-        return UNLIMITED  # nothing follows: all that the time limit allows
+        return UNLIMITED  # no search follows: passes until the time limit
     work = params.long_pass_work if limited else params.pass_work
     return max(params.passes, work // count)
 
 
 def _greedy(
-    instance: Instance, tried: Iterator[Ints], goal: int, passes: int, deadline: float | None
+    instance: Instance, candidates: Iterator[Ints], goal: int, passes: int, deadline: float | None
 ) -> tuple[Ints, int]:
-    """The first of so many greedy placements within `goal` bytes, or the best; and its peak."""
+    """The first of `passes` candidates within `goal` bytes, else the best one; and its peak."""
     best = np.zeros(instance.count, np.int64)
     if instance.count == 0:
         return best, 0
     peak = -1
-    for number, offsets in enumerate(tried, start=1):
+    for number, offsets in enumerate(candidates, start=1):
         if peak < 0 or instance.peak(offsets) < peak:
             best, peak = offsets, instance.peak(offsets)
         late = deadline is not None and time.perf_counter() >= deadline
@@ -155,7 +156,7 @@ def _search(
     seed: int,
     params: RestartParams,
 ) -> tuple[Ints | None, int]:
-    """A placement that fits the capacity, or a lower one; and the bound as far as it was raised."""
+    """A placement within the capacity (without one, below `peak`) or None, and the raised bound."""
     parts = components(instance, seed, params)
     if parts is None or (capacity is not None and bound > capacity):
         return None, bound
@@ -165,13 +166,13 @@ def _search(
         answer, offsets = fit(instance, parts, capacity, effort)
         found = offsets if answer == FOUND else None
         raised = capacity + 1 if answer == IMPOSSIBLE else bound
-    # The search keeps in-place pairs apart, so with such pairs it proves nothing.
+    # The search does not overlap alias pairs, so with such pairs it proves no bound.
     return found, bound if len(instance.alias) else max(bound, raised)
 
 
 @functools.cache
 def _warm_up() -> None:
-    """Have the kernels compiled (once on a machine, some 20 s): before a clock starts."""
+    """Compile the kernels (once per machine, about 20 s) before the time limit starts."""
     one = np.ones(1, np.int64)
     tiny = build(one - 1, one, one, 1, None, None, None)
     for _ in zip(range(14), placements(tiny, one - 1, 1, 0, DEFAULTS.greedy), strict=False):

@@ -1,1 +1,1 @@
-"""Plans that are kept, and carried over to another graph of the same structure."""
+"""Cache of plans and refusals, keyed by graph structure and options."""

@@ -1,4 +1,4 @@
-"""What is kept of an answer: a plan with the ids and costs it was made for, or what would do."""
+"""Records of the plan cache: a plan with its graph's ids and costs, or an infeasible budget."""
 
 import hashlib
 import hmac
@@ -8,30 +8,30 @@ from typing import ClassVar
 
 import msgspec
 
-from coop_plan.planner.plan_cache.carry_over import carry_over
 from coop_plan.planner.core.errors import InfeasibleBudgetError
-from coop_plan.planner.core.unrecomputable import most_held, reason
+from coop_plan.planner.core.memory_bounds import explain_residents, unrecomputable_residents
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.plan_cache.remap_ids import remap_ids
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_graph
 from coop_plan.schemas._parse import Model
 from coop_plan.schemas.fingerprint import tensor_order
 
-COSTS_ALIKE = 0.1
-"""Two graphs cost alike if no more than this share of their time is spent elsewhere; measuring one
-machine twice moves a hundredth."""
+COST_TOLERANCE = 0.1
+"""Share of the time that compatible costs may attribute to other ops. Two measurements of one
+machine differ by 0.01."""
 
-OVERHEAD_ALIKE = 0.02
-"""How much more overhead than where it was made a plan may have, before it is made anew."""
+OVERHEAD_TOLERANCE = 0.02
+"""Increase of the overhead under other costs above which a plan is computed again."""
 
 
 class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan"):
     """
-    A plan and the graph it was made for: its ids in order, its costs, and itself.
+    A plan and its graph: the ids in order, the costs, and the document.
 
-    `packed` is the graph's document, compressed: it is only read where no other graph is at hand.
-    `searched_seconds` were spent by `auto` on a better plan than what was asked for gave at first.
+    `packed` is the compressed document, read only if the request has no graph. `searched_seconds`
+    is the time that `auto` spent on improving the plan.
     """
 
     kind: ClassVar[str] = "plan"
@@ -44,7 +44,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
 
     @classmethod
     def of(cls, plan: Plan, graph: Graph) -> "StoredPlan":
-        """What to keep of a plan for `graph`."""
+        """The record of a plan for `graph`."""
         return cls(
             plan=plan,
             ops=[op.id for op in graph.ops],
@@ -55,64 +55,65 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
 
     def for_graph(self, graph: Graph, structure: str = "") -> Plan | None:
         """
-        The plan in the ids and costs of a graph, or None where it does not hold for it.
+        The plan with the ids and costs of a graph, or None if it is invalid for that graph.
 
-        `structure` is the graph's fingerprint, where it is known already.
+        `structure` is the graph's fingerprint, "" to compute it.
         """
         try:
             same = self.costs == all_costs(graph)
-            carried = carry_over(self.plan, self.ops, self.tensors, graph, same_costs=same)
-        except (KeyError, ValueError):  # it names what the graph has not
+            plan = remap_ids(self.plan, self.ops, self.tensors, graph, same_costs=same)
+        except (KeyError, ValueError):
             return None
-        return None if find_faults(graph, carried, limit=1, structure=structure) else carried
+        return None if find_faults(graph, plan, limit=1, structure=structure) else plan
 
-    def for_question(self, graph: Graph, options: PlanOptions, structure: str = "") -> Plan | None:
+    def for_request(self, graph: Graph, options: PlanOptions, structure: str = "") -> Plan | None:
         """
-        The plan for a graph (with the link asked for), if it answers what is asked.
+        The plan for a graph (with the requested link), or None if it was made for other options.
 
-        A valid plan for another question is a wrong answer. What a share of keep-everything's peak
-        is in bytes only the planner knows: that a record is the planner's is told by its seal.
+        The bytes of a share of keep-everything's peak are not checked, as only the planner knows
+        them; the record's signature proves that the planner wrote it.
         """
-        plan, asked = self.plan, options.budget
-        budget = int(asked.value) if asked.kind == "bytes" else plan.budget_bytes
+        plan = self.plan
+        budget = _budget_bytes(options, plan.budget_bytes)
         method = options.method
         if plan.method == SEARCH and method in SEARCHED:
             method = SEARCH
-        given = plan.budget_bytes, plan.method, plan.outputs, plan.alignment
-        wanted = budget, method, options.outputs, options.alignment
+        made_with = plan.budget_bytes, plan.method, plan.outputs, plan.alignment
+        requested = budget, method, options.outputs, options.alignment
         transfers = plan.host_budget_bytes, plan.link_bytes_per_s
-        if (given, transfers) != (wanted, (options.host_budget, options.link)):
+        if (made_with, transfers) != (requested, (options.host_budget, options.link)):
             return None
         return self.for_graph(graph, structure)
 
-    def suits(self, graph: Graph, carried: Plan) -> bool:
+    def cost_compatible(self, graph: Graph, plan: Plan) -> bool:
         """
-        Whether the plan, carried over to `graph`, is as good there as where it was made.
+        True if the costs of `graph` are close to those of the record; `plan` is `for_graph`'s.
 
-        Costs are no part of the key: whoever sent a graph first, with costs that are wrong, would
-        make everybody's plan.
+        Costs are not part of the key, so a first graph with wrong costs would otherwise determine
+        the plan of all later ones. Compared are the overhead, and the ops' shares of the time.
         """
-        mine, theirs = self.costs, all_costs(graph)
-        if mine == theirs:
+        ours, theirs = self.costs, all_costs(graph)
+        if ours == theirs:
             return True
-        if carried.overhead > self.plan.overhead + OVERHEAD_ALIKE:
+        if plan.overhead > self.plan.overhead + OVERHEAD_TOLERANCE:
             return False
-        one, two = fsum(mine[LINK:]), fsum(theirs[LINK:])
-        if not one or not two:
-            return one == two
-        apart = fsum(
-            abs(a / one - b / two) for a, b in zip(mine[LINK:], theirs[LINK:], strict=True)
+        ours, theirs = ours[DEVICE_COSTS:], theirs[DEVICE_COSTS:]
+        our_total, their_total = fsum(ours), fsum(theirs)
+        if not our_total or not their_total:
+            return our_total == their_total
+        difference = fsum(
+            abs(a / our_total - b / their_total) for a, b in zip(ours, theirs, strict=True)
         )
-        return apart / 2 <= COSTS_ALIKE
+        return difference / 2 <= COST_TOLERANCE
 
     @property
-    def settled(self) -> bool:
-        """Whether nobody need look for a better plan: it was done, or there is none."""
+    def fully_refined(self) -> bool:
+        """True if no refinement is left: it was done, the plan is optimal, or never refined."""
         plan = self.plan
         return self.searched_seconds > 0 or plan.status == "optimal" or plan.method not in SEARCHED
 
-    def as_made(self) -> tuple[Graph, Plan] | None:
-        """The graph it was made for and the plan, or None where it does not hold."""
+    def with_original_graph(self) -> tuple[Graph, Plan] | None:
+        """The record's own graph and the plan, or None if either is invalid."""
         try:
             graph = parse_graph(zlib.decompress(self.packed))
         except (ValueError, zlib.error):
@@ -122,7 +123,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
 
 
 class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="infeasible"):
-    """That a method cannot meet a budget (see `InfeasibleBudgetError`); `op` is a position."""
+    """An `InfeasibleBudgetError` of a method; `op` is the position of the blocking op."""
 
     kind: ClassVar[str] = "infeasible"
     method: str
@@ -133,11 +134,11 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
     unused: list[str]
     budget_lower_bound_bytes: int | None = None
     held: bool = False
-    """Whether something that cannot be made again is in the way: what, in the ids of a graph."""
+    """True if unrecomputable residents block the budget; they are recomputed per graph."""
 
     @classmethod
     def of(cls, error: InfeasibleBudgetError, graph: Graph) -> "StoredRefusal":
-        """What to keep of the answer for `graph`."""
+        """The record of an error for `graph`."""
         blocking = error.blocking_op
         return cls(
             method=error.method,
@@ -150,12 +151,11 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             budget_lower_bound_bytes=error.budget_lower_bound_bytes,
         )
 
-    def for_question(
+    def for_request(
         self, graph: Graph, options: PlanOptions, structure: str = ""
     ) -> InfeasibleBudgetError | None:
-        """The answer in the ids of a graph, if it is one to what is asked."""
-        asked = options.budget
-        budget = int(asked.value) if asked.kind == "bytes" else self.budget_bytes
+        """The error with the ids of a graph, or None if it was made for other options."""
+        budget = _budget_bytes(options, self.budget_bytes)
         if (budget, options.method) != (self.budget_bytes, self.method):
             return None
         if self.op is not None and self.op >= len(graph.ops):
@@ -169,36 +169,41 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             "" if blocking is None else blocking.name,
             self.working_set_bytes,
             self.unused,
-            self._what_is_held(graph, options),
+            self._residents(graph, options),
             self.budget_lower_bound_bytes,
         )
 
-    def _what_is_held(self, graph: Graph, options: PlanOptions) -> str:
+    def _residents(self, graph: Graph, options: PlanOptions) -> str:
         if not self.held:
             return ""
-        of = options.alignment, options.outputs, options.host_budget
-        problem = Problem.from_graph(options.on(graph), *of)
-        found = most_held(problem, self.budget_bytes - problem.fixed_bytes)
-        return "" if found is None else reason(problem, found)
+        rules = options.alignment, options.outputs, options.host_budget
+        problem = Problem.from_graph(options.on(graph), *rules)
+        found = unrecomputable_residents(problem, self.budget_bytes - problem.fixed_bytes)
+        return "" if found is None else explain_residents(problem, found)
 
 
 Record = StoredPlan | StoredRefusal
 
-SEAL_BYTES = 32
-"""Of the HMAC in front of a sealed record."""
+SIGNATURE_BYTES = 32
+"""Length of the HMAC-SHA256 in front of a signed record."""
 
-LINK = 3
-"""So many costs are the device's."""
+DEVICE_COSTS = 3
+"""Entries of `all_costs` that are the device's."""
 
 SEARCH = "auto"
-"""The method that looks for a better plan than a kept one when there is time."""
+"""The method that refines cached plans in the background."""
 
 SEARCHED = ("coop-offline", "optimal", "auto")
-"""Methods that are asked for a good plan; the others are asked for what they themselves make."""
+"""Methods whose plans may be refined; requests for others are for the plans of these methods."""
+
+
+def _budget_bytes(options: PlanOptions, recorded: int) -> int:
+    """The requested budget in bytes; the recorded one for a share or "min"."""
+    return int(options.budget.value) if options.budget.kind == "bytes" else recorded
 
 
 def all_costs(graph: Graph) -> list[float]:
-    """Every cost, the device's first: a proof holds for these alone."""
+    """All costs of a graph, the device's first; a proved bound holds for these only."""
     device = graph.device
     costs = [device.d2h_bytes_per_s, device.h2d_bytes_per_s, device.copy_latency_us]
     for op in graph.ops:
@@ -212,48 +217,50 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def as_bytes(record: Record) -> bytes:
-    """The record as bytes."""
+    """The record in MessagePack."""
     return _encode(record)
 
 
 def as_record(data: bytes | memoryview) -> Record:
-    """The record of bytes; raises msgspec's errors."""
-    made: Record = _decode(data)
-    return made
+    """The record from MessagePack; raises msgspec's errors."""
+    record: Record = _decode(data)
+    return record
 
 
-def seal(record: Record, key: str, secret: bytes) -> bytes:
-    """The record as bytes, sealed for its key."""
-    return seal_bytes(as_bytes(record), key, secret)
+def sign(record: Record, key: str, secret: bytes) -> bytes:
+    """The record in MessagePack, signed for its key."""
+    return sign_bytes(as_bytes(record), key, secret)
 
 
-def unseal(data: bytes, key: str, secret: bytes) -> Record:
+def read_signed(data: bytes, key: str, secret: bytes) -> Record:
     """
-    The record of bytes; one that was changed, or kept by another key, is no record.
+    The record of signed bytes, verified for its key.
 
     Raises:
-        InvalidInputError: damaged, or not sealed with this secret for this key.
+        InvalidInputError: damaged, or not signed with this secret for this key.
     """
     try:
-        return as_record(unseal_bytes(data, key, secret))
+        return as_record(verified_bytes(data, key, secret))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise InvalidInputError(f"damaged record: {error}") from None
+        raise InvalidInputError(f"damaged record of key {key}: {error}") from None
 
 
-def seal_bytes(data: bytes, key: str, secret: bytes) -> bytes:
-    """Bytes behind an HMAC of them and the key they are kept by."""
+def sign_bytes(data: bytes, key: str, secret: bytes) -> bytes:
+    """The bytes, prefixed by an HMAC of the key and the bytes."""
     return _mac(data, key, secret) + data
 
 
-def unseal_bytes(data: bytes, key: str, secret: bytes) -> memoryview:
-    """The bytes that were sealed; raises `InvalidInputError` as `unseal` does."""
+def verified_bytes(data: bytes, key: str, secret: bytes) -> memoryview:
+    """The signed bytes without their HMAC; raises `InvalidInputError` as `read_signed` does."""
     view = memoryview(data)
-    if not hmac.compare_digest(_mac(view[SEAL_BYTES:], key, secret), bytes(view[:SEAL_BYTES])):
-        raise InvalidInputError("damaged record")
-    return view[SEAL_BYTES:]
+    if not hmac.compare_digest(
+        _mac(view[SIGNATURE_BYTES:], key, secret), bytes(view[:SIGNATURE_BYTES])
+    ):
+        raise InvalidInputError(f"damaged record of key {key}: its signature does not match")
+    return view[SIGNATURE_BYTES:]
 
 
 def _mac(data: bytes | memoryview, key: str, secret: bytes) -> bytes:
-    made = hmac.new(secret, key.encode() + b"\0", hashlib.sha256)
-    made.update(data)
-    return made.digest()
+    mac = hmac.new(secret, key.encode() + b"\0", hashlib.sha256)
+    mac.update(data)
+    return mac.digest()

@@ -1,4 +1,4 @@
-"""Answers in Redis, for servers and workers on several machines."""
+"""Plan store in Redis, for servers and workers on several machines."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from coop_plan.planner.plan_cache.record import SEAL_BYTES, Record, seal, unseal
+from coop_plan.planner.plan_cache.record import SIGNATURE_BYTES, Record, read_signed, sign
 from coop_plan.planner.plan_cache.store import ALTERNATIVES, CANDIDATES, Families, StoreError
 from coop_plan.schemas import InvalidInputError
 
@@ -27,7 +27,7 @@ if #slots >= tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], first) end
 redis.call('HSET', KEYS[1], (last or -1) + 1, ARGV[1])
 return 1
 """
-"""KEYS: the answers of a key. ARGV: a record, "1" to keep it beside others, how many are kept."""
+"""KEYS: the records of a key. ARGV: a record, "1" to add it to others, the limit of records."""
 
 REPLACE = """
 local fields = redis.call('HGETALL', KEYS[1])
@@ -40,25 +40,25 @@ for i = 1, #fields, 2 do
 end
 return 0
 """
-"""KEYS: the answers of a key. ARGV: a record, and what comes in its place, nothing if empty."""
+"""KEYS: the records of a key. ARGV: a record, and its replacement; an empty one deletes it."""
 
-SEALS = """
+SIGNATURES = """
 local fields = redis.call('HGETALL', KEYS[1])
 for i = 2, #fields, 2 do fields[i] = string.sub(fields[i], 1, tonumber(ARGV[1])) end
 return fields
 """
-"""KEYS: the answers of a key. ARGV: how many bytes of each are wanted."""
+"""KEYS: the records of a key. ARGV: the number of leading bytes to return of each."""
 
 WAIT_SECONDS = 10.0
-"""How long a Redis is waited for that restarts, and one that does not answer."""
+"""Timeout for a Redis that restarts or does not answer."""
 
 
 def connect(address: str) -> redis.Redis:
     """
-    A client of the Redis at an address, which is not asked anything yet.
+    A client of the Redis at an address; connects at the first command.
 
     Raises:
-        StoreError: the address is none.
+        StoreError: the address is invalid.
     """
     retry = Retry(
         ExponentialWithJitterBackoff(base=0.05, cap=1.0),
@@ -73,14 +73,14 @@ def connect(address: str) -> redis.Redis:
             retry=retry,
         )
     except ValueError as error:
-        raise StoreError(f"{address} is no address of a Redis: {error}") from None
+        raise StoreError(f"{address} is not the address of a Redis: {error}") from None
 
 
 class RedisStore:
     """
-    Answers in one Redis, whose `maxmemory-policy` says what goes when it is full (allkeys-lru).
+    Plan store in one Redis, whose `maxmemory-policy` (allkeys-lru) evicts records when it is full.
 
-    Nothing else is to be kept there that must not go.
+    That Redis should not store data that must not be evicted.
     """
 
     def __init__(self, address: str, *, secret: bytes) -> None:
@@ -88,72 +88,72 @@ class RedisStore:
         self._secret = secret
         self._put = self._redis.register_script(PUT)
         self._replace = self._redis.register_script(REPLACE)
-        self._seals = self._redis.register_script(SEALS)
+        self._signatures = self._redis.register_script(SIGNATURES)
         self.dropped = 0
 
     def get(self, key: str) -> list[Record]:
-        """The answers kept by a key, the first one first; damaged ones are dropped."""
+        """The records of a key, oldest first; damaged ones are deleted."""
         found: list[Record] = []
-        with failing():
-            kept: Any = self._redis.hgetall(_answers(key))
-        for data in _in_order([part for field in kept.items() for part in field]):
+        with store_errors():
+            stored: Any = self._redis.hgetall(_answers(key))
+        for data in _in_order([part for field in stored.items() for part in field]):
             try:
-                found.append(unseal(data, key, self._secret))
+                found.append(read_signed(data, key, self._secret))
             except InvalidInputError:
                 self.dropped += 1
                 with contextlib.suppress(redis.RedisError):
                     self._replace(keys=[_answers(key)], args=[data, b""])
         return found
 
-    def seals(self, key: str) -> list[bytes]:
-        """The seals of a key's answers; see `PlanStore.seals`."""
-        with failing():
-            return _in_order(self._seals(keys=[_answers(key)], args=[SEAL_BYTES]))
+    def signatures(self, key: str) -> list[bytes]:
+        """The signatures of a key's records; see `PlanStore.signatures`."""
+        with store_errors():
+            return _in_order(self._signatures(keys=[_answers(key)], args=[SIGNATURE_BYTES]))
 
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
     ) -> None:
-        """Keep the first answer of a key, or another beside it; see `PlanStore.put`."""
-        data = seal(record, key, self._secret)
-        with failing():
+        """Store the first record of a key, or another one; see `PlanStore.put`."""
+        data = sign(record, key, self._secret)
+        with store_errors():
             if self._put(keys=[_answers(key)], args=[data, int(another), ALTERNATIVES]):
                 for name, measure in families:
                     self._redis.zadd(_family(name), {key: measure})
 
     def replace(self, key: str, old: Record, new: Record) -> bool:
-        """Put a record in the place of one that is still there; whether it was."""
-        was, data = seal(old, key, self._secret), seal(new, key, self._secret)
-        with failing():
-            return bool(self._replace(keys=[_answers(key)], args=[was, data]))
+        """Replace a record; returns False if the old one is not stored any more."""
+        before, data = sign(old, key, self._secret), sign(new, key, self._secret)
+        with store_errors():
+            return bool(self._replace(keys=[_answers(key)], args=[before, data]))
 
-    def below(self, family: str, measure: float) -> list[str]:
-        """Keys of a family's answers that measure no more than this, the largest first."""
+    def keys_at_most(self, family: str, measure: float) -> list[str]:
+        """Keys of a family with a measure of at most this one, the largest first."""
         name = _family(family)
-        with failing():
+        with store_errors():
             named: Any = self._redis.zrevrangebyscore(name, measure, "-inf", 0, CANDIDATES)
             keys = [key.decode() for key in named]
-            kept = [key for key in keys if self._redis.exists(_answers(key))]
-            if len(kept) < len(keys):  # Redis let go of them
-                self._redis.zrem(name, *(set(keys) - set(kept)))
-        return kept
+            stored = [key for key in keys if self._redis.exists(_answers(key))]
+            if len(stored) < len(keys):  # Redis has evicted the others
+                self._redis.zrem(name, *(set(keys) - set(stored)))
+        return stored
 
     def delete(self, key: str) -> None:
-        """Forget a key."""
-        with failing():
+        """Delete the records of a key."""
+        with store_errors():
             self._redis.delete(_answers(key))
 
     def check(self) -> None:
-        """Raise where answers cannot be kept."""
-        with failing():
+        """Raise `StoreError` if the Redis does not answer."""
+        with store_errors():
             self._redis.ping()
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._redis.close()
 
 
 def _in_order(fields: Sequence[bytes]) -> list[bytes]:
-    """The values of a hash, the first slot first."""
+    """The values of a hash by slot number, from its fields and values in turn."""
     slots = dict(zip(fields[::2], fields[1::2], strict=True))
     return [slots[slot] for slot in sorted(slots, key=int)]
 
@@ -167,8 +167,8 @@ def _family(name: str) -> str:
 
 
 @contextlib.contextmanager
-def failing() -> Iterator[None]:
-    """What Redis raises, as a `StoreError`."""
+def store_errors() -> Iterator[None]:
+    """Convert errors of Redis to `StoreError`."""
     try:
         yield
     except redis.RedisError as error:

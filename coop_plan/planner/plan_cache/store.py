@@ -1,4 +1,4 @@
-"""Where answers are kept: one small interface, and SQLite behind it."""
+"""Interface of plan stores, and the SQLite implementation."""
 
 import contextlib
 import functools
@@ -11,26 +11,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from coop_plan.planner.plan_cache.record import SEAL_BYTES, Record, seal, unseal
+from coop_plan.planner.plan_cache.record import SIGNATURE_BYTES, Record, read_signed, sign
 from coop_plan.schemas import InvalidInputError
 
 ALTERNATIVES = 4
-"""Answers to one question that are kept, for graphs that cost differently."""
+"""Limit of records per key, for graphs with different costs."""
 
-TOUCH_SECONDS = 3600
-"""How exactly it is known when a record was last used."""
+ACCESS_SECONDS = 3600
+"""Resolution of the time of last use."""
 
 CANDIDATES = 4
-"""Keys of a family that are named."""
+"""Limit of keys that `keys_at_most` returns."""
 
 Families = Sequence[tuple[str, int | float]]
-"""Names of families and the measure of a record in each: its budget, of questions that differ in
-nothing else."""
+"""Families of a record and its measure in each. Requests that differ in the budget only are a
+family, and the budget is the measure."""
 
 
 @functools.cache
 def planner_version() -> str:
-    """Digest of the sources that plans are made by."""
+    """Digest of the planner's sources, which invalidates plans of other versions."""
     root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for package in ("planner", "schemas"):
@@ -41,65 +41,64 @@ def planner_version() -> str:
 
 class PlanStore(Protocol):
     """
-    Keeps answers by key; safe to call from several threads and processes.
+    Store of records by key, safe for use from several threads and processes.
 
-    Records are sealed with a secret: who does not have it can forge none. `dropped` counts damaged
-    ones that were met. Each method raises `StoreError` or sqlite3's errors where the store fails.
+    Records are signed with a secret, without which they cannot be forged. `dropped` counts damaged
+    records found. Each method raises `StoreError` or sqlite3's errors if the store fails.
     """
 
     dropped: int
 
     def get(self, key: str) -> list[Record]:
-        """The answers kept by a key, the first one first; damaged ones are dropped."""
+        """The records of a key, oldest first; damaged ones are deleted."""
 
-    def seals(self, key: str) -> list[bytes]:
-        """The seals of what `get` would find, unchecked: who has seen all of these has seen it."""
+    def signatures(self, key: str) -> list[bytes]:
+        """The unverified signatures of `get`'s records: if they are equal, the records are too."""
 
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
     ) -> None:
         """
-        Keep the first answer of a key: what is there stays, and is everybody's.
+        Store a record if the key has none.
 
-        With `another` it is kept beside the ones that are there; of too many the oldest goes.
+        With `another` it is added to existing ones, and the oldest is deleted above the limit.
         """
 
     def replace(self, key: str, old: Record, new: Record) -> bool:
-        """Put a record in the place of one that is still there; whether it was."""
+        """Replace a record; returns False if the old one is not stored any more."""
 
-    def below(self, family: str, measure: float) -> list[str]:
-        """Keys of a family's answers that measure no more than this, the largest first."""
+    def keys_at_most(self, family: str, measure: float) -> list[str]:
+        """Keys of a family with a measure of at most this one, the largest first."""
 
     def delete(self, key: str) -> None:
-        """Forget a key."""
+        """Delete the records of a key."""
 
     def check(self) -> None:
-        """Raise where answers cannot be kept."""
+        """Raise `StoreError` if records cannot be stored."""
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
 
 
 class StoreError(OSError):
-    """A plan store cannot be opened, or fails."""
+    """A plan store cannot be opened, or an operation on it failed."""
 
 
 def default_path() -> Path:
-    """`$XDG_CACHE_HOME` or `~/.cache`, /coop-plan/plans.sqlite3."""
+    """`coop-plan/plans.sqlite3` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "coop-plan" / "plans.sqlite3"
 
 
 class SqliteStore:
     """
-    Answers in one SQLite file, shared by threads and processes.
+    Plan store in one SQLite file, shared by threads and processes.
 
-    With `wal` readers and a writer do not wait for each other; without, the file can be read where
-    nothing can be written. Above `max_bytes` of records those go that were not used for the longest
-    time.
+    With `wal` readers and a writer do not wait for each other; without it, the file is readable in
+    a read-only folder. Above `max_bytes` of records the least recently used are deleted.
 
     Raises:
-        StoreError: the file cannot be opened or is no database of ours.
+        StoreError: the file cannot be opened or is not a plan store.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class SqliteStore:
         if found.fetchone() is None:
             self._connection.executescript(
                 "begin immediate;"
-                "drop table if exists plan;"  # of versions before 0.2, whose plans nobody asks for
+                "drop table if exists plan;"  # of versions before 0.2, whose plans have other keys
                 "create table if not exists answer (key text not null, slot integer not null,"
                 " record blob not null, bytes integer not null, used integer not null,"
                 " primary key (key, slot));"
@@ -139,11 +138,11 @@ class SqliteStore:
             )
 
     def get(self, key: str) -> list[Record]:
-        """The answers kept by a key, the first one first; damaged ones are dropped."""
+        """The records of a key, oldest first; damaged ones are deleted."""
         found: list[Record] = []
-        for slot, data in self._look("record", key):
+        for slot, data in self._select("record", key):
             try:
-                found.append(unseal(data, key, self._secret))
+                found.append(read_signed(data, key, self._secret))
             except InvalidInputError:
                 self.dropped += 1
                 with self._lock, contextlib.suppress(sqlite3.Error):
@@ -153,26 +152,28 @@ class SqliteStore:
                     )
         return found
 
-    def seals(self, key: str) -> list[bytes]:
-        """The seals of a key's answers; see `PlanStore.seals`."""
-        return [seal for _, seal in self._look(f"substr(record, 1, {SEAL_BYTES})", key)]
+    def signatures(self, key: str) -> list[bytes]:
+        """The signatures of a key's records; see `PlanStore.signatures`."""
+        return [
+            signature for _, signature in self._select(f"substr(record, 1, {SIGNATURE_BYTES})", key)
+        ]
 
-    def _look(self, what: str, key: str) -> list[tuple[int, bytes]]:
-        """Slots of a key with something of each record, which has been used now."""
+    def _select(self, column: str, key: str) -> list[tuple[int, bytes]]:
+        """Slot and `column` of each record of a key; updates the time of last use."""
         now = int(time.time())
-        query = f"select slot, {what}, used from answer where key = ? order by slot"  # noqa: S608
+        query = f"select slot, {column}, used from answer where key = ? order by slot"  # noqa: S608
         with self._lock:
             rows = self._connection.execute(query, (key,)).fetchall()
-            if any(used < now - TOUCH_SECONDS for _, _, used in rows):
-                with contextlib.suppress(sqlite3.Error):  # as where nothing can be written
+            if any(used < now - ACCESS_SECONDS for _, _, used in rows):
+                with contextlib.suppress(sqlite3.Error):  # a read-only store
                     self._connection.execute("update answer set used = ? where key = ?", (now, key))
         return [(slot, data) for slot, data, _ in rows]
 
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
     ) -> None:
-        """Keep the first answer of a key, or another beside it; see `PlanStore.put`."""
-        data = seal(record, key, self._secret)
+        """Store the first record of a key, or another one; see `PlanStore.put`."""
+        data = sign(record, key, self._secret)
         now = int(time.time())
         with self._lock, self._transaction():
             slots = [
@@ -198,18 +199,18 @@ class SqliteStore:
             self._prune()
 
     def replace(self, key: str, old: Record, new: Record) -> bool:
-        """Put a record in the place of one that is still there; whether it was."""
-        was, data = seal(old, key, self._secret), seal(new, key, self._secret)
+        """Replace a record; returns False if the old one is not stored any more."""
+        before, data = sign(old, key, self._secret), sign(new, key, self._secret)
         with self._lock, self._transaction():
             replaced = self._connection.execute(
                 "update answer set record = ?, bytes = ? where key = ? and record = ?",
-                (data, len(data), key, was),
+                (data, len(data), key, before),
             )
             self._prune()
             return replaced.rowcount > 0
 
-    def below(self, family: str, measure: float) -> list[str]:
-        """Keys of a family's answers that measure no more than this, the largest first."""
+    def keys_at_most(self, family: str, measure: float) -> list[str]:
+        """Keys of a family with a measure of at most this one, the largest first."""
         with self._lock:
             rows = self._connection.execute(
                 "select key from family where name = ? and measure <= ?"
@@ -224,24 +225,24 @@ class SqliteStore:
         if total <= self._max_bytes:
             return
         oldest = self._connection.execute("select rowid, bytes from answer order by used, rowid")
-        gone = []
+        evicted = []
         for row, size in oldest:
             if total <= self._max_bytes * 0.9:
                 break
-            gone.append((row,))
+            evicted.append((row,))
             total -= size
-        self._connection.executemany("delete from answer where rowid = ?", gone)
+        self._connection.executemany("delete from answer where rowid = ?", evicted)
         self._connection.execute("delete from family where key not in (select key from answer)")
 
     def delete(self, key: str) -> None:
-        """Forget a key."""
+        """Delete the records of a key."""
         with self._lock:
             self._connection.execute("delete from answer where key = ?", (key,))
 
     def check(self) -> None:
-        """Raise where answers cannot be kept."""
+        """Raise `StoreError` if the file is not writable."""
         if not os.access(self._path, os.W_OK):
-            raise StoreError(f"plan store {self._path} cannot be written")
+            raise StoreError(f"plan store {self._path} is not writable")
 
     def close(self) -> None:
         """Close the file."""

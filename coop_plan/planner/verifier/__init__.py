@@ -1,4 +1,4 @@
-"""The independent verifier; it imports the contract (`schemas`) and nothing else of ours."""
+"""The independent verifier; of this project it imports only the contract, `schemas`."""
 
 from coop_plan.planner.verifier.replay import Fault
 from coop_plan.planner.verifier.rules import InvalidPlanError, find_faults, verify

@@ -1,4 +1,4 @@
-"""The verifier's second memory: the slab on the host in which copies lie."""
+"""The verifier's model of the host slab, which holds the copies of offloaded buffers."""
 
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -9,65 +9,69 @@ from coop_plan.schemas import Offload, Plan, Prefetch, Step, Wait
 
 class HostSlab:
     """
-    Copies by address. One lives from its offload to the last wait on it or on a prefetch from it.
+    Live copies by address.
 
-    So its end is known beforehand, from the order of the steps alone.
+    A copy is live from its offload to the last wait on it or on a prefetch from it, so its end
+    follows from the order of the steps and is computed before the replay.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.arena_bytes = 0
-        """The highest end so far."""
-        self._last = _last_steps(plan.steps)
+        """The highest end of a copy so far."""
+        self._last_step = _last_steps(plan.steps)
         self._starts: list[int] = []
+        """Start addresses of the live copies, ascending."""
         self._copies: list[tuple[int, int]] = []
-        """By start: the end, exclusive, and the step of the offload."""
+        """Per start: the end, exclusive, and the step of the offload."""
         self._ending: list[tuple[int, int]] = []
-        """A heap of last steps, and the start of each copy."""
+        """Heap of (last step, start address) of the live copies."""
 
     def add(self, number: int, offset: int | None, size: int) -> Iterator[tuple[str, str]]:
-        """Step `number` begins a copy of so many bytes; the code and message of each fault."""
+        """Start a copy of `size` bytes at step `number`; yields code and message of each fault."""
+        # Remove copies that ended before this step.
         while self._ending and self._ending[0][0] < number:
             slot = bisect_right(self._starts, heappop(self._ending)[1]) - 1
             del self._starts[slot], self._copies[slot]
         if offset is None:
-            yield "no-host-offset", "the copy has no offset in the host's slab"
+            yield "no-host-offset", f"the offload at step {number} has no offset in the host slab"
             return
         if offset % self.plan.alignment:
-            yield "misaligned", f"offset {offset} is no multiple of {self.plan.alignment}"
+            yield "misaligned", f"offset {offset} is not a multiple of {self.plan.alignment}"
         if not size:
             return
         end = offset + size
         self.arena_bytes = max(self.arena_bytes, end)
         if end > self.plan.host_arena_bytes:
-            slab = f"the host's slab of {self.plan.host_arena_bytes}"
-            yield "outside-arena", f"bytes {offset} to {end} leave {slab}"
+            slab = f"the host slab of {self.plan.host_arena_bytes} bytes"
+            yield "outside-arena", f"bytes {offset} to {end} exceed {slab}"
+        # Live copies are disjoint and sorted, so only the two neighbours can overlap.
         slot = bisect_right(self._starts, offset)
         for near in (slot - 1, slot):
             if 0 <= near < len(self._starts):
                 start, (stop, owner) = self._starts[near], self._copies[near]
                 if start < end and offset < stop:
-                    yield "overlap", f"the copy overlaps that of step {owner} on the host"
+                    yield "overlap", f"the host copy overlaps that of step {owner}"
                     return
         self._starts.insert(slot, offset)
         self._copies.insert(slot, (end, number))
-        heappush(self._ending, (self._last[number], offset))
+        heappush(self._ending, (self._last_step[number], offset))
 
 
 def _last_steps(steps: list[Step]) -> dict[int, int]:
-    """By the step that makes it, the last step that a copy on the host is for."""
-    made: dict[int, int] = {}
-    flying: dict[int, int] = {}
+    """Per offload step the last step at which its copy on the host is live."""
+    offload: dict[int, int] = {}  # per buffer its last offload step
+    pending: dict[int, int] = {}  # per buffer the offload step of the copy that its transfer uses
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         match step:
             case Offload():
-                made[step.buffer] = flying[step.buffer] = last[number] = number
+                offload[step.buffer] = pending[step.buffer] = last[number] = number
             case Prefetch():
-                if step.from_ in made:
-                    flying[step.buffer] = made[step.from_]
-                    last[made[step.from_]] = number
+                if step.from_ in offload:
+                    pending[step.buffer] = offload[step.from_]
+                    last[offload[step.from_]] = number
             case Wait():
-                if step.buffer in flying:
-                    last[flying.pop(step.buffer)] = number
+                if step.buffer in pending:
+                    last[pending.pop(step.buffer)] = number
     return last

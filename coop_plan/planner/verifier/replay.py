@@ -1,4 +1,4 @@
-"""The verifier's memory: what is where on the device while a plan is replayed, and when."""
+"""Replay of a plan: the state of device memory, host slab and engines after each step."""
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from coop_plan.schemas import (
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong (`code`: see `planner.verifier`), and where: a JSON pointer into the plan."""
+    """A fault of a plan: its code (see `planner.verifier.rules`), JSON pointer and message."""
 
     code: str
     pointer: str
@@ -32,20 +32,21 @@ class Fault:
 
 
 Place = str | tuple["Place | int", ...]
-"""A JSON pointer in parts: put together only where something is wrong there."""
+"""A JSON pointer in parts, joined only for a fault."""
 
 
 def pointer(place: Place | int) -> str:
-    """The JSON pointer of a place."""
+    """The parts of a place joined to a JSON pointer."""
     return "".join(map(pointer, place)) if isinstance(place, tuple) else str(place)
 
 
 @dataclass(slots=True)
 class _Buffer:
     """
-    A live arena buffer. `end` is exclusive; `taken`: a write of the current step took it over.
+    A live buffer in the arena; `end` is exclusive.
 
-    `slot` says whether the arena's index knows it: not if it has no bytes or is misplaced.
+    `indexed` is false for a buffer of 0 bytes or with an overlap fault, which the address index
+    omits. `taken_over` is set by an in-place write of the current step.
     """
 
     tensor: int
@@ -53,8 +54,8 @@ class _Buffer:
     bytes: int
     version: int
     end: int
-    slot: bool = False
-    taken: bool = False
+    indexed: bool = False
+    taken_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,12 @@ class _Transfer:
     source: int | None = None
 
 
+def _name(op: Op) -> str:
+    return f"op {op.id} ({op.name})"
+
+
 class Replay:
-    """The state of the device and of the host while a plan's steps are replayed."""
+    """State of the device and the host during the replay of a plan's steps."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.plan = plan
@@ -80,30 +85,32 @@ class Replay:
             for tensor in set(op.mutates):
                 self.mutators.setdefault(tensor, []).append(index)
         self.faults: list[Fault] = []
-        made_late = {t for op in graph.ops if op.phase != "forward" for t in op.outputs}
-        in_arena = {"outside": set(), "gradients": made_late, "arena": set(self.tensors)}
-        self.leaving = {
+        late_outputs = {t for op in graph.ops if op.phase != "forward" for t in op.outputs}
+        in_arena = {"outside": set(), "gradients": late_outputs, "arena": set(self.tensors)}
+        self.outside_outputs = {
             tensor.id
             for tensor in graph.tensors
             if tensor.kind == "output" and tensor.id not in in_arena[plan.outputs]
         }
-        """Outputs whose place is outside the arena."""
+        """Outputs that belong outside the arena."""
         self.outside = {tensor.id: 0 for tensor in graph.tensors if tensor.resident}
         """Version of each tensor that is readable outside the arena."""
         self.produced: set[int] = set()
         self.outside_buffers: set[int] = set()
         self.live: dict[int, _Buffer] = {}
-        self.known: dict[int, int] = {}
-        """Every buffer id so far, and its tensor."""
+        self.tensor_of: dict[int, int] = {}
+        """Tensor of every buffer id so far."""
         self.starts: list[int] = []
         self.owners: list[int] = []
-        self.flights: dict[int, _Transfer] = {}
+        """Address index: start addresses of disjoint live buffers, ascending, and their ids."""
+        self.pending: dict[int, _Transfer] = {}
+        """Unfinished transfer per buffer."""
         self.host: dict[int, int] = {}
-        """Version of each complete host copy, by the buffer it was made of."""
+        """Version of each complete host copy, by the buffer that was offloaded."""
         self.slab = HostSlab(plan)
         self.runs: dict[int, int] = {}
-        self.last_random = -1
-        self.last_once = -1
+        self.last_random = self.last_once = -1
+        """Highest position of a random op, and of a run-once op, that has run."""
         self.now_us = self.d2h_free_us = self.h2d_free_us = 0.0
         self.offload_stall_us = self.prefetch_stall_us = 0.0
         self.live_bytes = self.peak_live_bytes = self.arena_bytes = self.swapped_bytes = 0
@@ -116,28 +123,29 @@ class Replay:
     def compute(self, step: Compute, at: Place) -> None:
         op = self.ops.get(step.op)
         if op is None:
-            self.fault("unknown-op", (at, "/op"), f"the graph has no op {step.op}")
+            self.fault("unknown-op", (at, "/op"), f"the graph has no op with id {step.op}")
             return
         self._check_order(op, at)
         variant: Op | Variant = op
         if step.variant is not None:
             found = next((v for v in op.variants if v.name == step.variant), None)
             if found is None:
-                message = f"op {op.id} has no variant '{step.variant}'"
+                message = f"{_name(op)} has no variant '{step.variant}'"
                 self.fault("unknown-variant", (at, "/variant"), message)
             else:
                 variant = found
         read = self._reads(op, variant, step, at)
         if len(step.writes) != len(variant.outputs):
-            message = f"op {op.id} has {len(variant.outputs)} outputs, not {len(step.writes)}"
+            message = f"{_name(op)} has {len(variant.outputs)} outputs, not {len(step.writes)}"
             self.fault("wrong-writes", (at, "/writes"), message)
         shrinking: list[int] = []
         for index, (write, tensor) in enumerate(zip(step.writes, variant.outputs, strict=False)):
             self._write(op, variant, write, tensor, read, shrinking, (at, "/writes/", index))
         self._workspace(op, variant, step, at)
-        # Only now do the buffers end that were taken over: within the step all live together.
+        # Buffers taken over in place end after the workspace is checked: during the step all are
+        # live together. Then the writes shrink to their own bytes.
         for number, buffer in read.items():
-            if buffer.taken:
+            if buffer.taken_over:
                 self.live_bytes -= self.live.pop(number).bytes
         for writer in shrinking:
             buffer = self.live[writer]
@@ -149,21 +157,21 @@ class Replay:
         for index, number in enumerate(step.buffers):
             place = (at, "/buffers/", index)
             if number not in self.live:
-                if number not in self.known:
+                if number not in self.tensor_of:
                     self.fault("not-live", place, f"buffer {number} was never written")
                 elif number in self.outside_buffers:
-                    message = f"buffer {number} is an output outside the arena, never freed"
+                    message = f"buffer {number} is an output outside the arena, which is not freed"
                     self.fault("early-free", place, message)
                 else:
-                    self.fault("double-free", place, f"buffer {number} has already ended")
+                    self.fault("double-free", place, f"buffer {number} has already been freed")
                 continue
-            if number in self.flights:
-                message = f"buffer {number} ends during the transfer started at"
-                begun = pointer(self.flights.pop(number).place)
-                self.fault("early-free", place, f"{message} {begun}")
+            if number in self.pending:
+                message = f"buffer {number} is freed during the transfer started at"
+                start = pointer(self.pending.pop(number).place)
+                self.fault("early-free", place, f"{message} {start}")
             buffer = self.live.pop(number)
             self.live_bytes -= buffer.bytes
-            if buffer.slot:
+            if buffer.indexed:
                 slot = bisect_left(self.starts, buffer.offset)
                 del self.starts[slot], self.owners[slot]
 
@@ -171,13 +179,13 @@ class Replay:
         buffer = self._readable(step.buffer, (at, "/buffer"))
         if buffer is None:
             return
-        if step.buffer in self.flights:
-            message = f"buffer {step.buffer} has a transfer in flight already"
+        if step.buffer in self.pending:
+            message = f"buffer {step.buffer} already has a transfer in flight"
             self.fault("not-ready", (at, "/buffer"), message)
             return
         if step.buffer in self.host:
-            if any(flight.source == step.buffer for flight in self.flights.values()):
-                message = f"the host copy of buffer {step.buffer} is being read by a prefetch"
+            if any(transfer.source == step.buffer for transfer in self.pending.values()):
+                message = f"a prefetch is reading the host copy of buffer {step.buffer}"
                 self.fault("not-ready", (at, "/buffer"), message)
             del self.host[step.buffer]
         for code, message in self.slab.add(number, step.host_offset, buffer.bytes):
@@ -186,15 +194,16 @@ class Replay:
         self.d2h_free_us = begin_us + self._transfer_us(
             buffer.bytes, self.device.d2h_bytes_per_s, "d2h", at
         )
-        self.flights[step.buffer] = _Transfer(at, self.d2h_free_us)
+        self.pending[step.buffer] = _Transfer(at, self.d2h_free_us)
 
     def prefetch(self, step: Prefetch, at: Place) -> None:
         version = self.host.get(step.from_)
         if version is None:
             message = f"the host has no complete copy of buffer {step.from_}"
             self.fault("not-offloaded", (at, "/from"), message)
-        elif self.known[step.from_] != step.tensor:
-            message = f"buffer {step.from_} held tensor {self.known[step.from_]}, not {step.tensor}"
+        elif self.tensor_of[step.from_] != step.tensor:
+            held = self.tensor_of[step.from_]
+            message = f"buffer {step.from_} held tensor {held}, not {step.tensor}"
             self.fault("wrong-tensor", (at, "/tensor"), message)
         if not self._check_new(step.buffer, step.tensor, step.bytes, at):
             return
@@ -204,47 +213,47 @@ class Replay:
         self.h2d_free_us = begin_us + self._transfer_us(
             step.bytes, self.device.h2d_bytes_per_s, "h2d", at
         )
-        self.flights[step.buffer] = _Transfer(at, self.h2d_free_us, step.from_)
+        self.pending[step.buffer] = _Transfer(at, self.h2d_free_us, step.from_)
 
     def wait(self, step: Wait, at: Place) -> None:
-        flight = self.flights.pop(step.buffer, None)
-        if flight is None:
+        transfer = self.pending.pop(step.buffer, None)
+        if transfer is None:
             message = f"no transfer of buffer {step.buffer} is in flight"
             self.fault("no-transfer", (at, "/buffer"), message)
             return
-        stall_us = max(0.0, flight.end_us - self.now_us)
-        self.now_us = max(self.now_us, flight.end_us)
-        if flight.source is not None:
+        stall_us = max(0.0, transfer.end_us - self.now_us)
+        self.now_us = max(self.now_us, transfer.end_us)
+        if transfer.source is not None:
             self.prefetch_stall_us += stall_us
         else:
             self.offload_stall_us += stall_us
             self.host[step.buffer] = self.live[step.buffer].version
 
     def check_end(self) -> None:
-        """What must hold after the last step."""
-        for number, flight in self.flights.items():
-            message = f"the transfer of buffer {number} is never waited for"
-            self.fault("unfinished-transfer", flight.place, message)
+        """Check the state after the last step: transfers, ops, outputs, leaks."""
+        for number, transfer in self.pending.items():
+            message = f"no step waits for the transfer of buffer {number}"
+            self.fault("unfinished-transfer", transfer.place, message)
         for op in self.ops.values():
             if op.id not in self.runs:
-                self.fault("missing-op", "/steps", f"op {op.id} ({op.name}) is never computed")
-        kept: set[int] = set()
+                self.fault("missing-op", "/steps", f"no step runs {_name(op)}")
+        in_arena: set[int] = set()
         for number, buffer in self.live.items():
             final = buffer.version == len(self.mutators.get(buffer.tensor, ()))
-            stays = buffer.tensor not in self.leaving
-            wanted = stays and final and self.tensors[buffer.tensor].kind == "output"
-            if wanted and buffer.tensor not in kept:
-                kept.add(buffer.tensor)
+            is_output = self.tensors[buffer.tensor].kind == "output"
+            belongs = final and is_output and buffer.tensor not in self.outside_outputs
+            if belongs and buffer.tensor not in in_arena:
+                in_arena.add(buffer.tensor)
             else:
-                message = f"buffer {number} (tensor {buffer.tensor}) is never freed"
+                message = f"no step frees buffer {number} (tensor {buffer.tensor})"
                 self.fault("leak", "/steps", message)
         for tensor in self.tensors.values():
             if tensor.kind != "output":
                 continue
             final_version = len(self.mutators.get(tensor.id, ()))
-            there = self.outside.get(tensor.id) == final_version
-            if not (there if tensor.id in self.leaving else tensor.id in kept):
-                message = f"output tensor {tensor.id} is not there at the end of the step"
+            outside = self.outside.get(tensor.id) == final_version
+            if not (outside if tensor.id in self.outside_outputs else tensor.id in in_arena):
+                message = f"output tensor {tensor.id} does not exist at the end of the step"
                 self.fault("missing-output", "/steps", message)
 
     # -- parts of steps --------------------------------------------------------------------------
@@ -254,35 +263,35 @@ class Replay:
         if op.recomputable and not op.rng:
             return
         if count > 1 and not op.recomputable:
-            self.fault("repeated-op", (at, "/op"), f"op {op.id} must run exactly once")
+            self.fault("repeated-op", (at, "/op"), f"{_name(op)} must run exactly once")
         if not op.recomputable and count == 1:
             if self.position[op.id] < self.last_once:
-                message = f"op {op.id} runs after an op that it precedes, and both must run once"
+                message = f"{_name(op)} runs after a later op, and both must run exactly once"
                 self.fault("once-order", (at, "/op"), message)
             self.last_once = max(self.last_once, self.position[op.id])
         if op.rng and count == 1:
             if self.position[op.id] < self.last_random:
-                message = f"random op {op.id} first runs after a random op that it precedes"
+                message = f"random {_name(op)} runs for the first time after a later random op"
                 self.fault("rng-order", (at, "/op"), message)
             self.last_random = max(self.last_random, self.position[op.id])
 
     def _reads(self, op: Op, variant: Op | Variant, step: Compute, at: Place) -> dict[int, _Buffer]:
-        """Check the reads and apply the op's mutations; returns the arena buffers read."""
+        """Check the reads and apply the op's mutations; returns the buffers read in the arena."""
         if len(step.reads) != len(variant.inputs):
-            message = f"op {op.id} has {len(variant.inputs)} inputs, not {len(step.reads)}"
+            message = f"{_name(op)} has {len(variant.inputs)} inputs, not {len(step.reads)}"
             self.fault("wrong-reads", (at, "/reads"), message)
         read: dict[int, _Buffer] = {}
         mutated: dict[int, int | None] = {}
-        mutators, live, outside, flights = self.mutators, self.live, self.outside, self.flights
+        mutators, live, outside, pending = self.mutators, self.live, self.outside, self.pending
         for index, (entry, tensor) in enumerate(zip(step.reads, variant.inputs, strict=False)):
-            if tensor not in mutators:  # most reads of most plans, looked at at once
+            if tensor not in mutators:  # the fast path of most reads
                 if isinstance(entry, TensorRead):
                     if entry.tensor == tensor and outside.get(tensor) == 0:
                         continue
                 else:
                     found = live.get(entry)
                     right = found is not None and found.tensor == tensor and not found.version
-                    if right and entry not in flights:
+                    if right and entry not in pending:
                         read[entry] = found  # type: ignore[assignment]
                         continue
             place = (at, "/reads/", index)
@@ -290,7 +299,7 @@ class Replay:
             if isinstance(entry, TensorRead):
                 holds, version = entry.tensor, self.outside.get(entry.tensor)
                 if version is None:
-                    message = f"tensor {holds} is not there outside the arena"
+                    message = f"{_name(op)} reads tensor {holds}, which is not outside the arena"
                     self.fault("missing-input", place, message)
             else:
                 buffer = self._readable(entry, place)
@@ -299,30 +308,32 @@ class Replay:
                 read[entry] = buffer
                 holds, version = buffer.tensor, buffer.version
             if holds != tensor:
-                message = f"op {op.id} needs tensor {tensor} here, not {holds}"
+                message = f"{_name(op)} reads tensor {tensor} here, not {holds}"
                 self.fault("wrong-tensor", place, message)
                 continue
-            if number is not None and tensor in self.leaving and tensor in mutators:
-                message = f"tensor {tensor} leaves the step and is overwritten: read it there only"
+            if number is not None and tensor in self.outside_outputs and tensor in mutators:
+                message = f"output tensor {tensor} is overwritten: read it outside the arena"
                 self.fault("stale-version", place, message)
             needed = bisect_left(self.mutators.get(tensor, ()), self.position[op.id])
             if version is not None and version != needed:
-                message = f"op {op.id} needs version {needed} of tensor {tensor}, not {version}"
+                message = f"{_name(op)} reads version {needed} of tensor {tensor}, not {version}"
                 self.fault("stale-version", place, message)
             if tensor in op.mutates and mutated.setdefault(tensor, number) != number:
-                message = f"op {op.id} mutates tensor {tensor}, read here from a second place"
+                message = (
+                    f"{_name(op)} mutates tensor {tensor} and reads it from a second place here"
+                )
                 self.fault("split-mutation", place, message)
         for tensor, number in mutated.items():
             if number is None:
                 if tensor in self.outside:
                     self.outside[tensor] += 1
                 continue
-            if number in self.flights:
-                message = f"op {op.id} mutates buffer {number} during its copy to the host"
+            if number in self.pending:
+                message = f"{_name(op)} mutates buffer {number} during its copy to the host"
                 self.fault("early-free", (at, "/reads"), message)
             read[number].version += 1
         for tensor in set(op.mutates).difference(variant.inputs) if op.mutates else ():
-            message = f"op {op.id} mutates tensor {tensor}, which its variant does not read"
+            message = f"{_name(op)} mutates tensor {tensor}, which this variant does not read"
             self.fault("unknown-variant", (at, "/variant"), message)
         return read
 
@@ -336,33 +347,34 @@ class Replay:
         shrinking: list[int],
         at: Place,
     ) -> None:
-        """Make the buffer of one output; an in-place one is added to `shrinking`."""
+        """Write the buffer of one output; an in-place one is added to `shrinking`."""
         if write.tensor != tensor:
-            message = f"op {op.id} writes tensor {tensor} here, not {write.tensor}"
+            message = f"{_name(op)} writes tensor {tensor} here, not {write.tensor}"
             self.fault("wrong-tensor", (at, "/tensor"), message)
         if not self._check_new(write.buffer, write.tensor, write.bytes, at):
             return
-        leaves = write.tensor in self.leaving
+        outside = write.tensor in self.outside_outputs
         first = write.tensor not in self.produced
         self.produced.add(write.tensor)
         if write.offset is None:
-            if not leaves:
-                message = f"tensor {write.tensor} does not leave the step: it needs an offset"
+            if not outside:
+                message = f"tensor {write.tensor} belongs in the arena: give an offset"
                 self.fault("output-outside", (at, "/offset"), message)
             elif not first:
                 message = f"output tensor {write.tensor} is written outside the arena twice"
                 self.fault("output-twice", (at, "/offset"), message)
             else:
                 self.outside[write.tensor] = 0
-            self.known[write.buffer] = write.tensor
+            self.tensor_of[write.buffer] = write.tensor
             self.outside_buffers.add(write.buffer)
             return
-        if leaves and first:
-            message = f"output tensor {write.tensor} belongs outside the arena: offset null"
+        if outside and first:
+            message = f"output tensor {write.tensor} belongs outside the arena: give offset null"
             self.fault("output-in-arena", (at, "/offset"), message)
+        # A write at the offset of a buffer that the step reads takes that buffer over in place.
         slot = bisect_left(self.starts, write.offset)
-        taken = slot < len(self.starts) and self.starts[slot] == write.offset
-        owner = self.owners[slot] if taken else None
+        occupied = slot < len(self.starts) and self.starts[slot] == write.offset
+        owner = self.owners[slot] if occupied else None
         if owner is None or owner not in read or not write.bytes:
             self._allocate(write.buffer, write.tensor, write.offset, write.bytes, 0, at)
             return
@@ -370,18 +382,18 @@ class Replay:
         allowed = [write.tensor, old.tensor] in variant.inplace and old.tensor not in op.mutates
         if not allowed or write.bytes > old.bytes:
             why = "is larger than" if allowed else "may not take over"
-            message = f"buffer {write.buffer} {why} buffer {owner}, which is read at that offset"
+            message = f"buffer {write.buffer} {why} buffer {owner}, which {_name(op)} reads there"
             self.fault("inplace", (at, "/offset"), message)
-        if owner in self.flights:
-            message = f"buffer {owner} is overwritten during its copy to the host"
+        if owner in self.pending:
+            message = f"{_name(op)} overwrites buffer {owner} during its copy to the host"
             self.fault("early-free", (at, "/offset"), message)
-            del self.flights[owner]
-        old.taken, old.slot = True, False
+            del self.pending[owner]
+        old.taken_over, old.indexed = True, False
         self.owners[slot] = write.buffer
-        self.known[write.buffer] = write.tensor
+        self.tensor_of[write.buffer] = write.tensor
         end = max(old.end, write.offset + write.bytes)
         self.live[write.buffer] = _Buffer(
-            write.tensor, write.offset, write.bytes, version=0, end=end, slot=True
+            write.tensor, write.offset, write.bytes, version=0, end=end, indexed=True
         )
         self._check_place(write.offset, write.bytes, at)
         shrinking.append(write.buffer)
@@ -390,12 +402,12 @@ class Replay:
         offset, size = step.workspace.offset, step.workspace.bytes
         place = (at, "/workspace")
         if size != variant.workspace_bytes:
-            message = f"op {op.id} needs {variant.workspace_bytes} bytes of workspace, not {size}"
+            message = f"{_name(op)} needs {variant.workspace_bytes} bytes of workspace, not {size}"
             self.fault("wrong-workspace", (place, "/bytes"), message)
         self._check_place(offset, size, place)
-        clash = self._clash(offset, size)
-        if clash is not None:
-            message = f"the workspace of op {op.id} overlaps buffer {clash}"
+        other = self._overlapping(offset, size)
+        if other is not None:
+            message = f"the workspace of {_name(op)} overlaps buffer {other}"
             self.fault("overlap", (place, "/offset"), message)
         self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes + size)
 
@@ -405,24 +417,26 @@ class Replay:
         """The live buffer of that id, or None after a fault."""
         buffer = self.live.get(number)
         if buffer is None:
-            if number not in self.known:
+            if number not in self.tensor_of:
                 message = f"buffer {number} was never written"
             elif number in self.outside_buffers:
-                message = f"buffer {number} is outside the arena: read it by its tensor"
+                tensor = self.tensor_of[number]
+                message = f"buffer {number} is outside the arena: read it as tensor {tensor}"
             else:
-                message = f"buffer {number} has ended"
+                tensor = self.tensor_of[number]
+                message = f"buffer {number} (tensor {tensor}) is not live any more"
             self.fault("not-live", at, message)
-        elif number in self.flights and self.flights[number].source is not None:
+        elif number in self.pending and self.pending[number].source is not None:
             self.fault("not-ready", at, f"buffer {number} is used before the wait on its prefetch")
         return buffer
 
     def _check_new(self, number: int, tensor: int, size: int, at: Place) -> bool:
-        """Whether a buffer of that id can be made at all."""
-        if number in self.known:
+        """Check id, tensor and bytes of a new buffer; False if it cannot be created."""
+        if number in self.tensor_of:
             self.fault("reused-buffer", (at, "/buffer"), f"buffer id {number} was used before")
             return False
         if tensor not in self.tensors:
-            return False  # a fault already: the op, or the host copy, is of another tensor
+            return False  # already a fault: the op writes, or the host holds, another tensor
         expected = self.tensors[tensor].bytes
         if size != expected:
             message = f"tensor {tensor} has {expected} bytes, not {size}"
@@ -432,33 +446,33 @@ class Replay:
     def _allocate(
         self, number: int, tensor: int, offset: int, size: int, version: int, at: Place
     ) -> None:
-        """A new live buffer; one that overlaps another is kept out of the arena's index."""
-        self.known[number] = tensor
+        """Add a live buffer; the address index omits one that overlaps another buffer."""
+        self.tensor_of[number] = tensor
         buffer = self.live[number] = _Buffer(tensor, offset, size, version, offset + size)
         self.live_bytes += size
         self._check_place(offset, size, at)
-        clash = self._clash(offset, size)
-        if clash is not None:
-            message = f"buffer {number} overlaps buffer {clash}"
+        other = self._overlapping(offset, size)
+        if other is not None:
+            message = f"buffer {number} overlaps buffer {other}"
             self.fault("overlap", (at, "/offset"), message)
         elif size:
             slot = bisect_left(self.starts, offset)
             self.starts.insert(slot, offset)
             self.owners.insert(slot, number)
-            buffer.slot = True
+            buffer.indexed = True
 
     def _check_place(self, offset: int, size: int, at: Place) -> None:
         if size and offset + size > self.arena_bytes:
             self.arena_bytes = offset + size
         if offset % self.plan.alignment:
-            message = f"offset {offset} is no multiple of {self.plan.alignment}"
+            message = f"offset {offset} is not a multiple of {self.plan.alignment}"
             self.fault("misaligned", (at, "/offset"), message)
         if offset + size > self.plan.arena_bytes:
-            message = f"bytes {offset} to {offset + size} leave the arena"
+            message = f"bytes {offset} to {offset + size} exceed the arena"
             self.fault("outside-arena", (at, "/offset"), f"{message} of {self.plan.arena_bytes}")
 
-    def _clash(self, offset: int, size: int) -> int | None:
-        """A live buffer that shares bytes with that range; live ones are disjoint and sorted."""
+    def _overlapping(self, offset: int, size: int) -> int | None:
+        """The first indexed buffer that shares bytes with this range, or None."""
         if not size:
             return None
         slot = bisect_right(self.starts, offset)
@@ -471,7 +485,7 @@ class Replay:
     def _transfer_us(self, size: int, bytes_per_s: float, engine: str, at: Place) -> float:
         self.swapped_bytes += size
         if not bytes_per_s:
-            message = f"the graph's device has no {engine}_bytes_per_s, which transfers need"
+            message = f"the graph's device has {engine}_bytes_per_s 0, so it cannot transfer"
             self.fault("no-bandwidth", at, message)
             return 0.0
         return self.device.copy_latency_us + size / bytes_per_s * 1e6

@@ -1,78 +1,77 @@
 """
-The independent verifier: replays a plan on its graph and names every fault.
+Rules of the independent verifier, which replays a plan on its graph and lists every fault.
 
-It shares no code with the methods. What a plan means, and so what is checked:
+It shares no code with the planning methods. The rules define the meaning of a plan:
 
 Compute. `reads` follow the op's inputs and `writes` its outputs (the variant's, if one is chosen).
 A read is the id of a live arena buffer that holds exactly that tensor, or `{"tensor": t}` for a
 resident tensor or an output already written outside the arena (and only so: the buffer id of a
-write outside is never read). A write makes a new buffer of exactly the tensor's bytes. Reads,
+write outside is never read). A write creates a new buffer of exactly the tensor's bytes. Reads,
 writes and workspace are live together and overlap neither each other nor any other live buffer.
 Offsets are multiples of `alignment` inside the arena; 0 bytes overlap nothing.
 
 In place. A write at the offset of a buffer that the step reads takes it over, if the op (or its
-chosen variant) allows the pair, the op does not mutate that input, and the write is not larger: the
-old buffer ends here, and no `free` names it. A write takes over one buffer, and a buffer is taken
+chosen variant) allows the pair, the op does not mutate that input, and the write is not larger. The
+old buffer then ends, and no `free` names it. A write takes over one buffer, and a buffer is taken
 over by one write.
 
-Versions. A tensor's version is the number of ops before, in program order, that mutate it. An op
-reads each input at the version it would see in program order, whenever it runs; a mutator turns
-the buffer (or the resident or outside tensor) it reads into the next version; a freshly computed
-buffer has version 0. So a recompute that needs an overwritten parameter is a fault.
+Versions. A tensor's version is the number of earlier ops, in program order, that mutate it. An op
+reads each input at its version in program order, at every run. A mutating op turns the buffer (or
+the resident or outside tensor) that it reads into the next version; a newly computed buffer has
+version 0. So a recompute that needs an overwritten parameter is a fault.
 
-Order. Every op runs at least once, in any order that respects data; an op that is not recomputable
-runs exactly once, and all of these in program order (every rank must issue its collectives as the
-others do); random ops run for the first time in program order (the generator's stream).
+Order. Every op runs at least once, in any order that respects data dependences. An op that is not
+recomputable runs exactly once, and these ops run in program order (all ranks must issue collectives
+in the same order). First runs of random ops are in program order (the generator's stream).
 
 Outputs. With `outputs` "outside", the first production of an output has offset null and any later
-one goes to an arena buffer; with "arena", null never occurs; with "gradients" the former holds for
+one writes an arena buffer; with "arena", null never occurs; with "gradients" the former holds for
 outputs of forward ops and the latter for those of other ops. At the end each output exists once, in
-its final version, and nothing else is live in the arena.
+its final version, and no other buffer is live in the arena.
 
-Transfers. `offload` copies a readable buffer to the host; `wait` on it completes the copy, and
-until then it may be read but not freed, overwritten or mutated. `prefetch` copies a completed
-host copy, with the version it was taken at, into a new buffer, readable after `wait`. All are
-waited for. Times are those of one compute stream and one engine per direction: a transfer starts
-when the compute stream reaches it and its engine is free, and takes the device's latency and its
-bytes at the engine's bandwidth (the plan's `link_bytes_per_s` where it names one); `wait` stalls
-the compute stream.
+Transfers. `offload` copies a readable buffer to the host. Until the `wait` on it, which completes
+the copy, the buffer may be read but not freed, overwritten or mutated. `prefetch` copies a complete
+host copy, at its version, into a new buffer, readable after `wait`. Every transfer has a `wait`.
+Times are those of one compute stream and one engine per direction. A transfer starts when the
+compute stream reaches it and its engine is free; it takes the device's latency plus its bytes at
+the engine's bandwidth (`link_bytes_per_s` of the plan if set). `wait` stalls the compute stream.
 
 The host. A copy has an offset in one slab of `host_arena_bytes`, a multiple of the alignment, and
-the bytes of its buffer. It lives there from its offload to the last wait on it or on a prefetch
-from it, in the order of the steps, and overlaps no other copy that lives.
+the bytes of its buffer. It is live from its offload to the last wait on it or on a prefetch from
+it, in the order of the steps, and overlaps no other live copy.
 
-Figures. All are recomputed: `cost_us` is the compute stream's end, the stalls are how long waits on
-offloads and on prefetches held it; the live bytes in
-`fragmentation` are exact bytes at the fullest compute or prefetch step, workspace included, an
-address shared in place counted once. They are compared only if the steps have no fault.
+Figures. All are recomputed, if the steps have no fault. `cost_us` is the end of the compute stream;
+the stalls are the times that waits on offloads and on prefetches stalled it. The live bytes in
+`fragmentation` are the maximum over compute and prefetch steps of exact bytes, workspace included,
+an address shared in place counted once.
 
 | code | fault |
 | --- | --- |
 | wrong-graph | the plan's fingerprint is another graph's (returned alone) |
-| malformed | a value that is negative, no whole number, or not finite (returned alone) |
+| malformed | a value that is negative, not an integer, or not finite (returned alone) |
 | unknown-op, unknown-variant | the graph has no such op, or the op no such variant |
 | wrong-reads, wrong-writes | not as many as the op has inputs or outputs |
 | wrong-tensor, wrong-bytes | another tensor, or another size, than the op and graph say |
-| missing-input | `{"tensor": t}` of a tensor that is not there outside the arena |
-| not-live, double-free | a buffer that does not exist (any more), or freed again |
+| missing-input | `{"tensor": t}` of a tensor that is not readable outside the arena |
+| not-live, double-free | a buffer that does not exist or has ended; one freed twice |
 | stale-version | a tensor read at another version than in program order |
 | split-mutation | one op mutates a tensor that it reads from two places |
 | reused-buffer | a write or prefetch to a buffer id used before |
 | overlap | two live buffers, or two copies on the host, share bytes |
-| inplace | a shared address that is not allowed |
+| inplace | an address shared in place without a pair, or by a larger output |
 | misaligned, outside-arena | an offset off the alignment; an end past the arena or the slab |
 | no-host-offset | a copy on the host without an offset |
 | wrong-workspace | workspace of another size than the op needs |
 | output-in-arena, output-outside | the first production of an output belongs outside; here not |
 | output-twice | an output written outside the arena twice |
 | repeated-op, missing-op, once-order, rng-order | see Order |
-| early-free | an end or overwrite during a transfer, or the free of an output outside the arena |
+| early-free | a free or overwrite during a transfer; the free of an output outside the arena |
 | not-ready, no-transfer, not-offloaded | use before `wait`; nothing to wait for; no host copy |
-| no-bandwidth, unfinished-transfer | the device's bandwidth is 0; a transfer never waited for |
-| missing-output, leak | the end: an output is not there, something else still is |
-| over-budget | the peak, or what is on the host, exceeds its budget; a transfer where that is 0 |
-| wrong-figure | a figure is not what is recomputed |
-| no-proof, wrong-bound | "optimal" without an equal lower bound; a bound above the cost |
+| no-bandwidth, unfinished-transfer | the device's bandwidth is 0; a transfer without a wait |
+| missing-output, leak | at the end: an output does not exist; another buffer is still live |
+| over-budget | the peak or the host slab exceeds its budget; a transfer with a host budget of 0 |
+| wrong-figure | a figure differs from the recomputed one |
+| no-proof, wrong-bound | "optimal" without an equal lower bound; a bound above its figure |
 """
 
 import math
@@ -88,7 +87,7 @@ TOLERANCE = 1e-6
 
 
 class InvalidPlanError(ValueError):
-    """A plan that must not run. `faults` holds at least one."""
+    """A plan with faults, which must not run; `faults` lists at least one."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults = faults
@@ -98,10 +97,10 @@ class InvalidPlanError(ValueError):
 
 def verify(graph: Graph, plan: Plan) -> None:
     """
-    Return if `plan` is valid for `graph`.
+    Check that `plan` is valid for `graph`.
 
     Raises:
-        InvalidPlanError: with the faults found.
+        InvalidPlanError: the plan has faults.
     """
     faults = find_faults(graph, plan)
     if faults:
@@ -110,13 +109,13 @@ def verify(graph: Graph, plan: Plan) -> None:
 
 def find_faults(graph: Graph, plan: Plan, *, limit: int = 20, structure: str = "") -> list[Fault]:
     """
-    At most `limit` faults in the order of the plan; later ones may follow from the first.
+    At most `limit` faults in the order of the plan's steps; later ones may follow from the first.
 
-    `structure` is the graph's fingerprint, where it is known already.
+    `structure` is the graph's fingerprint, "" to compute it.
     """
     expected = structure or fingerprint(graph)
     if plan.graph != expected:
-        message = f"the plan is for the graph {plan.graph}, not for {expected}"
+        message = f"the plan is for graph {plan.graph}, not for {expected}"
         return [Fault("wrong-graph", "/graph", message)]
     faults = malformed(plan)
     if faults:
@@ -145,7 +144,7 @@ def find_faults(graph: Graph, plan: Plan, *, limit: int = 20, structure: str = "
 
 def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     resident = sum(tensor.bytes for tensor in graph.tensors if tensor.resident)
-    outside = sum(tensor.bytes for tensor in graph.tensors if tensor.id in replay.leaving)
+    outside = sum(tensor.bytes for tensor in graph.tensors if tensor.id in replay.outside_outputs)
     arena = replay.arena_bytes
     peak = resident + arena + outside
     base_us = sum(op.cost_us for op in graph.ops)
@@ -162,7 +161,7 @@ def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
         if getattr(plan, field) != count:
             message = f"{field} is {count}, not {getattr(plan, field)}"
             replay.fault("wrong-figure", f"/{field}", message)
-    # Ratios near 0 are differences of numbers near 1: the tolerance is relative to those.
+    # A ratio near 0 is a difference of numbers near 1, so its tolerance is absolute.
     measured = {
         "base_cost_us": (base_us, 0.0),
         "cost_us": (cost_us, 0.0),
@@ -178,20 +177,20 @@ def _check_figures(graph: Graph, plan: Plan, replay: Replay) -> None:
     if peak > plan.budget_bytes:
         message = f"the peak of {peak} bytes exceeds the budget of {plan.budget_bytes} bytes"
         replay.fault("over-budget", "/budget_bytes", message)
-    host, most = replay.slab.arena_bytes, plan.host_budget_bytes
-    if most is not None and (host > most or (most == 0 and replay.swapped_bytes)):
-        message = f"copies take {host} bytes of the host, whose budget is {most} bytes"
+    host, limit = replay.slab.arena_bytes, plan.host_budget_bytes
+    if limit is not None and (host > limit or (limit == 0 and replay.swapped_bytes)):
+        message = f"copies take {host} bytes of the host, whose budget is {limit} bytes"
         replay.fault("over-budget", "/host_budget_bytes", message)
     bound_us = plan.lower_bound_us
     if bound_us is not None and bound_us > cost_us * (1 + 1e-9):
         message = f"the lower bound {bound_us:.9g} is above the cost {cost_us:.9g}"
         replay.fault("wrong-bound", "/lower_bound_us", message)
-    least = plan.budget_lower_bound_bytes
-    if least is not None and least > peak:
-        message = f"no budget is below {least} bytes, it says, but the peak is {peak} bytes"
+    bound = plan.budget_lower_bound_bytes
+    if bound is not None and bound > peak:
+        message = f"the budget's lower bound of {bound} bytes is above the peak of {peak} bytes"
         replay.fault("wrong-bound", "/budget_lower_bound_bytes", message)
     if plan.status == "optimal" and (
         bound_us is None or not math.isclose(bound_us, cost_us, rel_tol=TOLERANCE)
     ):
-        message = "the status is optimal, but the lower bound is not equal to the cost"
+        message = f"the status is optimal, but lower bound {bound_us} and cost {cost_us} differ"
         replay.fault("no-proof", "/status", message)

@@ -1,4 +1,4 @@
-"""What a plan's values must be before anything is replayed, whoever made or parsed it."""
+"""Type and range checks of a plan's values before the replay, also for unparsed plans."""
 
 import math
 
@@ -9,8 +9,8 @@ COUNTS = (
     *("budget_bytes", "resident_bytes", "arena_bytes", "host_arena_bytes"),
     *("peak_bytes", "recomputed_ops", "swapped_bytes"),
 )
-WHOLE = {int}
-"""What is a whole number: `bool` is none."""
+INTEGER = {int}
+"""Accepted types of integers; `bool` is not one."""
 
 NUMBERS = (
     *("base_cost_us", "cost_us", "overhead", "fragmentation"),
@@ -19,7 +19,7 @@ NUMBERS = (
 
 
 def malformed(plan: Plan) -> list[Fault]:
-    """The values that are no whole numbers from 0 up, no finite numbers, or no known step."""
+    """A fault per value that is not an integer of at least 0, not finite, or not a step."""
     check = _Check()
     for name in COUNTS:
         check.count(getattr(plan, name), f"/{name}")
@@ -35,13 +35,13 @@ def malformed(plan: Plan) -> list[Fault]:
     if plan.lower_bound_us is not None:
         check.number(plan.lower_bound_us, "/lower_bound_us")
     for number, step in enumerate(plan.steps):
-        if not _whole(step):
+        if not _is_wellformed(step):
             check.step(step, number)
     return check.faults
 
 
-def _whole(step: Step) -> bool:
-    """Whether a step of the kinds that most steps are of has nothing that `_Check` would find."""
+def _is_wellformed(step: Step) -> bool:
+    """Fast path of `_Check.step` for compute and free steps; False if undecided."""
     if type(step) is Compute:
         values: list[object] = [step.op, step.workspace.offset, step.workspace.bytes]
         values += [r.tensor if isinstance(r, TensorRead) else r for r in step.reads]
@@ -51,11 +51,11 @@ def _whole(step: Step) -> bool:
         values = [*step.buffers]
     else:
         return False
-    return {*map(type, values)} <= WHOLE and (not values or min(values) >= 0)  # type: ignore[type-var, operator]
+    return {*map(type, values)} <= INTEGER and (not values or min(values) >= 0)  # type: ignore[type-var, operator]
 
 
 class _Check:
-    """Collects faults. Places are put together only where something is wrong."""
+    """Collector of faults; pointers are joined only for a fault."""
 
     def __init__(self) -> None:
         self.faults: list[Fault] = []
@@ -63,12 +63,12 @@ class _Check:
     def count(self, value: object, *place: object, least: int = 0) -> None:
         if type(value) is not int or value < least:
             at = "/".join(map(str, place))
-            message = f"{value!r} is no whole number of at least {least}"
+            message = f"{value!r} is not an integer of at least {least}"
             self.faults.append(Fault("malformed", at, message))
 
     def number(self, value: object, place: str) -> None:
         if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
-            self.faults.append(Fault("malformed", place, f"{value!r} is no finite number"))
+            self.faults.append(Fault("malformed", place, f"{value!r} is not a finite number"))
 
     def step(self, step: Step, number: int) -> None:
         match step:

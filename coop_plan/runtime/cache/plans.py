@@ -24,7 +24,7 @@ def find(key: str, graph: Graph, options: Options) -> Plan | None:
     """The plan kept by this key, if there is one, it holds for `graph`, and is what was asked."""
     with going_on_without(_path()), _open() as store:
         for record in store.get(key):
-            found = record.for_question(graph, options.plan)
+            found = record.for_request(graph, options.plan)
             if isinstance(found, Plan):
                 return found
             store.delete(key)

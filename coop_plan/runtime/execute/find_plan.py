@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
-from coop_plan.planner.rescale import resized
+from coop_plan.planner.rescale import rescaled
 from coop_plan.runtime.cache import plans
 from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.errors import OptionsError, PlanServerError
@@ -63,7 +63,7 @@ def _resized(graph: Graph, options: Options, others: Others) -> Plan | None:
         return None
     size = _bytes(graph)
     for like, made in sorted(others.plans, key=lambda other: abs(_bytes(other[0]) - size)):
-        found = resized(graph, like, made, options.plan)
+        found = rescaled(graph, like, made, options.plan)
         if found is not None:
             return found
     return None

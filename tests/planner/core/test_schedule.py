@@ -57,7 +57,7 @@ def random_orders(problem, draw):
                 wait(t)
         orders.append(("run", variant))
 
-    repeatable = problem.repeatable(problem.remakeable)
+    repeatable = problem.rerunnable(problem.rematerializable)
     for op in range(problem.op_count):
         again = [o for o in range(op) if repeatable[o]]
         for variant in draw(st.lists(st.sampled_from(again), max_size=3)) if again else ():
@@ -93,7 +93,7 @@ def random_orders(problem, draw):
 def test_any_order_that_reads_what_is_there_is_a_valid_plan(graph, outputs, unit, data):
     """Lifetimes, in-place pairs, figures and the timeline are the verifier's, to the last byte."""
     problem = Problem.from_graph(graph, unit, outputs)
-    schedule = Schedule.of_orders(problem, random_orders(problem, data.draw))
+    schedule = Schedule.of_named_events(problem, random_orders(problem, data.draw))
     made = plan_of(schedule)
     assert find_faults(graph, made) == []
     event(f"stalls: {made.prefetch_stall_us > 0}, {made.offload_stall_us > 0}")
@@ -148,7 +148,7 @@ def test_what_is_made_again_takes_over_from_its_sibling():
 def test_what_is_not_there_cannot_be_used(orders):
     problem = Problem.from_graph(siblings(), 1)
     with pytest.raises(NoScheduleError):
-        Schedule.of_orders(problem, orders)
+        Schedule.of_named_events(problem, orders)
 
 
 def test_copies_overlap_with_compute_and_waits_stall():
@@ -157,7 +157,7 @@ def test_copies_overlap_with_compute_and_waits_stall():
     graph = siblings(device=device)
     problem = Problem.from_graph(graph, 1)
     orders = [("run", 0), ("offload", 2), ("run", 1), ("wait", 2), ("prefetch", 2), ("wait", 2)]
-    schedule = Schedule.of_orders(problem, [*orders, ("run", 2)])
+    schedule = Schedule.of_named_events(problem, [*orders, ("run", 2)])
     assert schedule.cost_us == pytest.approx(1 + 3 + 2 + 1)  # op 1 runs during the first copy
     made = plan_of(schedule)
     assert find_faults(graph, made) == []
@@ -169,7 +169,7 @@ def test_stalls_are_told_by_cause():
     device = Device(d2h_bytes_per_s=4e6, h2d_bytes_per_s=2e6)
     problem = Problem.from_graph(siblings(device=device), 1)
     orders = [("run", 0), ("offload", 2), ("wait", 2), ("run", 1), ("prefetch", 2), ("wait", 2)]
-    made = plan_of(Schedule.of_orders(problem, [*orders, ("run", 2)]))
+    made = plan_of(Schedule.of_named_events(problem, [*orders, ("run", 2)]))
     assert (made.offload_stall_us, made.prefetch_stall_us) == (2.0, 4.0)
     assert made.cost_us == pytest.approx(3 + 2 + 4)
 
@@ -178,7 +178,7 @@ def test_an_engine_takes_its_copies_in_order():
     """Two of 2 µs each begin when op 0 is over: the second one ends at 1 + 2 + 2."""
     problem = Problem.from_graph(siblings(device=Device(d2h_bytes_per_s=4e6, h2d_bytes_per_s=4e6)))
     orders = [("run", 0), ("offload", 1), ("offload", 2), ("wait", 2), ("wait", 1)]
-    made = plan_of(Schedule.of_orders(problem, [*orders, ("run", 1), ("run", 2)]))
+    made = plan_of(Schedule.of_named_events(problem, [*orders, ("run", 1), ("run", 2)]))
     assert (made.offload_stall_us, made.cost_us) == (4.0, 7.0)
     assert find_faults(problem.graph, made) == []
 
@@ -193,7 +193,7 @@ def test_copies_on_the_host_share_addresses_once_they_are_read():
     apart = [*away[0], *back[0], *away[1], *back[1]]
     together = [*away[0], *away[1], *back[0], *back[1]]
     for orders, needed in ((apart, 8), (together, 16)):
-        schedule = Schedule.of_orders(problem, [("run", 0), *orders, ("run", 1), ("run", 2)])
+        schedule = Schedule.of_named_events(problem, [("run", 0), *orders, ("run", 1), ("run", 2)])
         made = plan_of(schedule)
         assert made.host_arena_bytes == schedule.host_copies.live == needed
         assert find_faults(problem.graph, made) == []

@@ -23,7 +23,7 @@ op's first run.
 
 from dataclasses import dataclass, field
 
-from coop_plan.planner.core.working_sets import needs
+from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
 from coop_plan.planner.exact.model.point_selection import Ancestry
 from coop_plan.planner.exact.model.program import Program
@@ -159,7 +159,7 @@ class AnyOrderModel:
         # [Constraint] Σ bytes of residents + inputs, outputs and workspace of o_k ≤ capacity.
         program, size = self.program, self.program.problem.size
         touched = {*program.reads[point], *program.makes[point]}
-        room = self.capacity - needs(program.problem).first[point]
+        room = self.capacity - working_sets(program.problem).first[point]
         terms = [
             (column, -size[t] / self.capacity)
             for t, column in self._resident[k].items()

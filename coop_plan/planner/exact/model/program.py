@@ -10,8 +10,8 @@ of those. A tensor that ops overwrite in the arena is one tensor per SSA version
 from dataclasses import dataclass
 
 from coop_plan.planner.core.problem import Pair, Problem
-from coop_plan.planner.core.ssa import Versions
-from coop_plan.planner.core.working_sets import needs
+from coop_plan.planner.core.ssa import SsaForm
+from coop_plan.planner.core.memory_bounds import working_sets
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Program:
     to the alignment.
     """
 
-    versions: Versions
+    versions: SsaForm
     problem: Problem
     n: int
     reads: list[tuple[int, ...]]
@@ -75,14 +75,14 @@ class Program:
     @classmethod
     def of(cls, problem: Problem) -> "Program":
         """Build the program of `problem`."""
-        versions = Versions.of(problem)
+        versions = SsaForm.of(problem)
         problem = versions.problem
         n = problem.op_count
         kept = [t for t in range(problem.tensor_count) if problem.is_output[t]]
         reads = [*problem.reads, tuple(t for t in kept if not problem.outside[t])]
         makes = [*problem.makes, ()]
         host_link = HostLink.of(problem)
-        until = [*problem.until, n]
+        until = [*problem.rerun_limit, n]
         if host_link is None:  # else the host may have a copy
             for op, pairs in enumerate(versions.overwrites):
                 if any(until[maker] <= maker for maker in (problem.producer[t] for _, t in pairs)):
@@ -132,4 +132,4 @@ class Program:
 
     def rerun_working_set(self, op: int) -> int:
         """Arena bytes of a recompute of the op, with in-place sharing."""
-        return needs(self.problem).again[op]
+        return working_sets(self.problem).rerun[op]

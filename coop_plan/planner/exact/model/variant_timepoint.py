@@ -22,7 +22,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from coop_plan.planner.core.errors import TimeLimitError
-from coop_plan.planner.core.working_sets import needs
+from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Terms
 from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
 from coop_plan.planner.exact.model.variants import VariantChoices
@@ -92,7 +92,7 @@ class VariantModel:
     def _first(self, op: int) -> None:
         # [Variable] F[v]; [Constraint] Σ F[v] = 1 over the variants of an op; F[v] = 0 if v does
         # not fit.
-        problem, need = self.choices.problem, needs(self.choices.problem).first
+        problem, need = self.choices.problem, working_sets(self.choices.problem).first
         variants = self.choices.of[op]
         if len(variants) == 1:
             self.fixed_us += problem.variants[variants[0]].cost_us
@@ -115,7 +115,7 @@ class VariantModel:
             }
         )
         # [Variable] Y[k, v] for every recomputable op whose outputs can be of use.
-        recomputed, columns = needs(problem).again, dict[int, int]()
+        recomputed, columns = working_sets(problem).rerun, dict[int, int]()
         for op in range(point):
             seen = set[tuple[frozenset[int], frozenset[int]]]()
             for v in choices.of[op]:
@@ -261,7 +261,7 @@ class VariantModel:
             if resident is not None:
                 row.append((resident, -1.0))
             milp.row(row, constant + (resident is None) - 1, INFINITY)
-        recomputed, unit = needs(problem).again, max(self.capacity, 1)
+        recomputed, unit = working_sets(problem).rerun, max(self.capacity, 1)
         for v in variants:
             terms, room = [(self.y[k][v], recomputed[v] / unit)], 1.0
             op = problem.variants[v].op

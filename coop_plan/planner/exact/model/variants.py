@@ -61,7 +61,7 @@ class VariantChoices:
             b: frozenset(t for t in variants[b].inputs if problem.producer[t] >= 0) for b in listed
         }
         made = [frozenset.intersection(*(frozenset(variants[b].outputs) for b in r)) for r in of]
-        until = {b: problem.until_of(variants[b]) for b in listed}
+        until = {b: problem.rerun_limit_of(variants[b]) for b in listed}
         unconstrained = [
             size == 0 or problem.outside[t] or problem.resident[t]
             for t, size in enumerate(problem.size)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.core.working_sets import needs
+from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.exact.model.milp import INFINITY, Outcome, Terms
 from coop_plan.planner.exact.model.point_selection import segment_of, worst_of_groups
 from coop_plan.planner.exact.model.program import Program
@@ -210,7 +210,7 @@ def _add_conflict(model: TimePointModel, conflict: MemoryConflict, margin: int) 
     if not first and op not in model.y[k]:
         return
     runs = [] if first else [model.y[k][op]]
-    need = needs(program.problem).first[op] if first else program.rerun_working_set(op)
+    need = working_sets(program.problem).first[op] if first else program.rerun_working_set(op)
     terms: Terms = []
     for other in conflict.co_residents:
         certain, reasons = _reasons(model, k, other)

@@ -25,8 +25,8 @@ from dataclasses import replace
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
-from coop_plan.planner.core.unrecomputable import outputs_held
-from coop_plan.planner.core.working_sets import least_working_set, needs
+from coop_plan.planner.core.memory_bounds import resident_output_bytes
+from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, SOLVER_TOLERANCE
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.point_selection import worst_of_groups
@@ -67,8 +67,8 @@ class VariantSearch:
         self._solved_exactly = False  # every op a time point: nothing left to refine
         # Neither the program nor reselection models ops that overwrite tensors in the arena.
         self._no_overwriting = not any(problem.overwritten)
-        self._working_set = needs(problem).first
-        self._room = [self.capacity - held for held in outputs_held(problem)]
+        self._working_set = working_sets(problem).first
+        self._room = [self.capacity - held for held in resident_output_bytes(problem)]
         self.points = self._first_points(params.bound_points)
         self.cuts = frozenset[tuple[int, int]]()
         self._overfull: Schedule | None = None
@@ -237,8 +237,8 @@ class VariantSearch:
         Raises:
             DoesNotFitError: no schedule was found.
         """
-        if least_working_set(self.problem).bytes > self.capacity:
-            raise DoesNotFitError(least_working_set(self.problem).op)
+        if working_set_bound(self.problem).bytes > self.capacity:
+            raise DoesNotFitError(working_set_bound(self.problem).op)
         any_schedule = self.request.any_schedule
         solver = importlib.util.find_spec("ortools") is not None and self._no_overwriting
         if not self._timed and (any_schedule or self.choices.n <= self.params.small_ops):
@@ -257,7 +257,7 @@ class VariantSearch:
             elif not any_schedule or self.choices.n <= self.params.small_ops:
                 self._hill_climb(best)
         if self.placed is None:
-            raise DoesNotFitError(least_working_set(self.problem).op)
+            raise DoesNotFitError(working_set_bound(self.problem).op)
 
     def _run_starts(self, starts: Iterator[list[int]]) -> list[int]:
         """Plan each start, then re-select variants in the best schedule; returns its start."""

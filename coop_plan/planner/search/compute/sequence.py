@@ -157,7 +157,7 @@ class WalkState(NamedTuple):
 def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
     """A walk at no sequence yet, with room for so many events."""
     arrays = to_arrays(problem)
-    again = np.array(problem.repeatable(problem.evictable), dtype=np.uint8)
+    again = np.array(problem.rerunnable(problem.evictable), dtype=np.uint8)
     spare = (arrays.size > 0) & (arrays.evictable == 1) & (again[arrays.producer] == 1)
     each = spare / np.maximum(arrays.cost[arrays.producer], LEAST_US)
     state = allocate(to_program(arrays), room, params, again, each)

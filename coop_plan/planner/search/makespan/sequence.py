@@ -157,7 +157,7 @@ def to_closed_program(problem: Problem) -> Program:
         pairs_in=source[passed_on],
         cost=np.append(a.cost[:n], nothing.astype(np.float64)),
         workspace=np.append(a.workspace[:n], nothing),
-        evictable=np.array(problem.remakeable, dtype=np.uint8),
+        evictable=np.array(problem.rematerializable, dtype=np.uint8),
     )
 
 
@@ -169,7 +169,7 @@ def start(problem: Problem, a: Program, room: int, params: MarkParams) -> MarkSt
         in_us = device.copy_latency_us + bytes_ * 1e6 / np.float64(device.h2d_bytes_per_s)
     linked = "transfers" in problem.beyond_recomputation
     movable = np.array(problem.movable, dtype=np.uint8) * np.uint8(linked)
-    again = np.array([*problem.repeatable(problem.remakeable), False], dtype=np.uint8)
+    again = np.array([*problem.rerunnable(problem.rematerializable), False], dtype=np.uint8)
     made, orders = a.producer >= 0, replace(ORDERS, insertion=params.insertion)
     spare = made & ((movable == 1) | ((a.evictable == 1) & (again[a.producer] == 1)))
     return MarkState(

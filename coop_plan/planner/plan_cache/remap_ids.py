@@ -1,7 +1,8 @@
-"""Carrying a plan from one graph to another of the same structure.
+"""
+Remapping of a plan's ids and costs to another graph of the same structure.
 
-Two graphs with one fingerprint have the same ops in the same order and the same tensors by first
-appearance, under other ids and with other costs. A cached plan is for the ids it was made with.
+Graphs with equal fingerprints have equal ops in order, and equal tensors by first appearance; ids
+and costs may differ. A cached plan has the ids of the graph that it was made for.
 """
 
 from collections.abc import Sequence
@@ -12,40 +13,42 @@ from coop_plan.schemas import Compute, Graph, Plan, Prefetch, Step, TensorRead, 
 from coop_plan.schemas.fingerprint import tensor_order
 
 
-def carry_over(
+def remap_ids(
     plan: Plan, ops: Sequence[int], tensors: Sequence[int], graph: Graph, *, same_costs: bool
 ) -> Plan:
-    """`plan`, made with these op ids and tensor ids in order, as a plan for `graph`.
+    """
+    `plan`, whose graph has these op and tensor ids in order, as a plan for `graph`.
 
-    Cost figures are those of `graph`. Where its costs are not the ones the plan was made with
-    (`same_costs`), a proved bound no longer holds and is left out.
+    Cost figures are those of `graph`. Unless the costs are equal (`same_costs`), a proved bound no
+    longer holds and is dropped.
 
     Raises:
-        KeyError, ValueError: the graph has not what the plan names.
+        KeyError, ValueError: the plan names an op, tensor or variant that `graph` does not have.
     """
     own_ops, own_tensors = [op.id for op in graph.ops], tensor_order(graph)
-    carried = plan
+    remapped = plan
     if (own_ops, own_tensors) != (ops, tensors):
         op_ids = dict(zip(ops, own_ops, strict=True))
         tensor_ids = dict(zip(tensors, own_tensors, strict=True))
         steps = [_step(step, op_ids, tensor_ids) for step in plan.steps]
-        carried = plan.model_copy(update={"steps": steps})
+        remapped = plan.model_copy(update={"steps": steps})
     if same_costs:
-        return carried
+        return remapped
     base = fsum(op.cost_us for op in graph.ops)
-    timeline = plan_timeline(graph, carried)
+    timeline = plan_timeline(graph, remapped)
     cost = timeline.end_us
-    least = fsum(min([op.cost_us, *(v.cost_us for v in op.variants)]) for op in graph.ops)
-    return carried.model_copy(
+    floor = fsum(min([op.cost_us, *(v.cost_us for v in op.variants)]) for op in graph.ops)
+    optimal = cost <= floor
+    return remapped.model_copy(
         update={
             "base_cost_us": base,
             "cost_us": cost,
             "overhead": cost / base - 1 if base else 0.0,
             "prefetch_stall_us": timeline.prefetch_stall_us,
             "offload_stall_us": timeline.offload_stall_us,
-            "status": "optimal" if cost <= least else "feasible",
-            "lower_bound_us": cost if cost <= least else None,
-            "lower_bound_model": "any" if cost <= least else None,
+            "status": "optimal" if optimal else "feasible",
+            "lower_bound_us": cost if optimal else None,
+            "lower_bound_model": "any" if optimal else None,
         }
     )
 

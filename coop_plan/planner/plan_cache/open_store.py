@@ -1,4 +1,4 @@
-"""A plan store by its address."""
+"""`open_store`: the plan store at an address."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 def in_redis(address: str) -> bool:
-    """Whether an address names a Redis; all others are files."""
+    """True if the address is that of a Redis; all others are file paths."""
     return address.startswith(SCHEMES)
 
 
@@ -16,16 +16,16 @@ def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanSto
     """
     The store at an address: `redis://HOST:PORT/N`, or the path of an SQLite file.
 
-    A Redis is not asked anything yet, and limits its size itself.
+    A Redis is not contacted yet, and limits its size itself.
 
     Raises:
-        StoreError: it cannot be opened, or the library for it is not installed.
+        StoreError: the store cannot be opened, or its client library is not installed.
     """
     if not in_redis(address):
         return SqliteStore(Path(address), secret=secret, max_bytes=max_bytes)
     try:
         from coop_plan.planner.plan_cache.redis_store import RedisStore
     except ModuleNotFoundError as error:
-        message = f"{address} needs {error.name}: pip install 'coop-plan[cluster]'"
+        message = f"plan store {address} needs {error.name}: pip install 'coop-plan[cluster]'"
         raise StoreError(message) from None
     return RedisStore(address, secret=secret)
