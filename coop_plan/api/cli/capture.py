@@ -88,14 +88,14 @@ def captured(
         if error.name != "torch":
             raise
         fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
-    from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
     from coop_plan.runtime.offline_capture.devices import device as device_named
+    from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
 
     if device is None:
         return capture_target(target, batch, optimizer, masters, variants=variants)
     spec = device_named(device)
     return capture_for(
-        Question(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
+        CaptureRequest(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
     )
 
 
