@@ -34,14 +34,14 @@ def no_device(tmp_path_factory):
     pytest.importorskip("torch")
     from coop_plan.runtime.errors import CaptureError
     from coop_plan.runtime.offline_capture.devices import device
-    from coop_plan.runtime.offline_capture.fake_device import libraries
+    from coop_plan.runtime.offline_capture.fake_device import preload_libraries
 
     shared = tmp_path_factory.getbasetemp().parent
     with (shared / "no_device.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("XDG_CACHE_HOME", str(shared / "no_device"))
         try:
-            return libraries(device("l4"))[-1].parent
+            return preload_libraries(device("l4"))[-1].parent
         except CaptureError:  # PyTorch is built for CUDA
             return None
 

@@ -13,7 +13,7 @@ from benchmarks.variants import planned as planned_with_variants
 from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 from coop_plan.planner.fit import ONE_FORWARD, fit, scaled
 from coop_plan.runtime.offline_capture.devices import DeviceSpec, device
-from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
+from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
 from coop_plan.schemas import Graph, InvalidInputError, Plan, format_bytes, load_graph
 
 CONTEXT_BYTES = 512 << 20
@@ -61,7 +61,7 @@ def captured(network: str, name: str, batch: int | None = None) -> Graph:
         return load_graph(kept)
     on = FLOPS if name == FLOPS.name else device(name)
     target = f"{networks.__name__}:{network}"
-    graph = capture_for(Question(target=target, spec=on, batch=batch))
+    graph = capture_for(CaptureRequest(target=target, spec=on, batch=batch))
     if folder:
         part = kept.with_suffix(f".{os.getpid()}")
         part.write_text(graph.to_json())

@@ -12,15 +12,13 @@ from torch import fx
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.planner.plan_cache.store import planner_version
 from coop_plan.runtime import unplanned_calls
-from coop_plan.runtime.gradients import capture_adjust
-from coop_plan.runtime.distributed.collectives import group_of
-from coop_plan.runtime.capture.tracing_rules import as_eager
-from coop_plan.runtime.capture.cost_scaling import known_from
+from coop_plan.runtime.capture.cost_scaling import use_costs
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
-from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
+from coop_plan.runtime.capture.tracing_rules import as_eager
+from coop_plan.runtime.distributed.collectives import group_of
+from coop_plan.runtime.distributed.shared_plan import agree_on_plan
+from coop_plan.runtime.dynamic_shapes.dispatch import EveryLength
 from coop_plan.runtime.dynamic_shapes.history import Others
-from coop_plan.runtime.distributed.shared_plan import one_plan
 from coop_plan.runtime.dynamic_shapes.specialize import (
     SIGNATURE,
     AtSizes,
@@ -32,25 +30,28 @@ from coop_plan.runtime.dynamic_shapes.specialize import (
     keep_recompiling,
     shape_of,
 )
-from coop_plan.runtime.dynamic_shapes.dispatch import EveryLength
-from coop_plan.runtime.execute.lower_to_fx import stubs
-from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
 from coop_plan.runtime.execute.arena_pool import Pools, pools_of, rest
+from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
-from coop_plan.runtime.source_lines import Lines, lines_of
+from coop_plan.runtime.gradients import capture_adjust
+from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
+from coop_plan.runtime.source_lines import Lines, lines_of
 from coop_plan.runtime.torch_internals import warn_of_version
-from coop_plan.runtime.torch_internals.autograd import all_use_gradients
+from coop_plan.runtime.torch_internals.autograd import all_leaves_have_only_post_hooks
 from coop_plan.runtime.torch_internals.dynamo import (
+    allow_symbolic_module_ints,
     called_from_compiled,
     compile_call,
-    compiles_a_part,
-    let_numbers_of_modules_change,
+    compiles_nested_function,
     prepare_dynamo,
 )
-from coop_plan.runtime.torch_internals.dynamo_graphs import takes_gradients
+from coop_plan.runtime.torch_internals.dynamo_graphs import uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
+from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.schemas import Plan
 
 log = logging.getLogger("coop-plan")
@@ -81,7 +82,7 @@ def coop(
     wanted = Options.parse(options)
     first, function = first_shapes(compile_call() or options), function_of(gm)
     pools = pools_of(wanted)  # held by the steps
-    lines, hooked = lines_of(gm), all_use_gradients(gm)
+    lines, hooked = lines_of(gm), all_leaves_have_only_post_hooks(gm)
     keep_recompiling(lines.begin)
 
     def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -101,7 +102,7 @@ def coop(
             inference_compiler=_as_it_is,
             partition_fn=compilation.partition,
         )
-        with as_eager(), known_from(first.costs[function]):
+        with as_eager(), use_costs(first.costs[function]):
             compiled: Callable[..., Any] = backend(graph, inputs)
         if compilation.step is not None:
             first.shapes.setdefault(function, shape)
@@ -116,7 +117,7 @@ def coop(
             counted = unplanned_calls.counted(compiled, step.report, step.undefined.watch)
             setattr(counted, SIGNATURE, compilation.signature)
             return counted
-        if takes_gradients(gm):
+        if uses_functorch_grad(gm):
             log.warning(
                 "%s: torch.func takes gradients within the graph and leaves no backward to plan:"
                 " the graph runs as it is, not within the budget; loss.backward() is planned",
@@ -133,14 +134,14 @@ def coop(
         def at_sizes(joint: fx.GraphModule) -> Callable[..., Any]:
             of = first.others[function]
             compilation = _Compilation(wanted, pools, lines, first, of, hooked=hooked)
-            with known_from(first.costs[function]):
+            with use_costs(first.costs[function]):
                 step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)
             return unplanned_calls.counted(every.calling(step), step.report, step.undefined.watch)
 
         return every.trace, at_sizes
 
     if first.numbers_change(function, gm, example_inputs):
-        let_numbers_of_modules_change()
+        allow_symbolic_module_ints()
     if is_symbolic(gm):
         return ByShape(gm, compile_static, compile_all if wanted.shapes == "plan" else None).run
     return compile_static(gm, example_inputs)
@@ -201,9 +202,8 @@ class _Compilation:
     def _capture(
         self, joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
     ) -> Captured:
-        captured = capture_joint(
-            joint, num_fwd_outputs, static_inputs, variants=self.options.variants
-        )
+        variants = VARIANT_PASSES if self.options.variants else None
+        captured = capture_joint(joint, num_fwd_outputs, static_inputs, variants=variants)
         self.step = plan_captured(
             *(captured, self.options, self.pools, self.lines, self.call, self.others),
             hooked=self.hooked,
@@ -240,14 +240,17 @@ def plan_captured(
         options = options.on_cuda()
 
     def find_or_make() -> tuple[Plan, bool]:
-        part = lines.breaks or called_from_compiled() or compiles_a_part()
+        part = lines.breaks or called_from_compiled() or compiles_nested_function()
         part = part or unplanned_calls.is_one_of_several(call.owner)
         return plan_for(captured.graph, options, part=part, others=others)
 
     asked = options.plan.key("", planner_version(), "")
     now = Circumstances()
     try:
-        shared = one_plan(captured, asked, find_or_make, everywhere=options.server is not None)
+        shared = agree_on_plan(
+            *(captured.graph, captured.ops, asked, find_or_make),
+            all_ranks=options.server is not None,
+        )
         captured = under = replace(captured, graph=shared.graph)
         made, cached = shared.plan, shared.cached
     except InfeasibleBudgetError as error:
@@ -264,7 +267,7 @@ def plan_captured(
         budget_bytes=made.budget_bytes,
         peak_bytes=made.peak_bytes,
         planned_arena_bytes=made.arena_bytes,
-        resident_bytes=made.resident_bytes - under.resident_within,
+        resident_bytes=made.resident_bytes - under.resident_in_step,
         planned_overhead=made.overhead,
         method=made.method,
         status=made.status,

@@ -107,7 +107,7 @@ class StepReport:
         """Another plan takes the place of the one that was reported."""
         self.budget_bytes, self.peak_bytes = plan.budget_bytes, plan.peak_bytes
         self.planned_arena_bytes = plan.arena_bytes
-        self.resident_bytes = plan.resident_bytes - captured.resident_within
+        self.resident_bytes = plan.resident_bytes - captured.resident_in_step
         self.planned_overhead, self.method, self.status = plan.overhead, plan.method, plan.status
         self.graph, self.plan, self.plan_cached = captured.graph, plan, cached
         self.plans_made += 1

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from coop_plan.runtime.reports import REPORT, StepReport
 from coop_plan.runtime.torch_internals.dynamo import (
-    end_in_place,
-    reasons_to_break,
+    graph_break_counts,
     recorded_nodes,
+    restore_top_frame,
     watch_calls,
 )
 
@@ -120,19 +120,19 @@ class _Call:
         self._compiled = compiled
 
     def __enter__(self) -> None:
-        end_in_place()
+        restore_top_frame()
         _Counts.calls += 1
         self._before, self._told = sys.exception(), _here.told
         self._breaks = _here.breaks
         self._planned, self._nodes = planned_forwards(), recorded_nodes()
-        self._known = {} if hasattr(self._compiled, SAID) else reasons_to_break()
+        self._known = {} if hasattr(self._compiled, SAID) else graph_break_counts()
 
     def __exit__(self, *_: object) -> None:
         if sys.exception() is not self._before or _here.told != self._told:
             return  # Dynamo ends the context in a `finally`, and does not say what was raised
         if not torch.is_grad_enabled() or hasattr(self._compiled, SAID):
             return
-        now = reasons_to_break().items()
+        now = graph_break_counts().items()
         reasons = [why for why, times in now if times > self._known.get(why, 0)]
         if planned_forwards() != self._planned:
             if reasons and _here.breaks == self._breaks:

@@ -76,15 +76,15 @@ def test_live_counts_until_the_tensor_dies(x):
     y = run_in(run, memory, 0, lambda: x + x)
     view = y[10:]
     del y
-    assert memory.there == [0]
+    assert memory.live_offsets == [0]
     del view
-    assert memory.there == []
+    assert memory.live_offsets == []
 
 
 def test_an_unplanned_allocation_goes_outside_and_is_counted(x):
     memory, run = Memory(), Run(Arena(4096, [[(SIZE - 4, 0)]], [False]))
     y = run_in(run, memory, 0, lambda: x + x)
-    assert memory.there == []
+    assert memory.live_offsets == []
     assert run.counters().outside_bytes == SIZE
     assert torch.equal(y, x + x)
 
@@ -93,7 +93,7 @@ def test_a_slot_planned_outside_is_not_counted(x):
     memory, run = Memory(), Run(Arena(4096, [[(SIZE, SERVED_OUTSIDE)]], [False]))
     run_in(run, memory, 0, lambda: x + x)
     counters = run.counters()
-    assert (counters.outside_bytes, counters.high_water_bytes, memory.there) == (0, 0, [])
+    assert (counters.outside_bytes, counters.high_water_bytes, memory.live_offsets) == (0, 0, [])
 
 
 def test_tensors_outlive_their_arena(x):
@@ -110,7 +110,7 @@ def test_what_is_held_keeps_its_pages_and_the_rest_goes_back(x):
     before, _ = process_bytes()
     held = run_in(run, memory, 0, lambda: x + x)
     assert process_bytes()[0] - before == 64 * 4096
-    memory.part()
+    memory.detach_live()
     assert process_bytes()[0] - before == 4096
     other = run_in(run, memory, 0, lambda: x * 3)
     assert torch.equal(held, x + x)
@@ -134,7 +134,7 @@ def test_time_is_split_by_class(x):
     for op in (0, 1):
         run_in(run, memory, op, x.sum)
         counters = run.counters()
-        assert (counters.first_us > 0, counters.again_us > 0) == (op == 0, op == 1)
+        assert (counters.compute_us > 0, counters.recompute_us > 0) == (op == 0, op == 1)
 
 
 @undisturbed
@@ -185,7 +185,7 @@ def test_a_cache_that_cannot_be_written_is_gone_without(tmp_path, monkeypatch, c
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = build.compiled(build.SOURCE, build.NAME, build.HEADERS)
     assert library.exists()
-    assert "going on without the cache" in caplog.text
+    assert "continuing without the cache" in caplog.text
 
 
 def test_a_compiler_may_be_a_command_with_arguments(cache, monkeypatch):

@@ -11,8 +11,13 @@ import coop_plan
 from coop_plan.runtime.offline_capture.target import capture
 from coop_plan.runtime.torch_internals.ops import tree_flatten
 from coop_plan.runtime.variants import chunked
-from coop_plan.runtime.variants.chunked_ops import CUTS, IN_PARTS, packed, regions
-from coop_plan.runtime.variants.inplace_outputs import written_over
+from coop_plan.runtime.variants.chunked_ops import (
+    CHUNKED_OPS,
+    SLICE_SPECS,
+    chunk_regions,
+    pack_layouts,
+)
+from coop_plan.runtime.variants.inplace_outputs import run_into_copies
 from coop_plan.schemas import Compute
 from tests.runtime.stepping import stepped
 
@@ -89,7 +94,7 @@ CALLS = {
 
 
 def layouts(results):
-    return packed([None if r is None else (list(r.shape), list(r.stride())) for r in results])
+    return pack_layouts([None if r is None else (list(r.shape), list(r.stride())) for r in results])
 
 
 def same(ours, theirs):
@@ -100,7 +105,7 @@ def same(ours, theirs):
 
 
 def test_every_op_that_is_cut_is_called_here():
-    assert {op for op, _, _ in CALLS.values()} == set(CUTS)
+    assert {op for op, _, _ in CALLS.values()} == set(SLICE_SPECS)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -108,10 +113,10 @@ def test_every_op_that_is_cut_is_called_here():
 def test_parts_are_atens_to_the_bit(call, width):
     op, args, named = CALLS[call]
     expected = tree_flatten(op(*args, **named))[0]
-    part = [width] * len(next(iter(CUTS[op].arguments.values())))
-    part += [8] if CUTS[op].sums else []
+    part = [width] * len(next(iter(SLICE_SPECS[op].arguments.values())))
+    part += [8] if SLICE_SPECS[op].sums else []
     own = (part, layouts(expected), *args), named
-    assert same(tree_flatten(IN_PARTS[op](*own[0], **named))[0], expected)
+    assert same(tree_flatten(CHUNKED_OPS[op](*own[0], **named))[0], expected)
     tensors = [v for v in tree_flatten((args, named))[0] if isinstance(v, torch.Tensor)]
     first = expected[0]
     alike = [
@@ -122,7 +127,7 @@ def test_parts_are_atens_to_the_bit(call, width):
     ]
     for position in alike:
         kept = [v.clone() for v in tensors]
-        made, taken = written_over(IN_PARTS[op], own, {0: position})
+        made, taken = run_into_copies(CHUNKED_OPS[op], own, {0: position})
         assert same(made, expected)
         assert 0 not in {allocation.output for allocation in taken}
         assert all(map(torch.equal, kept, tensors))  # written_over gives it copies
@@ -133,14 +138,14 @@ def test_all_gradients_of_an_attention_lie_over_what_it_reads():
     expected = FLASH_BACKWARD(*args, **named)
     own = ([1, 2], layouts(expected), *args), named
     for places in itertools.permutations(range(5), 3):
-        made, _ = written_over(IN_PARTS[FLASH_BACKWARD], own, dict(enumerate(places)))
+        made, _ = run_into_copies(CHUNKED_OPS[FLASH_BACKWARD], own, dict(enumerate(places)))
         assert same(made, expected)
 
 
 def test_parts_cover_every_slice_once():
-    cut = CUTS[FLASH]
+    cut = SLICE_SPECS[FLASH]
     seen = torch.zeros(3, 5)
-    for region in regions(cut, {"query": torch.empty(3, 5, 2, 2)}, [2, 4]):
+    for region in chunk_regions(cut, {"query": torch.empty(3, 5, 2, 2)}, [2, 4]):
         seen[region] += 1
     assert seen.eq(1).all()
 
@@ -196,8 +201,8 @@ def test_what_is_not_the_same_is_not_offered(monkeypatch):
     arguments = torch.randn(8, 8, 16, 16), torch.randn(8, 8, 3, 3, requires_grad=True)
     found = capture(convolving, arguments, variants=True)
     assert any(op.variants for op in found.ops)
-    monkeypatch.setattr(chunked, "same_bits", lambda *_: False)
-    monkeypatch.setattr(chunked, "tried", lambda what, key, kind, attempt: attempt())
+    monkeypatch.setattr(chunked, "bitwise_equal", lambda *_: False)
+    monkeypatch.setattr(chunked, "cached_check", lambda what, key, kind, attempt: attempt())
     assert not any(op.variants for op in capture(convolving, arguments, variants=True).ops)
 
 

@@ -109,7 +109,7 @@ def scratch(rank, count):
     ]
     small = 4096  # what is not the size of data: a few numbers of the group's own
     for op, args in calls:
-        run = collectives._completed(op)
+        run = collectives._blocking(op)
         try:
             run(*args)
         except RuntimeError as refusal:  # PyTorch 2.11 gathers and scatters contiguous tensors
@@ -124,7 +124,7 @@ def scratch(rank, count):
         outputs = collectives._bytes(collectives._tensors(made))
         allowed = outputs + collectives.scratch_bytes(op, args, {}, made)
         assert peak - before <= allowed + small, op
-        facts = collectives.modelled(op, args, {}, made)
+        facts = collectives.modelled_profile(op, args, {}, made)
         strides = [output.stride for output in facts.outputs]
         assert strides == [tensor.stride() for tensor in collectives._tensors(made)], op
 

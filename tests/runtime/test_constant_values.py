@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from coop_plan.runtime.offline_capture.constant_values import MOST, KnownValues
+from coop_plan.runtime.offline_capture.constant_values import MAX_ELEMENTS, ConstantValues
 from coop_plan.runtime.torch_internals.fakes import DataDependentOutputException, FakeTensorMode
 
 
 @pytest.fixture(autouse=True)
 def fake():
-    with FakeTensorMode(), KnownValues():
+    with FakeTensorMode(), ConstantValues():
         yield
 
 
@@ -38,7 +38,7 @@ def test_what_is_written_through_a_view_is_known():
         lambda: torch.ones(1).copy_(torch.rand(1)),
         lambda: nn.Linear(1, 1).weight.sum(),
         lambda: torch.zeros(1) + torch.rand(1),
-        lambda: torch.zeros(2 * MOST)[0],
+        lambda: torch.zeros(2 * MAX_ELEMENTS)[0],
     ],
 )
 def test_nothing_else_is(make):

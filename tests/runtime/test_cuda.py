@@ -14,8 +14,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from coop_plan import runtime
-from coop_plan.runtime.capture.joint_graph import _device_of_step, _take_over
-from coop_plan.runtime.capture.profiler import _as_forwards_leave
+from coop_plan.runtime.capture.joint_graph import _device_of_step, _hook_cuda_allocator
+from coop_plan.runtime.capture.profiler import _with_forward_state
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.rng_state import CpuGenerator, CudaGenerator, default_generator
 from tests.runtime import simulated_cuda
@@ -77,8 +77,8 @@ def test_the_benchmark_without_a_device_says_so(cache, monkeypatch):
 
 @cpu_build
 def test_a_pytorch_without_cuda_is_named():
-    with pytest.raises(runtime.BuildError, match=r"could not be taken over: .*libc10_cuda"):
-        cuda.take_over()
+    with pytest.raises(runtime.BuildError, match=r"could not be hooked: .*libc10_cuda"):
+        cuda.install_allocator()
 
 
 def graph_on(*devices):
@@ -92,7 +92,7 @@ def graph_on(*devices):
 
 
 def test_the_device_of_a_step(monkeypatch):
-    monkeypatch.setattr(cuda, "take_over", lambda: None)
+    monkeypatch.setattr(cuda, "install_allocator", lambda: None)
     monkeypatch.setattr(cuda, "capturing", lambda: False)
     assert _device_of_step(graph_on("cpu", "cpu")) == torch.device("cpu")
     assert _device_of_step(graph_on("cpu", "cuda:1")) == torch.device("cuda:1")
@@ -102,7 +102,7 @@ def test_the_device_of_a_step(monkeypatch):
         _device_of_step(graph_on("meta"))
     monkeypatch.setattr(cuda, "capturing", lambda: True)
     with pytest.raises(runtime.CaptureError, match="run it once before"):
-        _take_over()
+        _hook_cuda_allocator()
 
 
 class Philox:
@@ -224,7 +224,7 @@ def test_times_are_split_by_kind_once_the_device_is_through(device, monkeypatch)
     clock = cuda.Clock(0)
     for _ in range(2):
         clock.begin()
-        for kind in (cuda.FIRST, cuda.NEITHER, cuda.AGAIN, cuda.FIRST, cuda.NEITHER):
+        for kind in (cuda.COMPUTE, cuda.OTHER, cuda.RECOMPUTE, cuda.COMPUTE, cuda.OTHER):
             clock.mark(kind)
         clock.end()
     assert clock.read() is None
@@ -232,7 +232,7 @@ def test_times_are_split_by_kind_once_the_device_is_through(device, monkeypatch)
     assert clock.read() == (2000.0, 1000.0)
     assert clock.read() is None
     clock.begin()
-    clock.mark(cuda.FIRST)  # of a step that is dropped
+    clock.mark(cuda.COMPUTE)  # of a step that is dropped
     monkeypatch.setattr(Event, "done", 11)
     device.capturing = True
     assert clock.read() is None
@@ -240,18 +240,18 @@ def test_times_are_split_by_kind_once_the_device_is_through(device, monkeypatch)
     assert clock.read() == (2000.0, 1000.0)
     device.capturing = True
     clock.begin()
-    clock.mark(cuda.FIRST)
+    clock.mark(cuda.COMPUTE)
     clock.end()
     assert clock.read() is None
     assert Event.made == 11
 
 
 def test_only_a_capture_refuses_random_ops(device):
-    cuda.refuse_capture_of(["aten.native_dropout.default"])
+    cuda.reject_captured_recompute(["aten.native_dropout.default"])
     device.capturing = True
-    cuda.refuse_capture_of([])
+    cuda.reject_captured_recompute([])
     with pytest.raises(runtime.CudaGraphError, match=r"2 random ops \(aten.native_dropout"):
-        cuda.refuse_capture_of(["aten.native_dropout.default"] * 2)
+        cuda.reject_captured_recompute(["aten.native_dropout.default"] * 2)
 
 
 def test_stand_ins_of_efficient_attention_lie_where_its_forward_leaves_them():
@@ -261,6 +261,6 @@ def test_stand_ins_of_efficient_attention_lie_where_its_forward_leaves_them():
         heads = [torch.empty(2, 4, 64, 64, device="cuda") for _ in range(4)]
         rows, number = torch.empty(2, 4, 64, device="cuda"), torch.empty((), device="cuda")
         given = (*heads, None, heads[0], rows, number.long(), number.long(), 0.1, [True] * 4)
-        made = _as_forwards_leave(backward, given)
+        made = _with_forward_state(backward, given)
     places = [value.device.type for value in made if isinstance(value, torch.Tensor)]
     assert places == ["cuda"] * 6 + ["cpu"] * 2

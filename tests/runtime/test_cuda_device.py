@@ -16,7 +16,13 @@ from coop_plan import runtime
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
-from coop_plan.runtime.device.copy_engines import AWAY, BACK, CudaLinks, cuda_streams, measured_link
+from coop_plan.runtime.device.copy_engines import (
+    FROM_HOST,
+    TO_HOST,
+    CudaCopyEngines,
+    cuda_streams,
+    measure_link,
+)
 from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.execute.rng_state import CudaGenerator
 from coop_plan.runtime.torch_internals import cuda as library
@@ -41,7 +47,7 @@ class Convolutional(nn.Module):
 
 @pytest.fixture
 def x():
-    cuda.take_over()
+    cuda.install_allocator()
     return torch.ones(1000, device="cuda")
 
 
@@ -65,15 +71,15 @@ def test_a_slot_is_served_at_its_address(x):
     assert counters.process_bytes == 8192
     view = y[10:]
     del y
-    assert len(memory.there) == 1
+    assert len(memory.live_offsets) == 1
     del view
-    assert memory.there == []
+    assert memory.live_offsets == []
 
 
 def test_what_is_not_as_planned_lies_outside_and_is_counted(x):
     memory, run = Memory(), Run(Arena(4096, [[(SIZE, SERVED_OUTSIDE), (SIZE - 4, 0)]], [False], 0))
     y, z = run_in(run, memory, lambda: (x + x, x * 3))
-    assert memory.there == []
+    assert memory.live_offsets == []
     assert run.counters().outside_bytes == SIZE  # of z
     assert run.counters().process_bytes == 4096 + 2 * SIZE
     assert torch.equal(y + x, z)
@@ -82,7 +88,7 @@ def test_what_is_not_as_planned_lies_outside_and_is_counted(x):
 def test_the_cpu_is_not_served_in_an_op_on_cuda(x):
     memory, run = Memory(), Run(Arena(4096, [[(SIZE, 0)]], [False], 0))
     on_cpu, y = run_in(run, memory, lambda: (torch.ones(1000), x + x))
-    assert len(memory.there) == 1
+    assert len(memory.live_offsets) == 1
     assert run.counters().outside_bytes == 0
     assert torch.equal(y.cpu(), 2 * on_cpu)
 
@@ -389,18 +395,18 @@ def waits():
 def test_each_direction_has_a_stream_that_waits_for_the_step(monkeypatch):
     monkeypatch.setattr(find_plan, "plan", swap_plan)
     other, batch = Mlp().cuda(), torch.randn(256, 64, device="cuda")
-    begun, begin = [], CudaLinks._begin
+    begun, begin = [], CudaCopyEngines._begin
 
     def seen(links, direction, *copy):
         begun.append(direction)
         return begin(links, direction, *copy)
 
-    monkeypatch.setattr(CudaLinks, "_begin", seen)
+    monkeypatch.setattr(CudaCopyEngines, "_begin", seen)
     before = len(waits())
     compiled(other, "100%", link="1GB/s")(batch).backward()
-    assert set(begun) == {AWAY, BACK}
+    assert set(begun) == {TO_HOST, FROM_HOST}
     streams = cuda_streams(0)
-    assert streams[AWAY] != streams[BACK]
+    assert streams[TO_HOST] != streams[FROM_HOST]
     if torch.cuda.get_device_name() == "Pretended":
         current = torch.cuda.current_stream().cuda_stream
         asked = [(streams[direction].cuda_stream, current) for direction in begun]
@@ -408,7 +414,7 @@ def test_each_direction_has_a_stream_that_waits_for_the_step(monkeypatch):
 
 
 def test_the_link_is_measured():
-    found = measured_link(torch.device("cuda", 0), functools.partial(cuda.device_us, 0))
+    found = measure_link(torch.device("cuda", 0), functools.partial(cuda.device_us, 0))
     assert found["copy_latency_us"] >= 0
     assert found["d2h_bytes_per_s"] > 0
     assert found["h2d_bytes_per_s"] > 0

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import coop_plan
-from coop_plan.runtime.capture import dropout
-from coop_plan.runtime.capture.dropout import DROPOUT, DROPOUT_BACKWARD
+from coop_plan.runtime.capture import op_replacements
+from coop_plan.runtime.capture.op_replacements import DROPOUT, DROPOUT_BACKWARD
 from coop_plan.runtime.device import bernoulli
 from coop_plan.runtime.offline_capture.target import capture
 from tests.runtime.stepping import eager_and_compiled
@@ -32,7 +32,7 @@ PROBABILITIES = st.sampled_from([0.0, 1.0, 0.5, 2.0**-53, math.nextafter(1, 0)])
 @given(st.integers(0, 2**63), COUNTS, PROBABILITIES, st.lists(st.integers(1, 700), max_size=3))
 def test_draws_are_atens_and_so_is_the_state_after_them(seed, count, p, drawn):
     """Whatever was drawn before: numbers of 64 bits, of 32, normal ones of which one is kept."""
-    if not bernoulli.draws_as_aten():
+    if not bernoulli.matches_aten():
         pytest.skip("MKL draws here")
     torch.manual_seed(seed)
     for kind, before in enumerate(drawn):
@@ -41,13 +41,13 @@ def test_draws_are_atens_and_so_is_the_state_after_them(seed, count, p, drawn):
     expected = torch.empty(count, dtype=torch.bool).bernoulli_(p)
     rest = torch.get_rng_state(), torch.randn(3), torch.rand(3)
     torch.set_rng_state(state)
-    assert torch.equal(bernoulli._drawn(torch.empty(count, dtype=torch.bool), p), expected)
+    assert torch.equal(bernoulli._sample(torch.empty(count, dtype=torch.bool), p), expected)
     assert all(map(torch.equal, (torch.get_rng_state(), torch.randn(3), torch.rand(3)), rest))
 
 
 def test_threads_draw_one_after_the_other():
     """No number is drawn twice: the state after it all is that of as many draws of one thread."""
-    if not bernoulli.draws_as_aten():
+    if not bernoulli.matches_aten():
         pytest.skip("MKL draws here")
     count, each, threads = 20_000, 40, 4
     torch.manual_seed(2)
@@ -68,8 +68,8 @@ def test_threads_draw_one_after_the_other():
 
 
 def test_where_another_draws_it_is_asked(monkeypatch):
-    monkeypatch.setattr(bernoulli, "draws_as_aten", lambda: False)
-    monkeypatch.setattr(bernoulli, "_drawn", None)
+    monkeypatch.setattr(bernoulli, "matches_aten", lambda: False)
+    monkeypatch.setattr(bernoulli, "_sample", None)
     torch.manual_seed(1)
     expected = torch.empty(4096, dtype=torch.bool).bernoulli_(0.3)
     torch.manual_seed(1)
@@ -87,7 +87,7 @@ def test_what_is_no_probability_is_atens_error(p):
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("train", [True, False, None])
 def test_a_dropout_in_parts_is_atens(monkeypatch, dtype, shape, p, train):
-    monkeypatch.setattr(dropout, "PART_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(op_replacements, "CHUNK_ELEMENTS", 1 << 10)
     values, gradient = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
     for tensor in (values, gradient):
         if tensor.numel() > 3:
@@ -128,8 +128,8 @@ def test_a_step_on_the_cpu_takes_it():
     ops = {op.name: op for op in graph.ops}
     forward = ops["aten.native_dropout.default"]
     backward = ops["aten.native_dropout_backward.default"]
-    part = dropout.PART_ELEMENTS * 4
-    if bernoulli.draws_as_aten():  # MKL takes a mask of integers
+    part = op_replacements.CHUNK_ELEMENTS * 4
+    if bernoulli.matches_aten():  # MKL takes a mask of integers
         assert part <= forward.workspace_bytes <= part + 8192
     assert part <= backward.workspace_bytes <= part + 8192
     assert forward.rng
@@ -138,15 +138,17 @@ def test_a_step_on_the_cpu_takes_it():
 
 def test_a_compiled_step_takes_it(monkeypatch):
     """Nothing of the trial whether it can is the step's."""
-    bernoulli.draws_as_aten.cache_clear()
+    bernoulli.matches_aten.cache_clear()
     drawn = []
     monkeypatch.setattr(
-        bernoulli, "_drawn", lambda mask, p, draw=bernoulli._drawn: drawn.append(p) or draw(mask, p)
+        bernoulli,
+        "_sample",
+        lambda mask, p, draw=bernoulli._sample: drawn.append(p) or draw(mask, p),
     )
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.25), nn.Tanh()), torch.randn(512, 64)
     seen = eager_and_compiled(nn.Sequential(model, Mean()), x, {"budget": "100%"})
     assert all(map(torch.equal, *seen))
-    assert drawn.count(0.75) >= bernoulli.draws_as_aten()
+    assert drawn.count(0.75) >= bernoulli.matches_aten()
     report = coop_plan.reports()[-1]
     assert report.outside_bytes == 0
     assert report.measured_arena_bytes == report.planned_arena_bytes

@@ -13,7 +13,7 @@ from coop_plan.runtime import CaptureError
 from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.offline_capture import calibrate, fake_device
 from coop_plan.runtime.offline_capture.devices import DeviceSpec, built_in, device
-from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
+from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
 from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.offline_capture.target import capture, capture_target
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
@@ -141,7 +141,7 @@ def facts(graph):
 @cpu_build
 def test_for_a_device_as_on_the_cpu(user_module):
     here = capture_target(f"{user_module}:good")
-    away = capture_for(Question(target=f"{user_module}:good", spec=device("a100-80gb")))
+    away = capture_for(CaptureRequest(target=f"{user_module}:good", spec=device("a100-80gb")))
     assert facts(away) == facts(here)
     assert away.device.kind == "cuda"
     assert away.device.memory_bytes == built_in()["a100-80gb"].memory_bytes
@@ -151,7 +151,7 @@ def test_for_a_device_as_on_the_cpu(user_module):
 @cpu_build
 def test_nothing_is_allocated(user_module):
     """Three layers of 64 GiB, of which parameters, gradients and AdamW's two buffers are there."""
-    asked = Question(target=f"{user_module}:huge", spec=device("h200"), optimizer="adamw")
+    asked = CaptureRequest(target=f"{user_module}:huge", spec=device("h200"), optimizer="adamw")
     graph = capture_for(asked)
     layer = 4 << 34
     kinds = Counter()
@@ -165,10 +165,10 @@ def test_nothing_is_allocated(user_module):
 @cpu_build
 def test_the_device_is_the_default_only_for_steps_that_leave_it_open(user_module):
     """Dynamo is twice as slow under a default device, and a step on a device has none."""
-    asked = Question(target=f"{user_module}:leaves_the_device_open", spec=device("l4"))
+    asked = CaptureRequest(target=f"{user_module}:leaves_the_device_open", spec=device("l4"))
     made = next(op for op in capture_for(asked).ops if "arange" in op.name)
     assert made.cost_us == device("l4").launch_us  # on the CPU it would take nothing
-    asked = Question(target=f"{user_module}:looks_where_it_is", spec=device("l4"))
+    asked = CaptureRequest(target=f"{user_module}:looks_where_it_is", spec=device("l4"))
     assert "aten.exp.default" in [op.name for op in capture_for(asked).ops]
 
 
@@ -184,7 +184,7 @@ def test_the_device_is_the_default_only_for_steps_that_leave_it_open(user_module
 )
 def test_what_pytorch_does_on_cuda_alone(user_module, function, op, count):
     """Layers that are copied, cells of a GRU, autocast, and who asks whether there is CUDA."""
-    graph = capture_for(Question(target=f"{user_module}:{function}", spec=device("l4")))
+    graph = capture_for(CaptureRequest(target=f"{user_module}:{function}", spec=device("l4")))
     ops = [made.name for made in graph.ops if made.phase == "forward" and made.name.endswith(op)]
     assert len(ops) >= count
 
@@ -226,7 +226,7 @@ ATTENTION = {
 @pytest.mark.parametrize("name", ["unet", "gpt2", "bert", "resnet", "swin", "distilbert"])
 def test_real_networks_for_a_device_as_on_the_cpu(user_module, name, untimed):
     here = capture_target(f"{user_module}:{name}")
-    away = capture_for(Question(target=f"{user_module}:{name}", spec=device("a100-80gb")))
+    away = capture_for(CaptureRequest(target=f"{user_module}:{name}", spec=device("a100-80gb")))
     if name in ("unet", "resnet", "swin"):
         assert facts(away) == facts(here)
         return
@@ -243,7 +243,7 @@ def test_real_networks_for_a_device_as_on_the_cpu(user_module, name, untimed):
 @cpu_build
 def test_what_is_one_kernel_on_cuda_is_one_op(user_module):
     """The CPU build of PyTorch has them for the CPU alone, and takes them apart elsewhere."""
-    graph = capture_for(Question(target=f"{user_module}:has_kernels", spec=device("l4")))
+    graph = capture_for(CaptureRequest(target=f"{user_module}:has_kernels", spec=device("l4")))
     names = {op.name.split(".")[1] for op in graph.ops}
     assert {"silu_backward", "mish_backward", "_fused_rms_norm_backward"} <= names
 
@@ -266,7 +266,7 @@ def test_a_calibrated_device_is_the_one_that_was_measured(monkeypatch):
         with args[0].fake_mode:
             return Roofline(there).profile(target, args, kwargs, target(*args, **kwargs))
 
-    monkeypatch.setattr(calibrate, "profile", modelled)
+    monkeypatch.setattr(calibrate, "profile_op", modelled)
     found = calibrate.calibrate("cpu", "here")
     assert found.launch_us == 2
     assert found.bytes_per_s == pytest.approx(5e11)
@@ -288,7 +288,7 @@ CPU = DeviceSpec(
 
 def test_parameters_drawn_within_bounds(user_module):
     """A draw that is repeated until it holds asks for values, which are not there."""
-    asked = Question(target=f"{user_module}:truncated", spec=CPU)
+    asked = CaptureRequest(target=f"{user_module}:truncated", spec=CPU)
     assert capture_for(asked).ops[0].name == "aten.addmm.default"
 
 
@@ -308,7 +308,7 @@ def test_a_pytorch_built_for_cuda_is_refused_with_what_to_do(tmp_path, monkeypat
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(fake_device.importlib.util, "find_spec", lambda _: found)
     with pytest.raises(CaptureError, match=r"captured for l4 with PyTorch's CPU build.*whl/cpu"):
-        capture_for(Question(target="away_steps:good", spec=device("l4")))
+        capture_for(CaptureRequest(target="away_steps:good", spec=device("l4")))
 
 
 def test_an_op_costs_its_operations_its_bytes_or_a_launch():
@@ -362,13 +362,13 @@ def test_an_optimizers_state(optimizer, masters, each):
 )
 def test_what_cannot_be_captured_is_named_with_its_place(user_module, function, error, said):
     with pytest.raises(error, match=said):
-        capture_for(Question(target=f"{user_module}:{function}", spec=CPU))
+        capture_for(CaptureRequest(target=f"{user_module}:{function}", spec=CPU))
 
 
 @cpu_build
 def test_a_tensor_of_sizes_is_on_the_device(user_module):
     """`torch.Tensor(4, 4)` knows no default device."""
-    graph = capture_for(Question(target=f"{user_module}:by_size", spec=device("l4")))
+    graph = capture_for(CaptureRequest(target=f"{user_module}:by_size", spec=device("l4")))
     assert sorted(t.kind for t in graph.tensors[:2]) == ["input", "parameter"]
     assert graph.ops[0].name == "aten.mm.default"
 
@@ -376,19 +376,19 @@ def test_a_tensor_of_sizes_is_on_the_device(user_module):
 @cpu_build
 def test_tensors_of_two_devices_are_named(user_module):
     with pytest.raises(CaptureError, match=r"same device.*away_steps\.py, line .*with \.to\("):
-        capture_for(Question(target=f"{user_module}:elsewhere", spec=device("l4")))
+        capture_for(CaptureRequest(target=f"{user_module}:elsewhere", spec=device("l4")))
 
 
 @cpu_build
 def test_a_recurrent_layer_is_captured_without_a_word(user_module, capfd):
-    capture_for(Question(target=f"{user_module}:recurs", spec=device("l4")))
+    capture_for(CaptureRequest(target=f"{user_module}:recurs", spec=device("l4")))
     assert capfd.readouterr().err == ""
 
 
 @cpu_build
 def test_an_op_that_cuda_alone_has_is_named(user_module):
     with pytest.raises(CaptureError, match=r"ctc_loss.* no kernel for fake .*away_steps.py, line"):
-        capture_for(Question(target=f"{user_module}:lacks", spec=device("l4")))
+        capture_for(CaptureRequest(target=f"{user_module}:lacks", spec=device("l4")))
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class Vocabulary(nn.Module):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_large_vocabulary_is_there_once(monkeypatch, reduction):
     """Its smallest budget falls by more than its logits; rows of their gradient come in parts."""
-    monkeypatch.setattr(op_replacements, "PART_BYTES", 1 << 18)
+    monkeypatch.setattr(op_replacements, "CHUNK_BYTES", 1 << 18)
     eager = Vocabulary(reduction)
     x, y = torch.randint(4096, (2, 512))
     loss = eager(x, y)

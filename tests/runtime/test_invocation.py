@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from coop_plan import runtime
 from coop_plan.runtime.execute.invocation import in_flight
-from coop_plan.runtime.torch_internals.dynamo import no_other_compiles
+from coop_plan.runtime.torch_internals.dynamo import block_other_compiles
 from tests.runtime.test_loops import Broken, Net, Unshared, both, data, loss_step, state_of
 
 # Of Dynamo's own, where it looks at what is no leaf.
@@ -336,7 +336,7 @@ def test_nothing_else_is_compiled_while_a_new_size_is_traced():
     free = []
 
     def look():
-        free.append(no_other_compiles().acquire(blocking=False))
+        free.append(block_other_compiles().acquire(blocking=False))
 
     @torch.library.custom_op("coop_tests::looks", mutates_args=())
     def looks(x: torch.Tensor) -> torch.Tensor:

@@ -410,8 +410,8 @@ def test_what_a_process_groups_threads_may_still_hold_has_room(monkeypatch):
     size = 1 << 20
     between = []
     for group in (None, "group of all"):
-        monkeypatch.setattr(joint_plan, "group_of_all", lambda group=group: group)
-        monkeypatch.setattr(recorder, "ranks", lambda: 4)
+        monkeypatch.setattr(joint_plan, "world_group", lambda group=group: group)
+        monkeypatch.setattr(recorder, "world_size", lambda: 4)
         torch._dynamo.reset()
         runtime.clear_reports()
         blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from coop_plan.runtime.capture import op_replacements, profiler
-from coop_plan.runtime.capture.op_replacements import CROSS_ENTROPY_BACKWARD, INSTEAD
+from coop_plan.runtime.capture.op_replacements import CROSS_ENTROPY_BACKWARD, REPLACEMENTS
 
 aten = torch.ops.aten.masked_scatter_backward.default
 
@@ -18,7 +18,7 @@ def test_the_gradient_of_a_masked_scatter_is_atens(transposed, mask_shape):
         count = int(mask.expand_as(gradient).sum())
         for sizes in ([count], [count + 5], [2, count]):
             expected = aten(gradient, mask, sizes)
-            found = INSTEAD[aten](gradient, mask, sizes)
+            found = REPLACEMENTS[aten](gradient, mask, sizes)
             assert found.stride() == expected.stride()
             assert torch.equal(found, expected)
 
@@ -33,7 +33,7 @@ def test_a_mask_does_not_move_the_result():
     half = torch.arange(64) < 32
     full = torch.ones(64, dtype=torch.bool)
     assert allocations(aten, half) != allocations(aten, full)
-    ours = INSTEAD[aten]
+    ours = REPLACEMENTS[aten]
     assert allocations(ours, half) == allocations(ours, full)
     assert allocations(ours, ~full) == allocations(ours, full)
 
@@ -41,7 +41,7 @@ def test_a_mask_does_not_move_the_result():
 def test_a_mask_that_selects_too_much_harms_nothing():
     """As stand-in data may."""
     full = torch.ones(64, dtype=torch.bool)
-    assert INSTEAD[aten](torch.randn(64), full, [3]).shape == (3,)
+    assert REPLACEMENTS[aten](torch.randn(64), full, [3]).shape == (3,)
 
 
 @pytest.mark.parametrize("part_bytes", [1, 600, 1 << 20])
@@ -49,7 +49,7 @@ def test_a_mask_that_selects_too_much_harms_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_gradient_of_a_cross_entropy_is_atens(monkeypatch, dtype, reduction, part_bytes):
     """However many rows at a time, and also in the place of the log-probabilities."""
-    monkeypatch.setattr(op_replacements, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(op_replacements, "CHUNK_BYTES", part_bytes)
     ops = torch.ops.aten
     output = ops._log_softmax.default(torch.randn(13, 50, dtype=dtype), 1, False)
     target = torch.randint(50, (13,))

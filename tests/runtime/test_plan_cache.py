@@ -8,7 +8,7 @@ import pytest
 from coop_plan.planner import find_faults
 from coop_plan.planner.plan_cache.record import StoredRefusal, sign, read_signed
 from coop_plan.runtime.capture import profiler
-from coop_plan.runtime.capture.op_profile import OpProfile
+from coop_plan.runtime.op_profile import OpProfile
 from tests.runtime.starts import start
 
 
@@ -112,7 +112,7 @@ def test_a_plan_within_more_than_was_asked_is_made_again(cache):
 def test_a_bad_entry_is_deleted_even_if_no_other_plan_can_be_made(cache, monkeypatch):
     start()
     changed(cache, lambda record: record.model_copy({"ops": record.ops[::-1]}))
-    monkeypatch.setattr("coop_plan.runtime.cache.plans.keep", lambda *_: None)
+    monkeypatch.setattr("coop_plan.runtime.cache.plans.store", lambda *_: None)
     assert not start()[0].plan_cached
     with store(cache) as connection:
         assert connection.execute("select count(*) from answer").fetchone() == (0,)

@@ -42,7 +42,7 @@ def test_what_a_kernels_workers_take_is_in_its_profile():
     try:
         q, k, v, out, grad = (torch.randn(2, 4, 64, 64, dtype=torch.bfloat16) for _ in range(5))
         args = (grad, q, k, v, out, torch.zeros(2, 64, 4).transpose(1, 2), 0.0, True)
-        facts = profiler.profile(op, args, {})
+        facts = profiler.profile_op(op, args, {})
         gc.collect()
         before = process_bytes()[0]
         reset_peak()
@@ -51,7 +51,7 @@ def test_what_a_kernels_workers_take_is_in_its_profile():
     finally:
         torch.set_num_threads(1)
     sizes = sum(gradient.nbytes for gradient in made)
-    assert sizes < taken <= sizes + facts.workspace_bytes + facts.beside_bytes
+    assert sizes < taken <= sizes + facts.workspace_bytes + facts.worker_bytes
 
 
 def test_what_a_worker_let_go_of_is_no_room_for_what_it_takes():
@@ -92,7 +92,9 @@ def test_figures_of_other_conditions_are_not_used(change, monkeypatch):
     if change == "threads":
         torch.set_num_threads(2)
     else:
-        name = {"settings": "_settings", "machine": "_processor", "sources": "_measured_by"}[change]
+        name = {"settings": "_settings", "machine": "_processor", "sources": "_source_digest"}[
+            change
+        ]
         monkeypatch.setattr(profiles, name, lambda: ["another"])
     assert profiled() == whole
 
@@ -166,7 +168,7 @@ import sys
 from coop_plan.runtime.cache import profiles
 print("ready", flush=True)
 for turn in range(10**9):
-    with profiles.kept_profiles():
+    with profiles.profile_session():
         for row in range(300):
             profiles.session().put(f"{turn} {row}", "x" * 1000)
 """
@@ -198,7 +200,7 @@ def test_a_kill_while_it_profiles_harms_nothing(cache, caplog):
 
 
 def test_a_session_that_fails_keeps_what_it_measured(cache):
-    with pytest.raises(RuntimeError), profiles.kept_profiles():
+    with pytest.raises(RuntimeError), profiles.profile_session():
         profiles.session().put("signature", "record")
         raise RuntimeError
     store = ProfileCache(cache / "profiles.sqlite3")
@@ -220,12 +222,12 @@ def double(x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_what_another_process_may_mean_by_other_things_is_not_kept(target, arguments):
-    assert profiler.lasting(profiler.signature(target, arguments, {})) is None
+    assert profiler.persistent_key(profiler.signature(target, arguments, {})) is None
 
 
 def test_signatures_name_all_that_matters():
     def name(target, *arguments, **keywords):
-        return profiler.lasting(profiler.signature(target, arguments, keywords))
+        return profiler.persistent_key(profiler.signature(target, arguments, keywords))
 
     add, x = torch.ops.aten.add.Tensor, torch.ones(4, 4)
     names = {

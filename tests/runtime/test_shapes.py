@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from coop_plan import runtime
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.runtime.capture import profiler
-from coop_plan.runtime.capture.cost_scaling import Costs
+from coop_plan.runtime.capture.cost_scaling import CostHistory
 from coop_plan.runtime.dynamic_shapes import specialize, symbolic_trace
 from coop_plan.runtime.execute import find_plan
 
@@ -447,9 +447,9 @@ def test_no_code_is_made_of_what_is_only_traced(monkeypatch):
 
 
 def test_stand_ins_are_positive_and_have_no_equal_rows():
-    for count in (0, 1, profiler.DRAWN, 40 * profiler.DRAWN + 7):
+    for count in (0, 1, profiler.RANDOM_PERIOD, 40 * profiler.RANDOM_PERIOD + 7):
         flat = torch.full((count,), -1.0)
-        profiler._draw(flat)
+        profiler._fill_random(flat)
         assert ((flat >= 0.05) & (flat <= 1.0)).all()
     rows = flat[: 128 * 1024].view(128, 1024)
     assert rows.unique(dim=0).shape[0] == 128
@@ -466,20 +466,20 @@ def test_an_op_is_recorded_twice_only_where_threads_beside_it_allocate(monkeypat
     monkeypatch.setattr(profiler, "extension", Recorder)
     args = (torch.ones(8),), {}
     found = [profiler._measure(lambda x: runs.append(1) or x + 1, *args, 1.0) for _ in range(2)]
-    assert [facts.beside_bytes for facts in found] == [0, 3]
+    assert [facts.worker_bytes for facts in found] == [0, 3]
     assert len(runs) == 3
     assert found[0].allocations == found[1].allocations
 
 
 def test_times_between_and_beyond_sizes():
-    costs = Costs()
+    costs = CostHistory()
     for size in (100, 400):
-        costs.learn("mm", size, size / 10)
-    assert costs.expected("mm", 200) is None
-    costs.learn("mm", 200, 40.0)
-    assert costs.expected("mm", 200) == pytest.approx(40)
-    assert costs.expected("mm", 50) == pytest.approx(2.5)  # as steep as from 100 to 200: squared
-    assert costs.expected("mm", 800) == pytest.approx(40)  # it did not get dearer from 200 to 400
-    assert costs.expected("mm", 49) is None
-    assert costs.expected("mm", 801) is None
-    assert costs.expected("bmm", 200) is None
+        costs.record("mm", size, size / 10)
+    assert costs.estimate("mm", 200) is None
+    costs.record("mm", 200, 40.0)
+    assert costs.estimate("mm", 200) == pytest.approx(40)
+    assert costs.estimate("mm", 50) == pytest.approx(2.5)  # as steep as from 100 to 200: squared
+    assert costs.estimate("mm", 800) == pytest.approx(40)  # it did not get dearer from 200 to 400
+    assert costs.estimate("mm", 49) is None
+    assert costs.estimate("mm", 801) is None
+    assert costs.estimate("bmm", 200) is None

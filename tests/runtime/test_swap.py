@@ -16,7 +16,7 @@ from coop_plan import runtime
 from coop_plan.planner import plan
 from coop_plan.runtime.device import build
 from coop_plan.runtime.device.arena import process_bytes
-from coop_plan.runtime.device.copy_engines import AWAY, BACK, CpuLinks, cpu_engines
+from coop_plan.runtime.device.copy_engines import FROM_HOST, TO_HOST, CpuCopyEngines, cpu_engines
 from coop_plan.runtime.execute import find_plan
 from coop_plan.schemas import Prefetch
 from tests.runtime.networks import Mlp
@@ -94,7 +94,7 @@ def test_gradients_that_were_away_before_they_are_added_lie_outside_the_arena(mo
 
 
 def test_the_slab_is_the_hosts_whatever_the_default_device():
-    links = CpuLinks()
+    links = CpuCopyEngines()
     with torch.device("meta"):
         links.reserve(64)
     assert links._slab.device.type == "cpu"
@@ -117,7 +117,7 @@ def test_copies_take_as_long_as_the_link_says():
 
 def fails_once(monkeypatch, direction):
     """The next copy in a direction has a fault in its thread."""
-    begin = CpuLinks._begin
+    begin = CpuCopyEngines._begin
     left = [direction]
 
     def broken(links, towards, target, source, size, least_us):
@@ -125,19 +125,19 @@ def fails_once(monkeypatch, direction):
             return begin(links, towards, target, source, size, least_us)
         left.clear()
         engine = cpu_engines()[towards]
-        return engine, build.links().ask(engine, 0, 0, size, least_us)
+        return engine, build.copy_engines().ask(engine, 0, 0, size, least_us)
 
-    monkeypatch.setattr(CpuLinks, "_begin", broken)
+    monkeypatch.setattr(CpuCopyEngines, "_begin", broken)
 
 
-@pytest.mark.parametrize("direction", [AWAY, BACK], ids=["away", "back"])
+@pytest.mark.parametrize("direction", [TO_HOST, FROM_HOST], ids=["away", "back"])
 def test_a_fault_in_a_copy_gives_up_the_step_and_no_other(direction, monkeypatch):
     model, other, step, batch = pair()
     losses = [one_step(model, batch) for _ in range(2)]
     assert torch.equal(one_step(step, batch), losses[0])
     gradients = [parameter.grad.clone() for parameter in other.parameters()]
     fails_once(monkeypatch, direction)
-    with pytest.raises(runtime.CopyError, match="a copy failed: a copy from or to nowhere"):
+    with pytest.raises(runtime.CopyError, match="a copy failed: a copy from or to a null pointer"):
         one_step(step, batch)
     for parameter, gradient in zip(other.parameters(), gradients, strict=True):
         parameter.grad = gradient
@@ -241,7 +241,7 @@ def test_a_forked_child_copies_by_threads_of_its_own(cache):
 
 
 def test_an_engine_takes_its_copies_in_order_and_says_when():
-    ext = build.links()
+    ext = build.copy_engines()
     link = ext.open()
     source = torch.arange(1 << 16, dtype=torch.uint8)
     targets = [torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(3)]

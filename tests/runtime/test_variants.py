@@ -9,18 +9,18 @@ from torch.nn import functional as F
 import coop_plan
 from coop_plan.planner import InvalidPlanError, plan
 from coop_plan.runtime import CaptureError
-from coop_plan.runtime.capture import dropout
+from coop_plan.runtime.capture import op_replacements
 from coop_plan.runtime.execute import find_plan
 from coop_plan.runtime.offline_capture.target import capture
 from coop_plan.runtime.variants import max_pool
-from coop_plan.runtime.variants.bit_mask_ops import (
+from coop_plan.runtime.variants.bit_masks import (
     DROPOUT_BITS,
     DROPOUT_BITS_BACKWARD,
     RELU_BITS,
     RELU_BITS_BACKWARD,
 )
-from coop_plan.runtime.variants.bitwise_check import same_bits
-from coop_plan.runtime.variants.inplace_outputs import written_over
+from coop_plan.runtime.variants.bitwise_check import bitwise_equal
+from coop_plan.runtime.variants.inplace_outputs import run_into_copies
 from coop_plan.schemas import Compute
 from tests.runtime.stepping import eager_and_compiled
 
@@ -56,7 +56,7 @@ def test_a_plan_with_a_body_that_is_not_known_is_refused(monkeypatch, verified):
 @pytest.mark.parametrize("shape", [(8,), (3, 5, 16), (40, 10, 8)])
 def test_a_dropout_of_bits_is_atens(monkeypatch, dtype, shape):
     """Forward from the same state of the generator, and backward, however many parts it takes."""
-    monkeypatch.setattr(dropout, "PART_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(op_replacements, "CHUNK_ELEMENTS", 1 << 10)
     aten = torch.ops.aten
     values, gradient = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
     gradient.view(-1)[:3] = torch.tensor([float("inf"), -0.0, float("nan")])
@@ -117,7 +117,7 @@ def test_masks_that_are_bits_are_eagers_to_the_bit(monkeypatch, budget):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_bits_of_a_relu_pass_its_gradient(monkeypatch, dtype):
     """In the place of what they are computed from, too; NaN and both zeros among the values."""
-    monkeypatch.setattr(dropout, "PART_ELEMENTS", 1 << 10)
+    monkeypatch.setattr(op_replacements, "CHUNK_ELEMENTS", 1 << 10)
     aten = torch.ops.aten
     values, gradient = (4 * torch.randn(40, 10, 8, dtype=dtype) for _ in range(2))
     special = [float("nan"), 0.0, -0.0, float("inf"), float("-inf"), 6.0]
@@ -125,13 +125,13 @@ def test_bits_of_a_relu_pass_its_gradient(monkeypatch, dtype):
     made = aten.relu.default(values)
     expected = aten.threshold_backward.default(gradient, made, 0)
     ours, bits = RELU_BITS(values)
-    assert same_bits(ours, made)
-    assert same_bits(RELU_BITS_BACKWARD(gradient, bits), expected)
-    (over, again), _ = written_over(RELU_BITS, ((values,), {}), {0: 0})
-    assert same_bits(over, made)
+    assert bitwise_equal(ours, made)
+    assert bitwise_equal(RELU_BITS_BACKWARD(gradient, bits), expected)
+    (over, again), _ = run_into_copies(RELU_BITS, ((values,), {}), {0: 0})
+    assert bitwise_equal(over, made)
     assert torch.equal(again, bits)
-    (over,), _ = written_over(RELU_BITS_BACKWARD, ((gradient, bits), {}), {0: 0})
-    assert same_bits(over, expected)
+    (over,), _ = run_into_copies(RELU_BITS_BACKWARD, ((gradient, bits), {}), {0: 0})
+    assert bitwise_equal(over, expected)
 
 
 class Activated(nn.Module):
@@ -194,7 +194,7 @@ def test_places_in_windows_are_atens_numbers(
     monkeypatch, dtype, kernel, stride, padding, dilation, ceil
 ):
     """However many planes at once; equal numbers, infinities and NaN among what is pooled."""
-    monkeypatch.setattr(max_pool, "ELEMENTS", 64)
+    monkeypatch.setattr(max_pool, "CHUNK_ELEMENTS", 64)
     aten, window = torch.ops.aten, (kernel, stride, padding, dilation, ceil)
     values = torch.randn(3, 2, 9, 11, dtype=dtype).mul(3).round()
     values.view(-1)[::17] = float("nan")
@@ -203,10 +203,10 @@ def test_places_in_windows_are_atens_numbers(
     gradient = torch.randn_like(made)
     expected = aten.max_pool2d_with_indices_backward(gradient, values, *window, numbers)
     ours, places = max_pool.POOL(values, [*made.shape], *window)
-    assert same_bits(ours, made)
+    assert bitwise_equal(ours, made)
     assert (places.dtype, places.numel()) == (torch.uint8, made.numel())
     sizes = [*values.shape]
-    assert same_bits(max_pool.POOL_BACKWARD(gradient, places, sizes, *window), expected)
+    assert bitwise_equal(max_pool.POOL_BACKWARD(gradient, places, sizes, *window), expected)
 
 
 def test_places_of_no_window_stay_within_the_plane():

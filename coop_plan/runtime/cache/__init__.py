@@ -1,1 +1,1 @@
-"""What outlives the process: op profiles and plans."""
+"""On-disk caches: op profiles and plans."""

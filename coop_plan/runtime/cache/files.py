@@ -1,4 +1,4 @@
-"""Where caches lie, and what happens when a file of one fails: the run goes on without it."""
+"""Cache folder, and error handling: a run continues without a cache whose file fails."""
 
 import contextlib
 import functools
@@ -16,35 +16,35 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def cache_dir() -> Path:
-    """Where compiled extensions and profiles are kept: `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Folder of compiled extensions, profiles and plans, in `$XDG_CACHE_HOME` or `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "coop-plan"
 
 
 @contextlib.contextmanager
-def going_on_without(path: Path) -> Iterator[None]:
-    """Say in one line what the cache in `path` failed with, once a process, and go on.
+def tolerate_failures(path: Path) -> Iterator[None]:
+    """Log a failure of the cache in `path`, once per process, and suppress it.
 
-    A damaged file is moved aside, so that the next start has a cache again.
+    A damaged file is moved aside: the next start creates a new cache.
     """
     try:
         yield
     except (OSError, sqlite3.Error, StoreError) as error:
         cause = error.__cause__ if isinstance(error, StoreError) else error
-        _say(path, str(cause))
-        # The low byte is the error; the rest says where in the file.
+        _warn_once(path, str(cause))
+        # The low byte is the error code; the others are details.
         if getattr(cause, "sqlite_errorcode", 0) & 0xFF in DAMAGED:
-            _set_aside(path)
+            _move_aside(path)
 
 
-def _set_aside(path: Path) -> None:
+def _move_aside(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.replace(f"{path}.damaged")
-        # A journal left behind would be played back into the file that comes next.
+        # A journal that stays would be replayed into the next file.
         for suffix in ("-journal", "-wal", "-shm"):
             Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 @functools.cache
-def _say(path: Path, message: str) -> None:
-    log.warning("going on without the cache %s: %s", path, message)
+def _warn_once(path: Path, message: str) -> None:
+    log.warning("continuing without the cache %s: %s", path, message)

@@ -1,6 +1,6 @@
-"""Plans that outlive the process: a second start of the same step makes none.
+"""On-disk cache of plans: a second start of the same step does not plan again.
 
-Kept as the service keeps its plans, and apart from them; read again through the verifier.
+The format is that of the service's plan cache, in a file of its own. Plans are verified when read.
 """
 
 from contextlib import closing
@@ -8,33 +8,33 @@ from pathlib import Path
 
 from coop_plan.planner.plan_cache.record import StoredPlan
 from coop_plan.planner.plan_cache.store import SqliteStore, planner_version
-from coop_plan.runtime.cache.files import cache_dir, going_on_without
+from coop_plan.runtime.cache.files import cache_dir, tolerate_failures
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
 
 
 def key_of(graph: Graph, options: Options) -> str:
-    """What a plan is kept by: structure, costs, what was asked, and the planner's version."""
-    asked = options.plan
-    costs, links = cost_signature(graph), asked.on(graph).device.linked
-    return asked.key(fingerprint(graph), planner_version(), costs, links=links)
+    """Cache key of a plan: graph structure, costs, planning options, and the planner's version."""
+    plan_options = options.plan
+    costs, links = cost_signature(graph), plan_options.on(graph).device.linked
+    return plan_options.key(fingerprint(graph), planner_version(), costs, links=links)
 
 
 def find(key: str, graph: Graph, options: Options) -> Plan | None:
-    """The plan kept by this key, if there is one, it holds for `graph`, and is what was asked."""
-    with going_on_without(_path()), _open() as store:
-        for record in store.get(key):
+    """The cached plan of a key, if it is valid for `graph` and the options."""
+    with tolerate_failures(_path()), _open() as plans:
+        for record in plans.get(key):
             found = record.for_request(graph, options.plan)
             if isinstance(found, Plan):
                 return found
-            store.delete(key)
+            plans.delete(key)
     return None
 
 
-def keep(key: str, graph: Graph, plan: Plan) -> None:
-    """Keep a verified plan of `graph`."""
-    with going_on_without(_path()), _open() as store:
-        store.put(key, StoredPlan.of(plan, graph))
+def store(key: str, graph: Graph, plan: Plan) -> None:
+    """Store a verified plan of `graph`."""
+    with tolerate_failures(_path()), _open() as plans:
+        plans.put(key, StoredPlan.of(plan, graph))
 
 
 def _open() -> closing[SqliteStore]:

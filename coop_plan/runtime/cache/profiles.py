@@ -1,7 +1,7 @@
-"""Op profiles that outlive the process: a second start measures nothing.
+"""On-disk cache of op profiles: a second start measures nothing.
 
-One SQLite file, not in WAL mode: that one can be read where nothing can be written, as in an image.
-Records are read one by one and written in one transaction when a session ends.
+The cache is one SQLite file. It is not in WAL mode, so that it can be read from a read-only image.
+Records are read one by one, and written in one transaction at the end of a session.
 """
 
 import contextlib
@@ -17,35 +17,35 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.cache.files import cache_dir, going_on_without
+from coop_plan.runtime.cache.files import cache_dir, tolerate_failures
 
-MEASURING = (
+MEASURING_SOURCES = (
+    "op_profile.py",
     "capture/profiler.py",
     "capture/op_replacements.py",
-    "capture/dropout.py",
     "variants/*.py",
     "device/cuda.py",
     "device/arena.*",
     "device/bernoulli.cpp",
 )
-"""The sources, in the runtime's folder, by which ops are measured."""
+"""Source files of the runtime that determine profiles and checks; their digest is in the key."""
 
 LOCK_SECONDS = 5.0
-"""How long a session waits for another process that is writing."""
+"""Time that a session waits for another process's write."""
 
 
 class ProfileCache:
     """Records (text) by signature (text), for this machine and these settings of PyTorch.
 
-    Whatever fails, `get` finds nothing more and `close` keeps nothing; the log has one line.
+    After a failure `get` finds no record, `close` writes none, and the log has one line.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._new: dict[str, str] = {}
-        self._here = json.dumps([_measured_by(), _processor(), _settings()])
+        self._unsaved: dict[str, str] = {}
+        self._environment = json.dumps([_source_digest(), _processor(), _settings()])
         self._connection: sqlite3.Connection | None = None
-        with self._unless_it_fails():
+        with self._disable_on_error():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(path, timeout=LOCK_SECONDS)
             self._connection.execute(
@@ -55,7 +55,7 @@ class ProfileCache:
 
     def get(self, signature: str) -> str | None:
         """The record of a signature, if there is one."""
-        with self._unless_it_fails():
+        with self._disable_on_error():
             if self._connection is not None:
                 found = self._connection.execute(
                     "select record from profile where key = ?", (self._key(signature),)
@@ -64,28 +64,28 @@ class ProfileCache:
         return None
 
     def put(self, signature: str, record: str) -> None:
-        """Keep a record when the session ends, replacing what was there."""
-        self._new[self._key(signature)] = record
+        """Write or replace a record when the session ends."""
+        self._unsaved[self._key(signature)] = record
 
     def close(self) -> None:
-        """Write what is new, and close the file."""
-        with self._unless_it_fails():
-            if self._connection is not None and self._new:
+        """Write the new records, and close the file."""
+        with self._disable_on_error():
+            if self._connection is not None and self._unsaved:
                 with self._connection:
                     self._connection.executemany(
-                        "insert or replace into profile values (?, ?)", self._new.items()
+                        "insert or replace into profile values (?, ?)", self._unsaved.items()
                     )
         if self._connection is not None:
             self._connection.close()
 
     def _key(self, signature: str) -> str:
-        # Asked only for ops on a GPU: asking takes memory on it.
+        # Only for ops on a GPU: the query allocates memory on it.
         gpus = _gpus() if "cuda" in signature else ""
-        return hashlib.sha256(f"{self._here}\n{gpus}\n{signature}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._environment}\n{gpus}\n{signature}".encode()).hexdigest()
 
     @contextlib.contextmanager
-    def _unless_it_fails(self) -> Iterator[None]:
-        with going_on_without(self.path):
+    def _disable_on_error(self) -> Iterator[None]:
+        with tolerate_failures(self.path):
             try:
                 yield
             except sqlite3.Error:
@@ -99,8 +99,8 @@ _session: ContextVar[ProfileCache | None] = ContextVar("profiles", default=None)
 
 
 @contextlib.contextmanager
-def kept_profiles() -> Iterator[None]:
-    """While this lasts, profiles are read from the cache on disk; what is new is written after."""
+def profile_session() -> Iterator[None]:
+    """Read profiles from the cache on disk in this context, and write new ones at its end."""
     cache = ProfileCache(cache_dir() / "profiles.sqlite3")
     token = _session.set(cache)
     try:
@@ -111,16 +111,16 @@ def kept_profiles() -> Iterator[None]:
 
 
 def session() -> ProfileCache | None:
-    """The cache of the session that lasts, if any."""
+    """The cache of the current session, if any."""
     return _session.get()
 
 
 @functools.cache
-def _measured_by() -> str:
-    """Digest of the sources that measure: records of others may not be comparable."""
+def _source_digest() -> str:
+    """Digest of `MEASURING_SOURCES`: records of other sources may not be comparable."""
     folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
-    for name in MEASURING:
+    for name in MEASURING_SOURCES:
         for path in sorted(folder.glob(name)):
             digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -137,7 +137,7 @@ def _processor() -> list[str]:
 
 
 def _settings() -> list[object]:
-    """What else decides which kernel an op runs."""
+    """Version and settings of PyTorch that select kernels."""
     backend: Any = torch.backends.mkldnn
     return [
         torch.__version__,

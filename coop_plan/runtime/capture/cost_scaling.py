@@ -1,7 +1,7 @@
-"""What the ops of one function cost at sizes not met before, from what they cost at others.
+"""Op costs at new input sizes, interpolated from the costs measured at other sizes.
 
-A step whose lengths vary is captured anew for every length. From the fourth size of an op on it
-runs to see its allocations, which must be exact, and is not repeated for its time.
+A step with dynamic lengths is captured once per length. From its fourth size on, an op runs once,
+because its allocations must be exact, but its time is estimated.
 """
 
 import math
@@ -10,62 +10,64 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from coop_plan.runtime.capture.op_profile import OpProfile
+from coop_plan.runtime.op_profile import OpProfile
 
-ENOUGH = 3
-"""Sizes at which an op must have been timed before its time at another is not measured."""
+MIN_SAMPLES = 3
+"""Number of sizes at which an op is timed before its time is estimated."""
 
-REACH = 2.0
-"""How many times smaller than the smallest, or larger than the largest, of them that may be."""
+MAX_EXTRAPOLATION = 2.0
+"""Largest ratio of a size to the nearest measured one for which the time is estimated."""
 
-STEEPEST = 2.0
-"""Beyond these sizes a time grows at most with this power of the bytes: attention's with two."""
+MAX_EXPONENT = 2.0
+"""Largest power of the bytes by which a time is extrapolated: attention grows with two."""
 
 
-class Costs:
-    """Times in µs by op, as it is known in the function, and by bytes it reads.
+class CostHistory:
+    """Measured times (µs) of one function's ops, by op name and bytes read.
 
-    `estimates` are profiles, by signature, of ops whose time was not measured.
+    `estimates` are profiles with an estimated time, by op signature.
     """
 
     def __init__(self) -> None:
         self.estimates: dict[object, OpProfile] = {}
-        self._known: dict[str, dict[int, float]] = {}
+        self._samples: dict[str, dict[int, float]] = {}
 
-    def learn(self, op: str, size: int, cost_us: float) -> None:
-        """`op` took this long, measured, when it read `size` bytes."""
+    def record(self, op: str, size: int, cost_us: float) -> None:
+        """Add a measured time of `op` when it read `size` bytes."""
         if size > 0 and cost_us > 0:
-            self._known.setdefault(op, {})[size] = cost_us
+            self._samples.setdefault(op, {})[size] = cost_us
 
-    def expected(self, op: str, size: int) -> float | None:
-        """The time on the line, in logarithms, through the two nearest sizes; None: measure it."""
-        known = self._known.get(op, {})
-        if len(known) < ENOUGH or not min(known) / REACH <= size <= max(known) * REACH:
+    def estimate(self, op: str, size: int) -> float | None:
+        """Log-log interpolation through the two nearest sizes; None if the op must be measured."""
+        samples = self._samples.get(op, {})
+        sizes = sorted(samples)
+        if len(sizes) < MIN_SAMPLES:
             return None
-        sizes = sorted(known)
+        if not sizes[0] / MAX_EXTRAPOLATION <= size <= sizes[-1] * MAX_EXTRAPOLATION:
+            return None
         above = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
         below = above - 1
         start, end = sizes[below], sizes[above]
-        slope = math.log(known[end] / known[start]) / math.log(end / start)
+        slope = math.log(samples[end] / samples[start]) / math.log(end / start)
         if not start <= size <= end:
-            slope = min(max(slope, 0.0), STEEPEST)
-        near = start if size < start else end
-        return float(known[near] * (size / near) ** slope)
+            slope = min(max(slope, 0.0), MAX_EXPONENT)
+        nearest = start if size < start else end
+        return float(samples[nearest] * (size / nearest) ** slope)
 
 
-_of_function: ContextVar[Costs | None] = ContextVar("costs", default=None)
+_current: ContextVar[CostHistory | None] = ContextVar("costs", default=None)
 
 
 @contextmanager
-def known_from(costs: Costs) -> Iterator[None]:
-    """While this lasts, ops that are captured are those of the function with these costs."""
-    token = _of_function.set(costs)
+def use_costs(costs: CostHistory) -> Iterator[None]:
+    """Use `costs` as the cost history of the function that is captured in this context."""
+    token = _current.set(costs)
     try:
         yield
     finally:
-        _of_function.reset(token)
+        _current.reset(token)
 
 
-def of_function() -> Costs:
-    """The costs of the function that is captured."""
-    return _of_function.get() or Costs()
+def current_costs() -> CostHistory:
+    """The cost history of the function that is being captured."""
+    return _current.get() or CostHistory()

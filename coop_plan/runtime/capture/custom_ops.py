@@ -1,4 +1,4 @@
-"""The library that holds ops of ours for PyTorch's dispatcher."""
+"""Registration of custom ops in the dispatcher library `coop_plan`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,45 +10,46 @@ from coop_plan.runtime.torch_internals.ops import OpOverload, schema_text
 _library: Any = torch.library.Library("coop_plan", "DEF")  # type: ignore[no-untyped-call]
 
 
-def define(
+def define_op(
     name: str,
     schema: str,
-    run: Callable[..., Any],
+    kernel: Callable[..., Any],
     *,
     tags: Sequence[torch.Tag] = (),
     key: str = "CompositeExplicitAutograd",
 ) -> OpOverload:
-    """An op that runs `run` for a dispatch key; its name may have an overload's behind a dot."""
+    """Register `kernel` as an op for a dispatch key; `name` may be `op.overload`."""
     _library.define(name + schema, tags=tags)
-    _library.impl(name, run, key)
+    _library.impl(name, kernel, key)
     base, _, overload = name.partition(".")
     op: OpOverload = getattr(getattr(torch.ops.coop_plan, base), overload or "default")
     return op
 
 
-Places = Sequence[torch.Tensor | None]
+OutTensors = Sequence[torch.Tensor | None]
+"""Tensors to write the first results of an op into; None: the op allocates the result."""
 
-WRITERS: dict[OpOverload, Callable[..., Any]] = {}
-"""What writes results of ops into places, which it is given first."""
+OUT_KERNELS: dict[OpOverload, Callable[..., Any]] = {}
+"""Kernels by op that take output tensors first, and write the op's results into them."""
 
 
-def define_writer(
-    schema: str, run: Callable[..., Any], tags: Sequence[torch.Tag] = ()
+def define_out_op(
+    schema: str, kernel: Callable[..., Any], tags: Sequence[torch.Tag] = ()
 ) -> OpOverload:
-    """An op named after `run`, which takes the places of its results first, if any."""
-    name = run.__name__.removeprefix("_")
-    op = define(name, schema, lambda *args: run((), *args), tags=tags)
-    WRITERS[op] = run
+    """Register an op named after `kernel`, which takes a sequence of output tensors first."""
+    name = kernel.__name__.removeprefix("_")
+    op = define_op(name, schema, lambda *args: kernel((), *args), tags=tags)
+    OUT_KERNELS[op] = kernel
     return op
 
 
-def slices(count: int, step: int) -> Iterator[slice]:
-    """Of so many elements, so many at a time: for an op that computes in parts."""
+def chunk_slices(count: int, step: int) -> Iterator[slice]:
+    """Consecutive slices of at most `step` elements that cover `count` elements."""
     for begin in range(0, count, step):
         yield slice(begin, min(begin + step, count))
 
 
-def name_and_arguments(original: OpOverload) -> tuple[str, str]:
-    """An op's name without namespace and overload, and its schema behind the first parenthesis."""
+def name_and_schema(original: OpOverload) -> tuple[str, str]:
+    """An op's name without namespace and overload, and its schema after the first parenthesis."""
     name, _, rest = schema_text(original).partition("(")
     return name.partition("::")[2].partition(".")[0], rest

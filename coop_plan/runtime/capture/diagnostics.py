@@ -1,4 +1,4 @@
-"""Why a step cannot be captured, in one line: what, where in the user's code, and what to do."""
+"""One-line explanations of capture failures: the cause, the user's line, and what to do."""
 
 import re
 from pathlib import Path
@@ -8,66 +8,69 @@ import torch
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.torch_internals.dynamo import TorchRuntimeError
 
-WITH_FAKES = "when running FX node"
-"""What Dynamo says first where an op fails on fake tensors in other ways than an op's own."""
+FAKE_TENSOR_FAILURE = "when running FX node"
+"""Part of Dynamo's message for an op that fails on fake tensors outside its own checks."""
 
 ADVICE = {
     r"data-dependent (branching|expression)": (
-        "it decides by what a tensor holds, which is not known before it runs",
-        "use torch.where, or decide outside of the step",
+        "a branch depends on the values of a tensor, which are not known during tracing",
+        "use torch.where, or branch outside the step",
     ),
     r"tensors to be on the same device": (
         "",
-        "bring the model and all that it is given to one device with .to(...)",
+        "move the model and its inputs to one device with .to(...)",
     ),
     r"`backward`|Tensor\.backward\(": (
         "it calls backward()",
-        "let it return the loss alone: the backward, and what follows, is made from it",
+        "return the loss instead; coop-plan derives the backward from it",
     ),
 }
-"""What Dynamo's words mean for a step, where that is not what they say, and what to do."""
+"""Pattern in Dynamo's message -> its meaning for a step (if it differs), and what to do."""
 
-FOR_DEVELOPERS = re.compile(r"please (file|report)|third-party C/C\+\+", re.IGNORECASE)
-"""Hints that help nobody to go on."""
+DEVELOPER_HINT = re.compile(r"please (file|report)|third-party C/C\+\+", re.IGNORECASE)
+"""Hints of Dynamo that do not help a user."""
 
-OUTSIDE = "leave it to code outside of the step"
+DEFAULT_ADVICE = "move it out of the step"
 
 
-def reason(error: Exception) -> str:
-    """What Dynamo came upon, where in the user's code, and its advice or ours."""
+def explain_failure(error: Exception) -> str:
+    """The cause of a Dynamo error, the user's line, and Dynamo's hint or advice from `ADVICE`."""
     cause = getattr(error, "inner_exception", error)
     raised = re.search(r"debug context: raised exception (.+)", str(cause))
-    if isinstance(cause, TorchRuntimeError) or WITH_FAKES in str(cause):
-        # An op that fails on fake tensors: in its own words.
+    if isinstance(cause, TorchRuntimeError) or FAKE_TENSOR_FAILURE in str(cause):
+        # An op that fails on fake tensors: the op's own message is the root cause.
         while (earlier := cause.__cause__ or cause.__context__) is not None:
-            if isinstance(earlier, CaptureError):  # of an attempt before this one
+            if isinstance(earlier, CaptureError):  # of an earlier capture
                 break
             cause = earlier
-    elif raised:  # by the user's own code, or by what it calls
-        # PyTorch 2.11: ValueError([ConstantVariable(str: 'what it says')])
-        said = re.sub(r"\[ConstantVariable\(\w+: (.*)\)\]", r"\1", raised[1])
-        return f"it raises {said}" + _user_place(error)
+    elif raised:  # by the user's code or a library it calls
+        # PyTorch 2.11: ValueError([ConstantVariable(str: 'message')])
+        message = re.sub(r"\[ConstantVariable\(\w+: (.*)\)\]", r"\1", raised[1])
+        return f"it raises {message}" + _user_location(error)
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [repr(cause)]
-    said, hints = lines[0], _after("Hint: ", lines)
-    if lacking := re.match(r"(\S+): attempted to run this operator with Meta tensors", said):
-        said = f"{lacking[1]} has no kernel for fake tensors: without one its results are not known"
-    elif explanation := _after("Explanation: ", lines):
-        said = re.split(r"(?<=[.`])\s(?=[A-Z])", explanation[0])[0].removesuffix(".")
-        hints = [hint for hint in hints if not FOR_DEVELOPERS.search(hint)] or [OUTSIDE]
-    words = "\n".join(lines[:3])
+    message, hints = lines[0], _lines_after("Hint: ", lines)
+    if no_kernel := re.match(r"(\S+): attempted to run this operator with Meta tensors", message):
+        message = (
+            f"{no_kernel[1]} has no kernel for fake tensors: register one with"
+            " torch.library.register_fake"
+        )
+    elif explanation := _lines_after("Explanation: ", lines):
+        message = re.split(r"(?<=[.`])\s(?=[A-Z])", explanation[0])[0].removesuffix(".")
+        hints = [hint for hint in hints if not DEVELOPER_HINT.search(hint)] or [DEFAULT_ADVICE]
+    text = "\n".join(lines[:3])
     for pattern, (meaning, advice) in ADVICE.items():
-        if re.search(pattern, words, re.IGNORECASE):
-            said, hints = meaning or said, [advice]
-    return said + _user_place(error) + (f"; {hints[0]}" if hints else "")
+        if re.search(pattern, text, re.IGNORECASE):
+            message, hints = meaning or message, [advice]
+    return message + _user_location(error) + (f"; {hints[0]}" if hints else "")
 
 
-def _after(label: str, lines: list[str]) -> list[str]:
+def _lines_after(label: str, lines: list[str]) -> list[str]:
     return [line.removeprefix(label) for line in lines if line.startswith(label)]
 
 
-def _user_place(error: Exception) -> str:
-    """Where Dynamo was in the user's code, in brackets."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
-    users = [place for place in places if not place[0].startswith(str(Path(torch.__file__).parent))]
-    places = users or places
-    return f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
+def _user_location(error: Exception) -> str:
+    """The user's file and line in Dynamo's message, in parentheses."""
+    locations = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code")[2])
+    pytorch = str(Path(torch.__file__).parent)
+    locations = [place for place in locations if not place[0].startswith(pytorch)] or locations
+    return f" ({locations[-1][0]}, line {locations[-1][1]})" if locations else ""

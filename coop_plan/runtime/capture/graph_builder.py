@@ -1,25 +1,24 @@
-"""Tensors and ops of a joint graph, node by node.
+"""Tensors and ops of a graph document, collected from a joint graph node by node.
 
-Views are folded into the storages they alias, by what the profile saw, not by schemas.
+Views are folded into the storages that they alias. Aliases come from the profiles, not the schemas.
 """
 
 import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.distributed.collectives import collective_of, modelled, scratch_bytes
-from coop_plan.runtime.capture.op_profile import OpProfile
-from coop_plan.runtime.variants.inplace_outputs import overwritable
-from coop_plan.runtime.capture.op_replacements import instead_of, original_of
-from coop_plan.runtime.capture.profiler import fakes, profile
-from coop_plan.runtime.offline_capture.roofline import Roofline
+from coop_plan.runtime.capture.op_replacements import original_of, replacement_of
+from coop_plan.runtime.capture.profiler import fake_values, profile_op
 from coop_plan.runtime.capture.source_locations import source_of
+from coop_plan.runtime.distributed.collectives import collective_of, modelled_profile, scratch_bytes
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import (
@@ -27,7 +26,7 @@ from coop_plan.runtime.torch_internals.ops import (
     argument_names,
     is_mutable,
     negative_view,
-    returns_of,
+    return_count,
     tree_flatten,
     tree_unflatten,
 )
@@ -36,17 +35,34 @@ from coop_plan.runtime.torch_internals.ranks import is_object
 GETITEM = operator.getitem
 
 SNAPSHOT = "coop_snapshot"
-"""Key in `node.meta` of the copy of an input that the step overwrites when its forward ends."""
+"""Key in `node.meta` of the copy of an input that the step overwrites after its forward."""
 
-NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+SCALAR_TYPES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+OverwritableArguments = Callable[[OpOverload, Any, Any, OpProfile], list[int]]
+"""Positions of the tensor arguments that the result may overwrite: (op, args, kwargs, profile)."""
+
+
+class CostModel(Protocol):
+    """Model of ops on a device that is absent (`offline_capture.roofline`)."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that libraries hold for the ops profiled so far."""
+
+    def device_document(self) -> dict[str, Any]:
+        """The device entry of the graph document."""
+
+    def profile(self, target: OpOverload, args: Any, kwargs: Any, result: Any) -> OpProfile:
+        """The profile of an op, from fake tensors."""
 
 
 class GraphBuilder:
-    """Collects what the profiled graph of `module` is made of; nodes are visited in its order.
+    """Collects the tensors and ops of `module`'s profiled graph; nodes are visited in order.
 
-    The fields are as in `joint.Captured`; `op_fields[i]` is what the document says of op i. Ops are
-    measured, or with a `model` modelled for the device it stands for; with `variants` it is tried
-    what results may overwrite.
+    The fields are as in `joint_graph.Captured`; `op_fields[i]` is the document's entry of op i. Ops
+    are measured, or profiled by `model` if there is one.
     """
 
     def __init__(
@@ -55,32 +71,31 @@ class GraphBuilder:
         device: torch.device,
         static_inputs: set[int],
         trained: set[int],
-        model: Roofline | None = None,
-        *,
-        variants: bool = False,
+        model: CostModel | None = None,
+        overwritable_arguments: OverwritableArguments | None = None,
     ) -> None:
         self.module = module
         self.device = device
         self.static_inputs = static_inputs
         self.trained = trained
         self.model = model
-        self.variants = variants and model is None
+        self.overwritable_arguments = overwritable_arguments
         self.tensors: list[dict[str, Any]] = []
         self.storages: dict[fx.Node, tuple[int | None, ...]] = {}
         self.views: set[fx.Node] = set()
-        self.base: dict[int, tuple[fx.Node, int]] = {}
+        self.producer: dict[int, tuple[fx.Node, int]] = {}
         self.ops: list[fx.Node] = []
         self.profiles: list[OpProfile] = []
         self.op_fields: list[dict[str, Any]] = []
-        self.communication: list[int] = []
-        """What the process group takes for each collective, in bytes."""
+        self.collective_scratch: list[int] = []
+        """Bytes that the process group allocates for each collective."""
         self._primals = 0
         self.names: dict[fx.Node, str] = {}
-        """What ops are known by in all traces of a function, of which some name nodes otherwise."""
-        self._met: Counter[object] = Counter()
+        """Names of ops that are equal in all traces of a function; names of nodes are not."""
+        self._op_counts: Counter[object] = Counter()
 
     def visit(self, node: fx.Node) -> None:
-        """Take the next node; what is wrong with it is told with its place in the program."""
+        """Add the next node; errors are prefixed with its source location."""
         try:
             self._visit(node)
         except CaptureError as error:
@@ -95,7 +110,7 @@ class GraphBuilder:
             self._resident(node, node.meta["val"], "buffer")
         elif node.op == "get_attr":
             value = node.meta.get("val", getattr(self.module, str(node.target), None))
-            if isinstance(value, fx.GraphModule):  # told by the op that takes it
+            if isinstance(value, fx.GraphModule):  # the op that reads it raises
                 value = None
             self._resident(node, value, "constant")
         elif node.op == "call_function":
@@ -105,7 +120,7 @@ class GraphBuilder:
                 assert isinstance(index, int)
                 node.meta["val"] = parent.meta["val"][index]
                 if isinstance(node.meta.get("val"), (int, float)) and node.users:
-                    raise CaptureError(f"{parent.target} returns a number that other ops take")
+                    raise CaptureError(f"{parent.target} returns a number that other ops read")
                 self.storages[node] = (self.storages[parent][index],)
                 self.views.add(node)
             else:
@@ -125,8 +140,8 @@ class GraphBuilder:
 
     def _resident(self, node: fx.Node, value: object, kind: str) -> None:
         if isinstance(value, torch.Tensor):
-            there = value.device.type == self.device.type  # no bytes on the CPU count on CUDA
-            size = _storage_bytes(value, node) if there else 0
+            on_device = value.device.type == self.device.type  # CPU bytes do not count on CUDA
+            size = _storage_bytes(value, node) if on_device else 0
             self.storages[node] = (self.add(node.name, size, kind),)
         elif value is None or isinstance(value, (int, float, bool, str)) or is_object(value):
             self.storages[node] = (None,)
@@ -136,18 +151,18 @@ class GraphBuilder:
                 " compile with dynamic=False"
             )
 
-    def stored(self, value: object) -> set[int | None]:
-        """The tensors behind an output of the graph."""
+    def tensors_of(self, value: object) -> set[int | None]:
+        """Tensor ids of an output of the graph."""
         return set(self.storages[value]) if isinstance(value, fx.Node) else set()
 
     def add(self, name: str, size: int, kind: str) -> int:
-        """A new tensor."""
+        """Add a tensor and return its id."""
         t = len(self.tensors)
         self.tensors.append({"id": t, "name": name, "bytes": size, "kind": kind})
         return t
 
     def _make_viewable(self, node: fx.Node) -> None:
-        """Let a view that the layout does not allow, though traced, be one of a copy."""
+        """Insert a copy before a view that the measured layout of its input does not allow."""
         source, shape = node.args
         assert isinstance(source, fx.Node)
         if _is_viewable(source.meta["val"], shape):
@@ -163,7 +178,7 @@ class GraphBuilder:
         node.replace_input_with(source, copy)
 
     def _call(self, node: fx.Node) -> None:
-        node.target = instead_of(node.target, partial(device_of, node))
+        node.target = replacement_of(node.target, partial(device_of, node))
         collective = collective_of(node.target)
         target = collective or node.target
         if not isinstance(target, OpOverload):
@@ -172,64 +187,66 @@ class GraphBuilder:
             raise CaptureError(f"{target}{ops} is not an ATen op and cannot be planned")
         if is_mutable(target):
             raise CaptureError(f"{target} overwrites its input inside the graph")
-        if node.users and isinstance(node.meta["val"], NUMBERS):
+        if node.users and isinstance(node.meta["val"], SCALAR_TYPES):
             raise CaptureError.out_of_data(target, "a number")
         if is_check(node):
             node.meta["val"] = None
         if target is torch.ops.aten.view.default:
             self._make_viewable(node)
-        args, kwargs = fakes((node.args, node.kwargs))
+        args, kwargs = fake_values((node.args, node.kwargs))
         if collective is None and self.model is not None:
-            facts = self.model.profile(target, args, kwargs, node.meta["val"])
+            profile = self.model.profile(target, args, kwargs, node.meta["val"])
         elif collective is None:
-            self._met[target] += 1
-            self.names[node] = f"{target} {self._met[target]}"
-            facts = profile(target, args, kwargs, op=self.names[node])
+            self._op_counts[target] += 1
+            self.names[node] = f"{target} {self._op_counts[target]}"
+            profile = profile_op(target, args, kwargs, op=self.names[node])
         else:
-            facts = modelled(collective, args, kwargs, node.meta["val"])
-            self.communication.append(scratch_bytes(collective, args, kwargs, node.meta["val"]))
-        node.meta["val"] = _as_run(node, facts)
+            profile = modelled_profile(collective, args, kwargs, node.meta["val"])
+            scratch = scratch_bytes(collective, args, kwargs, node.meta["val"])
+            self.collective_scratch.append(scratch)
+        node.meta["val"] = _with_measured_layout(node, profile)
         if device_of(node).type != self.device.type:
-            facts = _elsewhere(node, facts, self.device)
+            profile = _off_device_profile(node, profile, self.device)
         reads = [
             self.storages[arg][0] for arg in tensor_args(node)
         ]  # a tensor argument is never a tuple node: those are taken apart by getitem
         produced: list[int | None] = []
         fresh: list[int] = []
-        for position, output in enumerate(facts.outputs):
+        for position, output in enumerate(profile.outputs):
             if output is None:
                 produced.append(None)
             elif output.alias >= 0:
                 produced.append(reads[output.alias])
-            elif output.twin >= 0:
-                produced.append(produced[output.twin])
+            elif output.duplicate_of >= 0:
+                produced.append(produced[output.duplicate_of])
             else:
                 # A CUDA op may return a scalar on the CPU.
-                there = self.device.type == "cpu" or position in facts.allocated
-                t = self.add(node.name, output.bytes if there else 0, "activation")
-                self.base[t] = (node, position)
+                on_device = self.device.type == "cpu" or position in profile.allocated_outputs
+                t = self.add(node.name, output.bytes if on_device else 0, "activation")
+                self.producer[t] = (node, position)
                 produced.append(t)
                 fresh.append(t)
         self.storages[node] = tuple(produced)
         if not fresh and produced and not is_check(node):
             self.views.add(node)
             return
-        if any(output is not None and output.alias >= 0 for output in facts.outputs):
+        if any(output is not None and output.alias >= 0 for output in profile.outputs):
             raise CaptureError(f"{target} returns both a new tensor and a view of its input")
         self.ops.append(node)
-        self.profiles.append(facts)
+        self.profiles.append(profile)
         inputs = [t for t in dict.fromkeys(reads) if t is not None]
         inplace: list[list[int]] = []
-        if self.variants and collective is None and not is_random(node):
-            over = [reads[i] for i in overwritable(target, args, kwargs, facts)]
-            inplace = [[fresh[0], t] for t in over if t is not None and reads.count(t) == 1]
+        if self.overwritable_arguments and collective is None and not is_random(node):
+            positions = self.overwritable_arguments(target, args, kwargs, profile)
+            overwritten = [reads[i] for i in positions]
+            inplace = [[fresh[0], t] for t in overwritten if t is not None and reads.count(t) == 1]
         self.op_fields.append(
             {
                 "name": str(original_of(target)),
                 "inputs": inputs,
                 "outputs": fresh,
-                "cost_us": facts.cost_us,
-                "workspace_bytes": facts.workspace_bytes,
+                "cost_us": profile.cost_us,
+                "workspace_bytes": profile.workspace_bytes,
                 "recomputable": collective is None and not is_check(node),
                 "rng": is_random(node),
                 "inplace": inplace,
@@ -239,9 +256,9 @@ class GraphBuilder:
 
 
 def is_check(node: fx.Node) -> bool:
-    """Whether an op returns nothing: it is there to raise an error."""
+    """True if an op returns nothing; its only effect is to raise an error."""
     target = node.target
-    return isinstance(target, OpOverload) and not returns_of(target)
+    return isinstance(target, OpOverload) and not return_count(target)
 
 
 def device_of(node: fx.Node) -> torch.device:
@@ -259,7 +276,7 @@ def _is_viewable(value: Any, shape: Any) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether an op draws random numbers; attention without dropout does not."""
+    """True if an op samples random numbers; attention without dropout does not."""
     target = node.target
     if not isinstance(target, OpOverload):
         return False
@@ -270,25 +287,27 @@ def is_random(node: fx.Node) -> bool:
     return "dropout_p" not in names or bool(given.get("dropout_p", 0.0))
 
 
-def _elsewhere(node: fx.Node, facts: OpProfile, device: torch.device) -> OpProfile:
-    """The profile of an op on the CPU in a step on CUDA: it takes nothing there."""
+def _off_device_profile(node: fx.Node, profile: OpProfile, device: torch.device) -> OpProfile:
+    """The profile of a CPU op in a CUDA step: without memory on the device."""
     for value in tree_flatten(node.meta["val"])[0]:
         if isinstance(value, torch.Tensor) and value.numel() > 1:
-            raise CaptureError(f"{node.target} computes on the CPU in a step on {device}")
-    return replace(facts, allocations=(), workspace_bytes=0)
+            raise CaptureError(
+                f"{node.target} computes on the CPU in a step on {device}: move its inputs there"
+            )
+    return replace(profile, allocations=(), workspace_bytes=0)
 
 
-def _as_run(node: fx.Node, facts: OpProfile) -> Any:
-    """The fake result of an op, with the type and the memory layout that the op chose when it ran.
+def _with_measured_layout(node: fx.Node, profile: OpProfile) -> Any:
+    """The fake result of an op, with the dtype and memory layout of the measured result.
 
-    A few kernels choose others than FakeTensorMode says, and the ops behind them would fail on the
-    fake result, or make other allocations.
+    A few kernels choose other layouts than FakeTensorMode. Later ops would fail on the fake result,
+    or make other allocations.
 
     Raises:
         CaptureError: the shape of the result depends on data.
     """
     values, spec = tree_flatten(node.meta["val"])
-    for i, output in enumerate(facts.outputs):
+    for i, output in enumerate(profile.outputs):
         value = values[i]
         if output is None or not isinstance(value, FakeTensor):
             continue
@@ -310,7 +329,7 @@ def _as_run(node: fx.Node, facts: OpProfile) -> Any:
 
 
 def tensor_args(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a call's arguments that stand for one tensor, in flattened order."""
+    """The nodes among a call's arguments whose value is one tensor, in flattened order."""
     flat, _ = tree_flatten((node.args, node.kwargs))
     return [
         value

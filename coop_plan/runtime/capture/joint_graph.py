@@ -1,6 +1,6 @@
-"""The joint forward and backward graph of AOTAutograd as a profiled graph.
+"""Capture of AOTAutograd's joint graph of a step as a profiled graph document.
 
-Program order is the forward ops, then the backward ops, each in traced order.
+Program order: the forward ops, then the backward ops, each in traced order.
 """
 
 import contextlib
@@ -13,26 +13,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from coop_plan.runtime.cache.profiles import kept_profiles
-from coop_plan.runtime.variants.registry import Offers, Other
-from coop_plan.runtime.capture.graph_builder import SNAPSHOT, GraphBuilder, is_check, is_random
+from coop_plan.runtime.cache.profiles import profile_session
+from coop_plan.runtime.capture.graph_builder import (
+    SNAPSHOT,
+    CostModel,
+    GraphBuilder,
+    is_check,
+    is_random,
+)
+from coop_plan.runtime.capture.op_variants import OpVariant, VariantPasses, VariantTable
+from coop_plan.runtime.capture.profiler import measured_ops
+from coop_plan.runtime.device import cuda
+from coop_plan.runtime.device.copy_engines import measure_link
 from coop_plan.runtime.distributed.collectives import (
     GROUP_THREADS,
     collective_of,
     complete_collectives,
 )
-from coop_plan.runtime.capture.op_profile import OpProfile
-from coop_plan.runtime.variants.fused_cross_entropy import fuse_cross_entropies
-from coop_plan.runtime.variants.bit_masks import offer_bits
-from coop_plan.runtime.variants.chunked import offer_parts
-from coop_plan.runtime.variants.max_pool import offer_places
-from coop_plan.runtime.capture.profiler import measured_ops
-from coop_plan.runtime.variants.output_for_grad import offer_results
-from coop_plan.runtime.offline_capture.roofline import Roofline
-from coop_plan.runtime.variants.shape_only_backward import read_sizes_alone
-from coop_plan.runtime.device import cuda
-from coop_plan.runtime.device.copy_engines import measured_link
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.torch_internals.joint_graphs import (
     InputMutationAOTOutput,
     is_primal,
@@ -43,31 +42,31 @@ from coop_plan.runtime.torch_internals.ranks import is_object, real_object
 from coop_plan.schemas import Compute, Graph, Op, Variant, parse_graph
 
 GENERATOR_BYTES = 5056
-"""Of one state of the CPU's generator, of which each random op may need one to run again."""
+"""Size of one saved state of the CPU generator; a recomputed random op needs one."""
 
 RUNTIME = "runtime"
-"""Name of the tensor that stands for what the runtime itself takes while a step runs."""
+"""Name of the tensor for the memory that the runtime itself allocates during a step."""
 
-TICKET_BYTES = 8
-"""Of what the forward saves to know its step by (runtime.execute.planned_step)."""
+SAVED_HANDLE_BYTES = 8
+"""Size of the handle by which the backward finds its step (runtime.execute.planned_step)."""
 
 
-class Running(NamedTuple):
-    """A variant of an op: what the graph says of it, the node that runs, and its facts."""
+class SelectedVariant(NamedTuple):
+    """The variant that a plan runs for an op: its document entry, its node and its profile."""
 
-    form: Op | Variant
+    spec: Op | Variant
     node: fx.Node
-    facts: OpProfile
+    profile: OpProfile
 
 
 @dataclass
 class Captured:
-    """A profiled graph and where its parts are in the joint FX graph.
+    """A profiled graph, and the nodes of the joint FX graph that its tensors and ops come from.
 
-    Tensor ids and op ids of `graph` are positions. `storages[node]` has the tensor id of each
-    flattened tensor a node stands for (None where it is none). `ops[i]` is the node of op i;
-    `views` are nodes that make no storage, `getitem` included. `base[t]` is the node and the output
-    position that made tensor t.
+    Tensor ids and op ids of `graph` are positions. `storages[node]` are the tensor ids of a node's
+    flattened value (None: no tensor). `ops[i]` is the node of op i. `views` are nodes without a
+    storage of their own, `getitem` included. `producer[t]` is the node that produces tensor t, and
+    the output position.
     """
 
     module: fx.GraphModule
@@ -77,104 +76,103 @@ class Captured:
     profiles: list[OpProfile]
     storages: dict[fx.Node, tuple[int | None, ...]]
     views: set[fx.Node]
-    base: dict[int, tuple[fx.Node, int]]
+    producer: dict[int, tuple[fx.Node, int]]
     forward_ops: int
     profile_seconds: float
     device: torch.device
     profiled_ops: int = 0
     output_args: list[Any] = field(default_factory=list)
-    resident_within: int = 0
-    """Bytes that count as resident and are allocated when the step runs: tangents, copies of inputs
-    that the step overwrites, the runtime's own."""
-    others: Mapping[fx.Node, Mapping[str, Other]] = field(default_factory=dict)
-    """The variants of ops, by node and name."""
+    resident_in_step: int = 0
+    """Resident bytes that are allocated during the step: tangents, copies of inputs that the step
+    overwrites, the runtime's own memory."""
+    variants: Mapping[fx.Node, Mapping[str, OpVariant]] = field(default_factory=dict)
+    """Variants of ops other than the default, by node and name."""
 
-    def running(self, step: Compute) -> Running:
-        """What a step of a plan runs.
+    def selected_variant(self, step: Compute) -> SelectedVariant:
+        """The variant that a step of a plan runs.
 
         Raises:
-            CaptureError: a variant of which nothing is known here.
+            CaptureError: the plan names a variant that this capture does not have.
         """
         op, node = self.graph.ops[step.op], self.ops[step.op]
         if step.variant is None:
-            return Running(op, node, self.profiles[step.op])
-        other = self.others.get(node, {}).get(step.variant)
-        if other is None:
+            return SelectedVariant(op, node, self.profiles[step.op])
+        variant = self.variants.get(node, {}).get(step.variant)
+        if variant is None:
             raise CaptureError(
-                f"the plan runs op {op.id} ({op.name}) as '{step.variant}', which is not known"
-                " here: plan the graph that this version captures"
+                f"the plan runs variant '{step.variant}' of op {op.id} ({op.name}), which this"
+                " capture does not have: capture the graph with this version, and plan that graph"
             )
-        form = next(form for form in op.variants if form.name == step.variant)
-        return Running(form, other.node, other.facts)
+        spec = next(spec for spec in op.variants if spec.name == step.variant)
+        return SelectedVariant(spec, variant.node, variant.profile)
 
 
-@kept_profiles()
+@profile_session()
 def capture_joint(
     module: fx.GraphModule,
     num_fwd_outputs: int,
     static_inputs: Sequence[int] = (),
     name: str = "step",
-    model: Roofline | None = None,
-    *,
-    variants: bool = False,
+    model: CostModel | None = None,
+    variants: VariantPasses | None = None,
 ) -> Captured:
-    """Profile the ops of a joint graph and describe it.
+    """Profile the ops of a joint graph, and build its graph document.
 
     Args:
         module: AOTAutograd's joint graph; `meta["val"]` of every node is set.
         num_fwd_outputs: how many of its outputs are the forward's.
         static_inputs: positions of the primals that are parameters or buffers.
         name: of the graph.
-        model: costs of a device that is not there; without one, ops are measured.
-        variants: also try in what other ways ops can be run; only what is measured counts.
+        model: cost model of an absent device; without one, ops are measured.
+        variants: passes that add variants of ops; not run with a `model`.
 
     Raises:
-        CaptureError: something that cannot be planned, named.
+        CaptureError: an op or input that cannot be planned.
     """
     began, measured = time.perf_counter(), measured_ops()
     complete_collectives(module)
-    if variants and model is None:
-        fuse_cross_entropies(module)
-        read_sizes_alone(module)
+    passes = variants if model is None else None
+    for rewrite in passes.rewrites if passes else ():
+        rewrite(module)
     _bind_objects(module)
-    _tangents_last(module)
+    _add_tangents_last(module)
     output = next(iter(reversed(module.graph.nodes)))
     outputs: list[Any] = list(output.args[0])
     device = _device_of_step(module)
     if device.type == "cuda" and model is None:
-        _take_over()
+        _hook_cuda_allocator()
     _snapshot_overwritten(module, output.meta.get("desc", [])[:num_fwd_outputs])
     gradients = outputs[num_fwd_outputs:]
     trained = {i for i, gradient in enumerate(gradients) if gradient is not None}
-    builder = GraphBuilder(module, device, set(static_inputs), trained, model, variants=variants)
-    measuring = device.type == "cuda" and model is None
-    with cuda.kernels_untried() if measuring else contextlib.nullcontext():
+    overwritable = passes.overwritable_arguments if passes else None
+    builder = GraphBuilder(module, device, set(static_inputs), trained, model, overwritable)
+    measured_on_cuda = device.type == "cuda" and model is None
+    with cuda.without_cudnn_benchmark() if measured_on_cuda else contextlib.nullcontext():
         for node in module.graph.nodes:
             builder.visit(node)
-        _own_layout(module, builder, outputs, num_fwd_outputs)
-        offers = Offers(builder)
-        if variants and model is None:
-            offer_bits(builder, offers)
-            offer_places(builder, offers)
-            offer_results(builder, offers)
-            offer_parts(builder, offers)
-    described = _described(device) if model is None else model.described()
-    if measuring:
-        torch.cuda.empty_cache()  # of what profiling took
+        _copy_shared_gradients(module, builder, outputs, num_fwd_outputs)
+        table = VariantTable(builder)
+        for add_variants in passes.additions if passes else ():
+            add_variants(builder, table)
+    device_document = _device_document(device) if model is None else model.device_document()
+    if measured_on_cuda:
+        torch.cuda.empty_cache()  # cached by PyTorch while profiling
     random = sum(op["rng"] for op in builder.op_fields)
-    states = GENERATOR_BYTES * (random + 2 if random else 0)  # at the start, and now
-    own = TICKET_BYTES + states if device.type == "cpu" else 0
-    communication = sum(sorted(builder.communication)[-GROUP_THREADS:])
+    states = GENERATOR_BYTES * (
+        random + 2 if random else 0
+    )  # plus one at the start and one during the step
+    own_bytes = SAVED_HANDLE_BYTES + states if device.type == "cpu" else 0
+    collective_scratch = sum(sorted(builder.collective_scratch)[-GROUP_THREADS:])
     libraries = 0 if model is None else model.resident_bytes
-    beside = max((facts.beside_bytes for facts in builder.profiles), default=0)
-    builder.add(RUNTIME, own + communication + libraries + beside, "buffer")
-    leaving = {
+    worker_bytes = max((profile.worker_bytes for profile in builder.profiles), default=0)
+    builder.add(RUNTIME, own_bytes + collective_scratch + libraries + worker_bytes, "buffer")
+    output_tensors = {
         t for value in outputs if isinstance(value, fx.Node) for t in builder.storages[value]
     }
-    for t in leaving:
+    for t in output_tensors:
         if t is not None and builder.tensors[t]["kind"] == "activation":
             builder.tensors[t]["kind"] = "output"
-    for op in builder.op_fields:  # what is not the step's own is neither overwritten nor in a place
+    for op in builder.op_fields:  # only activations may overwrite or be overwritten
         for variant in (op, *op.get("variants", ())):
             pairs = variant["inplace"]
             variant["inplace"] = [
@@ -191,7 +189,7 @@ def capture_joint(
     document = {
         "schema": "coop-plan/graph/1",
         "name": name,
-        "device": described,
+        "device": device_document,
         "tensors": builder.tensors,
         "ops": ops,
     }
@@ -203,20 +201,20 @@ def capture_joint(
         profiles=[builder.profiles[i] for i in order],
         storages=builder.storages,
         views=builder.views,
-        base=builder.base,
+        producer=builder.producer,
         forward_ops=forward_ops,
         profile_seconds=time.perf_counter() - began,
         device=device,
         profiled_ops=measured_ops() - measured,
         output_args=outputs,
-        # On CUDA only what the arena's hook sees is counted, and this is not.
-        resident_within=_resident_within(builder) if device.type == "cpu" else 0,
-        others=offers.others,
+        # On CUDA the arena's hook does not see these bytes.
+        resident_in_step=_resident_in_step(builder) if device.type == "cpu" else 0,
+        variants=table.variants,
     )
 
 
 def _bind_objects(module: fx.GraphModule) -> None:
-    """Let the step return meshes of DTensor as constants: no half hands one to the other."""
+    """Return DTensor meshes as constants: forward and backward pass no objects to each other."""
     output = next(iter(reversed(module.graph.nodes)))
     for i, node in enumerate(module.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
@@ -229,12 +227,11 @@ def _bind_objects(module: fx.GraphModule) -> None:
         output.replace_input_with(node, constant)
 
 
-def _tangents_last(module: fx.GraphModule) -> None:
-    """Let a sum with a tangent lie in memory as its other part does.
+def _add_tangents_last(module: fx.GraphModule) -> None:
+    """Make the other operand of a sum with a tangent the first one, whose layout the sum gets.
 
-    Where the loss is made of an output that the user's code leaves alone, as logits are, its
-    tangent is zeros that eager autograd does not add, in the layout of the output, which the
-    gradient in eager need not have.
+    An output that the user's code does not differentiate, as logits beside a loss, has a tangent of
+    zeros in the output's layout. Eager autograd does not add it, so its gradient may have another.
     """
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
         first, second = node.args[:2]
@@ -245,7 +242,7 @@ def _tangents_last(module: fx.GraphModule) -> None:
 
 
 def _device_of_step(module: fx.GraphModule) -> torch.device:
-    """The one device that a step runs on; scalars on the CPU are no other."""
+    """The one device that a step runs on; scalars on the CPU do not count."""
     found: dict[torch.device, fx.Node] = {}
     for node in module.graph.nodes:
         for value in tree_flatten(node.meta.get("val"))[0]:
@@ -255,45 +252,47 @@ def _device_of_step(module: fx.GraphModule) -> torch.device:
         return torch.device("cpu")
     if len(found) > 1:
         where = ", ".join(f"{node.name} on {device}" for device, node in found.items())
-        raise CaptureError(f"a step runs on one device, and this one has {where}")
+        raise CaptureError(
+            f"a step runs on one device, and this one has {where}: move them to one device"
+        )
     (device,) = found
     if device.type != "cuda":
         raise CaptureError(f"steps run on the CPU or on CUDA, not on {device}")
     return device
 
 
-def _take_over() -> None:
+def _hook_cuda_allocator() -> None:
     if cuda.capturing():
         raise CaptureError(
-            "a step cannot be profiled while a CUDA graph is captured: run it once before"
+            "a step cannot be profiled while a CUDA graph is captured: run the step once before"
         )
-    cuda.take_over()
+    cuda.install_allocator()
 
 
-def _described(device: torch.device) -> dict[str, Any]:
-    """The device of the graph document."""
+def _device_document(device: torch.device) -> dict[str, Any]:
+    """The device entry of the graph document."""
     if device.type == "cpu":
         return {"kind": "cpu", "name": torch.backends.cpu.get_cpu_capability()}
     found = torch.cuda.get_device_properties(device)
-    described = {"kind": "cuda", "name": found.name, "memory_bytes": found.total_memory}
-    return described | _link(device)
+    device_document = {"kind": "cuda", "name": found.name, "memory_bytes": found.total_memory}
+    return device_document | _link(device)
 
 
 @functools.cache
 def _link(device: torch.device) -> dict[str, float]:
-    return measured_link(device, functools.partial(cuda.device_us, device.index))
+    return measure_link(device, functools.partial(cuda.device_us, device.index))
 
 
-def _own_layout(
+def _copy_shared_gradients(
     module: fx.GraphModule, builder: GraphBuilder, outputs: list[Any], num_fwd_outputs: int
 ) -> None:
-    """Copy the gradients that autograd would copy when it puts them into `.grad`.
+    """Copy the gradients that autograd would copy into `.grad`, as planned ops.
 
-    It keeps a gradient as it is only with the parameter's strides and with memory of its own
-    (torch/csrc/autograd/functions/accumulate_grad.h, torch 2.13); its copy would not be planned.
+    Autograd keeps a gradient without a copy only if it has the parameter's strides and shares no
+    memory (torch/csrc/autograd/functions/accumulate_grad.h, torch 2.13).
     """
     primals = list(filter(is_primal, module.graph.nodes))
-    taken = {t for value in outputs[:num_fwd_outputs] for t in builder.stored(value)}
+    taken = {t for value in outputs[:num_fwd_outputs] for t in builder.tensors_of(value)}
     end = next(iter(reversed(module.graph.nodes)))
     for i, gradient in enumerate(outputs[num_fwd_outputs:]):
         if not isinstance(gradient, fx.Node) or i not in builder.static_inputs:
@@ -302,12 +301,12 @@ def _own_layout(
             continue
         (t,) = builder.storages[gradient]
         parameter, value = primals[i].meta["val"], gradient.meta["val"]
-        own = t in builder.base and t not in taken
+        own_bytes = t in builder.producer and t not in taken
         taken.add(t)
-        if own and value.stride() == parameter.stride():
+        if own_bytes and value.stride() == parameter.stride():
             continue
-        if not parameter.is_contiguous() and not (own and value.is_contiguous()):
-            continue  # of another memory format: left to autograd
+        if not parameter.is_contiguous() and not (own_bytes and value.is_contiguous()):
+            continue  # another memory format: autograd copies it
         with module.graph.inserting_before(end):
             copy = module.graph.call_function(
                 torch.ops.aten.clone.default,
@@ -319,7 +318,7 @@ def _own_layout(
         outputs[num_fwd_outputs + i] = copy
 
 
-def _resident_within(builder: GraphBuilder) -> int:
+def _resident_in_step(builder: GraphBuilder) -> int:
     found = {
         t
         for node, storages in builder.storages.items()
@@ -331,10 +330,10 @@ def _resident_within(builder: GraphBuilder) -> int:
 
 
 def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> None:
-    """Let the ops read copies of inputs that AOTAutograd overwrites after the forward.
+    """Redirect reads of inputs that AOTAutograd overwrites after the forward to copies.
 
-    BatchNorm's running statistics are the usual case. A recomputation in the backward must read
-    what the first run read. The copies are resident: made when the step begins, never evicted.
+    BatchNorm's running statistics are the usual case: a recomputation in the backward must read the
+    values of the first run. The copies are made when the step begins, and never evicted.
     """
     inputs = module.graph.find_nodes(op="placeholder")
     overwritten = [d.mutated_input for d in descs if isinstance(d, InputMutationAOTOutput)]
@@ -349,10 +348,10 @@ def _snapshot_overwritten(module: fx.GraphModule, descs: Sequence[object]) -> No
 
 
 def _forward_nodes(module: fx.GraphModule, fwd_outputs: Sequence[Any]) -> set[fx.Node]:
-    """What the outputs need, and random ops, collectives and checks that wait for no gradient.
+    """Ancestors of the outputs, and random ops, collectives and checks that need no gradient.
 
-    So the generator's stream and what ranks exchange keep the order of the program, whether the
-    outputs use them or not.
+    The latter belong to the forward even if no output needs them: the random stream and the
+    collectives keep program order.
     """
     from_tangent: set[fx.Node] = set()
     for node in module.graph.nodes:

@@ -1,24 +1,32 @@
-"""Ops of ours that run in place of ATen's, with the same numbers."""
+"""Custom ops that replace ATen ops of a joint graph, with bitwise equal results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from coop_plan.runtime.capture.dropout import DROPOUT, DROPOUT_BACKWARD
-from coop_plan.runtime.capture.custom_ops import define, name_and_arguments, slices
-from coop_plan.runtime.device.bernoulli import draws_as_aten
+from coop_plan.runtime.capture.custom_ops import (
+    OutTensors,
+    chunk_slices,
+    define_op,
+    define_out_op,
+    name_and_schema,
+)
+from coop_plan.runtime.device.bernoulli import bernoulli_, matches_aten
 from coop_plan.runtime.torch_internals.ops import log_softmax_backward
-from coop_plan.runtime.torch_internals.tracing import below_autograd_in_grad_mode
+from coop_plan.runtime.torch_internals.tracing import below_autograd_with_grad_mode
+
+_aten = torch.ops.aten
 
 
 def _lstm_layer(*args: Any) -> Any:
-    """OneDNN's LSTM layer, trained without autograd around it.
+    """OneDNN's LSTM layer in grad mode, without autograd.
 
-    The kernel makes what its backward needs in grad mode only; no compiled forward runs in it.
+    The kernel saves the tensors of its backward in grad mode only, and compiled forwards run
+    without it.
     """
-    with below_autograd_in_grad_mode():
-        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+    with below_autograd_with_grad_mode():
+        return _aten.mkldnn_rnn_layer.default(*args)
 
 
 def _masked_scatter_backward(
@@ -26,20 +34,20 @@ def _masked_scatter_backward(
 ) -> torch.Tensor:
     """The gradient's elements where `mask` is set, then zeros, in `sizes`.
 
-    ATen's makes its result out of what it selected, or of a copy with zeros behind: which of its
-    allocations is the result depends on the mask. Here each element is written to its place, and
-    those not selected to one more at the end.
+    ATen returns the selected elements, or a zero-padded copy of them: the mask decides which
+    allocation is the result. Here each element is scattered to its position, and an element that is
+    not selected to one extra position at the end.
     """
     count = torch.Size(sizes).numel()
     mask = mask.expand_as(gradient).reshape(-1)
-    places = mask.long().cumsum_(0).sub_(1).masked_fill_(mask.logical_not(), count)
-    places.clamp_(max=count)  # a profiled mask may select more than there is room for
+    positions = mask.long().cumsum_(0).sub_(1).masked_fill_(mask.logical_not(), count)
+    positions.clamp_(max=count)  # a synthetic mask may select more than `count`
     result = gradient.new_zeros(count + 1)
-    return result.scatter_(0, places, gradient.reshape(-1))[:count].view(sizes)
+    return result.scatter_(0, positions, gradient.reshape(-1))[:count].view(sizes)
 
 
-PART_BYTES = 4 << 20
-"""Of log-probabilities whose gradients are computed at once, or those of one row."""
+CHUNK_BYTES = 4 << 20
+"""Bytes of log-probabilities per chunk of a cross entropy's backward, at least one row."""
 
 
 def _cross_entropy_backward(
@@ -53,23 +61,23 @@ def _cross_entropy_backward(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of the logits (rows, classes) of a cross entropy, of which `output` is the log.
+    """Gradient of a cross entropy's logits (rows, classes); `output` is their log-softmax.
 
-    `nll_loss_backward` and that of `log_softmax`, a few rows at a time; `out` may be
-    `output`.
+    It runs `nll_loss_backward` and the backward of `log_softmax` on a few rows at a time. `out` may
+    be `output`.
     """
     out = torch.empty_like(output) if out is None else out
     rows, classes = output.shape
-    step = max(1, PART_BYTES // max(1, classes * output.element_size()))
-    for part in slices(rows, step):
-        between = torch.ops.aten.nll_loss_backward.default(
-            gradient[part] if gradient.dim() else gradient,
-            output[part],
-            target[part],
+    step = max(1, CHUNK_BYTES // max(1, classes * output.element_size()))
+    for chunk in chunk_slices(rows, step):
+        nll_gradient = _aten.nll_loss_backward.default(
+            gradient[chunk] if gradient.dim() else gradient,
+            output[chunk],
+            target[chunk],
             *(weight, reduction, ignore_index, total_weight),
         )
-        log_softmax_backward(between, output[part], 1, output.dtype, out=out[part])
-        del between  # before the next
+        log_softmax_backward(nll_gradient, output[chunk], 1, output.dtype, out=out[chunk])
+        del nll_gradient  # freed before the next chunk
     return out
 
 
@@ -80,50 +88,118 @@ def _define_cross_entropy_backward() -> Any:
         " SymInt ignore_index, Tensor total_weight"
     )
     run = _cross_entropy_backward
-    define(f"{name}.out", f"({arguments}, *, Tensor(a!) out) -> Tensor(a!)", run)
-    return define(name, f"({arguments}) -> Tensor", run)
+    define_op(f"{name}.out", f"({arguments}, *, Tensor(a!) out) -> Tensor(a!)", run)
+    return define_op(name, f"({arguments}) -> Tensor", run)
 
 
 CROSS_ENTROPY_BACKWARD = _define_cross_entropy_backward()
-"""What stands for two ops of a joint graph (`capture.fusing`)."""
+"""Fusion of two ops of a joint graph (`variants.fused_cross_entropy`)."""
+
+CHUNK_ELEMENTS = 1 << 17
+"""Elements per chunk of a dropout; larger for tensors that would have more than 64 chunks."""
 
 
-def _in_place_of(original: Any, run: Any, key: str) -> Any:
-    """An op that `run` is named after, with the arguments of `original`."""
-    _, arguments = name_and_arguments(original)
-    return define(run.__name__.removeprefix("_"), f"({arguments}", run, key=key)
+def byte_aligned_chunks(count: int) -> Iterator[slice]:
+    """Chunks of `count` elements whose bits fill whole bytes, except for the last."""
+    return chunk_slices(count, max(CHUNK_ELEMENTS, -(-count // 512) * 8))
 
 
-INSTEAD: dict[Any, Any] = {
-    original: _in_place_of(original, run, key)
+def out_or_empty_like(outs: OutTensors, values: torch.Tensor) -> torch.Tensor:
+    """The first tensor of `outs`, or an empty tensor like `values` if there is none."""
+    return torch.empty_like(values) if not outs or outs[0] is None else outs[0]
+
+
+def _copy_to_out(outs: OutTensors, whole: torch.Tensor) -> torch.Tensor:
+    return whole if not outs or outs[0] is None else outs[0].copy_(whole)
+
+
+def _apply_mask(
+    outs: OutTensors, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`values` * `mask` * `scale`; all tensors are contiguous."""
+    result = out_or_empty_like(outs, values)
+    flat = values.view(-1), mask.view(-1), result.view(-1)
+    for chunk in byte_aligned_chunks(values.numel()):
+        given, kept, written = (tensor[chunk] for tensor in flat)
+        torch.mul(given, kept, out=written).mul_(scale)
+    return result
+
+
+def dropout(
+    outs: OutTensors, values: torch.Tensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`native_dropout` in chunks, without ATen's float copy of the mask.
+
+    Returns the result and a boolean mask (aten/src/ATen/native/Dropout.cpp).
+    """
+    if train is False or not values.numel() or not _is_chunkable(values):
+        whole, mask = _aten.native_dropout.default(values, p, train)
+        return _copy_to_out(outs, values.clone() if whole is values else whole), mask
+    mask = bernoulli_(torch.empty_like(values, dtype=torch.bool), 1.0 - p)
+    return _apply_mask(outs, values, mask, 1.0 / (1.0 - p) if p < 1 else 0.0), mask
+
+
+def dropout_backward(
+    outs: OutTensors, gradient: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`native_dropout_backward` in chunks."""
+    if gradient.shape != mask.shape or not mask.is_contiguous() or not _is_chunkable(gradient):
+        return _copy_to_out(outs, _aten.native_dropout_backward.default(gradient, mask, scale))
+    return _apply_mask(outs, gradient, mask, scale)
+
+
+def _is_chunkable(values: torch.Tensor) -> bool:
+    """True if chunks have ATen's numerics; with fewer bits ATen rounds the scale, too."""
+    exact = values.dtype in (torch.float32, torch.float64)
+    return exact and not values.is_cuda and values.is_contiguous()
+
+
+DROPOUT = define_out_op(
+    "(Tensor values, float p, bool? train) -> (Tensor, Tensor)",
+    dropout,
+    (torch.Tag.nondeterministic_seeded,),
+)
+DROPOUT_BACKWARD = define_out_op(
+    "(Tensor gradient, Tensor mask, float scale) -> Tensor", dropout_backward
+)
+
+
+def _define_replacement(original: Any, run: Any, key: str) -> Any:
+    """An op named after `run`, with the schema of `original`."""
+    _, arguments = name_and_schema(original)
+    return define_op(run.__name__.removeprefix("_"), f"({arguments}", run, key=key)
+
+
+REPLACEMENTS: dict[Any, Any] = {
+    original: _define_replacement(original, run, key)
     for original, run, key in (
-        (torch.ops.aten.mkldnn_rnn_layer.default, _lstm_layer, "CPU"),
+        (_aten.mkldnn_rnn_layer.default, _lstm_layer, "CPU"),
         (
-            torch.ops.aten.masked_scatter_backward.default,
+            _aten.masked_scatter_backward.default,
             _masked_scatter_backward,
             "CompositeExplicitAutograd",
         ),
     )
 }
-"""Ops of a joint graph, and what runs in their place."""
+"""ATen ops of a joint graph, and the custom ops that replace them."""
 
-_ON_CPU: dict[Any, Any] = {
-    torch.ops.aten.native_dropout.default: DROPOUT,
-    torch.ops.aten.native_dropout_backward.default: DROPOUT_BACKWARD,
+_CPU_REPLACEMENTS: dict[Any, Any] = {
+    _aten.native_dropout.default: DROPOUT,
+    _aten.native_dropout_backward.default: DROPOUT_BACKWARD,
 }
 
 
-def instead_of(op: Any, device: Callable[[], torch.device]) -> Any:
-    """What runs in place of an op of a joint graph, on the device of its results."""
-    if op in _ON_CPU and device().type == "cpu":
-        draws_as_aten()  # here, where its memory is no op's
-        return _ON_CPU[op]
-    return INSTEAD.get(op, op)
+def replacement_of(op: Any, device: Callable[[], torch.device]) -> Any:
+    """The op that runs for `op` if its results are on `device()`; `op` itself by default."""
+    if op in _CPU_REPLACEMENTS and device().type == "cpu":
+        matches_aten()  # allocates: here, outside the profile of any op
+        return _CPU_REPLACEMENTS[op]
+    return REPLACEMENTS.get(op, op)
 
 
-_ORIGINALS = {own: op for op, own in (INSTEAD | _ON_CPU).items()}
+_ORIGINALS = {own: op for op, own in (REPLACEMENTS | _CPU_REPLACEMENTS).items()}
 
 
 def original_of(op: Any) -> Any:
-    """The op of a joint graph in whose place one of ours runs; a graph's ops are named after it."""
+    """The ATen op that a custom op replaces; ops of a graph document are named after it."""
     return _ORIGINALS.get(op, op)

@@ -1,8 +1,8 @@
-"""Measures ops one by one, on real tensors: time, and every allocation they make.
+"""Profiler of single ops on real tensors: their time, and every allocation they make.
 
-Each op runs once to warm up, once with its allocations recorded, and then several times with the
-same allocations served from memory that was touched before, as they will be in the arena: the time
-then has no page faults in it. Ops of equal signature are measured once on a machine.
+Each op runs once to warm up and once with its allocations recorded. Then it runs several times with
+the same allocations served from memory touched before, as in an arena, so that its time contains no
+page faults. Ops of equal signature are measured once per machine.
 """
 
 import statistics
@@ -19,14 +19,14 @@ from torch import fx
 
 from coop_plan.planner.placement import place
 from coop_plan.runtime.cache.profiles import session
-from coop_plan.runtime.capture.cost_scaling import of_function
-from coop_plan.runtime.capture.op_profile import Allocation, OpProfile, Output
+from coop_plan.runtime.capture.cost_scaling import current_costs
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.op_profile import Allocation, OpProfile, Output
 from coop_plan.runtime.options import CUDA_ALIGNMENT
-from coop_plan.runtime.torch_internals.fakes import real_world
+from coop_plan.runtime.torch_internals.fakes import real_mode
 from coop_plan.runtime.torch_internals.ops import (
     SEEDS_ON_CPU,
     OpOverload,
@@ -40,21 +40,21 @@ from coop_plan.runtime.torch_internals.ops import (
 MIN_REPEATS = 5
 MAX_REPEATS = 25
 REPEAT_US = 4_000.0
-"""An op is repeated until this much time is spent on it, within the two counts above."""
+"""Time after which an op is not repeated any more, within the two counts above."""
 
 SCRATCH_ALIGNMENT = 64
 
-DRAWN = 4093
-"""Numbers of a stand-in after which they come again: a prime, or rows of matrices were equal."""
+RANDOM_PERIOD = 4093
+"""Period of synthetic values; a prime, so that rows of matrices differ."""
 
-LASTING_OPS = ("aten", "prims", "coop_plan")
-"""Namespaces whose ops change with the version only; others are measured by every process."""
+PERSISTENT_NAMESPACES = ("aten", "prims", "coop_plan")
+"""Namespaces whose ops change only with the version; others are measured by every process."""
 
-LASTING_VALUES = (
+PERSISTENT_TYPES = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Types whose `repr` says the same in every process."""
+"""Types whose `repr` is equal in every process."""
 
 
 _profiles: dict[object, OpProfile] = {}
@@ -62,42 +62,42 @@ _measured = 0
 
 
 def measured_ops() -> int:
-    """How many ops this process has measured."""
+    """Number of ops that this process has measured."""
     return _measured
 
 
-def profile(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "") -> OpProfile:
+def profile_op(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "") -> OpProfile:
     """The profile of `target(*args, **kwargs)`; tensors in the arguments are fake ones.
 
-    `op` is what it is known by in a function, which may have been captured at other sizes, too.
+    `op` is its name in a function that may have been captured at other sizes, too.
 
     Raises:
-        CaptureError: dynamic shapes, or an op that does not run on stand-in data.
+        CaptureError: dynamic shapes, or an op that does not run on synthetic inputs.
     """
     key = signature(target, args, kwargs)
-    costs, size = of_function(), _bytes_read(args, kwargs)
-    found = _kept(key)
+    costs, size = current_costs(), _bytes_read(args, kwargs)
+    found = _cached(key)
     if found is None and key in costs.estimates:
         return costs.estimates[key]
     if found is None:
-        expected = costs.expected(op, size)
-        found = _measure_anew(target, args, kwargs, expected)
+        expected = costs.estimate(op, size)
+        found = _measure_synthetic(target, args, kwargs, expected)
         if expected is not None:
             costs.estimates[key] = found
             return found
-        _keep(key, found)
-    costs.learn(op, size, found.cost_us)
+        _store(key, found)
+    costs.record(op, size, found.cost_us)
     return found
 
 
-def fakes(arguments: Any) -> Any:
+def fake_values(arguments: Any) -> Any:
     """A node's arguments with the fake values of the nodes among them."""
     return fx.node.map_arg(arguments, lambda node: node.meta["val"])
 
 
-def _kept(key: tuple[object, ...]) -> OpProfile | None:
+def _cached(key: tuple[object, ...]) -> OpProfile | None:
     if key not in _profiles:
-        cache, name = session(), lasting(key)
+        cache, name = session(), persistent_key(key)
         found = None if cache is None or name is None else _parse(cache.get(name))
         if found is None:
             return None
@@ -105,9 +105,9 @@ def _kept(key: tuple[object, ...]) -> OpProfile | None:
     return _profiles[key]
 
 
-def _keep(key: tuple[object, ...], made: OpProfile) -> None:
+def _store(key: tuple[object, ...], made: OpProfile) -> None:
     _profiles[key] = made
-    cache, name = session(), lasting(key)
+    cache, name = session(), persistent_key(key)
     if cache is not None and name is not None:
         cache.put(name, msgspec.json.encode(made).decode())
 
@@ -117,12 +117,12 @@ def _bytes_read(args: Any, kwargs: Any) -> int:
     return sum(v.numel() * v.element_size() for v in flat if isinstance(v, torch.Tensor))
 
 
-def _measure_anew(
+def _measure_synthetic(
     target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None
 ) -> OpProfile:
     global _measured
-    with real_world():
-        made = _measure(target, *stand_in_arguments(target, args, kwargs), cost_us)
+    with real_mode():
+        made = _measure(target, *synthetic_arguments(target, args, kwargs), cost_us)
     _measured += 1
     return made
 
@@ -133,23 +133,23 @@ def _parse(record: str | None) -> OpProfile | None:
     try:
         return msgspec.json.decode(record, type=OpProfile)
     except msgspec.DecodeError:
-        return None  # damaged: what is measured now replaces it
+        return None  # damaged: measured again and replaced
 
 
-def lasting(known_by: tuple[object, ...]) -> str | None:
-    """The signature as text, or None if the text might stand for something else elsewhere."""
-    target, *rest = known_by
-    if not isinstance(target, OpOverload) or target.namespace not in LASTING_OPS:
+def persistent_key(key: tuple[object, ...]) -> str | None:
+    """The signature as text, or None if another process might use this text for another op."""
+    target, *rest = key
+    if not isinstance(target, OpOverload) or target.namespace not in PERSISTENT_NAMESPACES:
         return None
     types = [p[0] for p in rest if isinstance(p, tuple) and isinstance(p[0], type)]
-    if any(value_type not in LASTING_VALUES for value_type in types):
+    if any(value_type not in PERSISTENT_TYPES for value_type in types):
         return None
     text = f"{target} {rest!r}"
     return None if " at 0x" in text else text
 
 
 def signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
-    """What an op and its arguments are known by; tensors in the arguments are fake ones."""
+    """Cache key of an op and its arguments; tensors in the arguments are fake ones."""
     flat, spec = tree_flatten((args, kwargs))
     parts: list[object] = [target, str(spec), torch.get_num_threads()]
     for value in flat:
@@ -168,19 +168,19 @@ def signature(target: object, args: Any, kwargs: Any) -> tuple[object, ...]:
     return tuple(parts)
 
 
-def stand_in_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Stand-in arguments that the op runs on.
+def synthetic_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Synthetic arguments that the op accepts: fake tensors are replaced by filled ones.
 
     Raises:
-        CaptureError: there are none.
+        CaptureError: the op fails on all fillings.
     """
     totals = sorted(
-        {total for value in tree_flatten((args, kwargs))[0] for total in _totals(value)}
+        {total for value in tree_flatten((args, kwargs))[0] for total in _possible_totals(value)}
     )
-    known = ((None, 0), (False, 0), (True, 0), (None, 1), *((n, n) for n in totals))
-    for truth, number in known:
-        given, named = _stand_in((args, kwargs), truth, number)
-        given = _as_forwards_leave(target, given)
+    fillings = ((None, 0), (False, 0), (True, 0), (None, 1), *((n, n) for n in totals))
+    for truth, number in fillings:
+        given, named = _synthesize((args, kwargs), truth, number)
+        given = _with_forward_state(target, given)
         try:
             target(*given, **named)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
@@ -188,21 +188,21 @@ def stand_in_arguments(target: Callable[..., Any], args: Any, kwargs: Any) -> tu
         else:
             return given, named
     first = str(failed).splitlines()[0]
-    raise CaptureError(f"{target} cannot be profiled on its own: {first}") from failed
+    raise CaptureError(f"{target} cannot be profiled on synthetic inputs: {first}") from failed
 
 
-def _totals(value: object) -> tuple[int, ...]:
-    """What masks and lengths among the arguments may have to add up to: `h[mask] = rows`."""
+def _possible_totals(value: object) -> tuple[int, ...]:
+    """Totals that masks and lengths among the arguments may need: `h[mask] = rows`."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape[:1])
     return (value,) if type(value) is int and value > 1 else ()
 
 
-def _as_forwards_leave(target: Callable[..., Any], given: Any) -> Any:
-    """Stand-ins for what an op's forward leaves to it alone, which crashes on anything else.
+def _with_forward_state(target: Callable[..., Any], given: Any) -> Any:
+    """Replace arguments that a backward accepts only from its forward; it crashes on others.
 
-    Efficient attention with dropout leaves its seed and offset on the CPU, whatever its fake result
-    says, and its backward reads them there.
+    Efficient attention with dropout keeps its seed and offset on the CPU, unlike its fake result,
+    and its backward reads them there.
     """
     if target is torch.ops.aten.mkldnn_rnn_layer_backward.default:
         return (*given[:22], _rnn_workspace(given))
@@ -214,7 +214,7 @@ def _as_forwards_leave(target: Callable[..., Any], given: Any) -> Any:
 
 
 def _rnn_workspace(args: Any) -> torch.Tensor:
-    """What oneDNN's forward leaves to its backward, which crashes on anything else."""
+    """The workspace of oneDNN's forward; its backward crashes on any other tensor."""
     reverse, mode, hidden, layers, biases, train, both_ways, sizes, batch_first = args[13:22]
     workspace: torch.Tensor = torch.ops.coop_plan.lstm_layer.default(
         *args[:7], reverse, sizes, mode, hidden, layers, biases, both_ways, batch_first, train
@@ -222,12 +222,12 @@ def _rnn_workspace(args: Any) -> torch.Tensor:
     return workspace
 
 
-def _stand_in(tree: Any, truth: bool | int | None, number: int) -> Any:
-    """Tensors for fake ones; `truth` is what all booleans are (None: both), `number` all integers.
+def _synthesize(tree: Any, truth: bool | int | None, number: int) -> Any:
+    """Replace fake tensors by filled ones: booleans with `truth`, integers with `number`.
 
-    A `truth` that is a count is how many booleans, the first, are true.
-    0 is an index that is in range whatever it indexes, 1 is one where they are counted from 1. What
-    is more is a sum: so many booleans are true, and one integer is that, the others are 0.
+    `truth` None fills booleans at random; an integer sets the first `truth` of them to True.
+    `number` 0 is a valid index for every size, 1 is one if indices begin at 1. A larger `number` is
+    a sum: the first integer gets it, the others are 0.
     """
 
     def make(value: Any) -> Any:
@@ -236,7 +236,7 @@ def _stand_in(tree: Any, truth: bool | int | None, number: int) -> Any:
         count = value.untyped_storage().nbytes() // value.element_size()
         flat = torch.empty(count, dtype=value.dtype, device=value.device)
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            _draw(flat) if value.dtype.is_floating_point else flat.fill_(0.5)
+            _fill_random(flat) if value.dtype.is_floating_point else flat.fill_(0.5)
         elif value.dtype == torch.bool:
             if truth is None:
                 flat.bernoulli_(0.5)
@@ -255,12 +255,12 @@ def _stand_in(tree: Any, truth: bool | int | None, number: int) -> Any:
     return tree_map(make, tree)
 
 
-def _draw(flat: torch.Tensor) -> None:
-    """Fill with numbers, positive and away from zero: no NaN, no denormals to slow a kernel down.
+def _fill_random(flat: torch.Tensor) -> None:
+    """Fill with random numbers in [0.05, 1]: no NaN, and no denormals that slow a kernel down.
 
-    The first are drawn, the others are these again, as drawing costs ten times what copying does.
+    Only the first `RANDOM_PERIOD` are sampled, then copied: sampling is ten times slower.
     """
-    have = min(DRAWN, flat.numel())
+    have = min(RANDOM_PERIOD, flat.numel())
     flat[:have].uniform_(0.05, 1.0)
     while have < flat.numel():
         more = min(have, flat.numel() - have)
@@ -271,29 +271,29 @@ def _draw(flat: torch.Tensor) -> None:
 def _measure(
     target: Callable[..., Any], args: Any, kwargs: Any, cost_us: float | None = None
 ) -> OpProfile:
-    """With a `cost_us` that is known, allocations alone."""
+    """Profile an op on real arguments; its time is not measured if `cost_us` is given."""
     ext = extension()
     flat = tree_flatten((args, kwargs))[0]
     inputs = [v for v in flat if isinstance(v, torch.Tensor)]
     device = _cuda_device(flat)
     alignment = SCRATCH_ALIGNMENT if device is None else CUDA_ALIGNMENT
-    beside = []
-    for _ in range(2):  # the less: others of the process may take something meanwhile
+    worker_bytes = []
+    for _ in range(2):  # the minimum counts: other threads may allocate meanwhile
         result = None
         ext.record_begin(device is not None)
         try:
             result = target(*args, **kwargs)
         finally:
             events = ext.record_end()
-        beside.append(ext.workers_peak())
-        if not beside[-1]:
+        worker_bytes.append(ext.workers_peak())
+        if not worker_bytes[-1]:
             break
     results = tree_flatten(result)[0]
-    outputs, allocations, workspace = digest(events, inputs, results, target, alignment)
+    outputs, allocations, workspace = summarize_events(events, inputs, results, target, alignment)
     del result, results
     if cost_us is None:
         cost_us = _time(partial(target, *args, **kwargs), allocations, alignment, device)
-    return OpProfile(cost_us, outputs, allocations, workspace, min(beside))
+    return OpProfile(cost_us, outputs, allocations, workspace, min(worker_bytes))
 
 
 def _time(
@@ -302,7 +302,7 @@ def _time(
     alignment: int,
     device: int | None,
 ) -> float:
-    """The median time of an op in µs, which takes these allocations."""
+    """Median time of an op, µs; its `allocations` are served from an arena."""
     slots = _scratch_slots(allocations, alignment)
     size = max((offset + need for need, offset in slots), default=0)
     arena, memory = Arena(size, [slots], [False], device), Memory()
@@ -320,7 +320,7 @@ def _time(
 
 
 def _cuda_device(values: list[Any]) -> int | None:
-    """The number of the CUDA device that an op with these arguments runs on, if it does."""
+    """Index of the CUDA device among these arguments; None: the op runs on the CPU."""
     devices = (v.device if isinstance(v, torch.Tensor) else v for v in values)
     for device in devices:
         if isinstance(device, torch.device) and device.type == "cuda":
@@ -332,12 +332,12 @@ def _cpu_us(run: Callable[[], object]) -> float:
     began = time.perf_counter_ns()
     result = run()
     elapsed = time.perf_counter_ns() - began
-    del result  # freeing is not the op's time
+    del result  # not part of the op's time
     return elapsed / 1e3
 
 
 def _scratch_slots(allocations: tuple[Allocation, ...], alignment: int) -> list[tuple[int, int]]:
-    """Every allocation at an address of its own: for timing only."""
+    """Slots without overlap for all allocations: for timing only."""
     slots, end = [], 0
     for allocation in allocations:
         if allocation.output == -2:
@@ -348,29 +348,32 @@ def _scratch_slots(allocations: tuple[Allocation, ...], alignment: int) -> list[
     return slots
 
 
-def digest(
+def summarize_events(
     events: list[tuple[int, int, int]],
     inputs: list[torch.Tensor],
     results: list[Any],
     target: object,
     alignment: int,
 ) -> tuple[tuple[Output | None, ...], tuple[Allocation, ...], int]:
-    """Turn recorded events into outputs, ordered allocations and a laid-out workspace."""
+    """Outputs, ordered allocations and workspace size of an op, from its recorded events.
+
+    `events` are (is allocation, pointer, bytes). Scratch is placed in the workspace by liveness.
+    """
     sources = {t.untyped_storage().data_ptr(): i for i, t in reversed(list(enumerate(inputs)))}
     owner: dict[int, int] = {}
     outputs: list[Output | None] = []
     for position, value in enumerate(results):
-        if value is None or isinstance(value, (int, float)):  # numbers are known when traced
+        if value is None or isinstance(value, (int, float)):  # numbers are constants of the trace
             outputs.append(None)
             continue
         if not isinstance(value, torch.Tensor):
             raise CaptureError(
-                f"{target} returns a {type(value).__name__}, which a planned step cannot hold"
+                f"{target} returns a {type(value).__name__}, which a planned step cannot return"
             )
         if value.layout is not torch.strided:
             raise CaptureError(
-                f"{target} returns a sparse tensor, which has no place in an arena: nn.Embedding"
-                " and nn.EmbeddingBag have dense gradients with sparse=False"
+                f"{target} returns a sparse tensor, which an arena cannot hold: nn.Embedding and"
+                " nn.EmbeddingBag have dense gradients with sparse=False"
             )
         # Zeros that autograd makes have no memory.
         pointer = 0 if has_no_memory(value) else value.untyped_storage().data_ptr()
@@ -381,7 +384,7 @@ def digest(
             outputs.append(Output(0, sources[pointer], -1, *layout))
         elif pointer and pointer in owner:
             made = Output(size, -1, owner[pointer], *layout)
-            if replace(made, twin=-1) != outputs[made.twin]:
+            if replace(made, duplicate_of=-1) != outputs[made.duplicate_of]:
                 raise CaptureError(f"{target} returns two views of one new tensor")
             outputs.append(made)
         else:
@@ -415,7 +418,7 @@ def digest(
     allocations = []
     for i, size in enumerate(sizes):
         if not size:
-            continue  # nothing is allocated for no bytes
+            continue  # an allocation of 0 bytes takes no slot
         output = -1 if spans[i][1] >= 0 else owner.get(pointers[i], -2)
         allocations.append(Allocation(size, output, offsets[i]))
     return tuple(outputs), tuple(allocations), workspace

@@ -1,4 +1,4 @@
-"""Where an op comes from, for people: the module's path and the line of the program."""
+"""Source location of an op: the module's path and the line of the program."""
 
 import re
 from pathlib import Path
@@ -13,11 +13,10 @@ PYTORCH = "/site-packages/torch/"
 
 
 def source_of(node: fx.Node) -> str:
-    """`blocks.3.attention, model.py:42`, or the one of the two that is known, or nothing.
+    """`blocks.3.attention, model.py:42`, either part alone, or an empty string.
 
-    An op of the backward has the source of the op that it is the gradient of. A path is below the
-    working folder or behind site-packages; elsewhere it is the file's name, so that it tells
-    nothing of the machine, and is the same on every rank.
+    A backward op has the source of its forward op. Paths are relative to the working folder or to
+    site-packages, else the bare file name: equal on all ranks, and without details of the machine.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     module = _module(next(reversed(list(stack.values())))) if stack else ""
@@ -25,7 +24,7 @@ def source_of(node: fx.Node) -> str:
 
 
 def _module(entry: Any) -> str:
-    """The module's path as `named_modules` has it: Dynamo's `L['self'].blocks.3`, read."""
+    """The module's path as in `named_modules`, parsed from Dynamo's `L['self'].blocks.3`."""
     path = re.sub(r"\.?_modules\[|\[", ".", str(entry[0])).replace("]", "")
     parts = [part.strip("'\"") for part in path.split(".")]
     return ".".join(part for part in parts if part not in ("L", "G", "self", ""))

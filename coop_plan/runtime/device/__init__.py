@@ -1,1 +1,1 @@
-"""The device of a step: the arena in front of PyTorch's allocators, and CUDA."""
+"""Device layer of a step: the arena in front of PyTorch's allocators, copy engines, and CUDA."""

@@ -1,9 +1,9 @@
-// Bytes of the process as they were asked for: PyTorch's on the CPU, and the memory of arenas.
+// Requested bytes of the process: PyTorch's CPU allocations, and the memory of arenas.
 //
-// A window is open from a run's forward to the end of its backward, and between the two: it counts
-// what its thread takes, the arena included, until any thread gives it back (a process group's own
-// threads let go of what they sent), and keeps the highest. One that is watched also keeps what takes
-// memory beside the plan, and from which line of the user's.
+// A window is open from a run's forward to the end of its backward. It counts the allocations of its
+// thread, the arena included, until any thread frees them (a process group's threads free what they
+// sent), and keeps the peak. A watched window also records allocations outside the plan ("strays"),
+// with the user's line.
 
 #pragma once
 
@@ -19,9 +19,9 @@
 
 namespace {
 
-constexpr int64_t kStray = 4096;  // bytes from which on an allocation beside the plan is noted
+constexpr int64_t kStray = 4096;  // smallest allocation outside the plan that is recorded
 
-using Thread = uint64_t;  // a number of our own: the system gives those of ended threads again
+using Thread = uint64_t;  // our own number: the system reuses those of ended threads
 
 struct Stray {
   int64_t size;
@@ -31,14 +31,14 @@ struct Stray {
 struct Taken {
   int64_t size;
   Thread thread;
-  int64_t recording;  // in which a worker took it, 0: none
+  int64_t recording;  // during which a worker allocated it, 0: none
 };
 
 struct Window {
   bool open = false;
   bool watched = false;
   Thread thread = 0;
-  int64_t before = 0;  // bytes of the process when it was opened, the run's memory left out
+  int64_t before = 0;  // bytes of the process when it was opened, without the run's memory
   int64_t now = 0;
   int64_t peak = 0;
   std::unordered_map<void*, Stray> strays;
@@ -47,7 +47,7 @@ struct Window {
   Stray largest{0, ""};
 };
 
-// What other threads than the one that records an op take meanwhile: a kernel's own workers.
+// Allocations of threads other than the one that records an op: a kernel's workers.
 struct Worker {
   Thread thread;
   int64_t now;
@@ -55,15 +55,15 @@ struct Worker {
 };
 
 auto& mutex = *new std::mutex();  // never destroyed: tensors outlive main
-auto& taken = *new std::unordered_map<void*, Taken>();  // of PyTorch's on the CPU; by mutex
-auto& windows = *new std::vector<Window*>();            // that are open; by mutex
-auto& foreign = *new std::vector<std::string>();  // paths whose lines are not the user's
-int64_t current_bytes = 0;  // by mutex
-int64_t peak_bytes = 0;     // by mutex
-auto& workers = *new std::vector<Worker>();  // by mutex
-Thread recorder = 0;                         // by mutex; 0: none
-int64_t recording_number = 0;                // by mutex
-thread_local int watched = 0;  // windows of this thread that are
+auto& taken = *new std::unordered_map<void*, Taken>();  // PyTorch's CPU allocations; guarded by mutex
+auto& windows = *new std::vector<Window*>();            // open windows; guarded by mutex
+auto& foreign = *new std::vector<std::string>();  // path prefixes that are not the user's code
+int64_t current_bytes = 0;  // guarded by mutex
+int64_t peak_bytes = 0;     // guarded by mutex
+auto& workers = *new std::vector<Worker>();  // guarded by mutex
+Thread recorder = 0;                         // guarded by mutex; 0: none
+int64_t recording_number = 0;                // guarded by mutex
+thread_local int watched = 0;  // number of watched windows of this thread
 
 Thread this_thread() {
   static std::atomic<Thread> last{0};
@@ -71,7 +71,7 @@ Thread this_thread() {
   return number;
 }
 
-// All below under the mutex, but for the last.
+// The caller of all functions below holds the mutex, except for the last one.
 
 void note_strays(Window* window) {
   window->stray_count = window->stray_bytes = 0;
@@ -111,7 +111,7 @@ void take(void* pointer, int64_t bytes) {
   count(bytes, thread);
 }
 
-// False if it was not taken. What a worker had before an op is no room for what it takes for it.
+// False if the pointer is not tracked. A worker's free counts only for memory of this recording.
 bool give(void* pointer) {
   const auto found = taken.find(pointer);
   if (found == taken.end()) return false;
@@ -157,7 +157,7 @@ void open(Window* window, int64_t memory_bytes, bool watch) {
   if (watch) ++watched;
 }
 
-// The innermost line of the user's that this thread runs, "file:line"; takes the GIL.
+// The innermost frame of the user's code in this thread, "file:line"; takes the GIL.
 std::string user_line() {
   std::string found;
   const PyGILState_STATE state = PyGILState_Ensure();

@@ -1,8 +1,8 @@
-// Exchanges the function `allocate` of one allocator object, whatever class it is of.
+// Replaces the virtual function `allocate` of one allocator object of any class.
 //
-// The object gets a copy of its virtual table with that one entry exchanged; everything else it does
-// stays its own. This rests on the C++ ABI of GCC and Clang on Linux (Itanium), not on the class, so
-// that neither its header nor CUDA's is needed.
+// The object gets a copy of its virtual table with that one entry replaced. This relies on the C++ ABI
+// of GCC and Clang on Linux (Itanium), not on the class, so that neither its header nor CUDA's is
+// needed.
 
 #pragma once
 
@@ -13,10 +13,10 @@
 
 namespace coop {
 
-// What a call of the member function is to the caller: `self` is the allocator.
+// The member function as the ABI calls it: `self` is the allocator.
 using Allocate = at::DataPtr (*)(void* self, size_t size);
 
-// At which entry of an allocator's virtual table `allocate` is (Itanium C++ ABI, 2.3).
+// Index of `allocate` in an allocator's virtual table (Itanium C++ ABI, 2.3).
 inline size_t allocate_entry() {
   at::DataPtr (at::Allocator::*member)(size_t) = &at::Allocator::allocate;
   intptr_t parts[2];
@@ -29,16 +29,16 @@ inline size_t allocate_entry() {
 #endif
 }
 
-// The former function, or null if no virtual table could be made out.
+// Returns the former function, or null if no virtual table is recognized.
 inline Allocate exchange_allocate(at::Allocator* object, Allocate replacement) {
   constexpr size_t kLongest = 512;
   void*** place = reinterpret_cast<void***>(object);
   void** table = *place;
-  // What follows the table begins with a null word, the next one's offset to top, or has one soon.
+  // The table ends at a null word: the offset to top of the next table, or soon after it.
   size_t length = 0;
   while (length < kLongest && table[length] != nullptr) ++length;
   if (length == kLongest || length <= allocate_entry()) return nullptr;
-  auto** copy = new void*[length + 2];  // the two before: offset to top, type
+  auto** copy = new void*[length + 2];  // plus the two words before the table: offset to top, type
   std::memcpy(copy, table - 2, (length + 2) * sizeof(void*));
   copy += 2;
   const auto former = reinterpret_cast<Allocate>(copy[allocate_entry()]);

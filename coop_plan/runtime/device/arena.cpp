@@ -1,13 +1,13 @@
-// The arena: an allocator in front of PyTorch's own, and the calls that drive it.
+// The arena: an allocator in front of PyTorch's, and the Python functions that drive it.
 //
-// On the CPU the allocator stands in front of PyTorch's, as PyTorch provides for. The data pointer
-// and the context of what `allocate` returns are the same, and one deleter serves both kinds of
-// memory, because oneDNN allocates by raw_allocate and frees by raw_deallocate.
+// On the CPU the allocator is registered by PyTorch's interface. Data pointer and context of an
+// allocation are the same, and one deleter serves both kinds of memory, because oneDNN allocates by
+// raw_allocate and frees by raw_deallocate.
 //
-// On CUDA the function `allocate` of PyTorch's own allocator is exchanged, and what the plan does not
-// place is PyTorch's as before: its cache, its errors, streams, statistics, pools of CUDA graphs.
-// (The pluggable allocators that PyTorch provides have none of these.) Memory is a tensor that the
-// caller keeps.
+// On CUDA the function `allocate` of PyTorch's allocator is replaced. Allocations that the plan
+// does not place keep PyTorch's cache, errors, streams, statistics and CUDA graph pools.
+// (PyTorch's pluggable allocators have none of these.) The memory of an arena is a tensor that the
+// caller owns.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -29,7 +29,7 @@ namespace {
 
 at::Allocator* original = nullptr;
 coop::Allocate original_cuda = nullptr;
-auto& recorded = *new std::unordered_map<void*, at::DeleterFnPtr>();  // on CUDA; by mutex
+auto& recorded = *new std::unordered_map<void*, at::DeleterFnPtr>();  // on CUDA; guarded by mutex
 
 void release(void* pointer) {
   if (pointer == nullptr) return;
@@ -79,7 +79,7 @@ class ArenaAllocator final : public at::Allocator {
   }
 };
 
-// Of what lies in memory of an arena, and of what was recorded.
+// Deleter of tensors in an arena, and of recorded allocations.
 void cuda_release(void* pointer) {
   if (is_recorded(true)) log_free(pointer);
   at::DeleterFnPtr own = nullptr;
@@ -107,7 +107,8 @@ at::DataPtr cuda_allocate(void* self, size_t size) {
   at::DataPtr data = original_cuda(self, size);
   void* p = data.get();
   if (inside_op && active->memory->device != kCpu) active->beside += static_cast<int64_t>(size);
-  // Recorded, it needs our deleter, which PyTorch's record_stream does not know: only for a moment.
+  // A recorded allocation needs our deleter, which PyTorch's record_stream does not support: only
+  // while an op is profiled.
   if (is_recorded(true) && p != nullptr && data.get_context() == p) {
     {
       std::lock_guard<std::mutex> lock(mutex);
@@ -134,7 +135,7 @@ T* as(PyObject* object) {
   return static_cast<T*>(PyLong_AsVoidPtr(object));
 }
 
-// The paths of files whose lines are not the user's.
+// `paths` are prefixes of files that are not the user's code.
 PyObject* install(PyObject*, PyObject* paths) {
   if (original == nullptr) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(paths); ++i) {
@@ -176,7 +177,7 @@ PyObject* memory_create(PyObject*, PyObject* number) {
   return PyLong_FromVoidPtr(memory);
 }
 
-// Memory on a CUDA device, which the caller keeps until it is retired with nothing live in it.
+// Memory on a CUDA device; the caller owns it until it is retired and no tensor is live in it.
 PyObject* memory_adopt(PyObject*, PyObject* args) {
   int device;
   unsigned long long address;
@@ -197,7 +198,8 @@ PyObject* memory_retire(PyObject*, PyObject* handle) {
   Py_RETURN_NONE;
 }
 
-// No run is in it until the next `begin`: its pages go before the process has more than `ceiling`.
+// Marks a memory as idle until the next `begin`: its pages are freed before the process exceeds
+// `ceiling` bytes.
 PyObject* memory_rest(PyObject*, PyObject* args) {
   PyObject* handle;
   long long ceiling;
@@ -214,12 +216,12 @@ PyObject* memory_rest(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// Where what lives in it begins.
+// Offsets of the live tensors in a memory.
 PyObject* memory_there(PyObject*, PyObject* handle) {
   std::vector<int64_t> found;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    for (const auto& [begin, living] : as<Memory>(handle)->there) found.push_back(begin);
+    for (const auto& [begin, living] : as<Memory>(handle)->live) found.push_back(begin);
   }
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(found.size()));
   for (size_t i = 0; i < found.size(); ++i) {
@@ -243,8 +245,8 @@ PyObject* program_create(PyObject*, PyObject* args) {
     program->slots.push_back({reinterpret_cast<const int64_t*>(sizes)[i],
                               reinterpret_cast<const int64_t*>(offsets)[i]});
   }
-  program->again.assign(again, again + n_again);
-  program->vain.assign(slots, 0);
+  program->recomputed.assign(again, again + n_again);
+  program->timed_out.assign(slots, 0);
   {
     std::lock_guard<std::mutex> lock(mutex);
     program->number = ++programs;
@@ -273,7 +275,7 @@ PyObject* run_destroy(PyObject*, PyObject* handle) {
   Py_RETURN_NONE;
 }
 
-// Which slots of its program PyTorch's allocator serves in this run, whatever their offsets.
+// Slots of the program that PyTorch's allocator serves in this run, regardless of their offsets.
 PyObject* run_elsewhere(PyObject*, PyObject* args) {
   PyObject* handle;
   const char* text;
@@ -310,8 +312,8 @@ PyObject* begin(PyObject*, PyObject* args) {
   if (fresh) {
     active->high_water = 0;
     active->outside = active->beside = 0;
-    active->wanted = active->kept_slot = -1;
-    active->kept_bytes = 0;
+    active->conflict_slot = active->conflicting_slot = -1;
+    active->conflicting_bytes = 0;
     active->elapsed_us[0] = active->elapsed_us[1] = 0;
   }
   inside_op = false;
@@ -319,7 +321,7 @@ PyObject* begin(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// One call per op: its number is the occurrence's in the program.
+// Called before each op, with the number of its occurrence in the program.
 PyObject* enter(PyObject*, PyObject* number) {
   const long k = PyLong_AsLong(number);
   close_interval();
@@ -327,7 +329,7 @@ PyObject* enter(PyObject*, PyObject* number) {
   cursor = program.slots.data() + program.first[k];
   limit = program.slots.data() + program.first[k + 1];
   inside_op = true;
-  timed_class = program.again[k];
+  timed_class = program.recomputed[k];
   Py_RETURN_NONE;
 }
 
@@ -346,7 +348,7 @@ PyObject* leave(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// Ends the run: its window is closed.
+// Ends the run and closes its window.
 PyObject* run_end(PyObject*, PyObject* handle) {
   Run* run = as<Run>(handle);
   std::lock_guard<std::mutex> lock(mutex);
@@ -364,14 +366,14 @@ PyObject* counters(PyObject*, PyObject* handle) {
                        run->elapsed_us[1], static_cast<long long>(window.stray_count),
                        static_cast<long long>(window.stray_bytes),
                        static_cast<long long>(window.largest.size), window.largest.line.c_str(),
-                       static_cast<long long>(run->wanted),
-                       static_cast<long long>(run->kept_slot),
-                       static_cast<long long>(run->kept_bytes));
+                       static_cast<long long>(run->conflict_slot),
+                       static_cast<long long>(run->conflicting_slot),
+                       static_cast<long long>(run->conflicting_bytes));
 }
 
-// How many owners a node of autograd has that is written in C++, 0 if this PyTorch does not say:
-// `struct THPCppFunction` of torch/csrc/autograd/python_cpp_function.h, whose pointer is of one kind
-// up to PyTorch 2.12 and of another from then on.
+// Reference count of a C++ autograd node, 0 if it is unknown for this PyTorch. The node is in
+// `struct THPCppFunction` of torch/csrc/autograd/python_cpp_function.h, whose pointer type changed
+// after PyTorch 2.12.
 PyObject* node_owners(PyObject*, PyObject* wrapper) {
   long owners = 0;
 #if defined(COOP_NODE_SHARED)
@@ -440,37 +442,38 @@ PyObject* reset_peak(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"install", install, METH_O,
-     "(paths that are not the user's): put the arena allocator in front of PyTorch's."},
+     "(path prefixes of library code): put the arena allocator in front of PyTorch's."},
     {"install_cuda", install_cuda, METH_O,
-     "(address of PyTorch's CUDA allocator) -> whether `allocate` could be exchanged"},
+     "(address of PyTorch's CUDA allocator) -> True if `allocate` was replaced"},
     {"memory_create", memory_create, METH_O, "(bytes) -> handle"},
     {"memory_adopt", memory_adopt, METH_VARARGS, "(CUDA device, address, bytes) -> handle"},
-    {"memory_retire", memory_retire, METH_O, "Unmap it once nothing lives in it."},
+    {"memory_retire", memory_retire, METH_O, "Unmap a memory after its last tensor dies."},
     {"memory_rest", memory_rest, METH_VARARGS,
-     "(handle, ceiling): no run is in it; it gives pages before the process has more bytes."},
-    {"memory_there", memory_there, METH_O, "(handle) -> where what lives in it begins, ascending"},
+     "(handle, ceiling): mark as idle; free pages before the process exceeds the ceiling."},
+    {"memory_there", memory_there, METH_O, "(handle) -> offsets of its live tensors, ascending"},
     {"program_create", program_create, METH_VARARGS, "(first, sizes, offsets, again) -> handle"},
-    {"program_destroy", program_destroy, METH_O, "Forget a program."},
+    {"program_destroy", program_destroy, METH_O, "Free a program."},
     {"run_create", run_create, METH_O, "(program) -> handle of one call of it"},
-    {"run_destroy", run_destroy, METH_O, "Forget a run."},
+    {"run_destroy", run_destroy, METH_O, "Free a run."},
     {"run_elsewhere", run_elsewhere, METH_VARARGS,
-     "(run, slot numbers): PyTorch's allocator serves these in this run."},
-    {"run_end", run_end, METH_O, "Nothing more is counted for it."},
-    {"begin", begin, METH_VARARGS, "(run, memory, bytes of it, fresh, watch): this thread runs in the arena."},
-    {"enter", enter, METH_O, "(k): op occurrence k comes next."},
-    {"pause", pause, METH_NOARGS, "No op until the next enter."},
-    {"leave", leave, METH_NOARGS, "This thread is out of the arena, in that of the run around, if any."},
+     "(run, slot numbers): let PyTorch's allocator serve these in this run."},
+    {"run_end", run_end, METH_O, "Close the window of a run."},
+    {"begin", begin, METH_VARARGS,
+     "(run, memory, its bytes, fresh, watch): enter the arena in this thread."},
+    {"enter", enter, METH_O, "(k): the next op is occurrence k."},
+    {"pause", pause, METH_NOARGS, "End the current op."},
+    {"leave", leave, METH_NOARGS, "Leave the arena, or return to that of the enclosing run."},
     {"counters", counters, METH_O,
-     "(run) -> high water, outside bytes, bytes of the step, bytes before it, first us, again us,"
-     " count and bytes of strays at the peak, bytes and line of the largest, the first slot whose"
-     " place was kept, the slot of what lay there (-1: of another step), its bytes"},
-    {"node_owners", node_owners, METH_O, "(autograd's node, written in C++) -> owners of it"},
+     "(run) -> high water, outside bytes, peak of the step, bytes before it, compute us,"
+     " recompute us, count and bytes of strays at the peak, bytes and line of the largest, the first"
+     " occupied slot, the slot of the tensor in it (-1: of another step), its bytes"},
+    {"node_owners", node_owners, METH_O, "(C++ autograd node) -> its reference count"},
     {"record_begin", record_begin, METH_O, "(cuda): log this thread's allocations and frees."},
     {"record_end", record_end, METH_NOARGS, "-> [(is_alloc, pointer, bytes)]"},
     {"workers_peak", workers_peak, METH_NOARGS,
-     "-> bytes that other threads took while this one recorded last, each at its highest"},
+     "-> sum of the peaks of other threads during the last recording"},
     {"process_bytes", process_bytes, METH_NOARGS, "-> current, peak bytes of the process"},
-    {"reset_peak", reset_peak, METH_NOARGS, "Start a new peak from the current bytes."},
+    {"reset_peak", reset_peak, METH_NOARGS, "Reset the peak to the current bytes."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {

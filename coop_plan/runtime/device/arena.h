@@ -1,17 +1,16 @@
-// What the arena keeps: memories, the programs that run in them, counters, the log of one op.
+// State of the arena: memories, the programs that run in them, counters, the log of one op.
 //
 // A step is a program of op occurrences, each with the slots its allocations take, in the order in
-// which the op makes them. A run is one call of it, in a memory of its own as long as it lasts.
+// which the op makes them. A run is one call of it, in a memory of its own.
 // While a thread is inside an occurrence, its k-th allocation is served at the address of the k-th
-// slot, if the size is the planned one and nothing lives there: an op that keeps a tensor, or takes
-// other memory than when it was profiled, costs bytes and never overwrites. Everything else, on
-// every thread, goes to PyTorch's allocator.
+// slot, if the size is the planned one and no tensor lives there. So an op that keeps a tensor, or
+// allocates other memory than when it was profiled, costs bytes but never overwrites. All other
+// allocations, on every thread, go to PyTorch's allocator.
 //
-// What a user still holds of a memory when another run begins in it keeps its pages, and the run
-// gets other memory.
+// If tensors of a memory are still alive when another run begins, they keep their pages, and the
+// run gets other memory.
 //
-// One mutex guards all that threads share. It is held while the process forks, so that the child
-// finds it free.
+// One mutex guards all shared state. It is held during a fork, so that it is free in the child.
 
 #pragma once
 
@@ -37,55 +36,55 @@ struct Slot {
   int64_t offset;  // from the arena's start; -1: served by PyTorch's allocator, as planned
 };
 
-constexpr int kCpu = -1;  // in place of the number of a CUDA device
-constexpr int kPatience = 300;  // looks, 100 µs apart, at a place that is to come free
+constexpr int kCpu = -1;  // device index of CPU memory
+constexpr int kMaxPolls = 300;  // polls, 100 µs apart, for a slot to become free
 
-struct Living {
+struct LiveTensor {
   int64_t end;      // offset
-  int64_t program;  // its number
-  int64_t slot;     // in that
+  int64_t program;  // number of its program
+  int64_t slot;     // its slot in the program
 };
 
 struct Memory {
   int device = kCpu;
   char* base = nullptr;
-  size_t bytes = 0;    // as asked for
-  size_t counted = 0;  // of them in current_bytes
+  size_t bytes = 0;    // requested
+  size_t counted = 0;  // bytes of it that current_bytes includes
   size_t mapped = 0;
-  std::map<int64_t, Living> there;  // what lives in it, by offset
+  std::map<int64_t, LiveTensor> live;  // live tensors by offset
   bool retired = false;
-  int64_t ceiling = -1;  // no run is in it: its pages go before the process has more than this
-  int64_t tail = 0;      // from here on they have gone
+  int64_t ceiling = -1;  // if idle: its pages are freed before the process exceeds this; -1: in use
+  int64_t tail = 0;      // pages from this offset on are freed
 };
 
 struct Program {
   int64_t number = 0;
   std::vector<int64_t> first;  // occurrence k owns slots [first[k], first[k + 1])
   std::vector<Slot> slots;
-  std::vector<uint8_t> again;  // occurrence k is a recomputation
-  std::vector<uint8_t> vain;   // slot k was waited for in vain, the last time; by mutex
+  std::vector<uint8_t> recomputed;  // occurrence k is a recomputation
+  std::vector<uint8_t> timed_out;   // the last wait for slot k timed out; guarded by mutex
 };
 
 struct Run {
   Program* program = nullptr;
   Memory* memory = nullptr;
-  Run* outer = nullptr;      // that this thread was in when this one began
-  int64_t arena_bytes = -1;  // of memory on CUDA
+  Run* outer = nullptr;      // enclosing run of this thread
+  int64_t arena_bytes = -1;  // size of a memory on CUDA; -1: CPU
   int64_t high_water = 0;
   int64_t outside = 0;
-  int64_t wanted = -1;     // the first slot where a tensor lies that the plan does not want there
-  int64_t kept_slot = -1;  // of that tensor, if it is one of this program
-  int64_t kept_bytes = 0;
-  int64_t beside = 0;  // bytes that PyTorch's CUDA allocator gave to the ops
+  int64_t conflict_slot = -1;     // first slot occupied by a tensor past its planned life
+  int64_t conflicting_slot = -1;  // slot of that tensor, if it is from this program
+  int64_t conflicting_bytes = 0;
+  int64_t beside = 0;  // bytes that PyTorch's CUDA allocator served to the ops
   Window window;
   std::vector<uint8_t> elsewhere;   // slots that PyTorch's allocator serves in this run
   double elapsed_us[2] = {0, 0};  // first computations, recomputations
 };
 
 constexpr int64_t kPage = 4096;
-auto& memories = *new std::map<char*, Memory*>();  // by where they begin; by mutex
-auto& idle = *new std::vector<Memory*>();          // by mutex
-int64_t programs = 0;                              // made so far; by mutex
+auto& memories = *new std::map<char*, Memory*>();  // by base address; guarded by mutex
+auto& idle = *new std::vector<Memory*>();          // guarded by mutex
+int64_t programs = 0;                              // number of programs so far; guarded by mutex
 
 struct Event {
   bool is_alloc;
@@ -106,7 +105,7 @@ thread_local std::vector<Event>* events = nullptr;
 int64_t page_below(int64_t offset) { return offset / kPage * kPage; }
 int64_t page_above(int64_t offset) { return (offset + kPage - 1) / kPage * kPage; }
 
-// All below under the mutex.
+// The caller of all functions below holds the mutex.
 
 void enlist(Memory* memory) {
   if (memory->mapped != 0) memories[memory->base] = memory;
@@ -121,7 +120,7 @@ void unmap(Memory* memory) {
   delete memory;
 }
 
-// The bytes of the whole pages between two offsets on which nothing lives, given to the system.
+// Frees the whole pages between two offsets that hold no live tensor; returns their bytes.
 int64_t give_back(Memory* memory, int64_t from, int64_t to) {
   int64_t given = 0;
   const auto give = [&](int64_t begin, int64_t end) {
@@ -131,9 +130,9 @@ int64_t give_back(Memory* memory, int64_t from, int64_t to) {
     madvise(memory->base + begin, static_cast<size_t>(end - begin), MADV_DONTNEED);
     given += end - begin;
   };
-  auto next = memory->there.lower_bound(from);
-  if (next != memory->there.begin()) from = std::max(from, std::prev(next)->second.end);
-  for (; next != memory->there.end() && next->first < to; ++next) {
+  auto next = memory->live.lower_bound(from);
+  if (next != memory->live.begin()) from = std::max(from, std::prev(next)->second.end);
+  for (; next != memory->live.end() && next->first < to; ++next) {
     give(from, next->first);
     from = std::max(from, next->second.end);
   }
@@ -147,7 +146,7 @@ void discount(Memory* memory, int64_t given) {
   count(-given);
 }
 
-// A run takes so many bytes of it from the start; the pages behind them go.
+// Sets the bytes that a run uses, from the start; frees the pages behind them.
 void resize(Memory* memory, int64_t bytes) {
   const int64_t counted = static_cast<int64_t>(memory->counted);
   if (counted > bytes) give_back(memory, bytes, static_cast<int64_t>(memory->mapped));
@@ -164,12 +163,12 @@ void wake(Memory* memory) {
 void retire(Memory* memory) {
   wake(memory);
   memory->retired = true;
-  if (memory->there.empty()) return unmap(memory);
+  if (memory->live.empty()) return unmap(memory);
   if (memory->device != kCpu) return;
   give_back(memory, 0, static_cast<int64_t>(memory->mapped));
   int64_t held = 0;
-  int64_t last = 0;  // pages below are counted
-  for (const auto& [begin, living] : memory->there) {
+  int64_t last = 0;  // end of the pages counted so far
+  for (const auto& [begin, living] : memory->live) {
     const int64_t from = std::max(last, page_below(begin));
     last = std::max(last, page_above(living.end));
     held += last - from;
@@ -177,8 +176,8 @@ void retire(Memory* memory) {
   discount(memory, static_cast<int64_t>(memory->counted) - held);
 }
 
-// Idle memories give back pages, the last ones first, so that the process with so many bytes more
-// stays below their ceilings.
+// Frees pages of idle memories, the last ones first, so that the process stays below their ceilings
+// after an allocation of `bytes`.
 void relieve(int64_t bytes) {
   for (Memory* memory : idle) {
     int64_t over;
@@ -190,20 +189,20 @@ void relieve(int64_t bytes) {
   }
 }
 
-// Whether the pointer lies in a memory, where it then is free.
+// Frees a pointer in an arena's memory; false if it lies in none.
 bool freed_in_memory(void* pointer) {
   char* p = static_cast<char*>(pointer);
   auto found = memories.upper_bound(p);
   if (found == memories.begin()) return false;
   Memory* memory = (--found)->second;
   if (p >= memory->base + memory->mapped) return false;
-  const auto entry = memory->there.find(p - memory->base);
-  if (entry == memory->there.end()) return true;
+  const auto entry = memory->live.find(p - memory->base);
+  if (entry == memory->live.end()) return true;
   const int64_t begin = entry->first;
   const int64_t end = entry->second.end;
-  memory->there.erase(entry);
+  memory->live.erase(entry);
   if (!memory->retired) return true;
-  if (memory->there.empty()) {
+  if (memory->live.empty()) {
     unmap(memory);
   } else if (memory->device == kCpu) {
     discount(memory, give_back(memory, page_below(begin), page_above(end)));
@@ -221,25 +220,28 @@ void log_free(void* pointer) { events->push_back({false, pointer, 0}); }
 
 enum class Served { kByNobody, kInArena, kOutsideAsPlanned };
 
-// What lives between two offsets, or the end.
-std::map<int64_t, Living>::const_iterator living(const Memory& memory, int64_t begin, int64_t end) {
-  const auto next = memory.there.lower_bound(begin);
-  if (next != memory.there.end() && next->first < end) return next;
-  if (next == memory.there.begin() || std::prev(next)->second.end <= begin) return memory.there.end();
+// A live tensor between two offsets, or the end.
+std::map<int64_t, LiveTensor>::const_iterator living(const Memory& memory, int64_t begin,
+                                                     int64_t end) {
+  const auto next = memory.live.lower_bound(begin);
+  if (next != memory.live.end() && next->first < end) return next;
+  if (next == memory.live.begin() || std::prev(next)->second.end <= begin) return memory.live.end();
   return std::prev(next);
 }
 
 bool is_free(const Memory& memory, int64_t begin, int64_t end) {
-  return living(memory, begin, end) == memory.there.end();
+  return living(memory, begin, end) == memory.live.end();
 }
 
-// Whether the place of a slot is free, or comes free while another thread lets go of what a
-// collective, which is complete, was given. Waited for in vain, somebody keeps it: an op, perhaps,
-// that does so in each run. No other slot is waited for in this run, nor this one in the next.
+// True if a slot is free, or becomes free within a short wait: another thread may still hold the
+// inputs of a completed collective. After a time-out the slot is taken to be occupied for good, for
+// example by an op that keeps a tensor in each run. Then no other slot is waited for in this run,
+// nor this one in the next.
 bool comes_free(size_t slot, int64_t begin, int64_t end) {
   const Memory& memory = *active->memory;
-  uint8_t& vain = active->program->vain[slot];
-  for (int i = 0; i < kPatience && !vain && active->wanted < 0 && !is_free(memory, begin, end); ++i) {
+  uint8_t& timed_out = active->program->timed_out[slot];
+  const auto may_wait = [&] { return !timed_out && active->conflict_slot < 0; };
+  for (int i = 0; i < kMaxPolls && may_wait() && !is_free(memory, begin, end); ++i) {
     mutex.unlock();
     PyThreadState* state = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -247,18 +249,18 @@ bool comes_free(size_t slot, int64_t begin, int64_t end) {
     mutex.lock();
   }
   const auto found = living(memory, begin, end);
-  vain = found != memory.there.end();
-  if (vain && active->wanted < 0) {
-    active->wanted = static_cast<int64_t>(slot);
-    const Living& kept = found->second;
-    active->kept_slot = kept.program == active->program->number ? kept.slot : -1;
-    active->kept_bytes = kept.end - found->first;
+  timed_out = found != memory.live.end();
+  if (timed_out && active->conflict_slot < 0) {
+    active->conflict_slot = static_cast<int64_t>(slot);
+    const LiveTensor& kept = found->second;
+    active->conflicting_slot = kept.program == active->program->number ? kept.slot : -1;
+    active->conflicting_bytes = kept.end - found->first;
   }
-  return !vain;
+  return !timed_out;
 }
 
-// Where the plan puts the allocation that comes next on this thread, if it does; may let go of the
-// mutex for a moment.
+// The planned address of this thread's next allocation, if it has one; may release the mutex
+// temporarily.
 std::pair<Served, char*> planned(size_t size, bool cuda) {
   if (size == 0 || !inside_op || (active->memory->device != kCpu) != cuda) {
     return {Served::kByNobody, nullptr};
@@ -275,11 +277,11 @@ std::pair<Served, char*> planned(size_t size, bool cuda) {
   }
   const int64_t end = slot.offset + slot.size;
   if (!comes_free(number, slot.offset, end)) {
-    active->outside += static_cast<int64_t>(size);  // somebody keeps what the plan gave up
+    active->outside += static_cast<int64_t>(size);  // the slot holds a tensor past its planned life
     return {Served::kByNobody, nullptr};
   }
-  active->memory->there.emplace(
-      slot.offset, Living{end, active->program->number, static_cast<int64_t>(number)});
+  active->memory->live.emplace(
+      slot.offset, LiveTensor{end, active->program->number, static_cast<int64_t>(number)});
   if (end > active->high_water) active->high_water = end;
   return {Served::kInArena, active->memory->base + slot.offset};
 }

@@ -1,4 +1,4 @@
-"""The arena: the memory that a step runs in, and the step's slots in it."""
+"""The arena: the memory in which a step runs, and the slots of its allocations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,43 +11,49 @@ from coop_plan.runtime.device.cuda import Block
 from coop_plan.runtime.errors import CudaGraphError
 
 SERVED_OUTSIDE = -1
-"""Offset of a slot that PyTorch's allocator serves: an output that leaves the step."""
+"""Offset of a slot that PyTorch's allocator serves: for an output that outlives the step."""
 
 Slots = Sequence[tuple[int, int]]
-"""Of one op occurrence: (bytes, offset in the arena or `SERVED_OUTSIDE`) per allocation."""
+"""Slots of one op occurrence: (bytes, offset in the arena or `SERVED_OUTSIDE`) per allocation."""
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What was measured since the step began, in bytes and µs.
+    """Measurements since the step began, in bytes and µs.
 
-    How far the arena was used; planned allocations not served as planned; what the step's thread
-    had at its highest beyond what it had before, the arena counted whole; what the process had
-    before; time in first computations and in recomputations. Of a step that was watched: how many
-    allocations beside the plan there were at its highest, their bytes, the bytes of the largest and
-    the line of the user's that took it. The first slot in whose place something lay that the plan
-    had given up, -1 if none; the slot of that, -1 if it is none of this step's, and its bytes.
+    Attributes:
+        high_water_bytes: highest used offset of the arena.
+        outside_bytes: allocations of ops that were not served as planned.
+        process_bytes: peak of the step's thread, the whole arena included, above `before_bytes`.
+        before_bytes: bytes of the process before the step.
+        compute_us, recompute_us: time in first computations, and in recomputations.
+        stray_count, stray_bytes: live allocations outside the plan at the peak, if the step is
+            watched.
+        largest_bytes, largest_line: the largest of them, and the user's line that made it.
+        conflict_slot: the first slot that was occupied by a tensor past its planned life, or -1.
+        conflicting_slot, conflicting_bytes: that tensor's slot, -1 if it is from another step, and
+            its size.
     """
 
     high_water_bytes: int
     outside_bytes: int
     process_bytes: int
     before_bytes: int
-    first_us: float
-    again_us: float
+    compute_us: float
+    recompute_us: float
     stray_count: int
     stray_bytes: int
     largest_bytes: int
     largest_line: str
-    wanted_slot: int
-    kept_slot: int
-    kept_bytes: int
+    conflict_slot: int
+    conflicting_slot: int
+    conflicting_bytes: int
 
 
 class Memory:
-    """Bytes at one address, on the CPU or a CUDA device, for one run at a time.
+    """Memory of an arena, on the CPU or a CUDA device, for one run at a time.
 
-    They are taken when first needed. `tenant` is whose run was the last in it.
+    It is allocated at first use. `tenant` is the owner of the last run in it.
     """
 
     def __init__(self) -> None:
@@ -62,27 +68,27 @@ class Memory:
             self._retire()
 
     @property
-    def fixed(self) -> bool:
-        """Whether a CUDA graph holds its addresses."""
+    def in_cuda_graph(self) -> bool:
+        """True if a CUDA graph holds its addresses."""
         return self._block is not None and self._block.captured
 
     @property
-    def there(self) -> list[int]:
-        """Where what lives in it begins, ascending, in bytes."""
+    def live_offsets(self) -> list[int]:
+        """Offsets of the live tensors in it, ascending."""
         found: list[int] = self._ext.memory_there(self._handle) if self._handle else []
         return found
 
     def reserve(self, size: int, device: int | None = None) -> int:
-        """The handle of at least `size` bytes; nothing may be live if it has to grow.
+        """The handle of at least `size` bytes; no tensor may be live if the memory has to grow.
 
-        On a CUDA device, what the current stream does next comes after what used them before.
+        On a CUDA device, the current stream waits for the last stream that used the memory.
 
         Raises:
-            MemoryError, torch.OutOfMemoryError: there is not as much.
-            CudaGraphError: it would have to grow, and a CUDA graph holds its addresses.
+            MemoryError, torch.OutOfMemoryError: out of memory.
+            CudaGraphError: the memory would have to grow, and a CUDA graph holds its addresses.
         """
-        there = None if self._block is None else self._block.device
-        if self._handle and (self.bytes < size or there != device):
+        current = None if self._block is None else self._block.device
+        if self._handle and (self.bytes < size or current != device):
             if self._block is not None and self._block.captured:
                 raise CudaGraphError(
                     f"a CUDA graph was captured in an arena of {self.bytes} bytes, and another"
@@ -102,41 +108,43 @@ class Memory:
         return self._handle
 
     def _retire(self) -> None:
-        """Give it back, at once or, on the CPU, when nothing lives in it any more."""
-        if self._block is not None and self.there:
-            _left.append(self._block)  # never met: who holds a tensor of a step holds the step
+        """Free the memory: now, or on the CPU when its last tensor dies."""
+        if self._block is not None and self.live_offsets:
+            _blocks_in_use.append(
+                self._block
+            )  # not observed: a tensor of a step keeps the step alive
         self._ext.memory_retire(self._handle)
         self._handle, self._block = 0, None
 
-    def part(self) -> None:
-        """Leave to whoever holds something of the last run the pages on which it lies.
+    def detach_live(self) -> None:
+        """Leave the pages of live tensors to their holders; the next `reserve` maps new memory.
 
-        On the CPU all others go back to the system now, these when nothing lives on them any more;
-        the next `reserve` maps anew. On CUDA nothing of a run outlives it.
+        On the CPU all other pages are freed now, and these when their tensors die. On CUDA no
+        tensor of a run outlives it.
         """
-        if self._block is None and self.there:
+        if self._block is None and self.live_offsets:
             self._retire()
 
-    def rest(self, ceiling: int) -> None:
-        """No run is in it now: on the CPU, pages go before the process has more bytes than that."""
+    def release_above(self, ceiling: int) -> None:
+        """Mark as idle: on the CPU, pages are freed before the process exceeds `ceiling` bytes."""
         if self._handle:
             self._ext.memory_rest(self._handle, ceiling)
 
 
-_left: list[Block] = []
+_blocks_in_use: list[Block] = []
 
 
 class Arena:
     """The slots of each op occurrence of a step, in `size` bytes.
 
-    `device` is the number of a CUDA device, None for the CPU.
+    `recomputed` marks the recomputations. `device` is the index of a CUDA device, None for the CPU.
     """
 
     def __init__(
         self,
         size: int,
         program: Sequence[Slots],
-        again: Sequence[bool],
+        recomputed: Sequence[bool],
         device: int | None = None,
     ) -> None:
         self._ext: Any = extension()
@@ -150,14 +158,14 @@ class Arena:
             first.tobytes(),
             np.ascontiguousarray(flat[:, 0]).tobytes(),
             np.ascontiguousarray(flat[:, 1]).tobytes(),
-            bytes(int(flag) for flag in again),
+            bytes(int(flag) for flag in recomputed),
         )
         self.enter = self._ext.enter
         self.pause = self._ext.pause
         self.leave = self._ext.leave
 
     def occurrence(self, slot: int) -> int:
-        """Whose slot it is; slots are counted over all occurrences."""
+        """The occurrence of a slot, which is numbered over all occurrences."""
         return int(np.searchsorted(self._first, slot, side="right")) - 1
 
     def __del__(self) -> None:
@@ -166,7 +174,7 @@ class Arena:
 
 
 class Run:
-    """One call of a step, in a memory that may be another one for each part of it."""
+    """One call of a step; its parts may run in different memories."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -180,36 +188,36 @@ class Run:
     def begin(self, memory: Memory, *, fresh: bool, watch: bool = False) -> None:
         """Run this thread's ops in `memory` until `leave`.
 
-        `fresh` starts the counters anew; `watch` has them tell what is taken beside the plan.
+        `fresh` resets the counters; `watch` also counts allocations outside the plan.
         """
         reserved = memory.reserve(self.arena.size, self.arena.device)
         self._ext.begin(self._handle, reserved, self.arena.size, fresh, watch)
 
     def serve_elsewhere(self, slots: Sequence[int]) -> None:
-        """Let PyTorch's allocator serve these slots, whose numbers go over all occurrences."""
+        """Let PyTorch's allocator serve these slots, which are numbered over all occurrences."""
         self._ext.run_elsewhere(self._handle, np.array(slots, dtype=np.int64).tobytes())
 
     def end(self) -> None:
-        """Count nothing more for it."""
+        """Stop the counters."""
         self._ext.run_end(self._handle)
 
     def counters(self) -> Counters:
-        """What was measured since the last fresh `begin`."""
+        """Measurements since the last fresh `begin`."""
         return Counters(*self._ext.counters(self._handle))
 
 
 def node_owners(node: object) -> int:
-    """How many owners a node of autograd has, itself written in C++; `node` is one of them."""
+    """Reference count of a C++ autograd node, `node` included; 0 if it is unknown."""
     count: int = extension().node_owners(node)
     return count
 
 
 def process_bytes() -> tuple[int, int]:
-    """Bytes now allocated by PyTorch on the CPU, arenas included, and their peak."""
+    """Current and peak bytes allocated by PyTorch on the CPU, arenas included."""
     current, peak = extension().process_bytes()
     return current, peak
 
 
 def reset_peak() -> None:
-    """Start a new peak for `process_bytes`."""
+    """Reset the peak of `process_bytes` to the current bytes."""
     extension().reset_peak()

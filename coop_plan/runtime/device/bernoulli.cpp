@@ -1,8 +1,8 @@
-// Bernoulli draws from the Mersenne Twister of PyTorch's CPU generator, many at once.
+// Vectorized Bernoulli sampling from the Mersenne Twister of PyTorch's CPU generator.
 //
-// MT19937 (Matsumoto and Nishimura, 1998, section 3.1): a block of 624 words is made of the last one,
-// 227 at a time independently of each other; ATen makes and tempers them one by one. A draw takes two
-// words as ATen's do: the first, of higher value, gives 21 bits and the second 32.
+// MT19937 (Matsumoto and Nishimura, 1998, section 3.1): a block of 624 words is computed from the last
+// one, of which 227 at a time are independent. ATen computes and tempers them one by one. A sample
+// takes two words, as in ATen: 21 high bits from the first, and 32 low bits from the second.
 
 #include <algorithm>
 #include <cstdint>
@@ -45,16 +45,16 @@ COOP_INLINE uint32_t tempered(uint32_t word) {
 
 }  // namespace
 
-// The generator's state: `block`, one word in each of 624, of which those from `next` on, `left` - 1
-// of them, are not drawn. Of `count` bytes at `mask` each becomes whether a draw of 53 bits is below
-// `limit`.
+// Sets each of `count` bytes at `mask` to 1 if a sample of 53 bits is below `limit`, else to 0. The
+// generator's state: `block` has 624 words, one in each element, of which `left` - 1 are unused, from
+// `next` on.
 extern "C" COOP_VECTORS void coop_bernoulli(uint64_t* block, int32_t* left, uint64_t* next,
                                             int64_t count, uint64_t limit, uint8_t* mask) {
   uint32_t words[kWords], ready[kWords + 1];
   for (int i = 0; i < kWords; ++i) words[i] = static_cast<uint32_t>(block[i]);
   const auto high = static_cast<uint32_t>(limit >> 32), low = static_cast<uint32_t>(limit);
   int held = *left - 1, at = static_cast<int>(*next);
-  int carried = 0;  // a first word whose second is in the next block
+  int carried = 0;  // 1: the first word of a sample whose second is in the next block
   while (count > 0) {
     if (held == 0) {
       twist(words);

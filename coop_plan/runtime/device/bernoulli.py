@@ -1,7 +1,7 @@
-"""Bernoulli draws on the CPU: ATen's, from the same generator, without its loop over single words.
+"""Vectorized Bernoulli sampling on the CPU, bitwise equal to ATen's and from its generator.
 
-ATen draws one element after the other (aten/src/ATen/native/cpu/DistributionTemplates.h) but where
-MKL does it, on Intel's processors, from a generator of its own: there ATen's is called.
+ATen samples element by element (aten/src/ATen/native/cpu/DistributionTemplates.h). On Intel
+processors it calls MKL, which has a generator of its own; ATen's op runs there.
 """
 
 import ctypes
@@ -16,29 +16,29 @@ from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.torch_internals.fakes import FakeTensor, unset_fake_temporarily
 from coop_plan.runtime.torch_internals.ops import MERSENNE_TWISTER_OFFSETS
 
-_ONE_AT_A_TIME = fork_safe_lock()
-"""Steps of two threads would else draw the same: ATen's own lock is not held between two calls."""
+_GENERATOR_LOCK = fork_safe_lock()
+"""Lock from reading to writing the generator's state; else two threads sample equal numbers."""
 
-_FEWEST = 1024
-"""Elements below which to save and load the state of the generator would take longer."""
+_MIN_ELEMENTS = 1024
+"""Below this number of elements, reading and writing the generator's state costs more."""
 
 
 def bernoulli_(mask: torch.Tensor, p: float) -> torch.Tensor:
-    """`mask.bernoulli_(p)` of a contiguous tensor of booleans; the same bits and the same state.
+    """`mask.bernoulli_(p)` of a contiguous boolean tensor: equal bits and generator state.
 
     Raises:
         BuildError: as `build.arena` does.
     """
-    ours = mask.device.type == "cpu" and not isinstance(mask, FakeTensor)
-    ours = ours and 0 <= p <= 1  # else ATen says what is wrong
-    if not ours or mask.numel() < _FEWEST or not draws_as_aten():
+    supported = mask.device.type == "cpu" and not isinstance(mask, FakeTensor)
+    supported = supported and 0 <= p <= 1  # ATen raises otherwise
+    if not supported or mask.numel() < _MIN_ELEMENTS or not matches_aten():
         return mask.bernoulli_(p)
-    return _drawn(mask, p)
+    return _sample(mask, p)
 
 
-def _drawn(mask: torch.Tensor, p: float) -> torch.Tensor:
+def _sample(mask: torch.Tensor, p: float) -> torch.Tensor:
     limit = math.ceil(p * 2**53)  # exact: a float64 has 53 bits
-    with _ONE_AT_A_TIME:
+    with _GENERATOR_LOCK:
         state = torch.get_rng_state()
         block, left, following = (state.data_ptr() + at for at in MERSENNE_TWISTER_OFFSETS)
         _library().coop_bernoulli(block, left, following, mask.numel(), limit, mask.data_ptr())
@@ -49,7 +49,7 @@ def _drawn(mask: torch.Tensor, p: float) -> torch.Tensor:
 @functools.cache
 def _library() -> ctypes.CDLL:
     source = Path(__file__).with_name("bernoulli.cpp")
-    library = ctypes.CDLL(str(compiled(source, "coop_plan_draws", link=())))
+    library = ctypes.CDLL(str(compiled(source, "coop_plan_bernoulli", link=())))
     library.coop_bernoulli.argtypes = (
         *[ctypes.c_void_p] * 3,
         *(ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p),
@@ -59,9 +59,12 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def draws_as_aten() -> bool:
-    """Whether both make the same of one state, and leave the same; tried once, with memory."""
-    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]):  # a step is being traced
+def matches_aten() -> bool:
+    """True if ATen and `_sample` agree in bits and final state; checked once, on real tensors."""
+    with (
+        unset_fake_temporarily(),
+        torch.random.fork_rng(devices=[]),
+    ):  # the caller may be tracing a step
         torch.manual_seed(0)
         torch.rand(3)
         before = torch.get_rng_state()
@@ -69,5 +72,5 @@ def draws_as_aten() -> bool:
         masks[0].bernoulli_(0.3)
         after = torch.get_rng_state()
         torch.set_rng_state(before)
-        _drawn(masks[1], 0.3)
+        _sample(masks[1], 0.3)
         return torch.equal(*masks) and torch.equal(torch.get_rng_state(), after)

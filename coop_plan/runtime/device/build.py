@@ -22,9 +22,11 @@ from coop_plan.runtime.cache.files import cache_dir
 from coop_plan.runtime.errors import BuildError
 
 SOURCE = Path(__file__).with_name("arena.cpp")
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("arena.h", "accounting.h", "allocator_hook.h"))
+HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("arena.h", "accounting.h", "allocator_hook.h")
+)
 NAME = "coop_plan_arena"
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LIBRARY_PATHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 log = logging.getLogger("coop-plan")
 
@@ -37,18 +39,18 @@ def arena() -> ModuleType:
         BuildError: no compiler, no Python headers, or a failed compilation.
     """
     module = _load(SOURCE, NAME, HEADERS)
-    module.install(_NOT_THE_USERS)
+    module.install(_LIBRARY_PATHS)
     return module
 
 
 @functools.cache
-def links() -> ModuleType:
-    """The extension module whose threads copy, compiled if it is not in the cache.
+def copy_engines() -> ModuleType:
+    """The extension module of the copy engines, compiled if it is not in the cache.
 
     Raises:
         BuildError: as `arena` does.
     """
-    return _load(SOURCE.with_name("copy_engines.cpp"), "coop_plan_links", link=())
+    return _load(SOURCE.with_name("copy_engines.cpp"), "coop_plan_copy_engines", link=())
 
 
 def _load(
@@ -81,21 +83,21 @@ def compiled(
     ).hexdigest()[:24]
     include_dirs = [include, torch_dir / "include", *{path.parent for path in headers}]
     flags += [f"-I{folder}" for folder in include_dirs]
-    links = [f"-L{torch_dir / 'lib'}", *(f"-l{lib}" for lib in link)]
+    link_flags = [f"-L{torch_dir / 'lib'}", *(f"-l{lib}" for lib in link)]
     library = cache_dir() / key / f"{name}.so"
     try:
-        if not _is_whole(library):
+        if not _is_intact(library):
             library.parent.mkdir(parents=True, exist_ok=True)
-            _compile(source, library, flags, links)
+            _compile(source, library, flags, link_flags)
     except OSError as error:
-        log.warning("going on without the cache %s: %s", library.parent, error)
-        library = Path(_own_folder(), f"{name}.so")
-        _compile(source, library, flags, links)
+        log.warning("continuing without the cache %s: %s", library.parent, error)
+        library = Path(_process_folder(), f"{name}.so")
+        _compile(source, library, flags, link_flags)
     return library
 
 
 def _node_pointer(include: Path) -> list[str]:
-    """How this PyTorch points to a node of autograd, for the compiler; nothing if unknown."""
+    """Compiler flag for this PyTorch's type of pointers to autograd nodes; none if unknown."""
     header = include / "torch/csrc/autograd/python_cpp_function.h"
     text = header.read_text() if header.exists() else ""
     if "std::shared_ptr<Node> cdata;" in text:
@@ -103,8 +105,8 @@ def _node_pointer(include: Path) -> list[str]:
     return ["-DCOOP_NODE_INTRUSIVE"] if "c10::intrusive_ptr<Node> cdata;" in text else []
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether a library is there as it was written: loading half of one ends the process."""
+def _is_intact(library: Path) -> bool:
+    """True if a library matches its digest; loading a truncated one would kill the process."""
     try:
         return _digest_file(library).read_bytes() == _digest_of(library.read_bytes()).encode()
     except FileNotFoundError:
@@ -120,19 +122,19 @@ def _digest_of(content: bytes) -> str:
 
 
 @functools.cache
-def _own_folder() -> str:
-    """A folder of this process, removed when it ends."""
+def _process_folder() -> str:
+    """A temporary folder, removed when the process ends."""
     folder = tempfile.TemporaryDirectory(prefix="coop-plan-")
     atexit.register(folder.cleanup)
     return folder.name
 
 
 def _compile(source: Path, library: Path, flags: list[str], link: list[str]) -> None:
-    given = os.environ.get("CXX", "")
+    setting = os.environ.get("CXX", "")
     try:
-        compiler = shlex.split(given)  # "ccache g++" is usual
+        compiler = shlex.split(setting)  # "ccache g++" is usual
     except ValueError as error:
-        raise BuildError(f"CXX={given} is not a command: {error}") from None
+        raise BuildError(f"CXX={setting} is not a command: {error}") from None
     compiler = compiler or [found for name in ("g++", "c++") if (found := shutil.which(name))][:1]
     if not compiler or shutil.which(compiler[0]) is None:
         raise BuildError(
@@ -145,10 +147,10 @@ def _compile(source: Path, library: Path, flags: list[str], link: list[str]) -> 
             "Python.h not found: the runtime compiles its allocator at first use; install the"
             " Python headers (Debian: apt-get install python3-dev)"
         )
-    # Written aside and renamed: a kill leaves no half library, two processes do not collide.
+    # Written aside and renamed: a kill leaves no partial file, and processes do not collide.
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [*compiler, *flags, str(source), "-o", str(made), *link]
+        compiled_file = Path(folder) / library.name
+        command = [*compiler, *flags, str(source), "-o", str(compiled_file), *link]
         result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
         if result.returncode != 0:
             first = next(
@@ -157,7 +159,7 @@ def _compile(source: Path, library: Path, flags: list[str], link: list[str]) -> 
             raise BuildError(
                 f"{source.name} did not compile with {shlex.join(compiler)}: {first.strip()}"
             )
-        digest = _digest_file(made)
-        digest.write_text(_digest_of(made.read_bytes()))
-        made.replace(library)
+        digest = _digest_file(compiled_file)
+        digest.write_text(_digest_of(compiled_file.read_bytes()))
+        compiled_file.replace(library)
         digest.replace(_digest_file(library))

@@ -1,9 +1,10 @@
-// Copies beside compute on the CPU: one thread a direction, which takes its copies in order.
+// Simulated copy engines on the CPU: one thread per direction, which executes its copies in order.
 //
-// This stands in for the copy engines of a device. A copy is over no sooner than an artificial
-// duration after it could begin (asked for, and the one before it over), so that a link of any
-// bandwidth can be tried; its bytes move piece by piece over that time, as a device moves them.
-// Nothing here needs Python but the calls; the threads never hold its lock.
+// A copy takes at least a given duration from the time at which it could begin (after its
+// submission and the copy before it), so that a link of any bandwidth can be simulated. Its bytes
+// are copied piece by piece over that time, as by a device. The threads never hold Python's lock.
+//
+// At the end: wrappers of CUDA runtime functions, by which copies on a device are submitted.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -32,18 +33,18 @@ struct Copy {
   char* target;
   const char* source;
   size_t bytes;
-  Micros least;
+  Micros min_duration;
   Clock::time_point asked;
   Clock::time_point begin, end;
   std::string fault;
   bool over = false;
 };
 
-class Link {
+class CopyEngine {
  public:
-  Link() : thread_([this] { run(); }) {}
+  CopyEngine() : thread_([this] { run(); }) {}
 
-  ~Link() {
+  ~CopyEngine() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       closing_ = true;
@@ -52,9 +53,9 @@ class Link {
     thread_.join();
   }
 
-  long ask(char* target, const char* source, size_t bytes, double least_us) {
+  long submit(char* target, const char* source, size_t bytes, double min_us) {
     auto copy = std::make_shared<Copy>();
-    *copy = {target, source, bytes, Micros(least_us), Clock::now()};
+    *copy = {target, source, bytes, Micros(min_us), Clock::now()};
     std::lock_guard<std::mutex> lock(mutex_);
     copies_[++last_] = copy;
     waiting_.push_back(copy);
@@ -62,24 +63,24 @@ class Link {
     return last_;
   }
 
-  std::shared_ptr<Copy> find(long ticket) {
+  std::shared_ptr<Copy> find(long copy_id) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = copies_.find(ticket);
+    const auto found = copies_.find(copy_id);
     return found == copies_.end() ? nullptr : found->second;
   }
 
-  // Whether it was over within the time.
+  // True if the copy finished within the time.
   bool wait(const Copy& copy, std::chrono::milliseconds time) {
     std::unique_lock<std::mutex> lock(mutex_);
     return over_.wait_for(lock, time, [&] { return copy.over; });
   }
 
-  void forget(long ticket) {
+  void forget(long copy_id) {
     std::lock_guard<std::mutex> lock(mutex_);
-    copies_.erase(ticket);
+    copies_.erase(copy_id);
   }
 
-  // Nothing is asked for and not over when it returns.
+  // Waits until all submitted copies have finished.
   void settle() {
     std::unique_lock<std::mutex> lock(mutex_);
     over_.wait(lock, [&] { return waiting_.empty() && !busy_; });
@@ -89,8 +90,8 @@ class Link {
   static constexpr size_t kPieces = 8, kSmallest = 1 << 12, kLargest = 1 << 20;
 
   static void sleep_until(const Copy& copy, double part) {
-    std::this_thread::sleep_until(copy.begin +
-                                  std::chrono::duration_cast<Clock::duration>(copy.least * part));
+    const auto elapsed = std::chrono::duration_cast<Clock::duration>(copy.min_duration * part);
+    std::this_thread::sleep_until(copy.begin + elapsed);
   }
 
   void run() {
@@ -111,12 +112,12 @@ class Link {
   }
 
   void carry_out(Copy& copy) {
-    // Not the moment at which this thread woke up: being late must not add up.
+    // Not the time at which this thread woke up: delays must not accumulate.
     copy.begin = std::max(copy.asked, free_);
     try {
       if (copy.bytes != 0) {
         if (copy.target == nullptr || copy.source == nullptr) {
-          throw std::invalid_argument("a copy from or to nowhere");
+          throw std::invalid_argument("a copy from or to a null pointer");
         }
       }
       const size_t piece = std::clamp(copy.bytes / kPieces, kSmallest, kLargest);
@@ -129,72 +130,74 @@ class Link {
       copy.fault = error.what();
     }
     copy.end = Clock::now();
-    free_ = copy.begin + std::chrono::duration_cast<Clock::duration>(copy.least);
-    if (copy.least == Micros::zero()) free_ = copy.end;
+    free_ = copy.begin + std::chrono::duration_cast<Clock::duration>(copy.min_duration);
+    if (copy.min_duration == Micros::zero()) free_ = copy.end;
   }
 
   std::mutex mutex_;
   std::condition_variable asked_, over_;
   std::deque<std::shared_ptr<Copy>> waiting_;
   std::map<long, std::shared_ptr<Copy>> copies_;
-  Clock::time_point free_;  // of the thread alone
+  Clock::time_point free_;  // used by the thread only
   long last_ = 0;
   bool closing_ = false;
   bool busy_ = false;
-  std::thread thread_;  // last: it uses all the others
+  std::thread thread_;  // last member: it uses all others
 };
 
-Link* as_link(PyObject* handle) { return static_cast<Link*>(PyLong_AsVoidPtr(handle)); }
+CopyEngine* as_engine(PyObject* handle) {
+  return static_cast<CopyEngine*>(PyLong_AsVoidPtr(handle));
+}
 
-PyObject* link_open(PyObject*, PyObject*) {
+PyObject* engine_open(PyObject*, PyObject*) {
   try {
-    return PyLong_FromVoidPtr(new Link());
+    return PyLong_FromVoidPtr(new CopyEngine());
   } catch (const std::exception& error) {
-    return PyErr_Format(PyExc_RuntimeError, "no thread for copies: %s", error.what());
+    return PyErr_Format(PyExc_RuntimeError, "cannot start a copy engine: %s", error.what());
   }
 }
 
-PyObject* link_close(PyObject*, PyObject* handle) {
-  Link* link = as_link(handle);
+PyObject* engine_close(PyObject*, PyObject* handle) {
+  CopyEngine* engine = as_engine(handle);
   Py_BEGIN_ALLOW_THREADS;
-  delete link;
+  delete engine;
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
 
-PyObject* link_ask(PyObject*, PyObject* args) {
+PyObject* engine_submit(PyObject*, PyObject* args) {
   PyObject* handle;
   unsigned long long target, source;
   Py_ssize_t bytes;
-  double least_us;
-  if (!PyArg_ParseTuple(args, "OKKnd", &handle, &target, &source, &bytes, &least_us)) {
+  double min_us;
+  if (!PyArg_ParseTuple(args, "OKKnd", &handle, &target, &source, &bytes, &min_us)) {
     return nullptr;
   }
   try {
-    return PyLong_FromLong(as_link(handle)->ask(reinterpret_cast<char*>(target),
+    return PyLong_FromLong(as_engine(handle)->submit(reinterpret_cast<char*>(target),
                                                 reinterpret_cast<const char*>(source),
-                                                static_cast<size_t>(bytes), least_us));
+                                                static_cast<size_t>(bytes), min_us));
   } catch (const std::exception& error) {
-    return PyErr_Format(PyExc_MemoryError, "a copy cannot be asked for: %s", error.what());
+    return PyErr_Format(PyExc_MemoryError, "cannot submit a copy: %s", error.what());
   }
 }
 
-PyObject* link_wait(PyObject*, PyObject* args) {
+PyObject* engine_wait(PyObject*, PyObject* args) {
   PyObject* handle;
-  long ticket;
-  if (!PyArg_ParseTuple(args, "Ol", &handle, &ticket)) return nullptr;
-  Link* link = as_link(handle);
-  const std::shared_ptr<Copy> copy = link->find(ticket);
-  if (copy == nullptr) return PyErr_Format(PyExc_KeyError, "no copy %ld", ticket);
+  long copy_id;
+  if (!PyArg_ParseTuple(args, "Ol", &handle, &copy_id)) return nullptr;
+  CopyEngine* engine = as_engine(handle);
+  const std::shared_ptr<Copy> copy = engine->find(copy_id);
+  if (copy == nullptr) return PyErr_Format(PyExc_KeyError, "no copy %ld", copy_id);
   const Clock::time_point began = Clock::now();
   bool over = false;
   while (!over) {
     Py_BEGIN_ALLOW_THREADS;
-    over = link->wait(*copy, std::chrono::milliseconds(50));
+    over = engine->wait(*copy, std::chrono::milliseconds(50));
     Py_END_ALLOW_THREADS;
     if (!over && PyErr_CheckSignals() != 0) return nullptr;
   }
-  link->forget(ticket);
+  engine->forget(copy_id);
   if (!copy->fault.empty()) {
     return PyErr_Format(PyExc_RuntimeError, "a copy failed: %s", copy->fault.c_str());
   }
@@ -202,32 +205,32 @@ PyObject* link_wait(PyObject*, PyObject* args) {
                        microseconds(copy->end));
 }
 
-// As wait, but nothing interrupts it, and a fault is none.
-PyObject* link_finish(PyObject*, PyObject* args) {
+// Like `wait`, but not interruptible, and without errors.
+PyObject* engine_finish(PyObject*, PyObject* args) {
   PyObject* handle;
-  long ticket;
-  if (!PyArg_ParseTuple(args, "Ol", &handle, &ticket)) return nullptr;
-  Link* link = as_link(handle);
-  if (const std::shared_ptr<Copy> copy = link->find(ticket)) {
+  long copy_id;
+  if (!PyArg_ParseTuple(args, "Ol", &handle, &copy_id)) return nullptr;
+  CopyEngine* engine = as_engine(handle);
+  if (const std::shared_ptr<Copy> copy = engine->find(copy_id)) {
     Py_BEGIN_ALLOW_THREADS;
-    while (!link->wait(*copy, std::chrono::milliseconds(1000))) {
+    while (!engine->wait(*copy, std::chrono::milliseconds(1000))) {
     }
     Py_END_ALLOW_THREADS;
-    link->forget(ticket);
+    engine->forget(copy_id);
   }
   Py_RETURN_NONE;
 }
 
-PyObject* link_settle(PyObject*, PyObject* handle) {
-  Link* link = as_link(handle);
+PyObject* engine_settle(PyObject*, PyObject* handle) {
+  CopyEngine* engine = as_engine(handle);
   Py_BEGIN_ALLOW_THREADS;
-  link->settle();
+  engine->settle();
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
 
-// The CUDA runtime's own calls, given by their addresses: what is compiled here needs no CUDA. Through
-// PyTorch's objects a copy takes the CPU as long as a few ops.
+// Functions of the CUDA runtime, called by address, so that this file compiles without CUDA. Through
+// PyTorch's objects a copy would cost as much CPU time as a few ops.
 struct Device {
   int (*create)(void** event, unsigned flags);
   int (*record)(void* event, void* stream);
@@ -241,7 +244,7 @@ constexpr int kByAddress = 4;     // cudaMemcpyDefault
 void* as_pointer(unsigned long long address) { return reinterpret_cast<void*>(address); }
 
 PyObject* none_or(int code) {
-  if (code != 0) return PyErr_Format(PyExc_RuntimeError, "CUDA says %d to a copy", code);
+  if (code != 0) return PyErr_Format(PyExc_RuntimeError, "a CUDA copy failed with error %d", code);
   Py_RETURN_NONE;
 }
 
@@ -267,7 +270,7 @@ PyObject* cuda_copy(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "KKnKKK", &target, &source, &bytes, &current, &stream, &event)) {
     return nullptr;
   }
-  // Twice the same event: a wait is for what was recorded when it was asked for.
+  // One event twice: a wait refers to the last record before the wait.
   int code = 0;
   Py_BEGIN_ALLOW_THREADS;
   code = device.record(as_pointer(event), as_pointer(current));
@@ -292,19 +295,19 @@ PyMethodDef methods[] = {
     {"cuda_event", cuda_event, METH_NOARGS, "() -> handle of an event on the current device"},
     {"cuda_copy", cuda_copy, METH_VARARGS,
      "(to, from, bytes, current stream, stream, event): on stream, after what is on the current one."},
-    {"cuda_wait", cuda_wait, METH_VARARGS, "(stream, event): it goes on after it."},
-    {"open", link_open, METH_NOARGS, "() -> handle of a thread that copies"},
-    {"close", link_close, METH_O, "End the thread once its copies are over."},
-    {"ask", link_ask, METH_VARARGS, "(handle, to, from, bytes, least us) -> ticket"},
-    {"wait", link_wait, METH_VARARGS, "(handle, ticket) -> us waited, when it began and ended, us"},
-    {"finish", link_finish, METH_VARARGS, "(handle, ticket): wait, whatever comes of it."},
-    {"settle", link_settle, METH_O, "Return once all copies are over."},
+    {"cuda_wait", cuda_wait, METH_VARARGS, "(stream, event): let the stream wait for the event."},
+    {"open", engine_open, METH_NOARGS, "() -> handle of a thread that copies"},
+    {"close", engine_close, METH_O, "End the thread after its copies."},
+    {"ask", engine_submit, METH_VARARGS, "(handle, to, from, bytes, min us) -> copy id"},
+    {"wait", engine_wait, METH_VARARGS, "(handle, copy id) -> us waited, begin and end, us"},
+    {"finish", engine_finish, METH_VARARGS, "(handle, copy id): wait, and ignore errors."},
+    {"settle", engine_settle, METH_O, "Wait for all copies."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "coop_plan_links", nullptr, -1, methods, nullptr, nullptr, nullptr,
+    PyModuleDef_HEAD_INIT, "coop_plan_copy_engines", nullptr, -1, methods, nullptr, nullptr, nullptr,
     nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_coop_plan_links() { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit_coop_plan_copy_engines() { return PyModule_Create(&definition); }

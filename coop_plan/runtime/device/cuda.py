@@ -1,7 +1,4 @@
-"""The CUDA side of the runtime: PyTorch's allocator, streams, times, and CUDA graphs.
-
-Nothing here is imported or called before a graph with CUDA tensors is captured.
-"""
+"""The CUDA side of the runtime: PyTorch's allocator, streams, timing, and CUDA graphs."""
 
 import functools
 import itertools
@@ -21,37 +18,37 @@ from coop_plan.runtime.torch_internals.fakes import unset_fake_temporarily
 
 log = logging.getLogger("coop-plan")
 
-FIRST, AGAIN, NEITHER, AWAY, BACK = range(5)
-"""Kinds of time that `Clock` tells apart: first computations, recomputations, and the rest; waits
-for copies to the host, and back."""
+COMPUTE, RECOMPUTE, OTHER, WAIT_TO_HOST, WAIT_FROM_HOST = range(5)
+"""Kinds of time of `Clock`: first computations, recomputations, other work, and waits for copies in
+each direction."""
 
 BUSY_CYCLES = 400_000
-"""Of the device's clock, about 200 µs: it works so long while Python starts the op to be timed."""
+"""Device cycles (about 200 µs) that occupy the stream while Python launches the op to be timed."""
 
 
 @functools.cache
-def take_over() -> None:
-    """Put the arena in front of PyTorch's CUDA allocator, and see that it is.
+def install_allocator() -> None:
+    """Put the arena in front of PyTorch's CUDA allocator, and check that it serves.
 
     Raises:
-        BuildError: this PyTorch's allocator is not one we know how to reach.
+        BuildError: the allocator of this PyTorch cannot be hooked.
     """
     ext: Any = extension()
-    fault = f"the CUDA allocator of PyTorch {torch.__version__} could not be taken over: "
+    failure = f"the CUDA allocator of PyTorch {torch.__version__} could not be hooked: "
     try:
         address = cuda_allocator()
     except (OSError, ValueError) as error:
-        raise BuildError(f"{fault}{error}") from None
+        raise BuildError(f"{failure}{error}") from None
     if not address or not ext.install_cuda(address):
-        raise BuildError(f"{fault}it is not laid out as expected")
+        raise BuildError(f"{failure}it is not laid out as expected")
     with unset_fake_temporarily():
-        served = _is_served(ext)
+        served = _serves_from_arena(ext)
     if not served:
-        raise BuildError(f"{fault}it does not ask for memory where expected")
+        raise BuildError(f"{failure}it does not ask for memory where expected")
 
 
-def _is_served(ext: Any) -> bool:
-    """Whether a tensor made in an op of a program lies where the program says."""
+def _serves_from_arena(ext: Any) -> bool:
+    """True if a tensor allocated in an op of a program gets the program's address."""
     device = torch.cuda.current_device()
     block = Block(2 * CUDA_ALIGNMENT, device)
     memory = ext.memory_adopt(device, block.address, block.size)
@@ -64,13 +61,13 @@ def _is_served(ext: Any) -> bool:
     ext.begin(run, memory, block.size, True, False)
     ext.enter(0)
     try:
-        there = torch.empty(CUDA_ALIGNMENT, dtype=torch.uint8, device=f"cuda:{device}")
+        tensor = torch.empty(CUDA_ALIGNMENT, dtype=torch.uint8, device=f"cuda:{device}")
     finally:
         ext.leave()
     served: bool = (
-        there.data_ptr() == block.address + CUDA_ALIGNMENT and len(ext.memory_there(memory)) == 1
+        tensor.data_ptr() == block.address + CUDA_ALIGNMENT and len(ext.memory_there(memory)) == 1
     )
-    del there
+    del tensor
     served = served and not ext.memory_there(memory)
     ext.run_destroy(run)
     ext.program_destroy(program)
@@ -79,11 +76,11 @@ def _is_served(ext: Any) -> bool:
 
 
 class Block:
-    """Memory of an arena on a CUDA device, ordered between the streams that use it.
+    """Memory of an arena on a CUDA device, with ordering between the streams that use it.
 
-    The CPU starts the steps one after the other; a stream that is not the last step's waits for it.
-    A CUDA graph captured in a block holds its addresses: the block is then kept for ever, since
-    nothing tells when the graph is gone.
+    The CPU launches steps one after the other. If a step's stream differs from the last step's, it
+    waits for that. A block in which a CUDA graph was captured is never freed: the graph holds its
+    addresses, and PyTorch does not report the end of a graph.
     """
 
     def __init__(self, size: int, device: int) -> None:
@@ -95,12 +92,12 @@ class Block:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Address of its first byte."""
         return self._tensor.data_ptr()
 
     def use(self) -> None:
-        """What this thread's stream does from now on comes after what used the block before."""
-        if capturing():  # torch.cuda.graph has waited for everything; the user orders the replays
+        """Make the current stream wait for the last stream that used the block."""
+        if capturing():  # torch.cuda.graph has synchronized; the user orders replays
             if not self.captured:
                 self.captured = True
                 _captured.append(self)
@@ -116,66 +113,66 @@ _captured: list[Block] = []
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
+    """True if the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
-_tried = fork_safe_lock()
-_untried = 0
-_wanted = False
+_benchmark_lock = fork_safe_lock()
+_users = 0
+_benchmark_setting = False
 
 
 @contextmanager
-def kernels_untried() -> Iterator[None]:
-    """While this lasts, cuDNN goes by its heuristics, whatever `cudnn.benchmark` says.
+def without_cudnn_benchmark() -> Iterator[None]:
+    """Disable `cudnn.benchmark` in this context: cuDNN selects kernels by heuristics.
 
-    What it finds by trying, it finds for each thread anew, backward threads too, and not always the
-    same: other workspaces than were planned, and recomputed results that are not those of before.
+    Benchmarking runs in each thread, backward threads included, and may select different kernels:
+    with other workspaces than planned, and recomputed results that differ from the first ones.
     """
-    global _untried, _wanted
+    global _users, _benchmark_setting
     backend: Any = torch.backends.cudnn
-    with _tried:
-        if _untried == 0:
-            _wanted = backend.benchmark
-            if _wanted:
+    with _benchmark_lock:
+        if _users == 0:
+            _benchmark_setting = backend.benchmark
+            if _benchmark_setting:
                 warn_of_benchmark()
             backend.benchmark = False
-        _untried += 1
+        _users += 1
     try:
         yield
     finally:
-        with _tried:
-            _untried -= 1
-            if _untried == 0:
-                backend.benchmark = _wanted
+        with _benchmark_lock:
+            _users -= 1
+            if _users == 0:
+                backend.benchmark = _benchmark_setting
 
 
 @functools.cache
 def warn_of_benchmark() -> None:
-    """Say once that steps run without it."""
+    """Log once that planned steps ignore `cudnn.benchmark`."""
     log.warning(
-        "planned steps run as without torch.backends.cudnn.benchmark: it tries kernels in each"
-        " thread anew, with other workspaces than were planned"
+        "planned steps run without torch.backends.cudnn.benchmark: it selects kernels in each"
+        " thread, with other workspaces than planned"
     )
 
 
-def refuse_capture_of(names: Sequence[str]) -> None:
-    """Refuse to capture the recomputation of random ops.
+def reject_captured_recompute(names: Sequence[str]) -> None:
+    """Raise if random ops are to be recomputed while a CUDA graph is captured.
 
     Raises:
-        CudaGraphError: there are some, and a CUDA graph is being captured.
+        CudaGraphError: `names`, of the recomputed random ops, is not empty during a capture.
     """
     if names and capturing():
         kinds = ", ".join(sorted(set(names)))
         raise CudaGraphError(
             f"this plan recomputes {len(names)} random ops ({kinds}), and PyTorch does not let the"
-            " generator be set while a CUDA graph is captured: give it a budget at which they are"
-            " kept, or no dropout"
+            " generator be set while a CUDA graph is captured: use a larger budget, at which they"
+            " are not recomputed, or no dropout"
         )
 
 
 def device_us(device: int, run: Callable[[], object]) -> float:
-    """Time of one run on the device's current stream, µs, the time to start it left out."""
+    """Time of one run on the device's current stream, µs, without its launch."""
     begin, end = _event(), _event()
     with torch.cuda.device(device):
         keep_busy(BUSY_CYCLES)
@@ -192,14 +189,14 @@ def _event() -> torch.cuda.Event:
 
 
 TIMED_FIRST, TIMED_EVERY = 8, 16
-"""So many steps are timed to begin with, and then one in so many."""
+"""The first steps are all timed, then one in `TIMED_EVERY`."""
 
 
 class Clock:
-    """Time of steps on the device in first computations and in recomputations, by events.
+    """Device time of steps in first computations and recomputations, measured by events.
 
-    A step is read when the device is through with it; the CPU never waits. To record events takes
-    the CPU some time in steps of many copies, so not every step is timed.
+    A step is read after the device has finished it; the CPU never waits. Recording events costs CPU
+    time in steps with many copies, so not every step is timed.
     """
 
     def __init__(self, device: int) -> None:
@@ -210,16 +207,16 @@ class Clock:
         self._marks: list[tuple[Any, int]] = []
         self._done: list[list[tuple[Any, int]]] = []
         self.stall_us = [0.0, 0.0]
-        """Of the step read last, what it waited for copies away, and back."""
+        """Time that the last step read waited for copies, by direction."""
 
     def begin(self) -> None:
-        """A step begins; what the one before left unfinished is dropped."""
+        """Begin a step, and drop the events of an unfinished one."""
         self._marks = []
         self._timed = self._steps < TIMED_FIRST or self._steps % TIMED_EVERY == 0
         self._steps += 1
 
     def mark(self, kind: int) -> None:
-        """What the current stream does from here on is of this kind."""
+        """Attribute later work of the current stream to a kind."""
         if self._timed and not capturing():
             event = self._spare.pop() if self._spare else _event()
             event.record(torch.cuda.current_stream(self._device))
@@ -227,32 +224,32 @@ class Clock:
 
     @contextmanager
     def waiting(self, direction: int) -> Iterator[None]:
-        """The current stream waits for a copy in that direction (0: to the host)."""
+        """Attribute the time in this context to waiting for copies in a direction (0: to host)."""
         if not self._timed:
             yield
             return
-        before = self._marks[-1][1] if self._marks else NEITHER
-        self.mark(AWAY + direction)
+        before = self._marks[-1][1] if self._marks else OTHER
+        self.mark(WAIT_TO_HOST + direction)
         yield
         self.mark(before)
 
     def end(self) -> None:
-        """The step is over."""
+        """End the step."""
         if self._marks:
             self._done.append(self._marks)
         self._marks = []
 
     def read(self) -> tuple[float, float] | None:
-        """The two times, µs, of the last step that the device has finished since it was asked."""
+        """Compute and recompute time, µs, of the last step that finished since the last call."""
         found = None
-        if capturing():  # CUDA forbids the question
+        if capturing():  # CUDA forbids queries during a capture
             return None
         while self._done and self._done[0][-1][0].query():
             marks = self._done.pop(0)
             times = [0.0] * 5
             for (event, kind), (following, _) in itertools.pairwise(marks):
                 times[kind] += event.elapsed_time(following) * 1e3
-            found = times[FIRST], times[AGAIN]
-            self.stall_us = times[AWAY:]
+            found = times[COMPUTE], times[RECOMPUTE]
+            self.stall_us = times[WAIT_TO_HOST:]
             self._spare += [event for event, _ in marks]
         return found

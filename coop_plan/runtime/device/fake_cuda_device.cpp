@@ -1,10 +1,9 @@
-// A CUDA device that is not there, for tracing on PyTorch's CPU build: fake tensors on "cuda:0" take
-// their way through autograd and the dispatcher as on a machine with a GPU. No memory is taken and no
-// kernel runs.
+// A fake CUDA device for tracing with PyTorch's CPU build: fake tensors on "cuda:0" pass through
+// autograd and the dispatcher as on a machine with a GPU. No memory is allocated and no kernel runs.
 //
-// Without the guard autograd ends the process as soon as it sees a CUDA tensor
-// (c10/core/impl/DeviceGuardImplInterface.h), without the hooks it has no device to ask for, and
-// without a choice of kernel attention is traced as matrix products and a softmax.
+// Without the guard, autograd aborts the process at the first CUDA tensor
+// (c10/core/impl/DeviceGuardImplInterface.h). Without the hooks there is no current device. Without a
+// kernel choice, attention is traced as matrix products and a softmax.
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -20,8 +19,8 @@ bool half(const at::Tensor& t) {
   return t.scalar_type() == at::kHalf || t.scalar_type() == at::kBFloat16;
 }
 
-// As select_sdp_backend of ATen/native/transformers/cuda/sdp_utils.cpp on devices from sm80 on, by
-// what alone depends on the arguments' types and shapes.
+// As select_sdp_backend of ATen/native/transformers/cuda/sdp_utils.cpp on devices from sm80 on, for
+// the conditions on dtypes and shapes.
 int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                    const std::optional<at::Tensor>& mask, double, bool, std::optional<double>,
                    bool) {
@@ -43,7 +42,7 @@ int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Ten
   return static_cast<int64_t>(at::SDPBackend::math);
 }
 
-// `torch.tensor(values, device="cuda")` is made before any mode sees it, then lifted into one.
+// `torch.tensor(values, device="cuda")` allocates before a mode sees the tensor.
 struct Nowhere final : at::Allocator {
   at::DataPtr allocate(size_t) override { return {nullptr, nullptr, &nothing, kDevice}; }
   at::DeleterFnPtr raw_deleter() const override { return &nothing; }
@@ -70,9 +69,9 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor&, bool) { return self; }
 
-// Tracing takes an op apart where a device has no kernel for it; these have one on CUDA.
+// Tracing decomposes an op if the device has no kernel for it; these ops have one on CUDA.
 void untouched(const c10::OperatorHandle& op, torch::jit::Stack*) {
-  TORCH_CHECK(false, op.schema().name(), " is not run on a device that is not there");
+  TORCH_CHECK(false, op.schema().name(), " cannot run on a fake device");
 }
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);

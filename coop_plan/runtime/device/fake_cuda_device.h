@@ -1,5 +1,5 @@
-// What PyTorch asks of a CUDA device before it runs anything there, answered without one: which device
-// is the current one, and its streams, all of them the default one.
+// Guard and hooks of a fake CUDA device: the queries that PyTorch makes before it runs an op. There is
+// one device, and all streams are the default stream.
 
 #pragma once
 

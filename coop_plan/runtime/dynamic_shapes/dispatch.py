@@ -15,7 +15,7 @@ from coop_plan.runtime.execute.invocation import Flight, flight_of
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.torch_internals.dynamo_graphs import Symbols
-from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, code_on_demand
+from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed, lazy_graph_code
 
 Half = Callable[[list[Any]], Any]
 
@@ -61,7 +61,7 @@ class EveryLength:
             inference_compiler=_refuse,
             partition_fn=partition,
         )
-        with code_on_demand(), as_eager():
+        with lazy_graph_code(), as_eager():
             self._run: Callable[..., Any] = backend(gm, symbols.inputs)
 
     def calling(self, step: PlannedStep) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from coop_plan.runtime.torch_internals.dynamo_graphs import (
     copy_dynamo_node,
     dynamo_module,
     example_value,
-    is_boxed_number,
+    is_boxed_scalar,
     scalar_input,
     symbols_in,
 )
@@ -96,7 +96,7 @@ class _Found:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         inputs = gm.graph.find_nodes(op="placeholder")
-        boxes = set(filter(is_boxed_number, inputs))
+        boxes = set(filter(is_boxed_scalar, inputs))
         self.numbers: set[fx.Node] = set()
         for node in gm.graph.nodes:
             value, of = example_value(node), node.all_input_nodes

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.cost_scaling import Costs
-from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
-from coop_plan.runtime.dynamic_shapes.scalar_inputs import InTensors, is_item
+from coop_plan.runtime.capture.cost_scaling import CostHistory
 from coop_plan.runtime.dynamic_shapes.history import Others
+from coop_plan.runtime.dynamic_shapes.scalar_inputs import InTensors, is_item
+from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.reports import REPORT, drop
 from coop_plan.runtime.torch_internals.dynamo import (
+    block_other_compiles,
     compilation,
-    no_other_compiles,
     raise_recompile_limits,
 )
 from coop_plan.runtime.torch_internals.dynamo_graphs import (
     copy_dynamo_node,
     dynamo_module,
     example_value,
-    is_boxed_number,
+    is_boxed_scalar,
     is_static_input,
     leaves_of,
     source_name,
@@ -37,7 +37,7 @@ from coop_plan.runtime.torch_internals.fakes import (
     FakeTensor,
     FakeTensorMode,
 )
-from coop_plan.runtime.torch_internals.joint_graphs import code_on_demand
+from coop_plan.runtime.torch_internals.joint_graphs import lazy_graph_code
 from coop_plan.runtime.torch_internals.ops import storage_key
 
 log = logging.getLogger("coop-plan")
@@ -104,7 +104,7 @@ class _Input:
 
     @classmethod
     def of(cls, node: fx.Node) -> "_Input":
-        value, boxed = example_value(node), is_boxed_number(node)
+        value, boxed = example_value(node), is_boxed_scalar(node)
         sized = False
         if isinstance(value, torch.Tensor) and not boxed:
             layout = (*value.shape, *value.stride(), value.storage_offset())
@@ -153,7 +153,7 @@ class ByShape:
         key = self._key(args)
         step = self._steps.pop(key, None)
         if step is None:
-            with no_other_compiles():
+            with block_other_compiles():
                 step = self._specialise(args)
             self._make_room()
         self._steps[key] = step
@@ -206,7 +206,7 @@ class ByShape:
         nodes = {self._inputs[i].node for i in self._kept}
         kept = [fakes[i] for i in self._kept]
         try:
-            with code_on_demand():
+            with lazy_graph_code():
                 static = _static(self._gm, numbers, nodes)
                 self._count(shape_of(static, kept))
                 compiled = self._compile(static, kept)
@@ -229,7 +229,7 @@ class ByShape:
         if (joint := trace.at(fakes)) is None:
             return None
         self._count(_shape(self._inputs, fakes))
-        with code_on_demand():
+        with lazy_graph_code():
             return at_sizes(joint)
 
     def _learn(self, args: Sequence[Any], fakes: Sequence[Any], of: list[object]) -> None:
@@ -242,7 +242,7 @@ class ByShape:
             return
         compile_all, self._compile_all = self._compile_all, None
         try:
-            with code_on_demand():
+            with lazy_graph_code():
                 nodes = {given.node for given in self._inputs}
                 for_all = compile_all(_static(self._gm, {}, nodes), examples, args)
             made = ((for_all[0].at(known), wanted) for known, wanted in self._known)
@@ -300,7 +300,7 @@ class FirstShapes:
         self.owner = owner  # its id stays its own
         self.shapes: dict[str, Shape] = {}
         self._numbers: dict[tuple[str, str], list[Number]] = {}
-        self.costs: defaultdict[str, Costs] = defaultdict(Costs)
+        self.costs: defaultdict[str, CostHistory] = defaultdict(CostHistory)
         self.others: defaultdict[str, Others] = defaultdict(Others)
 
     def numbers_change(self, function: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:

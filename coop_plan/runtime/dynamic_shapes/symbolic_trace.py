@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.torch_internals.dynamo_graphs import Symbols, at_sizes, is_size, is_whole
+from coop_plan.runtime.torch_internals.dynamo_graphs import Symbols, at_sizes, is_integer, is_size
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal, is_tangent
 from coop_plan.runtime.torch_internals.ops import is_view_op, negative_view, tree_flatten, tree_map
@@ -74,7 +74,7 @@ class _Making:
         """The trace knows how results lie in memory, so that no op has to run for that."""
         if isinstance(value, torch.Tensor):
             return self._stand_in(value)
-        return at_sizes(value, self._bound) if is_whole(value) else value
+        return at_sizes(value, self._bound) if is_integer(value) else value
 
     def _stand_in(self, like: torch.Tensor) -> torch.Tensor:
         sizes = [at_sizes(size, self._bound) for size in like.shape]
@@ -92,7 +92,7 @@ class _Making:
         """An op; what computes sizes is computed."""
         target: Any = node.target
         value = node.meta.get("val")
-        if is_size(node) and not is_whole(value):
+        if is_size(node) and not is_integer(value):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
             value = target(*args, **kwargs)
         else:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
-from coop_plan.runtime.iteration.recorder import Course
 from coop_plan.runtime.execute.invocation import Flight, in_flight
 from coop_plan.runtime.iteration.joint_plan import Call
+from coop_plan.runtime.iteration.recorder import Course
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals.autograd import inside_backward
@@ -60,7 +60,7 @@ class Pool:
         """Give memory to a flight, for its next half."""
         with _lock:
             memory = self._find(flight)
-            memory.part()
+            memory.detach_live()
             flight.memory = memory
 
     def _find(self, flight: Flight) -> Memory:
@@ -81,7 +81,7 @@ class Pool:
         idle = [
             memory
             for memory in self._memories
-            if id(memory) not in busy and (memory.bytes <= most or memory.fixed)
+            if id(memory) not in busy and (memory.bytes <= most or memory.in_cuda_graph)
         ]
         idle.sort(key=lambda memory: (memory.bytes < size, memory.bytes))
         found = idle.pop(0) if idle else Memory()

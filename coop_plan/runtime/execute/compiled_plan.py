@@ -7,12 +7,9 @@ from torch import fx
 
 from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.gradients.capture_adjust import TAKING, accumulate, hand_over
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
-from coop_plan.runtime.execute.transfers import Copies, Route, Transfers
 from coop_plan.runtime.execute.invocation import Flight
-from coop_plan.runtime.execute.rng_state import Generator, default_generator
 from coop_plan.runtime.execute.lower_to_fx import (
     FLIGHT,
     OCCURRENCE,
@@ -21,6 +18,9 @@ from coop_plan.runtime.execute.lower_to_fx import (
     shared_places,
     split,
 )
+from coop_plan.runtime.execute.rng_state import Generator, default_generator
+from coop_plan.runtime.execute.transfers import Copies, Route, Transfers
+from coop_plan.runtime.gradients.capture_adjust import TAKING, accumulate, hand_over
 from coop_plan.schemas import Compute, Plan, Prefetch, Write
 
 
@@ -166,8 +166,8 @@ def _gradient_slots(
             buffer = step.reads[0]
             assert isinstance(buffer, int)
             found[position] = made.get(buffer)
-        buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
-        taken = captured.running(step).facts.allocated_beside(over.get(number, ()))
+        buffers = {captured.producer[write.tensor][1]: write.buffer for write in step.writes}
+        taken = captured.selected_variant(step).profile.allocations_except(over.get(number, ()))
         for i, allocation in enumerate(taken):
             if allocation.output in buffers:
                 made[buffers[allocation.output]] = first + i
@@ -212,10 +212,10 @@ def _slots(captured: Captured, step: Compute, over: Collection[int]) -> list[tup
 
     There are none for results that lie `over` arguments.
     """
-    profile = captured.running(step).facts
-    written = {captured.base[w.tensor][1]: place_of(w) for w in step.writes}
+    profile = captured.selected_variant(step).profile
+    written = {captured.producer[w.tensor][1]: place_of(w) for w in step.writes}
     slots = []
-    for allocation in profile.allocated_beside(over):
+    for allocation in profile.allocations_except(over):
         if allocation.output >= 0:
             offset = written[allocation.output]
             slots.append((allocation.bytes, SERVED_OUTSIDE if offset is None else offset))

@@ -17,9 +17,9 @@ import torch
 
 from coop_plan.runtime.device.arena import Arena, Counters, Memory, Run
 from coop_plan.runtime.errors import StepSpentError
-from coop_plan.runtime.execute.transfers import Copies
 from coop_plan.runtime.execute.rng_state import Generator
-from coop_plan.runtime.torch_internals.autograd import give_gradient
+from coop_plan.runtime.execute.transfers import Copies
+from coop_plan.runtime.torch_internals.autograd import accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_version
 from coop_plan.schemas import Plan
 
@@ -201,7 +201,7 @@ class Flight:
         if position not in self.handed:
             return gradient
         self.code.arena.pause()
-        give_gradient(self.leaves[position], gradient)
+        accumulate_gradient(self.leaves[position], gradient)
         return None
 
     def check(self, saved: Sequence[Any]) -> None:

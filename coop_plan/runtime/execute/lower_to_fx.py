@@ -17,7 +17,6 @@ from torch import fx
 
 from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.variants.inplace_outputs import write_over
 from coop_plan.runtime.execute.transfers import Transfers, offload, prefetch, wait
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import (
@@ -25,6 +24,7 @@ from coop_plan.runtime.torch_internals.joint_graphs import (
     is_primal,
     is_tangent,
 )
+from coop_plan.runtime.variants.inplace_outputs import run_into
 from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, TensorRead, Wait
 
 Source = tuple[str, Any]
@@ -133,7 +133,7 @@ def shared_places(captured: Captured, plan: Plan) -> dict[int, Over]:
             offset[step.buffer] = step.offset
         if not isinstance(step, Compute):
             continue
-        form, node, _ = captured.running(step)
+        form, node, _ = captured.selected_variant(step)
         reads = dict(zip(form.inputs, step.reads, strict=True))
         placed = {write.tensor: write.offset for write in step.writes}
         over: dict[int, fx.Node] = {}
@@ -143,7 +143,7 @@ def shared_places(captured: Captured, plan: Plan) -> dict[int, Over]:
                 continue
             if placed[made] == offset.get(read):
                 arguments = tensor_args(node)
-                over[captured.base[made][1]] = next(
+                over[captured.producer[made][1]] = next(
                     a for a in arguments if captured.storages[a][0] == source
                 )
         if over:
@@ -257,7 +257,7 @@ class _Half:
     def emit(self, step: Compute, number: int, over: Over) -> None:
         """Copy the op of a compute step, of which some results lie `over` arguments."""
         captured = self.captured
-        form, node, _ = captured.running(step)
+        form, node, _ = captured.selected_variant(step)
         bind: dict[int, Source] = {}
         for t, read in zip(form.inputs, step.reads, strict=True):
             if isinstance(read, TensorRead):
@@ -271,7 +271,7 @@ class _Half:
                 self._resolve(over[i], bind) if i in over else None for i in range(max(over) + 1)
             ]
             copy.args = (target, places, *copy.args)
-            copy.target = write_over
+            copy.target = run_into
         copy.meta[OCCURRENCE] = number
         if not step.writes:  # what it returns lies in none of the plan's tensors
             self.placed[node] = copy
@@ -279,7 +279,7 @@ class _Half:
             source: Source = (
                 ("outside", write.tensor) if write.offset is None else ("buffer", write.buffer)
             )
-            self._made[source] = (copy, captured.base[write.tensor][1])
+            self._made[source] = (copy, captured.producer[write.tensor][1])
             self.tensor(source)  # at once, or a tuple would keep all that the op made
 
     def transfer(self, step: Offload | Prefetch | Wait, number: int) -> None:
@@ -291,7 +291,7 @@ class _Half:
             self.graph.call_function(offload, (self._flight, number, source))
         else:
             node = self.graph.call_function(prefetch, (self._flight, number))
-            maker, position = self.captured.base[step.tensor]
+            maker, position = self.captured.producer[step.tensor]
             value = maker.meta["val"]
             node.meta["val"] = value if isinstance(value, torch.Tensor) else value[position]
             self._made["buffer", step.buffer] = (node, 0)

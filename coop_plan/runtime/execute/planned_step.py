@@ -9,29 +9,29 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
-from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
+from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
-from coop_plan.runtime.execute.compiled_plan import Code
-from coop_plan.runtime.execute.transfers import Copies
-from coop_plan.runtime.iteration.recorder import TOLERANCE, addresses
-from coop_plan.runtime.execute.invocation import Flight, Runnable, flight_of, room
-from coop_plan.runtime.execute.rng_state import Generator, default_generator
-from coop_plan.runtime.execute.lower_to_fx import copied, inputs_of
 from coop_plan.runtime.execute.arena_pool import Pools, claim
-from coop_plan.runtime.iteration.joint_plan import Call
+from coop_plan.runtime.execute.compiled_plan import Code
+from coop_plan.runtime.execute.invocation import Flight, Runnable, flight_of, room
+from coop_plan.runtime.execute.lower_to_fx import copied, inputs_of
+from coop_plan.runtime.execute.rng_state import Generator, default_generator
+from coop_plan.runtime.execute.transfers import Copies
+from coop_plan.runtime.gradients import capture_adjust
+from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.gradients.held_gradients import Residents, handed_over, held_in_place
 from coop_plan.runtime.gradients.undefined import Undefined
-from coop_plan.runtime.source_lines import Lines
+from coop_plan.runtime.iteration.joint_plan import Call
+from coop_plan.runtime.iteration.recorder import TOLERANCE, addresses
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
-from coop_plan.runtime.torch_internals.autograd import after_this_backward, makes_a_graph
+from coop_plan.runtime.source_lines import Lines
+from coop_plan.runtime.torch_internals.autograd import after_this_backward, creates_graph
 from coop_plan.runtime.torch_internals.joint_graphs import boxed
 from coop_plan.schemas import Plan, format_bytes
 
@@ -106,7 +106,7 @@ class PlannedStep:
             inputs = list(args)
             args.clear()
             if self._clock is not None:
-                cuda.refuse_capture_of(self._code.uncapturable)
+                cuda.reject_captured_recompute(self._code.uncapturable)
                 if (times := self._clock.read()) is not None:
                     self._take_times(*times, self._clock.stall_us)
             pool = self._pools.here()
@@ -184,7 +184,7 @@ class PlannedStep:
 
     def _note_graph(self) -> None:
         """Say what to write instead before PyTorch refuses a double backward without it."""
-        if self._noted or not makes_a_graph():
+        if self._noted or not creates_graph():
             return
         self._noted = True
         log.warning(
@@ -224,7 +224,9 @@ class PlannedStep:
         """Keep this thread in the arena."""
         assert flight.memory is not None
         flight.memory.tenant = None
-        untried = contextlib.nullcontext() if self._clock is None else cuda.kernels_untried()
+        untried = (
+            contextlib.nullcontext() if self._clock is None else cuda.without_cudnn_benchmark()
+        )
         try:
             flight.run.begin(flight.memory, fresh=fresh, watch=flight.code.watch)
             if self._clock is not None and fresh:
@@ -235,7 +237,7 @@ class PlannedStep:
             finally:
                 flight.go_on()
                 if self._clock is not None:
-                    self._clock.mark(cuda.NEITHER)
+                    self._clock.mark(cuda.OTHER)
                 flight.code.arena.leave()
         except BaseException:
             if flight.copies is not None:
@@ -263,7 +265,7 @@ class PlannedStep:
         memory = found()
         if memory is None or memory.tenant is not code:
             return []
-        return [code.left[offset] for offset in memory.there if offset in code.left]
+        return [code.left[offset] for offset in memory.live_offsets if offset in code.left]
 
     def _plan_as_learned(self) -> None:
         """Plan anew if a step before took what was not planned for; not before another comes."""
@@ -299,7 +301,7 @@ class PlannedStep:
     def _watch_hooks(self, inputs: Sequence[Any]) -> None:
         """When autograd is done, see which gradients the hooks of their leaves have used up."""
         watched = self._residents.used_up(inputs)
-        if not watched or makes_a_graph():
+        if not watched or creates_graph():
             return
 
         def look() -> None:
@@ -329,7 +331,7 @@ class PlannedStep:
             return
         flight.run.end()
         if memory is not None:
-            memory.rest(counters.before_bytes + counters.process_bytes)
+            memory.release_above(counters.before_bytes + counters.process_bytes)
             memory.tenant = code
             self._landed = weakref.ref(memory), code
         watched, code.watch = code.watch, False
@@ -384,7 +386,7 @@ class PlannedStep:
             f" {format_bytes(counters.outside_bytes)}, one after the other, that do not lie where"
             " they were planned: its budget may not have been kept"
         )
-        if counters.wanted_slot >= 0:
+        if counters.conflict_slot >= 0:
             text += f"; {self.report.outside_plan}"
         self._refuse(text)
 
@@ -412,18 +414,18 @@ class PlannedStep:
                 f"{format_bytes(counters.stray_bytes)} in {counters.stray_count} tensor{many}, the"
                 f" largest ({format_bytes(counters.largest_bytes)}) from {counters.largest_line}"
             )
-        if counters.wanted_slot >= 0:
-            maker, kept = self._code.maker, counters.kept_slot
+        if counters.conflict_slot >= 0:
+            maker, kept = self._code.maker, counters.conflicting_slot
             of = "another step" if kept < 0 else maker(kept)
             found.append(
-                f"where {maker(counters.wanted_slot)} was to lie there still are"
-                f" {format_bytes(counters.kept_bytes)} of {of}, which somebody keeps"
+                f"where {maker(counters.conflict_slot)} was to lie there still are"
+                f" {format_bytes(counters.conflicting_bytes)} of {of}, which somebody keeps"
             )
         if found:
             report.outside_plan = "; ".join(found)
         if self._clock is None:
             stalls = (0.0, 0.0) if copies is None else copies.stall_us
-            self._take_times(counters.first_us, counters.again_us, stalls)
+            self._take_times(counters.compute_us, counters.recompute_us, stalls)
         if copies is not None:
             report.measured_host_arena_bytes = copies.host_high_water
             report.copies = copies.spans

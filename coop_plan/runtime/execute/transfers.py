@@ -10,8 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from coop_plan.runtime.device.arena import Arena, Memory
+from coop_plan.runtime.device.copy_engines import (
+    FROM_HOST,
+    TO_HOST,
+    CopyEngines,
+    CopyHandle,
+    copy_engines_of,
+)
 from coop_plan.runtime.device.cuda import Clock
-from coop_plan.runtime.device.copy_engines import AWAY, BACK, Links, Ticket, links_of
 from coop_plan.runtime.errors import CopyError
 from coop_plan.runtime.reports import CopySpan
 from coop_plan.schemas import Compute, Device, Offload, Plan, Prefetch, Wait
@@ -52,11 +58,11 @@ class Transfers:
             if isinstance(step, Offload):
                 assert step.host_offset is not None
                 last[step.buffer] = len(self.all)
-                moved = Transfer(AWAY, step.buffer, size[step.buffer], step.host_offset)
+                moved = Transfer(TO_HOST, step.buffer, size[step.buffer], step.host_offset)
             elif isinstance(step, Prefetch):
                 source = last[step.from_]
                 there = self.all[source].host_offset
-                moved = Transfer(BACK, step.buffer, step.bytes, there, source, step.offset)
+                moved = Transfer(FROM_HOST, step.buffer, step.bytes, there, source, step.offset)
             else:
                 continue
             self.of_step[number] = flying[step.buffer] = len(self.all)
@@ -64,7 +70,7 @@ class Transfers:
 
     def arrivals(self) -> list[int]:
         """The transfers that make a tensor in the arena."""
-        return [i for i, transfer in enumerate(self.all) if transfer.direction == BACK]
+        return [i for i, transfer in enumerate(self.all) if transfer.direction == FROM_HOST]
 
 
 class Route(NamedTuple):
@@ -91,14 +97,14 @@ class Copies:
         self._arena, self._where, self._clock = route.arena, route.where, clock
         arrivals = route.transfers.arrivals()
         self._occurrence = {i: route.first_occurrence + k for k, i in enumerate(arrivals)}
-        rates = {AWAY: route.device.d2h_bytes_per_s, BACK: route.device.h2d_bytes_per_s}
+        rates = {TO_HOST: route.device.d2h_bytes_per_s, FROM_HOST: route.device.h2d_bytes_per_s}
         self._least_us = [
             route.device.copy_latency_us + moved.bytes / rates[moved.direction] * 1e6
             for moved in self._transfers
         ]
-        self._links: Links | None = None
+        self._links: CopyEngines | None = None
         self._forms: dict[int, Any] = {}
-        self._tickets: dict[int, Ticket] = {}
+        self._tickets: dict[int, CopyHandle] = {}
         self.stall_us = [0.0, 0.0]
         """What was waited for copies away, and back."""
         self.spans: list[CopySpan] = []
@@ -107,7 +113,7 @@ class Copies:
     def begin(self, memory: Memory | None) -> None:
         """The forward begins in that memory; what another left in flight there is over first."""
         assert memory is not None
-        self._links = links_of(memory, self._where)
+        self._links = copy_engines_of(memory, self._where)
         self.abandon()
         self._links.reserve(self._host_arena_bytes)
         self.stall_us = [0.0, 0.0]
@@ -117,7 +123,7 @@ class Copies:
     def abandon(self) -> None:
         """The flight does not go on: nothing of it stays in flight."""
         if self._links is not None:
-            self._links.settle()
+            self._links.finish()
         self._tickets.clear()
         self._forms.clear()
 
@@ -166,12 +172,12 @@ class Copies:
         if over is not None:
             moved = self._transfers[number]
             self.stall_us[direction] += over.waited_us
-            away = direction == AWAY
+            away = direction == TO_HOST
             span = CopySpan(moved.buffer, moved.bytes, away, over.begin_us, over.end_us)
             self.spans.append(span)
 
     @property
-    def _link(self) -> Links:
+    def _link(self) -> CopyEngines:
         assert self._links is not None
         return self._links
 

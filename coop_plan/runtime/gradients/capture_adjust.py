@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.op_profile import OpProfile
 from coop_plan.runtime.capture.joint_graph import Captured
+from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.schemas import parse_graph
 
 BYTES_PER_US = 1e4
@@ -179,7 +179,7 @@ def under(captured: Captured, circumstances: Circumstances) -> Captured:
         profiles=profiles,
         storages={**captured.storages, **dict.fromkeys(nodes.values(), (None,))},
         output_args=outputs,
-        resident_within=captured.resident_within + taken + sum(own[p] for p in lasting),
+        resident_in_step=captured.resident_in_step + taken + sum(own[p] for p in lasting),
     )
 
 

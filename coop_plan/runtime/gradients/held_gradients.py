@@ -15,20 +15,20 @@ from typing import Any
 import torch
 
 from coop_plan.planner import InfeasibleBudgetError
-from coop_plan.runtime.gradients import capture_adjust
-from coop_plan.runtime.distributed.collectives import group_of
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
-from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.device.arena import node_owners
+from coop_plan.runtime.distributed.collectives import group_of
+from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.gradients import capture_adjust
+from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals.autograd import (
     accumulate_node,
-    gradient_hooks,
-    hooks_use_gradient,
-    makes_a_graph,
+    creates_graph,
+    has_gradient_hooks,
+    has_only_post_hooks,
     runs_in_this_backward,
 )
 from coop_plan.schemas import Plan, format_bytes
@@ -129,7 +129,7 @@ class Residents:
         return {
             p: weakref.ref(inputs[p])
             for p in asked
-            if inputs[p].is_leaf and hooks_use_gradient(inputs[p])
+            if inputs[p].is_leaf and has_only_post_hooks(inputs[p])
         }
 
     def learn(
@@ -214,23 +214,23 @@ class Residents:
 
 def can_be_added_to(movable: Container[int], position: int, leaf: torch.Tensor) -> bool:
     """Whether a gradient that is there when a forward begins can have a home."""
-    return position in movable and not gradient_hooks(leaf)
+    return position in movable and not has_gradient_hooks(leaf)
 
 
 def handed_over(leaves: Mapping[int, torch.Tensor], used: Iterable[int]) -> set[int]:
     """Of the gradients that are `used` up those whose hooks this backward can call itself."""
     found = {p for p in used if p in leaves and _hooks_alone(leaves[p])}
-    return set() if found and makes_a_graph() else found
+    return set() if found and creates_graph() else found
 
 
 def _hooks_alone(leaf: torch.Tensor) -> bool:
     """Whether all that autograd does with our gradient of a leaf is to set it, and call hooks."""
-    return leaf.grad is None and hooks_use_gradient(leaf) and _is_only_ours(leaf)
+    return leaf.grad is None and has_only_post_hooks(leaf) and _is_only_ours(leaf)
 
 
 def held_in_place(leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """The gradients of these leaves that a backward can add to, as autograd would at its end."""
-    if makes_a_graph():  # autograd makes new sums, and leaves the old ones as they are
+    if creates_graph():  # autograd makes new sums, and leaves the old ones as they are
         return {}
     return {
         position: leaf.grad
@@ -250,7 +250,7 @@ def _is_added_to(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
     if type(gradient) is not torch.Tensor or gradient.layout != torch.strided:
         return False
     of_gradient = gradient.dtype, gradient.device, gradient.shape
-    if of_gradient != (leaf.dtype, leaf.device, leaf.shape) or gradient_hooks(leaf):
+    if of_gradient != (leaf.dtype, leaf.device, leaf.shape) or has_gradient_hooks(leaf):
         return False
     return _is_only_ours(leaf)
 

@@ -17,18 +17,18 @@ import torch
 from torch import fx
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError
-from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.capture.joint_graph import RUNTIME, Captured
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.compiled_plan import Code
+from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.execute.invocation import room
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, tangents_of
-from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.gradients import capture_adjust
+from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
-from coop_plan.runtime.torch_internals.ranks import group_of_all
+from coop_plan.runtime.torch_internals.ranks import world_group
 from coop_plan.schemas import Compute, Free, Plan, format_bytes, parse_graph
 
 log = logging.getLogger("coop-plan")
@@ -95,7 +95,7 @@ def plan_regions(
     calls = [replace(call, captured=_as_found(call)) for call in calls]
     layout = _Layout(calls, events, between, options)
     for call, captured in zip(calls, alone, strict=True):
-        layout.within += call.captured.resident_within - captured.resident_within
+        layout.within += call.captured.resident_in_step - captured.resident_in_step
     # Each run in its own call: a walk might move it to another one's.
     options = replace(options, plan=options.plan.without("reorder", "walk"))
     try:
@@ -120,7 +120,7 @@ def plan_regions(
         return None
     codes = [Code(call.captured, part, call.clock) for call, part in zip(calls, parts, strict=True)]
     for code in codes:
-        code.watch = code.watch and not between and group_of_all() is not None
+        code.watch = code.watch and not between and world_group() is not None
     report = StepReport(
         name=f"iteration of {len(calls)} graphs {len(reports())}",
         budget_bytes=made.budget_bytes,

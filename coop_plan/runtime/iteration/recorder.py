@@ -13,18 +13,18 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.distributed.collectives import GROUP_THREADS
-from coop_plan.runtime.gradients.capture_adjust import Circumstances, movable
 from coop_plan.runtime.device.arena import Counters, Memory, Run
+from coop_plan.runtime.distributed.collectives import GROUP_THREADS
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.compiled_plan import Code
 from coop_plan.runtime.execute.invocation import Flight
-from coop_plan.runtime.iteration.joint_plan import Call, Event, Made, Regions, plan_regions, stored
+from coop_plan.runtime.gradients.capture_adjust import Circumstances, movable
 from coop_plan.runtime.gradients.held_gradients import MANY_PLANS, can_be_added_to
+from coop_plan.runtime.iteration.joint_plan import Call, Event, Made, Regions, plan_regions, stored
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import drop
-from coop_plan.runtime.torch_internals.ops import has_no_memory, when_gone
-from coop_plan.runtime.torch_internals.ranks import ranks
+from coop_plan.runtime.torch_internals.ops import has_no_memory, storage_expiry
+from coop_plan.runtime.torch_internals.ranks import world_size
 from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -168,10 +168,10 @@ class Course:
             taken = self._run.counters()
             self._plans.codes[0].watch = False
             # What a collective takes is of all ranks, or for each of them, and of one.
-            collective = taken.largest_bytes + taken.largest_bytes // ranks()
+            collective = taken.largest_bytes + taken.largest_bytes // world_size()
             self._known.threads = GROUP_THREADS * collective
             if memory is not None:
-                memory.rest(taken.before_bytes + taken.process_bytes)
+                memory.release_above(taken.before_bytes + taken.process_bytes)
             report = self._plans.report
             report.held_bytes = sum(self._beside.values())
             report.measured_arena_bytes = max(c.high_water_bytes for c in self._tally)
@@ -180,8 +180,8 @@ class Course:
             )
             report.outside_bytes = sum(c.outside_bytes for c in self._tally)
             report.steps_run += 1
-            first = sum(c.first_us for c in self._tally)
-            again = sum(c.again_us for c in self._tally)
+            first = sum(c.compute_us for c in self._tally)
+            again = sum(c.recompute_us for c in self._tally)
             report.last_step_us = first + again
             report.measured_overhead = again / first if first else None
             self._run = None
@@ -224,7 +224,7 @@ class Course:
             when = {p: at for (half, p), at in gone.items() if half == backward}
         for position, at in when.items():
             if has_memory(made[position]):
-                entry = number, (backward, position), when_gone(made[position])
+                entry = number, (backward, position), storage_expiry(made[position])
                 self._watched.setdefault(at, []).append(entry)
 
     def _look_back(self) -> None:

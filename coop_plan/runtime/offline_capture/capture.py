@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from coop_plan.runtime.offline_capture.devices import device as device_named
-from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
+from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, capture_for
 from coop_plan.schemas import Graph, InvalidInputError
 
 
@@ -41,7 +41,7 @@ def capture(
         sys.path.insert(0, str(Path.cwd()))
     if device is not None:
         return capture_for(
-            Question(
+            CaptureRequest(
                 target=target,
                 spec=device_named(device),
                 batch=batch,

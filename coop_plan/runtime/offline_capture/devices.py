@@ -1,7 +1,7 @@
-"""Devices that a step can be captured for without having them: built in, or from a file.
+"""Device specs for offline capture: built in, or from a file.
 
-The figures of the built-in ones (`devices.json`) are dense peaks of the vendors' data sheets and
-the memory that PyTorch reports in total, which is less than the nominal size.
+The figures of the built-in devices (`devices.json`) are the dense peaks of the vendors' data
+sheets, and the total memory that PyTorch reports, which is less than the nominal size.
 """
 
 import functools
@@ -21,14 +21,18 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class DeviceSpec(Model, frozen=True, kw_only=True):
-    """A device as the cost model (`roofline.py`) sees it; `source` says whose figures these are.
+    """Parameters of the cost model (`roofline.py`) for a device; `source` cites the figures.
 
-    `flops` are peaks per second by type: a type of PyTorch, or `tf32`, in which float32 products
-    run where PyTorch allows it. What is not named runs as float32. `bytes_per_s` is the memory's
-    bandwidth, `link_bytes_per_s` that to the host, each way; 0: no link. No op takes less than
-    `launch_us`. The `*_share` are what an op reaches of its peak: matrix products, convolutions,
-    fused attention, and what is bound by memory. `matmul_workspace_bytes` is what cuBLAS takes once
-    and keeps (NVIDIA, "cuBLAS", CUBLAS_WORKSPACE_CONFIG: `:4096:2:16:8`, on Hopper 32 MiB).
+    Attributes:
+        flops: peak operations per second by dtype of PyTorch, or `tf32` for float32 products where
+            PyTorch allows it. Other dtypes run as float32.
+        bytes_per_s: memory bandwidth.
+        link_bytes_per_s: bandwidth to the host, each way; 0: no link.
+        launch_us: least time of an op.
+        matmul_share, convolution_share, attention_share, memory_share: fraction of the peak that
+            ops of a class reach.
+        matmul_workspace_bytes: cuBLAS's workspace, allocated once (NVIDIA, "cuBLAS",
+            CUBLAS_WORKSPACE_CONFIG: `:4096:2:16:8`, on Hopper 32 MiB).
     """
 
     name: str = ""
@@ -47,12 +51,12 @@ class DeviceSpec(Model, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if "float32" not in self.flops:
-            raise ValueError("flops has no float32, which other types fall back to")
+            raise ValueError("flops has no float32, the fallback of other dtypes")
 
 
 @functools.cache
 def built_in() -> dict[str, DeviceSpec]:
-    """The devices that have a name, by that."""
+    """The built-in devices by name."""
     return {
         name: msgspec.structs.replace(spec, name=name)
         for name, spec in msgspec.json.decode(
@@ -62,10 +66,10 @@ def built_in() -> dict[str, DeviceSpec]:
 
 
 def device(name: str) -> DeviceSpec:
-    """The device of that name, or of the JSON file there.
+    """The built-in device of that name, or the device in the JSON file at that path.
 
     Raises:
-        InvalidInputError: neither, or the file does not hold a device.
+        InvalidInputError: no such device or file, or the file holds no device spec.
     """
     if name in built_in():
         return built_in()[name]
@@ -74,7 +78,7 @@ def device(name: str) -> DeviceSpec:
     except (OSError, ValueError):
         known = ", ".join(built_in())
         raise InvalidInputError(
-            f"no device and no device file '{name}'; the devices are {known}"
+            f"'{name}' is neither a built-in device ({known}) nor a device file"
         ) from None
     spec = parse(DeviceSpec, content, name)
     return msgspec.structs.replace(spec, name=spec.name or Path(name).stem)

@@ -1,4 +1,4 @@
-"""What CUDA's fused cell of a GRU returns, which PyTorch does not say of fake tensors.
+"""Meta kernels of CUDA's fused GRU cell, which PyTorch lacks.
 
 The shapes are those of aten/src/ATen/native/cuda/RNN.cu, torch 2.13.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 WORKSPACE = 5
-"""Times the hidden size."""
+"""Workspace per row, in multiples of the hidden size."""
 
 
 def _cell(
@@ -33,8 +33,8 @@ def _cell_backward(
 
 
 @cache
-def describe_cells() -> Any:
-    """Let fake tensors know, as long as the result lives: as long as the process does."""
+def register_gru_cells() -> Any:
+    """Register the meta kernels for the rest of the process; the cache keeps the library alive."""
     library: Any = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
     library.impl("_thnn_fused_gru_cell", _cell)
     library.impl("_thnn_fused_gru_cell_backward", _cell_backward)

@@ -1,10 +1,10 @@
-"""What an optimizer keeps beside a step: resident bytes of a training run that no step reads.
+"""Optimizer state as a resident tensor of a captured graph.
 
-Parameters are resident and gradients are outputs of the step already. The state is that of
-PyTorch's optimizers: of `torch.optim.SGD` nothing, or with momentum one buffer, of
-`torch.optim.AdamW` two, each of the parameter's type. With float32 masters (Micikevicius et al.,
-ICLR 2018, section 3.1) a parameter of fewer bits has a copy in float32, and its state is in float32
-too. What `optimizer.step()` takes while it runs is not in it: the activations are gone by then.
+The graph contains parameters and gradients already. PyTorch's optimizers keep buffers of the
+parameter's dtype: `torch.optim.SGD` none, or one with momentum; `torch.optim.AdamW` two. With
+float32 masters (Micikevicius et al., ICLR 2018, section 3.1) a parameter of fewer bits has a
+float32 copy, and its buffers are float32, too. Temporaries of `optimizer.step()` are not included:
+the activations are dead by then.
 """
 
 import msgspec
@@ -13,14 +13,14 @@ from torch import fx
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.schemas import Graph, Tensor
 
-BUFFERS = {"sgd": 0, "momentum": 1, "adamw": 2}
-"""Of each optimizer, how many numbers it keeps for one of a parameter."""
+BUFFERS_PER_OPTIMIZER = {"sgd": 0, "momentum": 1, "adamw": 2}
+"""State elements per parameter element, by optimizer."""
 
 FLOAT32_BYTES = 4
 
 
-def with_state(captured: Captured, optimizer: str, masters: bool) -> Graph:
-    """The captured graph with the optimizer's state as one more buffer; see `BUFFERS`."""
+def with_optimizer_state(captured: Captured, optimizer: str, masters: bool) -> Graph:
+    """The captured graph with the optimizer's state as one more buffer."""
     size = sum(_state_bytes(node, optimizer, masters) for node in _trained(captured))
     graph = captured.graph
     name = optimizer + (" and float32 masters" if masters else "")
@@ -29,7 +29,7 @@ def with_state(captured: Captured, optimizer: str, masters: bool) -> Graph:
 
 
 def _trained(captured: Captured) -> list[fx.Node]:
-    """The placeholders of parameters that get gradients, one of each storage."""
+    """The placeholders of trained parameters, one per storage."""
     found: dict[int, fx.Node] = {}
     for node in captured.module.graph.find_nodes(op="placeholder"):
         for t in captured.storages.get(node, ()):
@@ -43,4 +43,6 @@ def _state_bytes(node: fx.Node, optimizer: str, masters: bool) -> int:
     width = value.element_size()
     copied = masters and width < FLOAT32_BYTES
     each = FLOAT32_BYTES if copied else width
-    return int(value.numel()) * (each * BUFFERS[optimizer] + (FLOAT32_BYTES if copied else 0))
+    return int(value.numel()) * (
+        each * BUFFERS_PER_OPTIMIZER[optimizer] + (FLOAT32_BYTES if copied else 0)
+    )

@@ -1,17 +1,17 @@
-"""What an op costs on a device that is not there: a roofline (Williams et al., CACM 2009).
+"""Roofline cost model of ops on an absent device (Williams et al., CACM 2009).
 
     time = max(launch, operations / (peak of the type x share of the class), bytes / bandwidth)
 
-*Operations* are those of PyTorch's own counter (`torch.utils.flop_counter`): matrix products,
-convolutions and fused attention with their backwards; of other ops the bytes count alone. *Bytes*
-are what the op has to read and write once: each input as far as it has elements of its own (a
-broadcast reads one element once; a gather only what it returns), each output it makes. float32
-products run in tf32 where PyTorch allows it, convolutions by default.
+*Operations* are those of PyTorch's counter (`torch.utils.flop_counter`): matrix products,
+convolutions and fused attention with their backwards. Other ops have bytes only. *Bytes* are one
+read of each input and one write of each new output. A broadcast element is read once, and a gather
+reads only the elements it returns. float32 products run in tf32 where PyTorch allows it,
+convolutions by default.
 
-*Workspace* is that of documented formulas: of flash attention's backward its accumulator in float32
-and one float32 a row (flash-attention 2, `mha_bwd`; and the gradients of all heads where heads
-share keys), of efficient attention's the one float32 a row; cuBLAS keeps one of a fixed size, which
-is resident. Of all others it is taken to be 0: a convolution's depends on what cuDNN chooses.
+*Workspace* follows documented formulas. Flash attention's backward has a float32 accumulator and
+one float32 per row (flash-attention 2, `mha_bwd`), and the gradients of all heads if heads share
+keys. Efficient attention's backward has one float32 per row. cuBLAS has a resident workspace of
+fixed size. All other ops have none: that of a convolution depends on cuDNN's choice.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -23,9 +23,9 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from coop_plan.runtime.offline_capture.devices import DeviceSpec
-from coop_plan.runtime.capture.op_profile import Allocation, OpProfile, Output
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.offline_capture.devices import DeviceSpec
+from coop_plan.runtime.op_profile import Allocation, OpProfile, Output
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.ops import (
     EFFICIENT_BACKWARD,
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 GATHERS = {aten.embedding, aten.index, aten.gather, aten.index_select, aten.select_scatter}
-"""Of their first input they read only what they return."""
+"""Ops that read only the returned elements of their first input."""
 
 ATTENTION = "scaled_dot_product"
 
@@ -58,12 +58,12 @@ def _attention_backward_on_cpu(
     return int(count(gradient.shape, query.shape, key.shape, value.shape))
 
 
-FORMULAS: dict[Any, Any] = {
+FLOP_FORMULAS: dict[Any, Any] = {
     **flop_registry,
     FLASH_ON_CPU: _attention_on_cpu,
     FLASH_BACKWARD_ON_CPU: _attention_backward_on_cpu,
 }
-"""Operations by op: PyTorch's own, and those of attention's kernels on the CPU, which it lacks."""
+"""Operation counts by op: PyTorch's, and those of the CPU attention kernels, which it lacks."""
 
 
 class Roofline:
@@ -71,15 +71,15 @@ class Roofline:
 
     def __init__(self, spec: DeviceSpec) -> None:
         self.spec = spec
-        self.multiplies = False
+        self.uses_matmul = False
 
     @property
     def resident_bytes(self) -> int:
-        """What libraries keep, of the ops seen so far."""
-        return self.spec.matmul_workspace_bytes if self.multiplies else 0
+        """Memory that libraries hold for the ops profiled so far."""
+        return self.spec.matmul_workspace_bytes if self.uses_matmul else 0
 
-    def described(self) -> dict[str, Any]:
-        """The device of the graph document."""
+    def device_document(self) -> dict[str, Any]:
+        """The device entry of the graph document."""
         spec = self.spec
         return {
             "kind": spec.kind,
@@ -90,10 +90,10 @@ class Roofline:
         }
 
     def profile(self, target: OpOverload, args: Any, kwargs: Any, result: Any) -> OpProfile:
-        """The facts about `target(*args, **kwargs)`, which returns `result`; all tensors are fake.
+        """The profile of `target(*args, **kwargs)`, which returns `result`; all tensors are fake.
 
         Raises:
-            CaptureError: a shape that depends on data, or a result that no arena holds.
+            CaptureError: a shape that depends on data, or a sparse result.
         """
         inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
         outputs = _outputs(target, inputs, tree_flatten(result)[0])
@@ -103,7 +103,7 @@ class Roofline:
             for position, output in enumerate(outputs)
             if output is not None
             and output.alias < 0
-            and output.twin < 0
+            and output.duplicate_of < 0
             and output.bytes
             and results[position].device.type == self.spec.kind
         )
@@ -121,14 +121,14 @@ class Roofline:
             0,
         )
 
-    def _cost_us(self, work: "Work") -> float:
+    def _cost_us(self, work: "OpWork") -> float:
         spec = self.spec
         seconds = work.bytes / (spec.bytes_per_s * spec.memory_share)
         if work.kind != "memory":
             share = getattr(spec, f"{work.kind}_share")
             peak = self._peak(work.dtype, work.kind == "convolution")
             seconds = max(seconds, work.operations / (peak * share))
-            self.multiplies |= work.kind == "matmul"
+            self.uses_matmul |= work.kind == "matmul"
         return max(spec.launch_us, seconds * 1e6)
 
     def _peak(self, dtype: torch.dtype, convolution: bool) -> float:
@@ -140,8 +140,8 @@ class Roofline:
         return self.spec.flops.get(name, self.spec.flops["float32"])
 
 
-class Work(NamedTuple):
-    """What an op has to do: operations of which kind in which type, and bytes to read and write."""
+class OpWork(NamedTuple):
+    """Work of an op: its class, operations, bytes to read and write, and dtype."""
 
     kind: Literal["matmul", "convolution", "attention", "memory"]
     operations: int
@@ -149,7 +149,7 @@ class Work(NamedTuple):
     dtype: torch.dtype
 
 
-def work_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Work:
+def work_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> OpWork:
     """The work of `target(*args, **kwargs)`, which returns `result`."""
     packet = target.overloadpacket
     inputs = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
@@ -157,23 +157,23 @@ def work_of(target: OpOverload, args: Any, kwargs: Any, result: Any) -> Work:
     read = {storage_key(value) for value in inputs}
     fresh = {storage_key(v): v for v in results if storage_key(v) not in read}
     made = sum(value.untyped_storage().nbytes() for value in fresh.values())
-    moved = made + sum(_own_bytes(value) for value in inputs)
+    moved = made + sum(_distinct_bytes(value) for value in inputs)
     if packet in GATHERS:
-        moved = 2 * made + sum(_own_bytes(value) for value in inputs[1:])
+        moved = 2 * made + sum(_distinct_bytes(value) for value in inputs[1:])
     dtype = (inputs or results)[0].dtype
-    formula = FORMULAS.get(packet)
+    formula = FLOP_FORMULAS.get(packet)
     if formula is None:
-        return Work("memory", 0, moved, dtype)
+        return OpWork("memory", 0, moved, dtype)
     kind: Literal["matmul", "convolution", "attention"] = "matmul"
     if packet in CONVOLUTIONS:
         kind = "convolution"
     elif ATTENTION in str(packet):
         kind = "attention"
-    return Work(kind, int(formula(*args, **kwargs, out_val=result)), moved, dtype)
+    return OpWork(kind, int(formula(*args, **kwargs, out_val=result)), moved, dtype)
 
 
-def _own_bytes(value: torch.Tensor) -> int:
-    """What reading all of a tensor reads: what is broadcast once."""
+def _distinct_bytes(value: torch.Tensor) -> int:
+    """Bytes of a tensor's distinct elements; a broadcast one counts once."""
     count = 1
     for length, stride in zip(value.shape, value.stride(), strict=True):
         count *= length if stride else 1
@@ -191,7 +191,7 @@ def _outputs(
             outputs.append(None)
             continue
         if value.layout is not torch.strided:
-            raise CaptureError(f"{target} returns a sparse tensor, which has no place in an arena")
+            raise CaptureError(f"{target} returns a sparse tensor, which an arena cannot hold")
         if not isinstance(value, FakeTensor) or not all(isinstance(n, int) for n in value.shape):
             raise CaptureError.out_of_data(target, "a shape")
         key = storage_key(value)
@@ -212,14 +212,14 @@ def _workspace(target: OpOverload, args: Any) -> int:
         return 0
     query, key = args[1], args[2]
     batch, heads, rows, width = map(int, query.shape)
-    row_sums = 4 * batch * heads * _up(rows, 128)
+    row_sums = 4 * batch * heads * _round_up(rows, 128)
     if packet is EFFICIENT_BACKWARD:
         return row_sums
     grouped = 0
     if key.shape[1] != heads:
         grouped = 2 * batch * heads * int(key.shape[2]) * width * int(query.element_size())
-    return row_sums * (1 + _up(width, 32 if width <= 128 else 64)) + grouped
+    return row_sums * (1 + _round_up(width, 32 if width <= 128 else 64)) + grouped
 
 
-def _up(length: int, multiple: int) -> int:
+def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple

@@ -1,4 +1,4 @@
-"""Capturing what a user names as `package.module:function`."""
+"""Capture of a step that a user names as `package.module:function`."""
 
 import importlib
 import inspect
@@ -10,25 +10,26 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.tracing_rules import as_eager
+from coop_plan.runtime.capture.diagnostics import explain_failure
 from coop_plan.runtime.capture.joint_graph import capture_joint
-from coop_plan.runtime.capture.diagnostics import reason
-from coop_plan.runtime.offline_capture.roofline import Roofline
-from coop_plan.runtime.offline_capture.optimizer_state import with_state
+from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.errors import CaptureError
+from coop_plan.runtime.offline_capture.optimizer_state import with_optimizer_state
+from coop_plan.runtime.offline_capture.roofline import Roofline
 from coop_plan.runtime.torch_internals.dynamo import (
     TorchDynamoException,
-    let_install_hooks,
-    pass_over_words_said_once,
+    allow_output_capturing_hooks,
+    ignore_once_loggers,
     prepare_dynamo,
     reset_dynamo,
-    told_by_the_error_alone,
+    suppress_duplicate_reports,
 )
 from coop_plan.runtime.torch_internals.fakes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd
+from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.schemas import Graph, InvalidInputError
 
 
@@ -46,13 +47,13 @@ def capture_target(
         InvalidInputError: no such module or function, or not such a result.
         CaptureError: the step cannot be captured.
     """
-    step, args = called(spec, batch)
+    step, args = load_target(spec, batch)
     name = spec.rpartition(":")[2]
     return capture(step, args, name=name, optimizer=optimizer, masters=masters, variants=variants)
 
 
-def called(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What the function `package.module:function` returns: a callable and its example arguments.
+def load_target(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Call `package.module:function`; returns its step and the step's example arguments.
 
     The function takes no arguments, or one named `batch`, and returns a callable and its example
     arguments, a tuple or list; the callable returns a loss, or several tensors that need gradients.
@@ -71,25 +72,25 @@ def called(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tup
             raise InvalidInputError(f"module '{module_name}' has no function '{function_name}'")
         if batch is not None and "batch" not in inspect.signature(function).parameters:
             raise InvalidInputError(
-                f"'{spec}' takes no argument 'batch', by which its batch could be chosen: let it be"
+                f"'{spec}' takes no argument 'batch', which --batch sets: declare it as"
                 f" {function_name}(batch=...)"
             )
-        given = {} if batch is None else {"batch": batch}
-        _check_call(spec, function, given)
-        result = function(**given)
+        kwargs = {} if batch is None else {"batch": batch}
+        _check_call(spec, function, kwargs)
+        result = function(**kwargs)
     except InvalidInputError:
         raise
     except SystemExit as error:
-        message = f"'{spec}' ended in {_place(error)}: SystemExit: {error}"
+        message = f"'{spec}' ended in {_user_location(error)}: SystemExit: {error}"
         raise InvalidInputError(message) from None
     except ModuleNotFoundError as error:
         raise InvalidInputError(f"no module named '{error.name}' (from '{spec}')") from None
-    except Exception as error:  # the user's own code failed: say where in it
-        message = f"'{spec}' failed in {_place(error)}: {type(error).__name__}: {error}"
+    except Exception as error:  # the user's code failed: name its line
+        message = f"'{spec}' failed in {_user_location(error)}: {type(error).__name__}: {error}"
         if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
             message = (
-                f"'{spec}' asks for a value in {_place(error)} ({error.func}), and without the"
-                " device nothing is computed: take it from Python numbers, or capture without"
+                f"'{spec}' reads a tensor's value in {_user_location(error)} ({error.func}), and"
+                " without the device no values are computed: use Python numbers, or capture without"
                 " --device"
             )
         raise InvalidInputError(message) from error
@@ -105,18 +106,18 @@ def called(spec: str, batch: int | None = None) -> tuple[Callable[..., Any], tup
     return result[0], tuple(result[1])
 
 
-def _check_call(spec: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+def _check_call(spec: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     try:
-        inspect.signature(function).bind(**given)
+        inspect.signature(function).bind(**kwargs)
     except TypeError as error:
         message = f"'{spec}' cannot be called: {error}"
-        if not given and "batch" in inspect.signature(function).parameters:
+        if not kwargs and "batch" in inspect.signature(function).parameters:
             message += " (--batch N)"
         raise InvalidInputError(message) from None
 
 
-def _place(error: BaseException) -> str:
-    """The last line outside Python, PyTorch and the runtime that an error came through."""
+def _user_location(error: BaseException) -> str:
+    """File and line of the last frame outside Python, PyTorch and the runtime."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -138,8 +139,8 @@ def capture(
 ) -> Graph:
     """The profiled joint graph of `step(*args, **kwargs)`; the step itself is not run.
 
-    With a `model` the tensors are fake ones, and ops cost what it says. The state of an
-    `optimizer` is resident (`capture.state`). For `variants` see `joint.capture_joint`.
+    With a cost `model` all tensors are fake ones. The state of an `optimizer` is a resident tensor
+    (`optimizer_state`). `variants` adds variants of ops, if there is no `model`.
 
     Raises:
         CaptureError: a graph break, nothing that needs a gradient, or an op that cannot be planned.
@@ -155,22 +156,23 @@ def capture(
         **__: Any,
     ) -> Any:
         static = static_lifetime_input_indices or ()
-        captured = capture_joint(joint, num_fwd_outputs, static, name, model, variants=variants)
+        passes = VARIANT_PASSES if variants else None
+        captured = capture_joint(joint, num_fwd_outputs, static, name, model, passes)
         graph = captured.graph
-        found.append(with_state(captured, optimizer, masters) if optimizer else graph)
+        found.append(with_optimizer_state(captured, optimizer, masters) if optimizer else graph)
         raise _CapturedError
 
     def refuse(*_: Any) -> Any:
         raise CaptureError(
-            "it needs no gradient: return the loss, of parameters or arguments that require one"
+            "the step needs no gradient: return a loss of parameters or arguments that require one"
         )
 
     backend = aot_autograd(
         fw_compiler=refuse, bw_compiler=refuse, inference_compiler=refuse, partition_fn=partition
     )
     prepare_dynamo()
-    pass_over_words_said_once()
-    let_install_hooks()
+    ignore_once_loggers()
+    allow_output_capturing_hooks()
     reset_dynamo()
 
     def traced(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -179,13 +181,13 @@ def capture(
 
     try:
         compiled: Any = torch.compile(step, backend=traced, fullgraph=True, dynamic=False)
-        with told_by_the_error_alone():
+        with suppress_duplicate_reports():
             compiled(*args, **(kwargs or {}))
-    except (TorchDynamoException, TypeError) as error:  # or a wrong call
+    except (TorchDynamoException, TypeError) as error:  # TypeError: wrong arguments
         if not found:
-            raise CaptureError(f"'{name}' cannot be captured: {reason(error)}") from None
+            raise CaptureError(f"'{name}' cannot be captured: {explain_failure(error)}") from None
     if not found:
-        raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op")
+        raise CaptureError(f"'{name}' was not captured: it runs no PyTorch op on tensors")
     return found[0]
 
 

@@ -1,6 +1,6 @@
-"""The backward that runs now, and what autograd does with a gradient when it is over.
+"""The current backward, and the accumulation of gradients.
 
-`AccumulateGrad` adds it to `.grad`, and hooks are called.
+`AccumulateGrad` adds a gradient to `.grad` and calls hooks.
 """
 
 import inspect
@@ -14,15 +14,16 @@ from coop_plan.runtime.torch_internals.dynamo_graphs import leaves_of
 
 
 def inside_backward() -> bool:
-    """Whether this thread runs within a call of the autograd engine."""
+    """True if this thread runs inside a call of the autograd engine."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def makes_a_graph() -> bool:
-    """Whether the compiled backward that runs in this thread is asked for `create_graph=True`.
+def creates_graph() -> bool:
+    """True if the compiled backward that this thread runs has `create_graph=True`.
 
-    Gradients are off while it runs, as within any `autograd.Function`. Assumed: AOTAutograd runs it
-    from `_double_backward` then (_functorch/_aot_autograd/runtime_wrappers.py:3484).
+    The grad mode does not tell: it is off, as in any `autograd.Function`. Assumed: AOTAutograd
+    calls the backward from `_double_backward` then
+    (_functorch/_aot_autograd/runtime_wrappers.py:3484).
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -32,19 +33,19 @@ def makes_a_graph() -> bool:
     return False
 
 
-def hooks_use_gradient(leaf: torch.Tensor) -> bool:
-    """Whether hooks are called when a gradient was added, and none with it before that."""
+def has_only_post_hooks(leaf: torch.Tensor) -> bool:
+    """True if a leaf has post-accumulate hooks, and no hooks that run before accumulation."""
     return bool(leaf._post_accumulate_grad_hooks) and not leaf._backward_hooks
 
 
-def all_use_gradients(gm: fx.GraphModule) -> bool:
-    """Whether hooks are called after the gradient of every leaf among a graph's inputs."""
+def all_leaves_have_only_post_hooks(gm: fx.GraphModule) -> bool:
+    """True if all leaves among a graph's inputs have post-accumulate hooks only."""
     leaves = leaves_of(gm)
-    return bool(leaves) and all(map(hooks_use_gradient, leaves))
+    return bool(leaves) and all(map(has_only_post_hooks, leaves))
 
 
-def gradient_hooks(leaf: torch.Tensor) -> bool:
-    """Whether Python functions are called with a gradient before it is added, or after."""
+def has_gradient_hooks(leaf: torch.Tensor) -> bool:
+    """True if a leaf has Python hooks, before or after accumulation."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
@@ -54,15 +55,15 @@ def accumulate_node(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-class _Called:
-    """A hook of a leaf that was called in a backward already, in which autograd calls it again.
+class _CallOnce:
+    """Wrapper of a leaf's hook that skips autograd's second call in the same backward.
 
-    Autograd calls them for a gradient of nothing, too. It stays in the hook's place.
+    Autograd calls hooks for an undefined gradient, too. The wrapper replaces the hook for good.
     """
 
     def __init__(self, hook: Callable[[torch.Tensor], None]) -> None:
         self.hook = hook
-        self.backward = -1  # the number that autograd has for it
+        self.backward = -1  # autograd's graph task id
 
     def __call__(self, leaf: torch.Tensor) -> None:
         if torch._C._current_graph_task_id() != self.backward:
@@ -70,10 +71,10 @@ class _Called:
         return None
 
 
-def give_gradient(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Do what autograd does with the gradient of a leaf that has none, and with its hooks.
+def accumulate_gradient(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Set the gradient of a leaf that has none and call its hooks, as autograd does.
 
-    It does not call them again in the backward that runs now. (torch/csrc/autograd/functions/
+    Autograd does not call them again in the current backward. (torch/csrc/autograd/functions/
     accumulate_grad.h, cases 1.1 and 1.4, and utils/grad_layout_contract.h)
     """
     strides = zip(leaf.shape, leaf.stride(), gradient.stride(), strict=True)
@@ -82,21 +83,21 @@ def give_gradient(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
     leaf.grad = gradient.detach()
     hooks: Any = leaf._post_accumulate_grad_hooks
     for key, hook in tuple(hooks.items()):
-        called = hooks[key] = hook if isinstance(hook, _Called) else _Called(hook)
+        called = hooks[key] = hook if isinstance(hook, _CallOnce) else _CallOnce(hook)
         called.backward = torch._C._current_graph_task_id()
         if called.hook(leaf) is not None:
             raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
 
 def after_this_backward(run: Callable[[], None]) -> None:
-    """Call a function when the backward that runs now is over."""
+    """Call a function at the end of the current backward."""
     torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
 def runs_in_this_backward(node: Any) -> bool:
-    """Whether autograd runs a leaf's node in the backward that runs now.
+    """True if autograd runs a leaf's node in the current backward.
 
-    `torch.autograd.grad` returns the gradient instead.
+    `torch.autograd.grad` returns the gradient instead of running the node.
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -1,4 +1,4 @@
-"""PyTorch's library for CUDA."""
+"""Symbols of PyTorch's CUDA library."""
 
 import ctypes
 from pathlib import Path
@@ -12,10 +12,10 @@ CUDA_ALLOCATOR = "_ZN3c104cuda20CUDACachingAllocator9allocatorE"
 
 
 def cuda_allocator() -> int | None:
-    """The address of PyTorch's CUDA allocator, or None if there is none yet.
+    """The address of PyTorch's CUDA allocator, or None if it is not initialized.
 
     Raises:
-        OSError, ValueError: no such library, or no such name in it.
+        OSError, ValueError: no such library, or no such symbol in it.
     """
     return ctypes.c_void_p.in_dll(ctypes.CDLL(str(CUDA_LIBRARY)), CUDA_ALLOCATOR).value
 
@@ -23,10 +23,10 @@ def cuda_allocator() -> int | None:
 def cuda_function(name: str) -> int:
     """The address of a function of the CUDA runtime that PyTorch uses.
 
-    Assumed: libc10_cuda is linked to it, so that what it is made of is found with it (dlsym).
+    Assumed: libc10_cuda is linked to the CUDA runtime, so that dlsym finds its symbols there.
 
     Raises:
-        OSError, AttributeError: no such library, or no such name.
+        OSError, AttributeError: no such library, or no such symbol.
     """
     function = getattr(ctypes.CDLL(str(CUDA_LIBRARY)), name)
     return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,4 +1,4 @@
-"""Dynamo: whom it compiles for, and its configuration."""
+"""Dynamo: its configuration, and the `torch.compile` calls that it compiles for."""
 
 import functools
 import inspect
@@ -25,30 +25,29 @@ log = logging.getLogger("coop-plan")
 
 
 def prepare_dynamo() -> None:
-    """Let Dynamo hand whole models over, with all that this thread compiles from now on.
+    """Configure Dynamo, in this thread, to compile whole models.
 
-    DDPOptimizer would split a model into graphs that no budget can bound together; without
-    `allow_rnn` a recurrent layer is a graph break. PyTorch lets neither be set for one
-    `torch.compile`: both are read before the backend is asked (_dynamo/convert_frame.py:2600,
-    _dynamo/variables/builder.py:2463), and of what a backend may bring along for its calls,
-    `backend_ctx_ctor` (_dynamo/eval_frame.py:1772), `torch._TorchCompileWrapper`, which stands
-    between it and the backend, passes nothing on (__init__.py:2540).
+    DDPOptimizer would split a model into graphs that no budget can bound together, and without
+    `allow_rnn` a recurrent layer is a graph break. Neither can be set for one `torch.compile`: both
+    are read before the backend is called (_dynamo/convert_frame.py:2600,
+    _dynamo/variables/builder.py:2463), and `torch._TorchCompileWrapper` does not forward a
+    backend's own context, `backend_ctx_ctor` (_dynamo/eval_frame.py:1772, __init__.py:2540).
     """
     torch._dynamo.config.optimize_ddp = False
     torch._dynamo.config.allow_rnn = True
-    _trace_each_thread_for_itself()
+    _make_tracing_flag_thread_local()
     log.debug("torch._dynamo.config: optimize_ddp = False, allow_rnn = True")
 
 
-def let_numbers_of_modules_change() -> None:
-    """Let Dynamo have symbols for numbers of modules that change, as for those of other objects.
+def allow_symbolic_module_ints() -> None:
+    """Make changing integers of modules symbolic, as Dynamo does for those of other objects.
 
-    Otherwise it compiles for each value. PyTorch has no such setting for one `torch.compile`.
+    Otherwise it compiles once per value. PyTorch has no such setting for one `torch.compile`.
     """
     if not torch._dynamo.config.allow_unspec_int_on_nn_module:
         torch._dynamo.config.allow_unspec_int_on_nn_module = True
         log.info(
-            "a number in a graph changes, and may be a module's:"
+            "a number in a graph changes, and may be an attribute of a module:"
             " torch._dynamo.config.allow_unspec_int_on_nn_module = True"
         )
 
@@ -60,17 +59,17 @@ class _Tracing(threading.local):
 _tracing = _Tracing()
 
 
-def _trace_each_thread_for_itself() -> None:
-    """Let compiled functions be called while another thread traces, as AOTAutograd does.
+def _make_tracing_flag_thread_local() -> None:
+    """Make FX's tracing flag thread-local, so that compiled functions run while others trace.
 
-    Whether something is traced is one flag of the process. A compiled function that is called
-    meanwhile refuses (_dynamo/eval_frame.py:1116), as it does for good where two threads traced at
-    once and left the flag set (fx/_symbolic_trace.py:797). Assumed: all traces go through
-    `Tracer.trace`, and `torch.compile` looks `is_fx_symbolic_tracing` up in its module.
+    PyTorch has one flag per process. A compiled function raises while it is set
+    (_dynamo/eval_frame.py:1116), and two threads that trace at once may leave it set
+    (fx/_symbolic_trace.py:797). Assumed: all traces go through `Tracer.trace`, and `torch.compile`
+    looks up `is_fx_symbolic_tracing` in its module.
     """
     module: Any = torch.fx._symbolic_trace
-    asks, trace = getattr(module, "is_fx_symbolic_tracing", None), module.Tracer.trace
-    if asks is None or hasattr(trace, "coop_counted"):
+    is_tracing, trace = getattr(module, "is_fx_symbolic_tracing", None), module.Tracer.trace
+    if is_tracing is None or hasattr(trace, "coop_counted"):
         return
 
     @functools.wraps(trace)
@@ -82,38 +81,38 @@ def _trace_each_thread_for_itself() -> None:
             _tracing.depth -= 1
 
     def is_fx_symbolic_tracing() -> bool:
-        return _tracing.depth > 0 and bool(asks())
+        return _tracing.depth > 0 and bool(is_tracing())
 
     counted.coop_counted = True  # type: ignore[attr-defined]
     module.Tracer.trace = counted
     module.is_fx_symbolic_tracing = is_fx_symbolic_tracing
 
 
-def no_other_compiles() -> AbstractContextManager[Any]:
-    """While this lasts, other threads that want to compile wait, as they do for each other.
+def block_other_compiles() -> AbstractContextManager[Any]:
+    """Lock under which no other thread compiles.
 
-    A trace puts functions of its own into `torch.nn.Module` (fx/_symbolic_trace.py, `_Patcher`),
-    which Dynamo in another thread would take for the user's. Assumed: it compiles under this lock.
+    A trace patches `torch.nn.Module` (fx/_symbolic_trace.py, `_Patcher`), and Dynamo in another
+    thread would compile the patches. Assumed: Dynamo compiles under this lock.
     """
     lock: Any = torch._dynamo.convert_frame.compile_lock
     return cast("AbstractContextManager[Any]", lock)
 
 
 def raise_recompile_limits(beyond: int) -> dict[str, int]:
-    """Let Dynamo compile the present function more than `beyond` times: {limit: its new value}.
+    """Let Dynamo compile the current function more than `beyond` times; returns the new limits.
 
-    Assumed: what compiles a frame keeps a limit for its `torch.compile` call, which goes before the
-    configuration's (_dynamo/convert_frame.py:771). In versions without, and for the limit over all
-    calls, the configuration of this thread is changed; Dynamo reads it before it asks the backend.
+    Assumed: the frame converter has a limit for its `torch.compile` call, which overrides the
+    configuration (_dynamo/convert_frame.py:771). Without one, and for the accumulated limit, the
+    configuration of this thread is changed; Dynamo reads it before it calls the backend.
     """
     raised: dict[str, int] = {}
     config: Any = torch._dynamo.config
     if config.accumulated_recompile_limit <= beyond:
         raised["accumulated_recompile_limit"] = 2 * beyond
         config.accumulated_recompile_limit = 2 * beyond
-    if config.recompile_limit <= beyond:  # the call's own, while it compiles
+    if config.recompile_limit <= beyond:  # during a compilation: the limit of its call
         raised["recompile_limit"] = 2 * beyond
-        frame = _calling(ConvertFrameAssert.__call__.__code__)
+        frame = _frame_of(ConvertFrameAssert.__call__.__code__)
         converter: Any = None if frame is None else frame.f_locals["self"]
         if hasattr(converter, "_recompile_limit"):
             converter._recompile_limit = 2 * beyond
@@ -125,11 +124,11 @@ def raise_recompile_limits(beyond: int) -> dict[str, int]:
 def watch_calls(
     backend: Callable[..., Any], asked: Callable[[Any], None], around: Callable[[Any], Any]
 ) -> None:
-    """Call `asked(call)` when something is compiled with `backend`; give each call a context.
+    """Call `asked(call)` at each `torch.compile` with `backend`; run its calls in a context.
 
-    `around(call)` makes the context; `call` is what `compile_call` finds, to which attributes may
-    be given. Assumed: a `torch._TorchCompileWrapper` stands for the call; what it has in its
-    `__dict__` gets to `torch._dynamo.optimize`, which asks it for `backend_ctx_ctor`
+    `around(call)` creates the context. `call` is the object that `compile_call` returns; it accepts
+    attributes. Assumed: the object is a `torch._TorchCompileWrapper`, whose `__dict__` reaches
+    `torch._dynamo.optimize`, which reads `backend_ctx_ctor` from it
     (_dynamo/repro/after_dynamo.py:87, _dynamo/eval_frame.py:1772).
     """
     wrapper: Any = torch._TorchCompileWrapper
@@ -137,9 +136,9 @@ def watch_calls(
 
     def prepare(self: Any) -> None:
         self.backend_ctx_ctor = partial(around, self)
-        _let_trace_pytorchs_own()
-        pass_over_words_said_once()
-        let_install_hooks()
+        _allow_tracing_torch_modules()
+        ignore_once_loggers()
+        allow_output_capturing_hooks()
         asked(self)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -148,7 +147,7 @@ def watch_calls(
             prepare(self)
 
     def registered() -> None:
-        frame = _calling(initialize.__code__)
+        frame = _frame_of(initialize.__code__)
         if frame is not None:
             prepare(frame.f_locals["self"])
 
@@ -157,11 +156,10 @@ def watch_calls(
 
 
 def _register_for_each(backend: Any, registered: Callable[[], None]) -> None:
-    """Let threads that look for `backend` at once each register it, and call `registered()` then.
+    """Let concurrent lookups of `backend` each register it; calls `registered()` each time.
 
-    Assumed: who finds that an entry point is not loaded loads it and then calls
-    `register_backend`, which refuses a name that is in `_COMPILER_FNS` already
-    (_dynamo/backends/registry.py:135).
+    Assumed: a lookup loads the entry point and then calls `register_backend`, which raises if the
+    name is in `_COMPILER_FNS` already (_dynamo/backends/registry.py:135).
     """
     registry: Any = torch._dynamo.backends.registry
     refuses = registry.register_backend.__code__
@@ -169,8 +167,9 @@ def _register_for_each(backend: Any, registered: Callable[[], None]) -> None:
     class Known(dict[str, Any]):
         def __contains__(self, name: object) -> bool:
             frame = inspect.currentframe()
-            asks = frame is not None and frame.f_back is not None and frame.f_back.f_code is refuses
-            return super().__contains__(name) and not (asks and self[str(name)] is backend)
+            caller = None if frame is None else frame.f_back
+            registers = caller is not None and caller.f_code is refuses
+            return super().__contains__(name) and not (registers and self[str(name)] is backend)
 
         def __setitem__(self, name: str, made: Any) -> None:
             super().__setitem__(name, made)
@@ -181,42 +180,42 @@ def _register_for_each(backend: Any, registered: Callable[[], None]) -> None:
 
 
 _top_frame_before: bool | None = None
-"""What `wrap_top_frame` was before a module of PyTorch's own was compiled in place."""
+"""Value of `wrap_top_frame` before `compile()` of a module class of PyTorch; None: not changed."""
 
 
-def _let_trace_pytorchs_own() -> None:
-    """Let Dynamo compile a `torch.nn.Sequential`, say, of which `compile` is being called.
+def _allow_tracing_torch_modules() -> None:
+    """Let `module.compile()` compile module classes of PyTorch, as `torch.nn.Sequential`.
 
-    It passes over frames in PyTorch's own files, and puts one of its own around everything but a
-    module's `_call_impl`, which that compiles (_dynamo/eval_frame.py:1047).
+    Dynamo skips frames in PyTorch's files. It wraps everything in a frame of its own except a
+    module's `_call_impl`, which `compile()` compiles (_dynamo/eval_frame.py:1047).
     """
     global _top_frame_before
-    end_in_place()
-    frame = _calling(torch.nn.Module.compile.__code__)
+    restore_top_frame()
+    frame = _frame_of(torch.nn.Module.compile.__code__)
     module = None if frame is None else frame.f_locals["self"]
     if module is not None and torch._dynamo.trace_rules.check(type(module).forward):
         _top_frame_before = torch._dynamo.config.wrap_top_frame
         torch._dynamo.config.wrap_top_frame = True
 
 
-def pass_over_words_said_once() -> None:
-    """Let Dynamo pass over what transformers logs once, or it would break the graph for it.
+def ignore_once_loggers() -> None:
+    """Let Dynamo ignore the log-once methods of transformers, which are graph breaks otherwise.
 
-    GPT-2 says so that its loss is the default one. Assumed: the methods are of `logging.Logger`.
+    GPT-2 calls one for its default loss. Assumed: they are methods of `logging.Logger`.
     """
     for name in ("warning_once", "info_once", "warning_advice"):
         method = getattr(logging.Logger, name, None)
         if method is not None:
             torch._dynamo.config.ignore_logging_functions.add(method)
-    _let_write_the_configuration()
+    _tolerate_unserializable_config()
 
 
-def let_install_hooks() -> None:
-    """Let transformers put the hooks on a model that collect its hidden states, while it is traced.
+def allow_output_capturing_hooks() -> None:
+    """Let transformers install the hooks that collect hidden states while a model is traced.
 
-    It does so under a lock, which Dynamo does not know, at the first call that asks for them.
-    Assumed: `comptime` calls what it is given during the trace, and tells it the value of a local
-    variable (torch/_dynamo/comptime.py).
+    It installs them at the first call that needs them, under a lock that Dynamo cannot trace.
+    Assumed: `comptime` calls its argument during the trace, with access to the values of local
+    variables (torch/_dynamo/comptime.py).
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     install = getattr(capturing, "maybe_install_capturing_hooks", None)
@@ -238,10 +237,10 @@ def let_install_hooks() -> None:
 
 
 @contextmanager
-def told_by_the_error_alone() -> Iterator[None]:
-    """Keep an op that fails on fake tensors from being logged with its traceback as well.
+def suppress_duplicate_reports() -> Iterator[None]:
+    """Do not log the traceback of an op that fails on fake tensors; the error has it.
 
-    Nor does Dynamo warn of what it traces: each is a page with a stack, of code of libraries.
+    Dynamo's warnings are off, too: each is a page of library stack.
     """
     logger = logging.getLogger(FakeTensor.__module__)
     before, logger.disabled = logger.disabled, True
@@ -253,10 +252,10 @@ def told_by_the_error_alone() -> Iterator[None]:
         logger.disabled = before
 
 
-def _let_write_the_configuration() -> None:
-    """Let Dynamo go on where it cannot write its configuration with its metrics.
+def _tolerate_unserializable_config() -> None:
+    """Skip Dynamo's configuration in its metrics if it cannot be serialized.
 
-    2.11 cannot if the functions above are in it, and says so as an error (_dynamo/utils.py:1774).
+    2.11 raises if the functions above are in it (_dynamo/utils.py:1774).
     """
     utils: Any = torch._dynamo.utils
     write = utils._get_dynamo_config_for_logging
@@ -266,8 +265,8 @@ def _let_write_the_configuration() -> None:
         utils._get_dynamo_config_for_logging = lambda: None
 
 
-def end_in_place() -> None:
-    """What is compiled from now on is compiled as always; the first call asks for it."""
+def restore_top_frame() -> None:
+    """Undo `_allow_tracing_torch_modules`, after the first call of the module."""
     global _top_frame_before
     if _top_frame_before is not None:
         torch._dynamo.config.wrap_top_frame = _top_frame_before
@@ -275,26 +274,26 @@ def end_in_place() -> None:
 
 
 def recorded_nodes() -> int:
-    """How many nodes of autograd's graph this thread has made: a number that only rises."""
+    """Number of autograd nodes that this thread has created; it never decreases."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
-def reasons_to_break() -> dict[str, int]:
-    """Why Dynamo broke graphs so far, and how often each."""
+def graph_break_counts() -> dict[str, int]:
+    """Number of graph breaks so far, by reason."""
     return dict(torch._dynamo.utils.counters["graph_break"])
 
 
 def compile_call() -> object | None:
-    """What stands for the `torch.compile` call that asks the backend; the options may be shared.
+    """Identity of the `torch.compile` call that calls the backend; calls may share options.
 
-    Assumed: the call's `torch._TorchCompileWrapper` asks, by a function of Python.
+    Assumed: the call's `torch._TorchCompileWrapper` calls the backend from a Python function.
     """
-    frame = _calling(torch._TorchCompileWrapper.__call__.__code__)
+    frame = _frame_of(torch._TorchCompileWrapper.__call__.__code__)
     return None if frame is None else frame.f_locals["self"]
 
 
-def _calling(code: CodeType) -> FrameType | None:
+def _frame_of(code: CodeType) -> FrameType | None:
     """The innermost frame of this thread that runs `code`."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -303,25 +302,26 @@ def _calling(code: CodeType) -> FrameType | None:
 
 
 def compilation() -> tuple[int | None, int | None]:
-    """Numbers of the frame that Dynamo compiles, and of its compilation (0 is the first)."""
+    """Ids of the frame that Dynamo compiles, and of its compilation (0 is the first)."""
     found = CompileContext.current_compile_id()
     return (None, None) if found is None else (found.frame_id, found.frame_compile_id)
 
 
 def compiled_call(module: torch.nn.Module) -> Any:
-    """What `module.compile()` put in the place of a module's call, or None."""
+    """The call that `module.compile()` has set on a module, or None."""
     return module._compiled_call_impl
 
 
 def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
-    """Put back what `compiled_call` found."""
+    """Restore the value of `compiled_call`."""
     module._compiled_call_impl = call
 
 
 def called_from_compiled() -> bool:
-    """Whether what is compiled now is called by a function that Dynamo has split at a graph break.
+    """True if the current function is called from one that Dynamo split at a graph break.
 
-    Assumed: its code calls what it compiled, and the rest of itself, by names that begin so.
+    Assumed: the split code calls its compiled graphs, and its remainder, by names with these
+    prefixes.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -333,13 +333,13 @@ def called_from_compiled() -> bool:
     return False
 
 
-def compiles_a_part() -> bool:
-    """Whether Dynamo compiles a function within the one that it was given, which runs as it is.
+def compiles_nested_function() -> bool:
+    """True if Dynamo compiles a callee of the compiled function, which itself runs eagerly.
 
-    Assumed: around what compiles a frame are the frames that call it, `torch.compile`'s own one of
-    `_dynamo/eval_frame.py`, with those of `nn.Module`'s call between.
+    Assumed: the converter's frame is below the caller of the compiled frame. For the outermost one
+    that is a frame of `_dynamo/eval_frame.py`, with those of `nn.Module.__call__` between.
     """
-    frame = _calling(ConvertFrameAssert.__call__.__code__)
+    frame = _frame_of(ConvertFrameAssert.__call__.__code__)
     between = (torch._dynamo.convert_frame.__file__, torch.nn.modules.module.__file__)
     while frame is not None and frame.f_code.co_filename in between:
         frame = frame.f_back
@@ -347,5 +347,5 @@ def compiles_a_part() -> bool:
 
 
 def reset_dynamo() -> None:
-    """Forget all compiled code."""
+    """Drop all compiled code."""
     torch._dynamo.reset()

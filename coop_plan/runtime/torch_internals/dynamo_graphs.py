@@ -1,4 +1,4 @@
-"""Dynamo's graphs: their inputs, and the symbols in them."""
+"""Dynamo's graphs: inputs, and symbolic sizes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,34 +12,34 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 
 def example_value(node: fx.Node) -> Any:
-    """The fake value of a node in Dynamo's graph, with symbols where sizes may change."""
+    """The fake value of a node in Dynamo's graph; sizes that change are symbolic."""
     return node.meta.get("example_value")
 
 
-def is_boxed_number(node: fx.Node) -> bool:
-    """Whether an input is no tensor of the user's: Dynamo puts floats that may change into one.
+def is_boxed_scalar(node: fx.Node) -> bool:
+    """True if an input is a float that Dynamo passes as a tensor, because it may change.
 
-    NumPy's arrays are passed as tensors too, and are some, as `is_tensor` says.
+    NumPy arrays are passed as tensors, too; for them `is_tensor` is true.
     """
     given: Any = node.meta.get("grapharg")
     return bool(getattr(given, "pass_arg_as_tensor", False)) and not given.is_tensor
 
 
 def is_static_input(node: fx.Node) -> bool:
-    """Whether an input is a parameter or buffer, which has one address in all calls."""
+    """True if an input is a parameter or buffer, with one address in all calls."""
     return bool((node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type"))
 
 
 def source_name(node: fx.Node) -> str | None:
-    """Where Dynamo found an input, as an expression of the user's frame."""
+    """The source of an input, as an expression in the user's frame."""
     source = getattr(node, "_dynamo_source", None)
     return None if source is None else str(source.name)
 
 
-def takes_gradients(gm: fx.GraphModule) -> bool:
-    """Whether `torch.func.grad` or one of its kind runs inside Dynamo's graph.
+def uses_functorch_grad(gm: fx.GraphModule) -> bool:
+    """True if `torch.func.grad` or a similar transform runs inside Dynamo's graph.
 
-    Assumed: such a stretch begins with a call of `_grad_increment_nesting`.
+    Assumed: such a region begins with a call of `_grad_increment_nesting`.
     """
     targets = (node.target for node in gm.graph.nodes if node.op == "call_function")
     return any("grad_increment_nesting" in getattr(name, "__name__", "") for name in targets)
@@ -48,9 +48,9 @@ def takes_gradients(gm: fx.GraphModule) -> bool:
 def copy_dynamo_node(
     graph: fx.Graph, node: fx.Node, argument: Callable[[fx.Node], Any], *, example: bool = False
 ) -> fx.Node:
-    """`graph.node_copy` of a node in Dynamo's graph, its source kept.
+    """`graph.node_copy` of a node in Dynamo's graph, with its source.
 
-    And its fake value, `example`, if asked for: AOTAutograd does not take it for one to trace with.
+    `example` keeps its fake value, too; AOTAutograd does not trace with it.
     """
     copy = graph.node_copy(node, argument)
     if not example:
@@ -61,7 +61,7 @@ def copy_dynamo_node(
 
 
 def scalar_input(graph: fx.Graph, after: fx.Node, name: str, dtype: torch.dtype) -> fx.Node:
-    """An input more for one of Dynamo's graphs, `after` another: a tensor without dimensions."""
+    """Add a 0-dimensional tensor as an input of Dynamo's graph, `after` another input."""
     with graph.inserting_after(after):
         node = graph.placeholder(name)
     node._dynamo_source = LocalSource(name)
@@ -71,16 +71,16 @@ def scalar_input(graph: fx.Graph, after: fx.Node, name: str, dtype: torch.dtype)
 
 
 def symbols_in(value: Any) -> set[Any]:
-    """The symbols in a number, or in how a tensor lies in memory, of Dynamo's."""
+    """The symbols in a number of Dynamo's, or in a tensor's shape, strides and offset."""
     sizes = (size for size in _sizes(value) if isinstance(size, (torch.SymInt, torch.SymFloat)))
     return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
 
 
 def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """`graph` as a module that AOTAutograd takes for one of Dynamo's, as `gm` is.
+    """`graph` as a module that AOTAutograd treats as one of Dynamo's, like `gm`.
 
-    Assumed: by the module's `meta` and `_param_name_to_source` it knows Dynamo's graphs, and the
-    parameters among their inputs.
+    Assumed: AOTAutograd recognizes Dynamo's graphs, and the parameters among their inputs, by
+    `meta` and `_param_name_to_source` of the module.
     """
     module = _make_graph_module(gm, graph)
     module.meta = dict(gm.meta)
@@ -90,11 +90,11 @@ def dynamo_module(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 
 class Symbols:
-    """The symbols of one trace: sizes that Dynamo found to differ from call to call.
+    """The symbols of one trace, for sizes that differ between calls.
 
-    `inputs` are stand-ins for those of Dynamo's graph, with symbols where `examples`, its own, have
-    some; `values` are the inputs of a call. Assumed: what a trace found out about its symbols is in
-    `guards`, `replacements` and their ranges; nothing is left open without deferred assertions.
+    `inputs` are fake inputs of Dynamo's graph, symbolic in the dimensions in which its `examples`
+    are. `values` are the inputs of a call. Assumed: a trace records all constraints on its symbols
+    in `guards`, `replacements` and ranges, unless there are deferred assertions.
     """
 
     def __init__(self, examples: Sequence[Any], values: Sequence[Any]) -> None:
@@ -108,7 +108,7 @@ class Symbols:
     def _stand_in(self, mode: FakeTensorMode, name: str, example: Any, value: Any) -> Any:
         source = LocalSource(name)
         if isinstance(value, torch.Tensor):
-            if not value.dim() and not value.requires_grad:  # with a source it had a symbol inside
+            if not value.dim() and not value.requires_grad:  # with a source it would get a symbol
                 return mode.from_tensor(value)
             sizes = [
                 DimDynamic.STATIC if isinstance(size, int) else DimDynamic.DUCK
@@ -120,7 +120,7 @@ class Symbols:
         return self._environment.create_symintnode(made, hint=value, source=source)
 
     def bind(self, values: Sequence[Any]) -> dict[Any, int] | None:
-        """What each symbol is at these inputs; None if the trace does not hold for them."""
+        """The value of each symbol for these inputs; None if the trace is not valid for them."""
         bound: dict[Any, int] = {}
         pairs = [
             pair
@@ -149,7 +149,7 @@ def _sizes(value: Any) -> list[Any]:
 
 
 def at_sizes(size: Any, bound: dict[Any, int]) -> int:
-    """A size that may have symbols in it, where these have values; what is found is added there."""
+    """The value of a size whose symbols are in `bound`; new values are added to `bound`."""
     if isinstance(size, int):
         return size
     expression = size.node.expr
@@ -159,13 +159,13 @@ def at_sizes(size: Any, bound: dict[Any, int]) -> int:
     return found
 
 
-def is_whole(value: object) -> bool:
-    """Whether a value of a traced graph is an integer, which may have symbols in it."""
+def is_integer(value: object) -> bool:
+    """True if a value of a traced graph is an integer, constant or symbolic."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node of a traced graph stands for a number that is made of sizes."""
+    """True if a node of a traced graph is a number computed from sizes."""
     return isinstance(node.meta.get("val"), (int, torch.SymInt, torch.SymBool, torch.SymFloat))
 
 
@@ -179,9 +179,9 @@ def graph_break(gm: fx.GraphModule) -> tuple[str, int, str] | None:
 
 
 def leaves_of(gm: fx.GraphModule) -> list[torch.Tensor]:
-    """The leaves with gradients among the inputs of Dynamo's graph, as the user has them.
+    """The user's leaves that require gradients among the inputs of Dynamo's graph.
 
-    Assumed: while the backend is asked, Dynamo has its inputs in `grapharg`.
+    Assumed: Dynamo keeps its inputs in `grapharg` while it calls the backend.
     """
     given = (node.meta.get("grapharg") for node in gm.graph.find_nodes(op="placeholder"))
     inputs = [None if of is None else of.example for of in given]

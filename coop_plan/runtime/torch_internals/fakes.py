@@ -1,4 +1,4 @@
-"""Tensors without memory, and models on a device that is not there."""
+"""Fake tensors, and models of fake tensors on an absent device."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,10 +26,10 @@ __all__ = [
 
 
 @contextmanager
-def real_world() -> Iterator[None]:
-    """Run ops on real tensors while a graph is traced: no fake mode, no autocast, no gradients.
+def real_mode() -> Iterator[None]:
+    """Run ops on real tensors during a trace: no fake mode, no autocast, no gradients.
 
-    The generators stand where they stood when it ends.
+    The states of the generators are restored at the end.
     """
     with (
         unset_fake_temporarily(),
@@ -40,15 +40,15 @@ def real_world() -> Iterator[None]:
         yield
 
 
-def believe_in_cuda(name: str, memory_bytes: int) -> None:
-    """Let Python's side of CUDA not ask for a device (`runtime/offline_capture/fake_device.py`).
+def pretend_cuda(name: str, memory_bytes: int) -> None:
+    """Make `torch.cuda` report one device without a driver (`offline_capture/fake_device.py`).
 
-    Scripts ask what it is called and has, `torch.nn.DataParallel` for its multiprocessors, too: it
-    says one, as how many is not known, and there is no other device to compare it with.
+    Programs read its name and memory, `torch.nn.DataParallel` also its multiprocessors: one, since
+    the number is unknown and no other device is compared with it.
 
-    Assumed: what makes a tensor on CUDA calls `torch.cuda._lazy_init`, which refuses in builds
-    without CUDA; autocast does nothing unless `torch.cuda.is_available()`, as other modules do;
-    a fake mode that avoids devices keeps its constants off them (`avoid_device_init`).
+    Assumed: factories of CUDA tensors call `torch.cuda._lazy_init`, which raises in CPU builds;
+    autocast is disabled unless `torch.cuda.is_available()`; a fake mode with `avoid_device_init`
+    keeps its constants off devices.
     """
     mode: Any = FakeTensorMode
     mode.avoid_device_init = True
@@ -61,7 +61,9 @@ def believe_in_cuda(name: str, memory_bytes: int) -> None:
     has = SimpleNamespace(name=name, total_memory=memory_bytes, multi_processor_count=1)
     cuda.get_device_properties = lambda device=None: has
     cuda.get_device_name = lambda device=None: name
-    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()  # around what is traced
+    cuda.get_rng_state = lambda device="cuda": (
+        torch.get_rng_state()
+    )  # Dynamo saves it around a trace
     cuda.set_rng_state = lambda state, device="cuda": None
     cudnn: Any = torch.backends.cudnn
     cudnn.is_acceptable = lambda tensor: False  # it would warn at each recurrent layer
@@ -69,10 +71,10 @@ def believe_in_cuda(name: str, memory_bytes: int) -> None:
 
 @contextmanager
 def copyable_fakes() -> Iterator[None]:
-    """Let `copy.deepcopy` copy fake parameters, as `torch.nn.Transformer` copies its layers.
+    """Let `copy.deepcopy` copy fake parameters, as `torch.nn.Transformer` does for its layers.
 
-    Assumed: a fake tensor is copied with its attributes, its mode among them
-    (torch/_tensor.py:158); of two modes tensors do not mix.
+    Assumed: a fake tensor is copied with its attributes, including its mode (torch/_tensor.py:158);
+    tensors of two modes cannot be mixed.
     """
     mode: Any = FakeTensorMode
     mode.__deepcopy__ = lambda self, _: self
@@ -85,11 +87,11 @@ def copyable_fakes() -> Iterator[None]:
 
 
 @contextmanager
-def tensors_of_sizes(device: torch.device) -> Iterator[None]:
-    """Let `torch.Tensor(3, 4)` make its tensor on `device`, as `torch.empty(3, 4)` does there.
+def legacy_constructors_on(device: torch.device) -> Iterator[None]:
+    """Let the legacy constructor `torch.Tensor(3, 4)` respect the default `device`.
 
-    Assumed: `torch.Tensor` is a class of Python that leaves `__new__` to its base, which knows no
-    default device.
+    Assumed: `torch.Tensor` is a Python class that inherits `__new__`, which ignores the default
+    device.
     """
     tensor: Any = torch.Tensor
     original = tensor.__new__
@@ -106,19 +108,19 @@ def tensors_of_sizes(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def nothing_drawn_twice() -> Iterator[None]:
-    """Let `torch.nn.init.trunc_normal_` leave fake parameters as they are.
+def skip_truncated_normal() -> Iterator[None]:
+    """Let `torch.nn.init.trunc_normal_` skip fake parameters.
 
-    It draws anew until all values are within its bounds, which asks for them. Assumed: it calls
+    It samples until all values are within bounds, and so reads them. Assumed: it calls
     `_no_grad_trunc_normal_` of its module.
     """
     init: Any = torch.nn.init
     original = init._no_grad_trunc_normal_
 
-    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def trunc_normal(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return tensor if isinstance(tensor, FakeTensor) else original(tensor, *args, **kwargs)
 
-    init._no_grad_trunc_normal_ = drawn
+    init._no_grad_trunc_normal_ = trunc_normal
     try:
         yield
     finally:
@@ -129,9 +131,9 @@ def nothing_drawn_twice() -> Iterator[None]:
 def convertible_modules() -> Iterator[None]:
     """Let `module.to(...)` work on fake parameters.
 
-    `torch.nn.Module._apply` swaps the contents of fake tensors, which it may not do with those that
-    are referred to elsewhere, as the fake mode does. Here a parameter is replaced, one that several
-    modules have by one new one.
+    `torch.nn.Module._apply` swaps the contents of fake tensors, which fails for tensors with other
+    references, such as the fake mode's. Here each parameter is replaced; modules that share one
+    share the new one.
     """
     made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
 

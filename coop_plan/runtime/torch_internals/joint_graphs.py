@@ -1,4 +1,4 @@
-"""AOTAutograd's joint graph, and the code that runs in its place."""
+"""AOTAutograd's joint graph, and the compiled code that replaces it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,29 +18,29 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 __all__ = ["InputMutationAOTOutput", "SavedForBackwardsAOTOutput", "aot_autograd"]
 
 
-def code_on_demand() -> AbstractContextManager[None]:
-    """Let graphs that are interpreted or taken apart, as AOTAutograd's are, have no code made.
+def lazy_graph_code() -> AbstractContextManager[None]:
+    """Do not generate Python code for graphs that are only interpreted, as AOTAutograd's.
 
-    As Dynamo does around its backends; this is for graphs that are compiled after it.
+    Dynamo does so around its backends; this is for graphs that are compiled later.
     """
     return cast("AbstractContextManager[None]", _use_lazy_graph_module(True))
 
 
 def is_primal(node: fx.Node) -> bool:
-    """Whether an input of a joint graph is one of the forward; AOTAutograd says so by its name."""
+    """True if an input of a joint graph is an input of the forward, by AOTAutograd's naming."""
     return node.op == "placeholder" and str(node.target).startswith("primals")
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether an input of a joint graph is the gradient of an output."""
+    """True if an input of a joint graph is the gradient of an output."""
     return node.op == "placeholder" and str(node.target).startswith("tangents")
 
 
 def plain_outputs(module: fx.GraphModule) -> list[Any]:
-    """What AOTAutograd says of the outputs of a joint graph, to the first that is not one tensor.
+    """AOTAutograd's descriptors of a joint graph's outputs, up to the first that is not plain.
 
-    Assumed: the first are those of its autograd function, in order, which a subclass of tensors
-    would have fewer of.
+    Assumed: these are the first outputs of its autograd function, in order. With a tensor subclass
+    the function has fewer outputs than the graph.
     """
     output = next(iter(reversed(module.graph.nodes)))
     plain = (InputMutationAOTOutput, IntermediateBaseAOTOutput, PlainAOTOutput)
@@ -50,12 +50,12 @@ def plain_outputs(module: fx.GraphModule) -> list[Any]:
 
 
 def tangent_output(node: fx.Node) -> Any:
-    """What `plain_outputs` has of the output that a tangent is the gradient of."""
+    """The descriptor (as in `plain_outputs`) of the output whose gradient a tangent is."""
     return getattr(node.meta.get("desc"), "output", None)
 
 
 def compiled_node(outputs: Sequence[Any]) -> Any:
-    """The node of autograd that runs the backward of a call with these outputs, if one shows.
+    """The autograd node that runs the backward of a call with these outputs, or None.
 
     An output may be a view of one of AOTAutograd's. Assumed: the node is a `CompiledFunction`'s.
     """
@@ -69,9 +69,9 @@ def compiled_node(outputs: Sequence[Any]) -> Any:
 
 
 def boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """`run`, which AOTAutograd then gives its arguments in one list, for it to empty.
+    """Mark `run` as boxed: AOTAutograd passes its arguments in one list, which `run` clears.
 
-    Otherwise they live as long as the call.
+    Otherwise the arguments live as long as the call.
     """
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -1,4 +1,4 @@
-"""Ops, by their schemas, and tensors, by their storages."""
+"""Schemas of ops, and storages of tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["OpOverload", "tree_flatten", "tree_map", "tree_unflatten"]
 
 
 MERSENNE_TWISTER_OFFSETS = (24, 8, 16)
-"""In bytes within the state of the CPU's generator: the 624 words, how many are left, the next.
+"""Byte offsets in the state of the CPU generator: the 624 words, `left`, and `next`.
 
 Assumed: the state begins as `CPUGeneratorImplStateLegacy` does (ATen/CPUGeneratorImpl.cpp): a seed
 of 64 bits, `left` and `seeded` of 32, `next` of 64, the words, each in 64.
@@ -20,24 +20,27 @@ of 64 bits, `left` and `seeded` of 32, `next` of 64, the words, each in 64.
 
 
 def tensor_version(tensor: torch.Tensor) -> int:
-    """How often a tensor, or one that it shares its counter with, has been overwritten."""
+    """Version counter of a tensor; tensors that share a storage may share it."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def when_gone(tensor: torch.Tensor) -> Callable[[], bool]:
-    """Says later whether its storage is gone; autograd gives that to other tensors."""
+def storage_expiry(tensor: torch.Tensor) -> Callable[[], bool]:
+    """A function that returns True once the tensor's storage is freed.
+
+    The tensor object itself does not tell: autograd passes its storage to other tensors.
+    """
     reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    gone: Callable[[], bool] = reference.expired
-    return gone
+    is_expired: Callable[[], bool] = reference.expired
+    return is_expired
 
 
 def is_mutable(op: OpOverload) -> bool:
-    """Whether an op overwrites an argument, by its schema."""
+    """True if an op mutates an argument, by its schema."""
     return bool(op._schema.is_mutable)
 
 
 def is_view_op(target: object) -> bool:
-    """Whether an op returns one view of an argument, by its schema."""
+    """True if an op returns one view of an argument, by its schema."""
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return False
     returns = target._schema.returns
@@ -45,29 +48,29 @@ def is_view_op(target: object) -> bool:
 
 
 def out_overload(op: OpOverload) -> tuple[OpOverload, str] | None:
-    """The overload of a functional op that writes its one result into a tensor it is given.
+    """The out overload of an op with one result, and the name of its out argument.
 
-    With the name of that argument; None if there is none that takes the same otherwise.
+    None if no overload has the same other arguments.
     """
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    signature = [(a.name, str(a.type)) for a in op._schema.arguments]
     packet = op.overloadpacket
     for name in packet.overloads():
         found = getattr(packet, name)
         written = [a.name for a in found._schema.arguments if a.is_out]
         others = [(a.name, str(a.type)) for a in found._schema.arguments if not a.is_out]
-        if len(written) == 1 and others == wanted:
+        if len(written) == 1 and others == signature:
             return found, written[0]
     return None
 
 
 def inplace_overload(op: OpOverload) -> OpOverload | None:
-    """The op of a functional op that writes over its first argument; None if there is none."""
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    """The in-place overload of a functional op, which overwrites its first argument, or None."""
+    signature = [(a.name, str(a.type)) for a in op._schema.arguments]
     packet = getattr(torch.ops.aten, op._schema.name.partition("::")[2] + "_", None)
     found = None if packet is None else getattr(packet, op._overloadname, None)
     if op.namespace != "aten" or found is None:
         return None
-    same = [(a.name, str(a.type)) for a in found._schema.arguments] == wanted
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == signature
     return found if same and len(found._schema.returns) == 1 else None
 
 
@@ -76,8 +79,8 @@ def argument_names(op: OpOverload) -> list[str]:
     return [argument.name for argument in op._schema.arguments]
 
 
-def returns_of(op: OpOverload) -> int:
-    """How many results an op has, by its schema."""
+def return_count(op: OpOverload) -> int:
+    """Number of results of an op, by its schema."""
     return len(op._schema.returns)
 
 
@@ -87,12 +90,12 @@ def schema_text(op: OpOverload) -> str:
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that is read with the sign turned round, as `imag` of a conjugate is."""
+    """A view with the negative bit set, such as `imag` of a conjugate."""
     return torch._neg_view(tensor)
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for zeros that autograd makes without memory."""
+    """True if a tensor is one of autograd's zero tensors, which have no memory."""
     return tensor._is_zerotensor()
 
 
@@ -115,21 +118,21 @@ FLASH_BACKWARD_ON_CPU: Any = torch.ops.aten._scaled_dot_product_flash_attention_
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """A number that tensors have in common only if they share their storage, while it lives."""
+    """Identity of a tensor's storage, unique while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 LINALG_CHECK: Any = torch.ops.aten._linalg_check_errors.default
-"""Raises what `torch.linalg` raises, for a matrix that is singular, say."""
+"""Op that raises the errors of `torch.linalg`, such as for a singular matrix."""
 
 
-TO_NUMBER: Any = torch.ops.aten._local_scalar_dense.default
-"""What `tensor.item()` calls."""
+TENSOR_ITEM: Any = torch.ops.aten._local_scalar_dense.default
+"""The op of `tensor.item()`."""
 
 LOG_SOFTMAX_BACKWARD: Any = torch.ops.aten._log_softmax_backward_data.default
-"""What the gradient of `log_softmax` is computed by, and of `cross_entropy`."""
+"""The gradient of `log_softmax`, also within `cross_entropy`."""
 
-SOFTMAXES: frozenset[Any] = frozenset(
+SOFTMAX_OPS: frozenset[Any] = frozenset(
     {
         torch.ops.aten._softmax.default,
         torch.ops.aten._log_softmax.default,
@@ -137,13 +140,13 @@ SOFTMAXES: frozenset[Any] = frozenset(
         LOG_SOFTMAX_BACKWARD,
     }
 )
-"""Ops of which each row of the result depends on that row alone."""
+"""Ops whose result depends, in each row, on that row alone."""
 
 CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 CPU_ATTENTION_BACKWARD: Any = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 )
-"""What `scaled_dot_product_attention` runs on the CPU where it can."""
+"""The fused kernels of `scaled_dot_product_attention` on the CPU."""
 
 
 def log_softmax_backward(

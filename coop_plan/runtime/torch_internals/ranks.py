@@ -13,12 +13,12 @@ def first_rank(group: str) -> int:
 
 
 def is_object(value: object) -> bool:
-    """Whether a value of a traced graph stands for an object that is neither tensor nor number."""
+    """True if a value of a traced graph is a fake script object: neither tensor nor number."""
     return isinstance(value, FakeScriptObject)
 
 
 def real_object(value: Any) -> Any:
-    """What such a value stands for. Assumed: it is in `real_obj`."""
+    """The object behind a fake script object. Assumed: it is in `real_obj`."""
     return value.real_obj
 
 
@@ -32,25 +32,25 @@ def group_name(value: Any) -> str:
 
 
 def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, once it is there."""
+    """Wait for the result of a functional collective."""
     waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(tensor)
     return waited
 
 
-def group_of_all() -> str | None:
-    """The name of the process group of all ranks; None where this process is alone."""
-    if ranks() == 1:
+def world_group() -> str | None:
+    """The name of the process group of all ranks; None if there is only one process."""
+    if world_size() == 1:
         return None
     world: Any = torch.distributed.group.WORLD
     return str(world.group_name)
 
 
-def ranks() -> int:
-    """Of this job."""
+def world_size() -> int:
+    """Number of ranks of this job."""
     alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
     return 1 if alone else torch.distributed.get_world_size()
 
 
 def default_store() -> Any:
-    """The store by which the ranks of this job found each other."""
+    """The store of the default process group."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -1,7 +1,7 @@
-"""How ops are traced.
+"""Overrides of PyTorch's tables that decide how ops are traced.
 
-What changes PyTorch here does so for all threads while it lasts: the tables are the process's. One
-thread at a time does so; what others trace meanwhile is traced alike.
+The tables belong to the process, so an override affects all threads. A lock admits one thread at a
+time; traces of other threads see the same overrides.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,33 +25,33 @@ __all__ = ["TorchDispatchMode"]
 
 
 @contextmanager
-def below_autograd_in_grad_mode() -> Iterator[None]:
-    """Let kernels run without autograd around them, as if it were: some read the grad mode."""
+def below_autograd_with_grad_mode() -> Iterator[None]:
+    """Run kernels below autograd with grad mode on, which some of them read."""
     with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
         yield
 
 
-_patched = fork_safe_lock()
+_patch_lock = fork_safe_lock()
 
 _KEYS = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 @contextmanager
-def python_kernels(wanted: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
+def python_kernels(kernels_by_op: Mapping[Any, Callable[..., Any] | None]) -> Iterator[None]:
     """Trace each op by the given Python function, or, with None, by its C++ code.
 
-    Assumed: PyTorch's own Python versions of composite ops are in `py_kernels` of the op, under
-    `Autograd` and `CompositeImplicitAutograd`; without an entry the C++ kernel runs; what was
-    looked up before is in `_dispatch_cache`.
+    Assumed: `py_kernels` of an op has PyTorch's Python versions of composite ops, under `Autograd`
+    and `CompositeImplicitAutograd`; without an entry the C++ kernel runs; `_dispatch_cache` holds
+    earlier lookups.
     """
-    with _patched:
-        kept = {op: {key: op.py_kernels.get(key) for key in _KEYS} for op in wanted}
+    with _patch_lock:
+        saved = {op: {key: op.py_kernels.get(key) for key in _KEYS} for op in kernels_by_op}
         try:
-            for op, kernel in wanted.items():
+            for op, kernel in kernels_by_op.items():
                 _set_kernels(op, dict.fromkeys(_KEYS, kernel))
             yield
         finally:
-            for op, kernels in kept.items():
+            for op, kernels in saved.items():
                 _set_kernels(op, kernels)
 
 
@@ -65,26 +65,26 @@ def _set_kernels(op: Any, kernels: Mapping[Any, Any]) -> None:
 
 
 def run_composite(op: Any, *args: Any) -> Any:
-    """Run the C++ code of a composite op, whatever stands in its `py_kernels`."""
+    """Run the C++ code of a composite op, regardless of its `py_kernels`."""
     return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
 
 
 def composite_overloads(names: Sequence[str]) -> list[Any]:
-    """All overloads of those of the named ATen ops that this PyTorch has."""
+    """All overloads of the named ATen ops that exist in this PyTorch."""
     packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
 
 @contextmanager
-def kept_though_unused(op: OpOverload) -> Iterator[None]:
-    """Trace an op without outputs where it stands, with no token from one effect to the next.
+def keep_unused(op: OpOverload) -> Iterator[None]:
+    """Keep an op without outputs in traces, in program order and without an effect token.
 
-    Assumed: the registry's `effect` of an op says whether a token is handed through it, which 2.11
-    does not for checks; and what is in `_side_effectful_functions` is no dead code.
+    Assumed: an op's `effect` in the registry decides whether it gets a token (in 2.11 checks get
+    none); dead-code elimination keeps ops in `_side_effectful_functions`.
     """
     holder: Any = getattr(simple_registry.singleton.find(op._schema.name), "effect", None)
-    with _patched:
-        kept = None if holder is None else holder.effect
+    with _patch_lock:
+        saved = None if holder is None else holder.effect
         is_new = op not in _side_effectful_functions
         try:
             if holder is not None:
@@ -93,7 +93,7 @@ def kept_though_unused(op: OpOverload) -> Iterator[None]:
             yield
         finally:
             if holder is not None:
-                holder.register(kept)
+                holder.register(saved)
             if is_new:
                 _side_effectful_functions.discard(op)
 
@@ -102,38 +102,38 @@ def kept_though_unused(op: OpOverload) -> Iterator[None]:
 def before_functionalization(see: Callable[[Any, Any], None]) -> Iterator[None]:
     """Call `see(op, args)` before AOTAutograd functionalizes an op.
 
-    Assumed: it asks `FunctionalTensorMode.__torch_dispatch__`, which it looks up at the class.
+    Assumed: it calls `FunctionalTensorMode.__torch_dispatch__`, looked up on the class.
     """
     functional: Any = FunctionalTensorMode
-    with _patched:
-        kept = functional.__torch_dispatch__
+    with _patch_lock:
+        saved = functional.__torch_dispatch__
 
         def dispatch(
             mode: Any, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             see(func, args)
-            return kept(mode, func, types, args, kwargs)
+            return saved(mode, func, types, args, kwargs)
 
         functional.__torch_dispatch__ = dispatch
         try:
             yield
         finally:
-            functional.__torch_dispatch__ = kept
+            functional.__torch_dispatch__ = saved
 
 
-def lay_out_functional(
-    changed: Any, spread: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
+def restride_functional(
+    tensor: Any, restride: Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 ) -> None:
-    """Let a functional tensor stand for `spread(what it stands for, its strides)`.
+    """Replace the value of a functional tensor by `restride(value, strides in eager)`.
 
-    Nothing is done if it stands for a tensor of its own strides. Assumed: a `FunctionalTensor` has
-    the strides of eager, and its `elem` those of the functional graph.
+    Nothing is done if the strides are equal. Assumed: a `FunctionalTensor` has the strides of
+    eager, and its `elem` those of the functional graph.
     """
-    if not isinstance(changed, FunctionalTensor) or changed.stride() == changed.elem.stride():
+    if not isinstance(tensor, FunctionalTensor) or tensor.stride() == tensor.elem.stride():
         return
     trace = PythonFunctionalizeAPI()
     with trace.redispatch_to_next():
-        moved = spread(trace.unwrap_tensors(changed), changed.stride())
-    trace.replace(changed, moved)
-    trace.commit_update(changed)
-    trace.sync(changed)
+        moved = restride(trace.unwrap_tensors(tensor), tensor.stride())
+    trace.replace(tensor, moved)
+    trace.commit_update(tensor)
+    trace.sync(tensor)

@@ -1,4 +1,4 @@
-"""What was tried of ops on stand-in data: of this process, and kept with the profiles."""
+"""Cache of bitwise-equality checks on synthetic inputs, in memory and with the profiles on disk."""
 
 import contextlib
 from collections.abc import Callable
@@ -8,36 +8,39 @@ import msgspec
 import torch
 
 from coop_plan.runtime.cache.profiles import session
-from coop_plan.runtime.capture.profiler import lasting
-from coop_plan.runtime.torch_internals.fakes import real_world
+from coop_plan.runtime.capture.profiler import persistent_key
+from coop_plan.runtime.torch_internals.fakes import real_mode
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-_found: dict[object, Any] = {}
+_results: dict[object, Any] = {}
 
 
-def tried(
-    what: str, key: tuple[object, ...], kind: type[Found], attempt: Callable[[], Found]
-) -> Found:
-    """What `attempt` finds out about ops of a signature (`profile.signature`), if nobody knows."""
-    known_by = (what, *key)
-    if known_by not in _found:
-        name = lasting(key)
+def cached_check(
+    check: str,
+    op_signature: tuple[object, ...],
+    kind: type[Result],
+    run_check: Callable[[], Result],
+) -> Result:
+    """The result of a check of an op (`profiler.signature`); `run_check` runs if none is cached."""
+    key = (check, *op_signature)
+    if key not in _results:
+        name = persistent_key(op_signature)
         cache = None if name is None else session()
-        record = None if cache is None else cache.get(f"{what} {name}")
+        record = None if cache is None else cache.get(f"{check} {name}")
         if record is not None:
-            with contextlib.suppress(msgspec.MsgspecError):  # damaged: what is tried replaces it
-                _found[known_by] = msgspec.json.decode(record, type=kind)
-        if known_by not in _found:
-            with real_world():
-                _found[known_by] = attempt()
+            with contextlib.suppress(msgspec.MsgspecError):  # damaged: checked again and replaced
+                _results[key] = msgspec.json.decode(record, type=kind)
+        if key not in _results:
+            with real_mode():
+                _results[key] = run_check()
             if cache is not None:
-                cache.put(f"{what} {name}", msgspec.json.encode(_found[known_by]).decode())
-    found: Found = _found[known_by]
-    return found
+                cache.put(f"{check} {name}", msgspec.json.encode(_results[key]).decode())
+    result: Result = _results[key]
+    return result
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one type hold the same, signs of zero and NaN included."""
+def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if two tensors of one dtype have equal bits, signs of zero and NaN included."""
     first, second = (values.contiguous().flatten().view(torch.uint8) for values in (a, b))
     return first.equal(second)

@@ -1,7 +1,7 @@
-"""Variants that run an op for some of its slices at a time, where that takes less memory.
+"""Chunked variants of ops: some independent slices at a time, with less memory.
 
-What they need beside arguments and results is that of a part, and each result may lie in the place
-of an argument that is cut as it is.
+Their workspace is that of one chunk, and a result may overwrite an argument that is sliced along
+the same dimensions.
 """
 
 import math
@@ -11,177 +11,196 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.variants.registry import Offers, Other
 from coop_plan.runtime.capture.graph_builder import GraphBuilder
-from coop_plan.runtime.capture.op_profile import OpProfile
-from coop_plan.runtime.variants.inplace_outputs import lies_alike, written_over
-from coop_plan.runtime.variants.chunked_ops import CUTS, IN_PARTS, Cut, packed, slices_of
-from coop_plan.runtime.capture.profiler import fakes, profile, signature, stand_in_arguments
-from coop_plan.runtime.variants.bitwise_check import same_bits, tried
+from coop_plan.runtime.capture.op_variants import OpVariant, VariantTable
+from coop_plan.runtime.capture.profiler import (
+    fake_values,
+    profile_op,
+    signature,
+    synthetic_arguments,
+)
+from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.torch_internals.ops import OpOverload, argument_names, tree_flatten
+from coop_plan.runtime.variants.bitwise_check import bitwise_equal, cached_check
+from coop_plan.runtime.variants.chunked_ops import (
+    CHUNKED_OPS,
+    SLICE_SPECS,
+    SliceSpec,
+    pack_layouts,
+    slice_counts,
+)
+from coop_plan.runtime.variants.inplace_outputs import has_layout, run_into_copies
 
 NAME = "parts"
 
-SHARES = 2, 8
-"""In how many parts an op is tried."""
+CHUNK_COUNTS = 2, 8
+"""Numbers of chunks with which an op is profiled."""
 
-WORTH = 0.9
-"""A variant is offered if it takes at most this part of what each before it takes at once."""
+MAX_RELATIVE_BYTES = 0.9
+"""Largest peak of a variant, relative to that of the default and of each variant before it."""
 
-SMALL = 0.1
-"""Results below this part of the largest are not put into places."""
+MIN_INPLACE_SHARE = 0.1
+"""Smallest size of a result that may overwrite an argument, relative to the largest result."""
 
-CHANNELS = 8
-"""A multiple of this many are taken at once: oneDNN's blocks of them stay whole."""
+CHANNEL_BLOCK = 8
+"""Chunks of channels are multiples of this: oneDNN's blocks of channels are not split."""
 
-Pairs = tuple[tuple[int, int], ...]
-"""Results and the tensor arguments in whose places they may lie, by position."""
+InplacePairs = tuple[tuple[int, int], ...]
+"""Positions of results, and of the tensor arguments that they may overwrite."""
 
 
-def offer_parts(builder: GraphBuilder, offers: Offers) -> None:
-    """Give ops in the builder's graph variants that run them in parts."""
+def add_chunked_variants(builder: GraphBuilder, table: VariantTable) -> None:
+    """Add the chunked variants of the ops in `SLICE_SPECS` that take less memory at once."""
     ops = zip(list(builder.ops), builder.op_fields, builder.profiles, strict=True)
-    for node, fields, facts in ops:
-        if not isinstance(node.target, OpOverload) or node.target not in CUTS:
+    for node, fields, profile in ops:
+        if not isinstance(node.target, OpOverload) or node.target not in SLICE_SPECS:
             continue
-        args, kwargs = fakes((node.args, node.kwargs))
-        called = _Called(node.target, args, kwargs, facts)
+        args, kwargs = fake_values((node.args, node.kwargs))
+        call = _OpCall(node.target, args, kwargs, profile)
         sizes = {t: builder.tensors[t]["bytes"] for t in (*fields["inputs"], *fields["outputs"])}
-        need = _need(sizes, fields["inplace"], facts)
-        for name, own, variant, pairs in called.in_parts(builder.names[node]):
-            inplace = offers.places(node, pairs)
-            less = _need(sizes, inplace, variant)
-            if less > WORTH * need:
+        lowest_bytes = _bytes_at_once(sizes, fields["inplace"], profile)
+        for name, chunk_args, variant, pairs in call.variants(builder.names[node]):
+            inplace = table.inplace_pairs(node, pairs)
+            chunked_bytes = _bytes_at_once(sizes, inplace, variant)
+            if chunked_bytes > MAX_RELATIVE_BYTES * lowest_bytes:
                 continue
-            need = less
-            given = (*own, *node.args)
-            other = offers.beside(node, IN_PARTS[node.target], given, node.kwargs)
-            offers.add(node, name, Other(other, variant), inplace=inplace)
+            lowest_bytes = chunked_bytes
+            given = (*chunk_args, *node.args)
+            variant_node = table.add_node(node, CHUNKED_OPS[node.target], given, node.kwargs)
+            table.add(node, name, OpVariant(variant_node, variant), inplace=inplace)
 
 
-def _need(sizes: Mapping[int, int], inplace: Sequence[Sequence[int]], facts: OpProfile) -> int:
-    """The bytes that a variant takes at once, at least."""
+def _bytes_at_once(
+    sizes: Mapping[int, int], inplace: Sequence[Sequence[int]], profile: OpProfile
+) -> int:
+    """Working set of a variant, if as many results as possible overwrite an input."""
     shared: dict[int, int] = {}
-    for made, source in inplace:
-        if made not in shared and source not in shared.values():
-            shared[made] = source
-    return sum(sizes.values()) + facts.workspace_bytes - sum(sizes[t] for t in shared)
+    for result, source in inplace:
+        if result not in shared and source not in shared.values():
+            shared[result] = source
+    return sum(sizes.values()) + profile.workspace_bytes - sum(sizes[t] for t in shared)
 
 
 @dataclass(frozen=True)
-class _Called:
-    """One of ATen's ops with its arguments, fake tensors among them, and its profile."""
+class _OpCall:
+    """A call of an ATen op, with fake tensors as arguments, and its profile."""
 
     target: OpOverload
     args: Any
     kwargs: Any
-    facts: OpProfile
+    profile: OpProfile
 
-    def in_parts(self, op: str) -> Iterator[tuple[str, Any, OpProfile, Pairs]]:
-        """Each way to run it in parts: its name, its first arguments, its profile, its pairs."""
-        outputs = self.facts.outputs
-        if any(o and (o.alias >= 0 or o.twin >= 0) for o in outputs):
+    def variants(self, op: str) -> Iterator[tuple[str, Any, OpProfile, InplacePairs]]:
+        """Exact chunked variants: name, leading arguments, profile, in-place pairs."""
+        outputs = self.profile.outputs
+        if any(o and (o.alias >= 0 or o.duplicate_of >= 0) for o in outputs):
             return
-        layouts = packed([None if o is None else (list(o.shape), list(o.stride)) for o in outputs])
-        pairs = self._pairs()
+        layouts = pack_layouts(
+            [None if o is None else (list(o.shape), list(o.stride)) for o in outputs]
+        )
+        pairs = self._inplace_pairs()
         found = set[str]()
-        for name, part in self._parts():
+        for name, chunk in self._chunk_sizes():
             if name in found:
                 continue
-            own = part, layouts
-            variant = profile(IN_PARTS[self.target], (*own, *self.args), self.kwargs, f"{op}_{name}")
-            if variant.outputs == outputs and self._alike(own, variant, pairs):
+            chunk_args = chunk, layouts
+            args = (*chunk_args, *self.args)
+            variant = profile_op(CHUNKED_OPS[self.target], args, self.kwargs, f"{op}_{name}")
+            if variant.outputs == outputs and self._is_exact(chunk_args, variant, pairs):
                 found.add(name)
-                yield name, own, variant, pairs
+                yield name, chunk_args, variant, pairs
 
     @property
-    def _cut(self) -> Cut:
-        return CUTS[self.target]
+    def _spec(self) -> SliceSpec:
+        return SLICE_SPECS[self.target]
 
-    def _cuts(self) -> dict[str, torch.Tensor]:
-        """The arguments that are cut, by name."""
+    def _sliced_arguments(self) -> dict[str, torch.Tensor]:
+        """The arguments that are sliced, by name."""
         names = argument_names(self.target)
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
-        return {name: given[name] for name in self._cut.arguments if given.get(name) is not None}
+        return {name: given[name] for name in self._spec.arguments if given.get(name) is not None}
 
-    def _parts(self) -> Iterator[tuple[str, list[int]]]:
-        """
-        How many slices along each dimension to take at once, by name; none cannot be cut.
+    def _chunk_sizes(self) -> Iterator[tuple[str, list[int]]]:
+        """Candidates: variant name, and slices per chunk along each dimension.
 
-        Of one name the first that gives the same results is enough.
+        Of each name the first exact candidate is used.
         """
-        given, along = self._cuts(), self._cut.arguments
+        given, along = self._sliced_arguments(), self._spec.arguments
         if any(max(along[name]) >= value.dim() for name, value in given.items()):
             return
-        slices = slices_of(self._cut, given)
+        slices = slice_counts(self._spec, given)
         for name, value in given.items():
             sizes = [value.shape[dim] for dim in along[name]]
             if any(size not in (1, n) for size, n in zip(sizes, slices, strict=True)):
                 return
-        made = [
+        sliced_results = [
             o is not None and d is not None
-            for o, d in zip(self.facts.outputs, self._cut.results, strict=True)
+            for o, d in zip(self.profile.outputs, self._spec.results, strict=True)
         ]
-        for share in SHARES:
-            part, count = [], 1
+        for chunks in CHUNK_COUNTS:
+            chunk, count = [], 1
             for n in slices:
-                step = -(-n // max(1, share // count)) or 1
-                part.append(step)
+                step = -(-n // max(1, chunks // count)) or 1
+                chunk.append(step)
                 count *= -(-n // step)
-            many = count > 1 and math.prod(part) >= torch.get_num_threads()  # a slice for each
-            for channels, cut in self._channels(share):
-                if (many and any(made)) or cut:
-                    yield f"{NAME}-{share}", [*(part if many else slices), *channels]
+            # Several chunks, with a slice for each thread.
+            many = count > 1 and math.prod(chunk) >= torch.get_num_threads()
+            for channels, is_split in self._channel_chunks(chunks):
+                if (many and any(sliced_results)) or is_split:
+                    yield f"{NAME}-{chunks}", [*(chunk if many else slices), *channels]
 
-    def _channels(self, share: int) -> list[tuple[list[int], bool]]:
-        """How many channels of sums to take at once, and whether these are fewer than all."""
-        if self._cut.sums is None:
+    def _channel_chunks(self, chunks: int) -> list[tuple[list[int], bool]]:
+        """Candidates: channels per chunk of the sums ([0]: all), and True if that splits them."""
+        if self._spec.sums is None:
             return [([], False)]
         given = dict(zip(argument_names(self.target), self.args, strict=False)) | self.kwargs
-        (count,) = slices_of(self._cut.sums, given)
+        (count,) = slice_counts(self._spec.sums, given)
         whole = [([0], False)]
         plain = given["groups"] == 1 and not given["transposed"] and given["output_mask"][1]
-        step = -(-count // share // CHANNELS) * CHANNELS
+        step = -(-count // chunks // CHANNEL_BLOCK) * CHANNEL_BLOCK
         return [([step], True), *whole] if plain and 0 < step < count else whole
 
-    def _pairs(self) -> Pairs:
-        """The results that lie as an argument does that is cut as they are."""
-        outputs = self.facts.outputs
+    def _inplace_pairs(self) -> InplacePairs:
+        """Results with the layout of an argument that is sliced along the same dimensions."""
+        outputs = self.profile.outputs
         largest = max(o.bytes for o in outputs if o is not None)
         flat = tree_flatten((self.args, self.kwargs))[0]
         tensors = [value for value in flat if isinstance(value, torch.Tensor)]
         found = []
         for result, output in enumerate(outputs):
-            if output is None or output.bytes < SMALL * largest:
+            if output is None or output.bytes < MIN_INPLACE_SHARE * largest:
                 continue
-            for name, value in self._cuts().items():
-                same = self._cut.arguments[name] == self._cut.results[result]
-                if same and lies_alike(value, output):
+            for name, value in self._sliced_arguments().items():
+                same = self._spec.arguments[name] == self._spec.results[result]
+                if same and has_layout(value, output):
                     position = next(i for i, tensor in enumerate(tensors) if tensor is value)
                     found.append((result, position))
         return tuple(found)
 
-    def _alike(self, own: Any, variant: OpProfile, pairs: Pairs) -> bool:
-        """Whether results in parts are the op's own to the bit, wherever they lie."""
-        target, args = IN_PARTS[self.target], (*own, *self.args)
+    def _is_exact(self, chunk_args: Any, variant: OpProfile, pairs: InplacePairs) -> bool:
+        """Check on synthetic inputs: results bitwise equal to the op's, also in place."""
+        target, args = CHUNKED_OPS[self.target], (*chunk_args, *self.args)
 
-        def attempt() -> bool:
-            given, named = stand_in_arguments(self.target, self.args, self.kwargs)
+        def run_check() -> bool:
+            given, named = synthetic_arguments(self.target, self.args, self.kwargs)
             expected = tree_flatten(self.target(*given, **named))[0]
-            if not _same(tree_flatten(target(*own, *given, **named))[0], expected):
+            if not _all_equal(tree_flatten(target(*chunk_args, *given, **named))[0], expected):
                 return False
-            for over in _rounds(pairs):
-                made, taken = written_over(target, ((*own, *given), named), over)
-                if taken != variant.allocated_beside(over) or not _same(made, expected):
+            for outs in _disjoint_rounds(pairs):
+                arguments = (*chunk_args, *given), named
+                results, allocations = run_into_copies(target, arguments, outs)
+                if allocations != variant.allocations_except(outs):
+                    return False
+                if not _all_equal(results, expected):
                     return False
             return True
 
         key = signature(target, args, self.kwargs)
-        return tried(f"alike in {pairs}", key, bool, attempt)
+        return cached_check(f"alike in {pairs}", key, bool, run_check)
 
 
-def _rounds(pairs: Pairs) -> list[dict[int, int]]:
-    """All pairs, several at a time: each result and each argument is in one of them at most."""
+def _disjoint_rounds(pairs: InplacePairs) -> list[dict[int, int]]:
+    """Partition of the pairs into rounds; no round uses a result or an argument twice."""
     rounds: list[dict[int, int]] = []
     for result, argument in pairs:
         free = (r for r in rounds if result not in r and argument not in r.values())
@@ -192,8 +211,8 @@ def _rounds(pairs: Pairs) -> list[dict[int, int]]:
     return rounds
 
 
-def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+def _all_equal(results: Sequence[Any], expected: Sequence[Any]) -> bool:
     return all(
-        a is b if a is None or b is None else same_bits(a, b)
-        for a, b in zip(ours, theirs, strict=True)
+        a is b if a is None or b is None else bitwise_equal(a, b)
+        for a, b in zip(results, expected, strict=True)
     )

@@ -1,10 +1,9 @@
-"""Results of ops in the place of an input that dies: which may, as tried.
+"""In-place outputs: results that may overwrite an input that dies at the op.
 
-Where nothing reads an input any more, the result of a pointwise op can lie where it lay, and both
-together take the bytes of one; so can a softmax, whose rows are read before they are written. Such
-an op is run in place, or by the overload that is given what to write to. It has a pair [result,
-input] only if that takes the op's scratch and nothing else, and on stand-in data its result in the
-input's place is the same to the bit as the op's own.
+Pointwise ops can overwrite an input, and so can a softmax, which reads each row before it writes
+it. The op runs by its in-place or its out overload. An in-place pair [result, input] is added only
+if the op then allocates its scratch and nothing else, and if the result on synthetic inputs is
+bitwise equal to the op's own.
 """
 
 from collections.abc import Sequence
@@ -12,58 +11,62 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.capture.op_profile import Allocation, OpProfile, Output
-from coop_plan.runtime.capture.custom_ops import WRITERS
+from coop_plan.runtime.capture.custom_ops import OUT_KERNELS
 from coop_plan.runtime.capture.op_replacements import CROSS_ENTROPY_BACKWARD
-from coop_plan.runtime.variants.chunked_ops import PART_OPS
 from coop_plan.runtime.capture.profiler import (
     SCRATCH_ALIGNMENT,
-    digest,
     signature,
-    stand_in_arguments,
+    summarize_events,
+    synthetic_arguments,
 )
-from coop_plan.runtime.variants.bitwise_check import same_bits, tried
 from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.op_profile import Allocation, OpProfile, Output
 from coop_plan.runtime.options import CUDA_ALIGNMENT
 from coop_plan.runtime.torch_internals.ops import (
-    SOFTMAXES,
+    SOFTMAX_OPS,
     OpOverload,
     inplace_overload,
     out_overload,
     tree_flatten,
     tree_unflatten,
 )
+from coop_plan.runtime.variants.bitwise_check import bitwise_equal, cached_check
+from coop_plan.runtime.variants.chunked_ops import CHUNKED_KERNELS
 
-ROW_BY_ROW = SOFTMAXES | {CROSS_ENTROPY_BACKWARD}
-"""Ops that are not pointwise and may be tried, too: each row depends on itself alone."""
+ROWWISE = SOFTMAX_OPS | {CROSS_ENTROPY_BACKWARD}
+"""Candidates that are not pointwise: each row of the result depends on that row alone."""
 
 
-def overwritable(target: OpOverload, args: Any, kwargs: Any, facts: OpProfile) -> list[int]:
+def overwritable_arguments(
+    target: OpOverload, args: Any, kwargs: Any, profile: OpProfile
+) -> list[int]:
+    """Positions of the tensor arguments, in flattened order, that the result may overwrite.
+
+    Tensors in the arguments are fake ones.
     """
-    The tensor arguments, by position among them in flattened order, that the result may overwrite.
-
-    Tensors in the arguments are fake ones; `facts` is the op's profile.
-    """
-    alone = len(facts.outputs) == 1 and sum(not a.output for a in facts.allocations) == 1
-    alone = alone and facts.allocated <= {0, -1}
-    may = torch.Tag.pointwise in target.tags or target in ROW_BY_ROW
-    may = (may and bool(out_overload(target) or inplace_overload(target))) or target in WRITERS
-    if not may or not alone:
+    has_overload = bool(out_overload(target) or inplace_overload(target))
+    elementwise = torch.Tag.pointwise in target.tags or target in ROWWISE
+    if target not in OUT_KERNELS and not (elementwise and has_overload):
         return []
-    fakes = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
-    positions = [i for i, value in enumerate(fakes) if lies_alike(value, facts.outputs[0])]
+    result_allocations = sum(not a.output for a in profile.allocations)
+    if len(profile.outputs) != 1 or result_allocations != 1:
+        return []
+    if not profile.allocated_outputs <= {0, -1}:
+        return []
+    tensors = [v for v in tree_flatten((args, kwargs))[0] if isinstance(v, torch.Tensor)]
+    positions = [i for i, value in enumerate(tensors) if has_layout(value, profile.outputs[0])]
     if not positions:
         return []
 
-    def attempt() -> list[int]:
-        given = stand_in_arguments(target, args, kwargs)
-        return [i for i in positions if _same_in_place(target, given, i, facts)]
+    def run_check() -> list[int]:
+        arguments = synthetic_arguments(target, args, kwargs)
+        return [i for i in positions if _is_exact_in_place(target, arguments, i, profile)]
 
-    return tried("overwrites", signature(target, args, kwargs), list[int], attempt)
+    return cached_check("overwrites", signature(target, args, kwargs), list[int], run_check)
 
 
-def lies_alike(value: torch.Tensor, output: Output | None) -> bool:
-    """Whether a tensor is a whole storage, laid out as a result."""
+def has_layout(value: torch.Tensor, output: Output | None) -> bool:
+    """True if a tensor covers its storage, with the layout of `output`."""
     if output is None:
         return False
     mine = str(value.dtype), tuple(value.shape), value.stride(), value.storage_offset()
@@ -72,59 +75,60 @@ def lies_alike(value: torch.Tensor, output: Output | None) -> bool:
     return same and plain and value.untyped_storage().nbytes() == output.bytes > 0
 
 
-def _same_in_place(
-    target: OpOverload, given: tuple[Any, Any], position: int, facts: OpProfile
+def _is_exact_in_place(
+    target: OpOverload, arguments: tuple[Any, Any], position: int, profile: OpProfile
 ) -> bool:
     try:
-        made, taken = written_over(target, given, {0: position})
-    except RuntimeError:  # it refuses to overwrite what it reads
+        results, allocations = run_into_copies(target, arguments, {0: position})
+    except RuntimeError:  # the op refuses to overwrite an input
         return False
-    return taken == facts.allocated_beside({0}) and same_bits(
-        made[0], target(*given[0], **given[1])
+    return allocations == profile.allocations_except({0}) and bitwise_equal(
+        results[0], target(*arguments[0], **arguments[1])
     )
 
 
-def written_over(
-    target: OpOverload, given: tuple[Any, Any], over: dict[int, int]
+def run_into_copies(
+    target: OpOverload, arguments: tuple[Any, Any], targets: dict[int, int]
 ) -> tuple[list[Any], tuple[Allocation, ...]]:
-    """
-    The results of an op, each one of `over` in the place of that tensor argument, and what it took.
+    """Run an op with results written into copies of its arguments.
 
-    Both are positions; what is overwritten are copies.
+    `targets` maps positions of results to positions of tensor arguments. Returns the results and
+    the op's allocations.
     """
-    flat, spec = tree_flatten(given)
+    flat, spec = tree_flatten(arguments)
     tensors = [i for i, value in enumerate(flat) if isinstance(value, torch.Tensor)]
-    places: list[torch.Tensor | None] = [None] * (max(over) + 1)
-    for result, position in over.items():
+    outs: list[torch.Tensor | None] = [None] * (max(targets) + 1)
+    for result, position in targets.items():
         at = tensors[position]
         flat[at] = torch.empty_like(flat[at]).copy_(flat[at])
-        places[result] = flat[at]
+        outs[result] = flat[at]
     args, kwargs = tree_unflatten(flat, spec)
     cpu = flat[tensors[0]].device.type == "cpu"
     ext = extension()
     ext.record_begin(not cpu)
     try:
-        made = tree_flatten(write_over(target, places, *args, **kwargs))[0]
+        results = tree_flatten(run_into(target, outs, *args, **kwargs))[0]
     finally:
         events = ext.record_end()
     inputs = [flat[i] for i in tensors]
     alignment = SCRATCH_ALIGNMENT if cpu else CUDA_ALIGNMENT
-    _, taken, _ = digest(events, inputs, made, target, alignment)
-    return made, taken
+    _, allocations, _ = summarize_events(events, inputs, results, target, alignment)
+    return results, allocations
 
 
-def write_over(
-    target: OpOverload, places: Sequence[torch.Tensor | None], *args: Any, **kwargs: Any
+def run_into(
+    target: OpOverload, outs: Sequence[torch.Tensor | None], *args: Any, **kwargs: Any
 ) -> Any:
-    """`target(*args, **kwargs)`; results that have one of `places`, an argument, lie there."""
-    own = WRITERS.get(target) or (PART_OPS[target].run if target in PART_OPS else None)
+    """`target(*args, **kwargs)` with the i-th result written into the argument `outs[i]`."""
     with torch.no_grad():
-        if own is not None:
-            return own(places, *args, **kwargs)
-        inplace = inplace_overload(target) if args and places[0] is args[0] else None
-        if inplace is not None:  # an overload for a result may be one that copies it there
+        if target in OUT_KERNELS:
+            return OUT_KERNELS[target](outs, *args, **kwargs)
+        if target in CHUNKED_KERNELS:
+            return CHUNKED_KERNELS[target].run(outs, *args, **kwargs)
+        inplace = inplace_overload(target) if args and outs[0] is args[0] else None
+        if inplace is not None:  # an out overload may compute elsewhere and copy
             return inplace(*args, **kwargs)
         found = out_overload(target)
         assert found is not None
         overload, name = found
-        return overload(*args, **kwargs, **{name: places[0]})
+        return overload(*args, **kwargs, **{name: outs[0]})

@@ -1,8 +1,7 @@
-"""Variants of activations' gradients that read what the activation made instead of what it was given.
+"""Variants of activation gradients that read the activation's output instead of its input.
 
-Beyond an activation its result is often kept for the next op, and its input for its gradient alone.
-Of those here the kernel asks which side of a bound an element is on, and the result says that as
-the input does.
+The next op often saves the output anyway, and then the input is saved for the gradient alone. The
+gradients here only compare each element with a bound, for which the output serves as well.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.variants.registry import Offers, Other
 from coop_plan.runtime.capture.graph_builder import GraphBuilder, tensor_args
-from coop_plan.runtime.capture.profiler import fakes, profile, signature, stand_in_arguments
-from coop_plan.runtime.variants.bitwise_check import same_bits, tried
+from coop_plan.runtime.capture.op_variants import OpVariant, VariantTable
+from coop_plan.runtime.capture.profiler import (
+    fake_values,
+    profile_op,
+    signature,
+    synthetic_arguments,
+)
 from coop_plan.runtime.torch_internals.ops import OpOverload
+from coop_plan.runtime.variants.bitwise_check import bitwise_equal, cached_check
 
 NAME = "output"
 
@@ -31,52 +35,54 @@ ACTIVATIONS: Mapping[OpOverload, tuple[OpOverload, tuple[float, ...], Callable[.
         lambda slope, of_result: slope > 0 and not of_result,
     ),
 }
-"""By gradient its activation, that one's defaults, and for which arguments a result says enough."""
+"""By gradient op: its activation, the default arguments, and a test that the output suffices."""
 
 
-def offer_results(builder: GraphBuilder, offers: Offers) -> None:
-    """Give gradients of activations in the builder's graph variants that read the result."""
+def add_output_variants(builder: GraphBuilder, table: VariantTable) -> None:
+    """Add variants of activation gradients that read the activation's output."""
     made = {
         (node.target, builder.storages[argument]): node
         for node in builder.ops
         for argument in tensor_args(node)[:1]
     }
     ops = zip(list(builder.ops), builder.op_fields, builder.profiles, strict=True)
-    for node, fields, facts in ops:
+    for node, fields, default in ops:
         if not isinstance(node.target, OpOverload) or node.target not in ACTIVATIONS:
             continue
-        activation, defaults, enough = ACTIVATIONS[node.target]
-        gradient, source, *others = node.args
+        activation, defaults, is_sufficient = ACTIVATIONS[node.target]
+        gradient, source, *rest_args = node.args
         assert isinstance(source, fx.Node)
         result = made.get((activation, builder.storages[source]))
-        if result is None or result.kwargs or not enough(*others):
+        if result is None or result.kwargs or not is_sufficient(*rest_args):
             continue
         bounds = [*result.args[1:], *defaults[len(result.args) - 1 :]]
-        if bounds != others[: len(bounds)]:
+        if bounds != rest_args[: len(bounds)]:
             continue
         if result.meta["val"].stride() != source.meta["val"].stride():
             continue
-        args = fakes((gradient, result, *others))
-        variant = profile(node.target, args, {}, f"{builder.names[node]}_{NAME}")
-        if variant.outputs != facts.outputs or not _same(activation, bounds, node.target, args):
+        args = fake_values((gradient, result, *rest_args))
+        variant = profile_op(node.target, args, {}, f"{builder.names[node]}_{NAME}")
+        if variant.outputs != default.outputs:
             continue
-        other = offers.beside(node, node.target, (gradient, result, *others))
+        if not _is_exact(activation, bounds, node.target, args):
+            continue
+        variant_node = table.add_node(node, node.target, (gradient, result, *rest_args))
         (old,), (new,) = builder.storages[source], builder.storages[result]
         assert new is not None
         inputs = [new if t == old else t for t in fields["inputs"]]
         pairs = [pair for pair in fields["inplace"] if pair[1] != old]
-        offers.add(node, NAME, Other(other, variant), inputs=inputs, inplace=pairs)
+        table.add(node, NAME, OpVariant(variant_node, variant), inputs=inputs, inplace=pairs)
 
 
-def _same(activation: OpOverload, bounds: list[Any], backward: OpOverload, args: Any) -> bool:
-    """Whether the result says what the input does, as tried."""
+def _is_exact(activation: OpOverload, bounds: list[Any], backward: OpOverload, args: Any) -> bool:
+    """Check on synthetic inputs: the gradients from output and input are bitwise equal."""
 
-    def attempt() -> bool:
-        (gradient, values, *others), _ = stand_in_arguments(backward, args, {})
+    def run_check() -> bool:
+        (gradient, values, *rest_args), _ = synthetic_arguments(backward, args, {})
         flat = values.as_strided((values.numel(),), (1,))
         flat.copy_(torch.linspace(-9, 9, flat.numel(), dtype=flat.dtype, device=flat.device))
         result = activation(values, *bounds)
-        ours = backward(gradient, result, *others)
-        return same_bits(ours, backward(gradient, values, *others))
+        gradient_from_output = backward(gradient, result, *rest_args)
+        return bitwise_equal(gradient_from_output, backward(gradient, values, *rest_args))
 
-    return tried("alike of result", signature(backward, args, {}), bool, attempt)
+    return cached_check("alike of result", signature(backward, args, {}), bool, run_check)

@@ -1,7 +1,7 @@
-"""Variants of an op and of its backwards that keep something smaller between them.
+"""Pairs of variants, of an op and of its backwards, with a smaller saved tensor.
 
-Both the op and its backwards get a variant, with a tensor of their own between them; which run, the
-plan says.
+The variant of the op returns the saved tensor, and the variants of its backwards read it. The plan
+selects the variants.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from coop_plan.runtime.variants.registry import Offers, Other
 from coop_plan.runtime.capture.graph_builder import GETITEM, GraphBuilder
-from coop_plan.runtime.capture.op_profile import OpProfile
-from coop_plan.runtime.variants.inplace_outputs import lies_alike
-from coop_plan.runtime.capture.profiler import fakes, profile
+from coop_plan.runtime.capture.op_variants import OpVariant, VariantTable
+from coop_plan.runtime.capture.profiler import fake_values, profile_op
+from coop_plan.runtime.op_profile import OpProfile
 from coop_plan.runtime.torch_internals.ops import OpOverload
+from coop_plan.runtime.variants.inplace_outputs import has_layout
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """
-    An op of the graph, its backwards, and the ops that run in their stead.
+class SavedPair:
+    """An op and its backwards ("readers"), and the ops that run as their variants.
 
-    `target` takes `args` and returns the result and `count` bytes; of these `backward` makes what
-    each of its readers does, from the arguments that `given` puts together from a reader and them.
-    `kept[reader]` is the tensor that a reader needs no more then. With `inplace` both may write
-    their result in the place of their first argument.
+    Attributes:
+        target: runs for `node` with `args`; returns the result and `saved_bytes` bytes.
+        backward: runs for each reader, with the arguments `reader_args(reader, saved)`.
+        replaced: by reader, the tensor id that the variant does not read any more.
+        inplace: True if both ops may write their result into their first argument.
     """
 
     name: str
@@ -35,62 +35,65 @@ class Keeping:
     target: OpOverload
     args: tuple[Any, ...]
     backward: OpOverload
-    given: Callable[[fx.Node, Any], tuple[Any, ...]]
-    kept: Mapping[fx.Node, int | None]
-    count: int
+    reader_args: Callable[[fx.Node, Any], tuple[Any, ...]]
+    replaced: Mapping[fx.Node, int | None]
+    saved_bytes: int
     inplace: bool
 
     @property
-    def made(self) -> Any:
+    def result(self) -> Any:
         """The fake result."""
         value = self.node.meta["val"]
         return value if isinstance(value, torch.Tensor) else value[0]
 
-    def pairs(self, node: fx.Node, facts: OpProfile) -> list[tuple[int, int]]:
-        """The result in the place of what it is computed from, by position."""
-        if self.inplace and lies_alike(fakes(node.args[0]), facts.outputs[0]):
+    def inplace_pairs(self, node: fx.Node, profile: OpProfile) -> list[tuple[int, int]]:
+        """Positions of the result and of the argument that it may overwrite."""
+        if self.inplace and has_layout(fake_values(node.args[0]), profile.outputs[0]):
             return [(0, 0)]
         return []
 
 
-Same = Callable[[Keeping, OpProfile, Mapping[fx.Node, OpProfile]], bool]
+ExactnessCheck = Callable[[SavedPair, OpProfile, Mapping[fx.Node, OpProfile]], bool]
 
 
-def offer_keeping(builder: GraphBuilder, offers: Offers, keeping: Keeping, same: Same) -> None:
-    """Give an op and its backwards their variants, if they make the `same`, and it lies alike."""
-    node, graph, made = keeping.node, builder.module.graph, keeping.made
+def add_saved_pair(
+    builder: GraphBuilder, table: VariantTable, pair: SavedPair, is_exact: ExactnessCheck
+) -> None:
+    """Add the variants of a pair, if results and layouts equal the default's."""
+    node, graph, result = pair.node, builder.module.graph, pair.result
     position = {node: i for i, node in enumerate(builder.ops)}
-    with made.fake_mode:
-        small = torch.empty(keeping.count, dtype=torch.uint8, device=made.device)
-    name = f"{builder.names[node]}_{keeping.name}"
-    forward = profile(keeping.target, fakes(keeping.args), {}, name)
+    with result.fake_mode:
+        saved = torch.empty(pair.saved_bytes, dtype=torch.uint8, device=result.device)
+    name = f"{builder.names[node]}_{pair.name}"
+    forward = profile_op(pair.target, fake_values(pair.args), {}, name)
     backward = {}
-    for reader in keeping.kept:
-        given = fakes(keeping.given(reader, small))
-        name = f"{builder.names[reader]}_{keeping.name}"
-        backward[reader] = profile(keeping.backward, given, {}, name)
+    for reader in pair.replaced:
+        reader_args = fake_values(pair.reader_args(reader, saved))
+        name = f"{builder.names[reader]}_{pair.name}"
+        backward[reader] = profile_op(pair.backward, reader_args, {}, name)
         if backward[reader].outputs != builder.profiles[position[reader]].outputs:
             return
     first = builder.profiles[position[node]].outputs[0]
-    alike = forward.outputs[0] == first and forward.allocated - {-1} == {0, 1}
-    if not alike or not same(keeping, forward, backward):
+    has_same_outputs = forward.outputs[0] == first and forward.allocated_outputs - {-1} == {0, 1}
+    if not has_same_outputs or not is_exact(pair, forward, backward):
         return
-    t = builder.add(f"{node.name}_{keeping.name}", keeping.count, "activation")
-    other = offers.beside(node, keeping.target, keeping.args)
-    with graph.inserting_after(other):
-        second = graph.call_function(GETITEM, (other, 1))
-    other.meta["val"], second.meta["val"] = (made, small), small
-    builder.base[t] = other, 1
-    result = builder.storages[node][0]
-    assert result is not None
-    builder.storages[other], builder.storages[second] = (result, t), (t,)
-    builder.views.add(second)
-    pairs = offers.places(node, keeping.pairs(node, forward))
-    offers.add(node, keeping.name, Other(other, forward), outputs=[result, t], inplace=pairs)
-    for reader, kept in keeping.kept.items():
-        other = offers.beside(reader, keeping.backward, keeping.given(reader, second))
+    t = builder.add(f"{node.name}_{pair.name}", pair.saved_bytes, "activation")
+    variant_node = table.add_node(node, pair.target, pair.args)
+    with graph.inserting_after(variant_node):
+        saved_node = graph.call_function(GETITEM, (variant_node, 1))
+    variant_node.meta["val"], saved_node.meta["val"] = (result, saved), saved
+    builder.producer[t] = variant_node, 1
+    result_id = builder.storages[node][0]
+    assert result_id is not None
+    builder.storages[variant_node], builder.storages[saved_node] = (result_id, t), (t,)
+    builder.views.add(saved_node)
+    inplace = table.inplace_pairs(node, pair.inplace_pairs(node, forward))
+    variant = OpVariant(variant_node, forward)
+    table.add(node, pair.name, variant, outputs=[result_id, t], inplace=inplace)
+    for reader, replaced in pair.replaced.items():
+        variant_node = table.add_node(reader, pair.backward, pair.reader_args(reader, saved_node))
         reads = builder.op_fields[position[reader]]["inputs"]
-        inputs = [t if read == kept else read for read in reads]
-        pairs = offers.places(reader, keeping.pairs(reader, backward[reader]))
-        variant = Other(other, backward[reader])
-        offers.add(reader, keeping.name, variant, inputs=inputs, inplace=pairs)
+        inputs = [t if read == replaced else read for read in reads]
+        inplace = table.inplace_pairs(reader, pair.inplace_pairs(reader, backward[reader]))
+        variant = OpVariant(variant_node, backward[reader])
+        table.add(reader, pair.name, variant, inputs=inputs, inplace=inplace)

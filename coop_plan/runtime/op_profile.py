@@ -1,0 +1,60 @@
+"""Profile of one op: its time, its outputs, and the allocations it makes."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor that an op returns: a new storage, or a view of an input.
+
+    `bytes` is the size of the allocation made for it, 0 for a view. `alias` is the position of the
+    input whose storage it shares, among the op's tensor arguments in flattened order, or -1.
+    `duplicate_of` is the position of an earlier output that is the same tensor, or -1.
+    The other fields are its layout in the storage.
+    """
+
+    bytes: int
+    alias: int
+    duplicate_of: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One allocation of an op: for output `output`, or scratch (-1) at `offset` in the workspace.
+
+    An allocation that belongs to no output and outlives the op has `output` -2. PyTorch's allocator
+    serves it.
+    """
+
+    bytes: int
+    output: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """Time, outputs and memory of one op. `outputs` follows the flattened result; None: no tensor.
+
+    `cost_us` is device time, without the launch on CUDA. `worker_bytes` is scratch that the
+    kernel's worker threads allocate; PyTorch's allocator serves it, not the arena.
+    """
+
+    cost_us: float
+    outputs: tuple[Output | None, ...]
+    allocations: tuple[Allocation, ...]
+    workspace_bytes: int
+    worker_bytes: int
+
+    @property
+    def allocated_outputs(self) -> set[int]:
+        """Positions of outputs that the op allocates on its device (-1, -2: see `Allocation`)."""
+        return {allocation.output for allocation in self.allocations}
+
+    def allocations_except(self, positions: Collection[int]) -> tuple[Allocation, ...]:
+        """The op's allocations if the outputs at `positions` are written into given tensors."""
+        return tuple(a for a in self.allocations if a.output not in positions)
