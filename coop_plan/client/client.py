@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -18,7 +18,7 @@ from tenacity import (
 from coop_plan.api.service.graph_store import digest_of
 from coop_plan.client import protocol
 from coop_plan.client.protocol import Calls, Exchange, JobState, ServerAwayError
-from coop_plan.planner.options import OptionFields, PlanOptions
+from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Graph, InvalidInputError, Plan
 
 TOKEN_VARIABLE = "COOP_PLAN_TOKEN"  # noqa: S105 - the name of a variable
@@ -106,7 +106,7 @@ class Client(_Caller):
         self._http = httpx.Client(transport=transport)
 
     def plan(
-        self, graph: Graph, budget: PlanOptions | str | int, **fields: Unpack[OptionFields]
+        self, graph: Graph, budget: PlanOptions | str | int, **fields: Any
     ) -> Plan:
         """
         What `coop_plan.plan` answers, made by the server or kept there; verified here.
@@ -176,7 +176,7 @@ class AsyncClient(_Caller):
         self._http = httpx.AsyncClient(transport=transport)
 
     async def plan(
-        self, graph: Graph, budget: PlanOptions | str | int, **fields: Unpack[OptionFields]
+        self, graph: Graph, budget: PlanOptions | str | int, **fields: Any
     ) -> Plan:
         """See `Client.plan`."""
         return await self._run(protocol.plan_calls(graph, PlanOptions.given(budget, fields)))

@@ -106,7 +106,7 @@ def plan_calls(graph: Graph, options: PlanOptions) -> Calls[Plan]:
             yield from put_calls(document, digest)
             sends += 1
     made = parse_plan(answer.content, source="the server's plan")
-    asked = options.on(graph)
+    asked = options.apply_link(graph)
     if StoredPlan.of(made, asked).for_question(asked, options) is None:
         raise ServerError("the server's plan does not hold for what was asked")
     return made

@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any
 
 from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError, TimeLimitError
@@ -16,7 +16,7 @@ from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.keep_all import keep_all_schedule, kept
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
-from coop_plan.planner.options import OptionFields, PlanOptions
+from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.exact.model.fix_variants import carried_back, plainest
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph, Plan
@@ -140,7 +140,7 @@ def plan(
     budget: PlanOptions | str | int,
     *,
     progress: Callable[[Progress], None] | None = None,
-    **fields: Unpack[OptionFields],
+    **fields: Any,
 ) -> Plan:
     """
     Plan `graph` within `budget`; the plan has passed the verifier.
@@ -162,7 +162,7 @@ def plan(
     return _plan(graph, PlanOptions.given(budget, fields), progress)
 
 
-def plan_if_it_fits(graph: Graph, budget: str | int, **fields: Unpack[OptionFields]) -> Plan | None:
+def plan_if_it_fits(graph: Graph, budget: str | int, **fields: Any) -> Plan | None:
     """
     As `plan`; None where the method finds nothing, without a search for the smallest budget.
 
@@ -184,7 +184,7 @@ def _plan(
     """`at_once`, what finds nothing raises `DoesNotFitError`."""
     started = time.monotonic()
     info = options.info
-    graph = options.on(graph)
+    graph = options.apply_link(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
     deadline = None
     if options.time_limit is not None:

@@ -67,12 +67,12 @@ def test_every_field_is_part_of_the_key():
 def test_a_link_replaces_the_bandwidths_of_the_graph():
     device = {"d2h_bytes_per_s": 4.0, "h2d_bytes_per_s": 2.0, "copy_latency_us": 3.0}
     graph = make_graph({0: ("input", 8), 1: ("output", 8)}, [{"inputs": [0], "outputs": [1]}])
-    assert options().on(graph) is graph
+    assert options().apply_link(graph) is graph
     graph = graph.model_copy(update={"device": Device(**device)})
-    asked = options(link="25GB/s").on(graph).device
+    asked = options(link="25GB/s").apply_link(graph).device
     assert (asked.d2h_bytes_per_s, asked.h2d_bytes_per_s, asked.copy_latency_us) == (25e9, 25e9, 3)
     assert graph.device.linked
-    assert not options(link=0).on(graph).device.linked
+    assert not options(link=0).apply_link(graph).device.linked
     assert plan(graph, "100%", link="25GB/s").link_bytes_per_s == 25e9
 
 

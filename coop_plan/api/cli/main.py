@@ -200,7 +200,7 @@ def _link(made: "Plan", graph: "Graph", options: "PlanOptions") -> str | None:
     if not options.info.transfers:
         return None
     problem = Problem.from_graph(
-        options.on(graph), options.alignment, options.outputs, options.host_budget
+        options.apply_link(graph), options.alignment, options.outputs, options.host_budget
     )
     return unworthy_link(problem, made)
 
@@ -211,7 +211,7 @@ def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:
         return []
     from coop_plan.planner.core.problem import beyond_recomputation
 
-    return options.info.unused(beyond_recomputation(options.on(graph), options.host_budget))
+    return options.info.unused(beyond_recomputation(options.apply_link(graph), options.host_budget))
 
 
 def infeasible(error: Any) -> dict[str, Any]:

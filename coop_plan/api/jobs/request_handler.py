@@ -109,7 +109,7 @@ class Question(msgspec.Struct, frozen=True, gc=False):
 
     def family(self, kind: str) -> str:
         """What questions have in common whose budgets of this kind alone are others."""
-        linked = self.options.on(self.graph).device.linked
+        linked = self.options.apply_link(self.graph).device.linked
         key = self.options.key(self.structure, planner_version(), links=linked, any_budget=True)
         return f"{key} {kind}"
 
@@ -149,7 +149,7 @@ class Answers:
         else:
             graph, structure = request.graph, fingerprint(request.graph)
         self._check_ops(graph)
-        linked = request.on(graph).device.linked
+        linked = request.apply_link(graph).device.linked
         key = request.key(structure, planner_version(), links=linked)
         return Question(key, graph, request, digest, len(data), structure)
 

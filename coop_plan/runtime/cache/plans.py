@@ -16,7 +16,7 @@ from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
 def key_of(graph: Graph, options: Options) -> str:
     """What a plan is kept by: structure, costs, what was asked, and the planner's version."""
     asked = options.plan
-    costs, links = cost_signature(graph), asked.on(graph).device.linked
+    costs, links = cost_signature(graph), asked.apply_link(graph).device.linked
     return asked.key(fingerprint(graph), planner_version(), costs, links=links)
 
 
