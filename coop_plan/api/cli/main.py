@@ -36,15 +36,15 @@ from coop_plan.api.cli.fit import fit
 from coop_plan.api.cli.import_trace import import_
 from coop_plan.api.cli.token import token
 from coop_plan.api.cli.place import place
+from coop_plan.api.cli.plan_options import option_message, parse_plan_options, plan_options
 from coop_plan.api.cli.input import read_graph, read_plan
-from coop_plan.api.cli.types import Seconds
 from coop_plan.api.cli.serve import serve
 from coop_plan.api.cli.show import show
 from coop_plan.api.cli.worker import worker
 
 if TYPE_CHECKING:
     from coop_plan.planner import PlanOptions, Progress
-    from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
+    from coop_plan.schemas import Graph, Plan
 
 
 class DefaultGroup(click.Group):
@@ -84,72 +84,30 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("graph")
-@click.option("--budget", required=True, help="12GiB, 12GB, bytes, 50% (of the peak) or min.")
-@click.option(
-    "--method", default="coop-offline", show_default=True, help="See `coop-plan methods`."
-)
-@click.option("--time-limit", type=Seconds(), metavar="S", help="Seconds.")
-@click.option("--seed", type=int, default=0, show_default=True, help="One seed, one plan.")
-@click.option("--alignment", type=int, default=512, show_default=True, help="Of offsets, in bytes.")
-@click.option(
-    "--outputs",
-    type=click.Choice(["outside", "arena", "gradients"]),
-    default="outside",
-    show_default=True,
-    metavar="WHERE",
-    help="What leaves the step lies outside or in the arena; gradients: only these in it.",
-)
-@click.option("--host-budget", metavar="SIZE", help="For copies on the host; 0: no transfers.")
-@click.option("--link", metavar="RATE", help="To the host and back, 25GB/s; else the graph's own.")
-@click.option("--solver", help="Of checkmate: any solver PuLP has here, such as GUROBI_CMD.")
-@click.option("--relax", is_flag=True, help="Of checkmate: the LP with two-phase rounding.")
-@click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
+@plan_options()
 @click.option(
     "--server",
     metavar="URL",
     envvar="COOP_PLAN_SERVER",
     show_envvar=True,
-    help="Ask this service; a token is taken from COOP_PLAN_TOKEN.",
+    help="Let this planning service make the plan; its token is read from COOP_PLAN_TOKEN.",
 )
-@click.option("-o", "--output", metavar="PLAN", help="Write the plan here; - is stdout.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan (with -o: its figures).")
+@click.option("-o", "--output", metavar="PLAN", help="Write the plan to this file; - is stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON; with -o, its figures only.")
 def plan(
     graph: str,
-    budget: str,
-    method: str,
-    time_limit: float | None,
-    seed: int,
-    alignment: int,
-    outputs: "Outputs",
-    host_budget: str | None,
-    link: str | None,
-    solver: str | None,
-    relax: bool,
     ablate: tuple[str, ...],
+    relax: bool,
     server: str | None,
     output: str | None,
     as_json: bool,
+    **values: Any,
 ) -> None:
     """Plan GRAPH within a budget (the default command)."""
     from coop_plan.api.cli.output import check_writable, figures, print_plan, write_whole
 
     check_writable(output)
-    from coop_plan.planner.options import PlanOptions
-
-    options = PlanOptions.of(
-        {
-            "budget": budget,
-            "method": method,
-            "time_limit": time_limit,
-            "seed": seed,
-            "alignment": alignment,
-            "outputs": outputs,
-            "host_budget": host_budget,
-            "link": link,
-            "solver": solver,
-            "switches": dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
-        }
-    )
+    options = parse_plan_options(values, ablate, relax)
     document = read_graph(graph)
     from coop_plan.planner.core.errors import InfeasibleBudgetError
 
@@ -340,7 +298,7 @@ def _run(arguments: list[str] | None) -> None:
         cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
         sys.stdout.flush()
     except InvalidInputError as error:
-        fail(error if error.source else _of_an_option(error), EXIT_INVALID)
+        fail(error if error.source else option_message(error), EXIT_INVALID)
     except click.exceptions.NoArgsIsHelpError:
         fail("no GRAPH given (see coop-plan --help)", EXIT_INVALID)
     except click.UsageError as error:
@@ -362,10 +320,3 @@ def _run(arguments: list[str] | None) -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             fail(f"stdout cannot be written: {error.strerror}", EXIT_ERROR)
         raise
-
-
-def _of_an_option(error: "InvalidInputError") -> str:
-    """The message behind the option that it is about."""
-    name = error.pointer.split("/")[1] if error.pointer else ""
-    option = {"": "", "switches": "--ablate: "}.get(name, f"--{name.replace('_', '-')}: ")
-    return f"{option}{error.message}"
