@@ -80,9 +80,10 @@ class PlanOptions(Model, frozen=True, kw_only=True):
     outputs: Annotated[
         Outputs,
         Meta(
-            description="Where tensors that leave the step (loss, gradients) are allocated. outside:"
-            " outside the arena, so that a training loop may keep them. arena: inside it, where they"
-            " share addresses with dead tensors. gradients: only what backward ops make is inside.",
+            description="Where tensors that leave the step (loss, gradients) are allocated."
+            " outside: outside the arena, so that a training loop may keep them. arena: inside it,"
+            " where they share addresses with dead tensors. gradients: only what backward ops make"
+            " is inside.",
             extra={"metavar": "WHERE"},
         ),
     ] = "outside"

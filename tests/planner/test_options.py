@@ -1,4 +1,4 @@
-"""One object for what is asked: validated once, with the cache key."""
+"""Planning options: validation and cache key."""
 
 import pytest
 
@@ -76,7 +76,7 @@ def test_a_link_replaces_the_bandwidths_of_the_graph():
     assert plan(graph, "100%", link="25GB/s").link_bytes_per_s == 25e9
 
 
-def test_the_door_takes_options_or_their_fields():
+def test_plan_takes_options_or_their_fields():
     for budget in ("100%", PlanOptions.of({"budget": "100%"})):
         assert plan(GRAPH, budget).overhead == 0
     with pytest.raises(InvalidInputError, match="unknown field"):

@@ -35,7 +35,7 @@ _RELAX = click.option(
 
 
 def plan_options(*names: str) -> Callable[[F], F]:
-    """Decorator that adds the click options of the named fields of `PlanOptions`; all by default."""
+    """Decorator that adds the click options of fields of `PlanOptions`: of `names`, or all."""
 
     def decorate(command: F) -> F:
         for info in reversed(struct_fields(PlanOptions)):
