@@ -47,7 +47,7 @@ def page(entry: str, title: str, data: Any) -> str:
 
 
 def script(entry: str) -> str:
-    """The module `entry` with its imports as one script, which calls `start` with the page's data."""
+    """The module `entry` with its imports as one script, which calls `start`."""
     order: list[str] = []
 
     def visit(name: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coop_plan.api.jobs.request_handler import Reply
-from coop_plan.api.service.auth import OPEN, Caller, scopes_for
+from coop_plan.api.service.auth import PUBLIC_PATHS, Caller, scopes_for
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.tokens import TokenLimits, add, hash_of, load
@@ -75,7 +75,7 @@ def test_an_address_that_nobody_thought_of_is_for_those_who_plan():
     assert scopes_for("POST", "/anything") == {"plan"}
     assert scopes_for("GET", "/metrics") == {"admin"}
     assert scopes_for("GET", "/graphs") == {"read", "plan"}
-    assert "/graphs" not in OPEN
+    assert "/graphs" not in PUBLIC_PATHS
 
 
 def test_limits_of_a_caller():

@@ -27,8 +27,8 @@ class FakePool:
 
     def call(self, task, body, *, seconds, on_progress, on_start):
         self.calls.append((task, body, seconds))
-        taken(self.worker)
-        say(Reply(detail="under way", figures=Figures(overhead=0.5), final=False))
+        on_start(self.worker)
+        on_progress(Reply(detail="under way", figures=Figures(overhead=0.5), final=False))
         while not self.does():
             if self.worker.killed.wait(0.01):
                 raise WorkerLostError(late=False)

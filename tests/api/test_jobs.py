@@ -32,8 +32,8 @@ class FakePool:
         worker = FakeWorker()
         self.calls.append((body, seconds))
         self.workers.append(worker)
-        taken(worker)
-        say(Reply(detail="under way", figures=Figures(0.5, overhead=0.25), final=False))
+        on_start(worker)
+        on_progress(Reply(detail="under way", figures=Figures(0.5, overhead=0.25), final=False))
         while not self.go.is_set():
             if worker.killed.wait(0.01):
                 raise WorkerLostError(late=False)

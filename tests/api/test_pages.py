@@ -236,7 +236,7 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
         assert server.put(f"/graphs/{digest}", content=document, headers=JSON).status_code == 201
         page.goto(at)
         assert serious(page) == []
-        page.get_by_label("Kept here").select_option(digest)
+        page.get_by_label("Stored graph").select_option(digest)
         page.get_by_text("53 ops, 72 tensors").wait_for()
         page.set_input_files("#graph", ROOT / "examples" / "graph.json")
         page.get_by_label("coop-offline").uncheck()

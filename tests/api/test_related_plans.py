@@ -109,9 +109,9 @@ def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
     best, bad = made_worse(store, key)
     assert not handler.stored_plan(key)[0].settled
     assert not handler.find(body(question), "", b"")[0].settled
-    text = []
-    reply, _ = related.improve(key, 20.0, text.append)
-    assert said
+    progress = []
+    reply, _ = related.improve(key, 20.0, progress.append)
+    assert progress
     stored, data = handler.stored_plan(key)
     assert (stored.settled, reply.settled) == (True, True)
     better = parse_plan(data)
@@ -121,7 +121,7 @@ def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
     assert (found.found, found.settled) == (True, True)
     assert parse_plan(data) == better
     monkeypatch.setattr("coop_plan.planner.plan", None)
-    related.improve(key, 20.0, text.append)
+    related.improve(key, 20.0, progress.append)
     assert handler.stored_plan(key)[1] == data
 
 
