@@ -102,14 +102,14 @@ def captured(
         if error.name != "torch":
             raise
         fail("capture needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
+    from coop_plan.runtime.offline_capture.fake_device import Question, capture_for
     from coop_plan.runtime.offline_capture.devices import device as device_named
-    from coop_plan.runtime.offline_capture.fake_device import ParsedRequest, capture_for
 
     if device is None:
         return capture_target(target, batch, optimizer, masters, variants=variants)
     spec = device_named(device)
     return capture_for(
-        ParsedRequest(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
+        Question(target=target, spec=spec, batch=batch, optimizer=optimizer, masters=masters)
     )
 
 
