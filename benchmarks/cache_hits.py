@@ -1,7 +1,7 @@
 """What a kept plan costs: CPU time in a reader, then time and rate of whole requests over HTTP.
 
 Then the same by digest of one server and of as many as there are cores, on one store, and of one
-while every solver is busy; and how fast `/livez` answers beside a body as
+while every solver is busy; and how fast `/livez` handler beside a body as
 large as one may be, with the most memory that a process of the service had.
 
 `python -m benchmarks.cache_hits ../shared/data/graphs`
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.local_cluster import children
-from coop_plan.api.jobs.request_handler import Answers, Limits
-from coop_plan.api.service.graph_store import SqliteGraphs, digest_of
+from coop_plan.api.jobs.request_handler import Limits, RequestHandler
+from coop_plan.api.service.graph_store import SqliteGraphStore, digest_of
 from coop_plan.planner.plan_cache.store import SqliteStore
 
 LARGEST = 64 << 20
@@ -76,18 +76,18 @@ def in_a_reader(graphs: dict[str, Any]) -> None:
     gc.disable()  # as in the service's workers
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plans"
-        answers = Answers(SqliteStore(path), Limits(), SqliteGraphs(path))
+        handler = RequestHandler(SqliteStore(path), Limits(), SqliteGraphStore(path))
         for name, graph in graphs.items():
-            answers.solve(_body(graph), "", False, lambda *_: None)
+            handler.solve(_body(graph), "", False, lambda *_: None)
             for op in graph["ops"]:
                 op["cost_us"] *= 1.01
             document = json.dumps(graph).encode()
-            answers.put_graph(document, "", digest_of(document))
+            handler.put_graph(document, "", digest_of(document))
             for how, body in (("body", _body(graph)), ("digest", _body(digest_of(document)))):
                 spent = []
                 for _ in range(9):
                     started = time.process_time()
-                    reply, _ = answers.ask(body, "", b"")
+                    reply, _ = handler.find(body, "", b"")
                     spent.append(time.process_time() - started)
                     assert reply.found
                 middle = sorted(spent)[len(spent) // 2]

@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,33 +16,33 @@ from tenacity import (
 )
 
 from coop_plan.client import protocol
-from coop_plan.client.protocol import Calls, Exchange, JobState, ServerAwayError
-from coop_plan.planner.options import OptionFields, PlanOptions
+from coop_plan.client.protocol import Exchange, Exchanges, JobState, ServerAwayError
+from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Graph, InvalidInputError, Plan
 from coop_plan.schemas.fingerprint import digest_of
 
 TOKEN_VARIABLE = "COOP_PLAN_TOKEN"  # noqa: S105 - the name of a variable
-"""Environment variable of the token, which on a command line everybody would see."""
+"""Environment variable of the token; other users could read it on a command line."""
 
-AGAIN = frozenset({429, 502, 503})
-"""Statuses that another try may change: ours have `Retry-After`, a proxy's mean a restart."""
+RETRY_STATUSES = frozenset({429, 502, 503})
+"""Statuses of answers that are retried: of a busy server, and of a proxy during its restart."""
 
 PATIENCE_SECONDS = 30.0
 
 T = TypeVar("T")
 
 
-class NotNowError(ServerAwayError):
-    """An answer that another try may change, and the server's word when (s)."""
+class RetryableError(ServerAwayError):
+    """An answer that is retried, after its `Retry-After` (s)."""
 
     def __init__(self, answer: httpx.Response) -> None:
-        told = answer.headers.get("retry-after", "")
-        self.seconds = float(told) if told.isdigit() and len(told) < 6 else 0.0
+        after = answer.headers.get("retry-after", "")
+        self.seconds = float(after) if after.isdigit() and len(after) < 6 else 0.0
         super().__init__(str(protocol.problem_of(answer)))
 
 
-class _Caller:
-    """What both clients do: requests from exchanges, and when to try again."""
+class _BaseClient:
+    """Shared by both clients: HTTP requests from exchanges, and the policy of retries."""
 
     def __init__(self, server: str, token: str | None, patience_seconds: float) -> None:
         try:
@@ -51,18 +51,20 @@ class _Caller:
         except ValueError:
             usable = False
         if not usable:
-            raise InvalidInputError(f"'{server[:100]}' is no server: write http://HOST:PORT")
+            raise InvalidInputError(
+                f"'{server[:100]}' is not the URL of a server: write http://HOST:PORT"
+            )
         self.server = server.rstrip("/")
         self._token = token or os.environ.get(TOKEN_VARIABLE)
         self._retry: dict[str, Any] = {
             "stop": stop_before_delay(patience_seconds),
             "wait": _pause,
-            "retry": retry_if_exception_type((httpx.TransportError, NotNowError)),
+            "retry": retry_if_exception_type((httpx.TransportError, RetryableError)),
             "reraise": True,
         }
 
     def _headers(self) -> dict[str, str]:
-        """Of all requests of one call, which are one trace."""
+        """Headers of all requests of one call, which are one trace."""
         headers = {"traceparent": f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-00"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
@@ -78,20 +80,19 @@ class _Caller:
             "timeout": timeout,
         }
 
-    def _away(self, error: httpx.HTTPError) -> ServerAwayError:
+    def _unreachable(self, error: httpx.HTTPError) -> ServerAwayError:
         reason = str(error) or type(error).__name__
         return ServerAwayError(f"{self.server} cannot be reached: {reason}")
 
 
-class Client(_Caller):
-    """
-    Asks a planning service; to be closed, or used as a context.
+class Client(_BaseClient):
+    """Client of a planning service; to be closed, or used as a context manager.
 
-    Exchanges that fail because the server is away or busy are repeated, with random pauses, for
-    `patience_seconds` at most. The token is `token` or that of `COOP_PLAN_TOKEN`.
+    Requests that fail because the server is unreachable or busy are retried, with random pauses,
+    for up to `patience_seconds`. Without `token` the token is that of `COOP_PLAN_TOKEN`.
 
-    Every method raises `ServerAwayError` where that did not help, `ServerProblemError` where the
-    server refuses, and `ServerError` for what is no answer.
+    Every method raises `ServerAwayError` if the retries fail, `ServerProblemError` if the server
+    refuses the request, and `ServerError` for an answer that is not a service's.
     """
 
     def __init__(
@@ -105,50 +106,49 @@ class Client(_Caller):
         super().__init__(server, token, patience_seconds)
         self._http = httpx.Client(transport=transport)
 
-    def plan(
-        self, graph: Graph, budget: PlanOptions | str | int, **fields: Unpack[OptionFields]
-    ) -> Plan:
-        """
-        What `coop_plan.plan` answers, made by the server or kept there; verified here.
+    def plan(self, graph: Graph, budget: PlanOptions | str | int, **fields: Any) -> Plan:
+        """The plan of `coop_plan.plan`, made or stored by the server and verified here.
+
+        `fields` are those of `PlanOptions`.
 
         Raises:
             InvalidInputError, InfeasibleBudgetError, TimeLimitError: as `coop_plan.plan` does.
         """
-        return self._run(protocol.plan_calls(graph, PlanOptions.given(budget, fields)))
+        return self._run(protocol.plan_exchanges(graph, PlanOptions.given(budget, fields)))
 
     def put_graph(self, graph: Graph) -> str:
-        """Send a graph; its digest."""
+        """Store a graph on the server; returns its digest."""
         document = graph.to_json().encode()
-        return self._run(protocol.put_calls(document, digest_of(document)))
+        return self._run(protocol.put_exchanges(document, digest_of(document)))
 
     def kept(self, key: str) -> Plan:
-        """The plan of a key, in the ids of the graph that it was made for."""
-        return self._run(protocol.kept_calls(key))
+        """The stored plan of a key, with the ids of the graph that it was made for."""
+        return self._run(protocol.stored_plan_exchanges(key))
 
     def job(self, job_id: str) -> JobState:
-        """How a solve is getting on."""
-        return self._run(protocol.job_calls(job_id, "GET"))
+        """State of a job."""
+        return self._run(protocol.job_exchanges(job_id, "GET"))
 
     def cancel(self, job_id: str) -> JobState:
-        """Cancel a solve, for all who wait for it."""
-        return self._run(protocol.job_calls(job_id, "DELETE"))
+        """Cancel a job for all its clients."""
+        return self._run(protocol.job_exchanges(job_id, "DELETE"))
 
-    def _run(self, call: Calls[T]) -> T:
+    def _run(self, exchanges: Exchanges[T]) -> T:
         headers = self._headers()
         answer: httpx.Response | None = None
         while True:
             try:
-                exchange = next(call) if answer is None else call.send(answer)
+                exchange = next(exchanges) if answer is None else exchanges.send(answer)
             except StopIteration as end:
                 made: T = end.value
                 return made
             try:
                 answer = Retrying(**self._retry)(self._send, exchange, headers)
             except httpx.HTTPError as error:
-                raise self._away(error) from error
+                raise self._unreachable(error) from error
 
     def _send(self, exchange: Exchange, headers: dict[str, str]) -> httpx.Response:
-        return _taken(exchange, self._http.request(**self._request(exchange, headers)))
+        return _checked(exchange, self._http.request(**self._request(exchange, headers)))
 
     def close(self) -> None:
         """Close the connections."""
@@ -161,8 +161,8 @@ class Client(_Caller):
         self.close()
 
 
-class AsyncClient(_Caller):
-    """`Client` for asyncio: the same methods, to be awaited, and the same errors."""
+class AsyncClient(_BaseClient):
+    """`Client` for asyncio: the same methods as coroutines, and the same errors."""
 
     def __init__(
         self,
@@ -175,45 +175,43 @@ class AsyncClient(_Caller):
         super().__init__(server, token, patience_seconds)
         self._http = httpx.AsyncClient(transport=transport)
 
-    async def plan(
-        self, graph: Graph, budget: PlanOptions | str | int, **fields: Unpack[OptionFields]
-    ) -> Plan:
+    async def plan(self, graph: Graph, budget: PlanOptions | str | int, **fields: Any) -> Plan:
         """See `Client.plan`."""
-        return await self._run(protocol.plan_calls(graph, PlanOptions.given(budget, fields)))
+        return await self._run(protocol.plan_exchanges(graph, PlanOptions.given(budget, fields)))
 
     async def put_graph(self, graph: Graph) -> str:
         """See `Client.put_graph`."""
         document = graph.to_json().encode()
-        return await self._run(protocol.put_calls(document, digest_of(document)))
+        return await self._run(protocol.put_exchanges(document, digest_of(document)))
 
     async def kept(self, key: str) -> Plan:
         """See `Client.kept`."""
-        return await self._run(protocol.kept_calls(key))
+        return await self._run(protocol.stored_plan_exchanges(key))
 
     async def job(self, job_id: str) -> JobState:
         """See `Client.job`."""
-        return await self._run(protocol.job_calls(job_id, "GET"))
+        return await self._run(protocol.job_exchanges(job_id, "GET"))
 
     async def cancel(self, job_id: str) -> JobState:
         """See `Client.cancel`."""
-        return await self._run(protocol.job_calls(job_id, "DELETE"))
+        return await self._run(protocol.job_exchanges(job_id, "DELETE"))
 
-    async def _run(self, call: Calls[T]) -> T:
+    async def _run(self, exchanges: Exchanges[T]) -> T:
         headers = self._headers()
         answer: httpx.Response | None = None
         while True:
             try:
-                exchange = next(call) if answer is None else call.send(answer)
+                exchange = next(exchanges) if answer is None else exchanges.send(answer)
             except StopIteration as end:
                 made: T = end.value
                 return made
             try:
                 answer = await AsyncRetrying(**self._retry)(self._send, exchange, headers)
             except httpx.HTTPError as error:
-                raise self._away(error) from error
+                raise self._unreachable(error) from error
 
     async def _send(self, exchange: Exchange, headers: dict[str, str]) -> httpx.Response:
-        return _taken(exchange, await self._http.request(**self._request(exchange, headers)))
+        return _checked(exchange, await self._http.request(**self._request(exchange, headers)))
 
     async def close(self) -> None:
         """Close the connections."""
@@ -226,12 +224,12 @@ class AsyncClient(_Caller):
         await self.close()
 
 
-def _taken(exchange: Exchange, answer: httpx.Response) -> httpx.Response:
-    """The answer, if it is one that the call takes."""
+def _checked(exchange: Exchange, answer: httpx.Response) -> httpx.Response:
+    """The answer, if its status is one of the exchange's; else its error is raised."""
     if answer.status_code in exchange.statuses:
         return answer
-    if answer.status_code in AGAIN:
-        raise NotNowError(answer)
+    if answer.status_code in RETRY_STATUSES:
+        raise RetryableError(answer)
     raise protocol.problem_of(answer)
 
 
@@ -239,7 +237,7 @@ _jitter = wait_random_exponential(multiplier=0.2, max=5.0)
 
 
 def _pause(state: RetryCallState) -> float:
-    """Seconds until the next try: what the server said, and a random time more."""
+    """Seconds until the next retry: `Retry-After` and a random time."""
     error = state.outcome.exception() if state.outcome is not None else None
-    told = error.seconds if isinstance(error, NotNowError) else 0.0
-    return told + _jitter(state)
+    after = error.seconds if isinstance(error, RetryableError) else 0.0
+    return after + _jitter(state)

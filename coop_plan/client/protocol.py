@@ -1,7 +1,7 @@
-"""What a client of the service sends and how it takes the answers, whoever carries it.
+"""Client protocol: requests to the service and their answers, without I/O.
 
-A question is asked by the digest of its graph, which is sent only to a server that does not have
-it. Each call is a generator of exchanges: it is sent the answer of the one before.
+A request names its graph by its digest; the graph is sent only to a server that does not have it.
+Each call is a generator of exchanges, which receives the answer of each exchange.
 """
 
 import gzip
@@ -19,12 +19,12 @@ from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_plan
 from coop_plan.schemas.fingerprint import digest_of
 
 WAIT_SECONDS = 60
-"""How long one request waits for its plan; then the same is asked again."""
+"""Time that one request waits for its plan; then it is sent again."""
 
 CONNECT_SECONDS = 5.0
 
 SENDS = 2
-"""How often a graph is sent to a server that does not keep it."""
+"""Limit on sending a graph to a server that does not store it."""
 
 PREFIX = "urn:coop-plan:problem:"
 
@@ -32,21 +32,20 @@ T = TypeVar("T")
 
 
 class ServerError(Exception):
-    """The server did not answer with what was asked for."""
+    """The server's answer is not the requested one."""
 
 
 class ServerAwayError(ServerError):
-    """The server cannot be reached, or had too much to do all the time."""
+    """The server cannot be reached, or was busy at each retry."""
 
 
 class ServerProblemError(ServerError):
-    """
-    The server refused.
+    """The server refused the request.
 
     Attributes:
-        name: of the problem, as docs/service.md lists them.
-        status: HTTP's.
-        members: of the problem document.
+        name: type of the problem, as listed in docs/service.md.
+        status: HTTP status.
+        members: other members of the problem document.
     """
 
     def __init__(self, name: str, status: int, detail: str, members: Mapping[str, Any]) -> None:
@@ -55,7 +54,7 @@ class ServerProblemError(ServerError):
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server says of a job; it may say more."""
+    """State of a job; the server's document may have more fields."""
 
     id: str
     state: str
@@ -70,7 +69,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request; `statuses` are those of the answers that are no problem."""
+    """One HTTP request; answers with other statuses than `statuses` are problems."""
 
     method: str
     path: str
@@ -80,18 +79,18 @@ class Exchange:
     seconds: float = 30.0
 
 
-Calls = Generator[Exchange, httpx.Response, T]
+Exchanges = Generator[Exchange, httpx.Response, T]
 
 JSON = {"Content-Type": "application/json"}
 PACKED = JSON | {"Content-Encoding": "gzip"}
 
 
-def plan_calls(graph: Graph, options: PlanOptions) -> Calls[Plan]:
-    """The exchanges of a question; its plan, verified here."""
+def plan_exchanges(graph: Graph, options: PlanOptions) -> Exchanges[Plan]:
+    """Request a plan; returns it, verified."""
     document = graph.to_json().encode()
     digest = digest_of(document)
-    body = question(digest, options)
-    # Rather ask again than train with a plan for a smaller budget.
+    body = plan_request_body(digest, options)
+    # respond-async: no provisional plan for a smaller budget; the request is sent again instead.
     prefer = JSON | {"Prefer": f"wait={WAIT_SECONDS}, respond-async"}
     ask = Exchange(
         "POST", "/plan", frozenset({200, 202, 404}), body, prefer, WAIT_SECONDS + CONNECT_SECONDS
@@ -103,49 +102,49 @@ def plan_calls(graph: Graph, options: PlanOptions) -> Calls[Plan]:
             unknown = isinstance(problem, ServerProblemError) and problem.name == "unknown-graph"
             if not unknown or sends == SENDS:
                 raise problem
-            yield from put_calls(document, digest)
+            yield from put_exchanges(document, digest)
             sends += 1
     made = parse_plan(answer.content, source="the server's plan")
-    asked = options.on(graph)
-    if StoredPlan.of(made, asked).for_request(asked, options) is None:
-        raise ServerError("the server's plan does not hold for what was asked")
+    linked = options.apply_link(graph)
+    if StoredPlan.of(made, linked).for_request(linked, options) is None:
+        raise ServerError("the server's plan is not valid for the request")
     return made
 
 
-def put_calls(document: bytes, digest: str) -> Calls[str]:
-    """Send a graph; its digest."""
+def put_exchanges(document: bytes, digest: str) -> Exchanges[str]:
+    """Store a graph; returns its digest."""
     content = gzip.compress(document, 1)
     yield Exchange("PUT", f"/graphs/{digest}", frozenset({201, 204}), content, PACKED, 120.0)
     return digest
 
 
-def kept_calls(key: str) -> Calls[Plan]:
-    """A kept plan."""
+def stored_plan_exchanges(key: str) -> Exchanges[Plan]:
+    """Get the stored plan of a key."""
     answer = yield Exchange("GET", f"/plans/{key}", frozenset({200}))
     return parse_plan(answer.content, source=f"plan {key}")
 
 
-def job_calls(job_id: str, method: str) -> Calls[JobState]:
-    """How a job is getting on, or its end."""
+def job_exchanges(job_id: str, method: str) -> Exchanges[JobState]:
+    """Get the state of a job, or cancel it (`DELETE`)."""
     answer = yield Exchange(method, f"/jobs/{job_id}", frozenset({200}))
     return msgspec.json.decode(answer.content, type=JobState)
 
 
-def question(digest: str, options: PlanOptions) -> bytes:
-    """The body of `POST /plan` for a graph that was sent."""
-    given = msgspec.to_builtins(options)
-    asked = {name: given[name] for name in OPTION_NAMES if given[name] is not None}
-    return msgspec.json.encode({"graph": digest, **asked})
+def plan_request_body(digest: str, options: PlanOptions) -> bytes:
+    """Body of `POST /plan` for a graph that is named by its digest."""
+    values = msgspec.to_builtins(options)
+    fields = {name: values[name] for name in OPTION_NAMES if values[name] is not None}
+    return msgspec.json.encode({"graph": digest, **fields})
 
 
 def problem_of(answer: httpx.Response) -> Exception:
-    """The error of an answer that is a problem."""
+    """The exception for an answer that is a problem."""
     try:
         document: dict[str, Any] = answer.json()
         name = str(document["type"]).removeprefix(PREFIX)
         detail = str(document["detail"])
     except (ValueError, KeyError, TypeError):
-        return ServerError(f"status {answer.status_code}, and no answer of a coop-plan service")
+        return ServerError(f"status {answer.status_code}, not an answer of a coop-plan service")
     members = {k: v for k, v in document.items() if k not in ("type", "title", "detail")}
     try:
         if name == "budget-infeasible":

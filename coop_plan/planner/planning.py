@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any
 
 from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError, TimeLimitError
@@ -23,7 +23,7 @@ from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.model.variants import restore_variants, without_variants
 from coop_plan.planner.keep_all import keep_all_schedule, keep_all_solution
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
-from coop_plan.planner.options import OptionFields, PlanOptions
+from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph, Plan
@@ -148,7 +148,7 @@ def plan(
     budget: PlanOptions | str | int,
     *,
     progress: Callable[[Progress], None] | None = None,
-    **fields: Unpack[OptionFields],
+    **fields: Any,
 ) -> Plan:
     """
     Plan `graph` within `budget`; the plan has passed the verifier.
@@ -170,7 +170,7 @@ def plan(
     return _plan(graph, PlanOptions.given(budget, fields), progress)
 
 
-def plan_if_it_fits(graph: Graph, budget: str | int, **fields: Unpack[OptionFields]) -> Plan | None:
+def plan_if_it_fits(graph: Graph, budget: str | int, **fields: Any) -> Plan | None:
     """
     As `plan`, but None if the method fails at this budget; no smaller arenas are tried.
 
@@ -193,7 +193,7 @@ def _plan(
     """As `plan`; raises `DoesNotFitError` if the method fails and `search_minimum` is false."""
     started = time.monotonic()
     info = options.info
-    graph = options.on(graph)
+    graph = options.apply_link(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
     deadline = None
     if options.time_limit is not None:

@@ -45,7 +45,7 @@ def rescaled(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Pla
     if any(isinstance(step, Offload | Prefetch) for step in plan.steps):
         return None
     problem = Problem.from_graph(
-        options.on(graph), options.alignment, options.outputs, options.host_budget
+        options.apply_link(graph), options.alignment, options.outputs, options.host_budget
     )
     work = WORK if options.budget.kind == "share" else 0  # as in `planning.plan`
     everything, _ = lay_out(keep_all_schedule(problem), work=work)

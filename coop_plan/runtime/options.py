@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from coop_plan.environment import VARIABLE
@@ -11,31 +11,44 @@ from coop_plan.runtime.errors import OptionsError
 from coop_plan.schemas import InvalidInputError
 
 MIN_ALIGNMENT = 64
-"""PyTorch's CPU kernels expect this alignment, in bytes."""
+"""Alignment that PyTorch's CPU kernels expect, in bytes."""
 
 CUDA_ALIGNMENT = 512
-"""Of what PyTorch's CUDA allocator returns, in bytes; kernels are chosen by it."""
+"""Alignment of PyTorch's CUDA allocator, in bytes; PyTorch chooses kernels by it."""
 
-OURS = ("shapes", "strict", "server", "server_fallback", "variants")
-"""Options that are no `PlanOptions`."""
+DEFAULT_OUTPUTS = "gradients"
+"""Default of `outputs` in place of the planner's "outside", which needs more memory than planned in
+an iteration of several graphs on the CPU (`tests/runtime/test_budget.py`, blocks at "min")."""
 
-OUTPUTS = "gradients"
-"""Where outputs lie unless told otherwise."""
+VALUES = {
+    "shapes": {
+        "plan": "each input shape has its own plan",
+        "eager": "other input shapes run as eager autograd, outside the budget",
+    },
+    "server_fallback": {
+        "error": "a server that is away is an error",
+        "local": "the step is then planned in this process",
+    },
+    "outputs": {
+        "gradients": "gradients in the arena, outputs of the forward outside it",
+        "outside": "all outputs outside it",
+    },
+}
+"""Allowed values and their effects. The runtime cannot place the forward's outputs in the arena."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to plan (`planner.options.PlanOptions`), and what happens otherwise than planned.
+    """Planning options (`planner.options.PlanOptions`) and options of the runtime.
 
-    `shapes` says what happens at another input shape. "plan": it is planned within the budget too;
-    "eager": it runs as eager autograd, which the budget does NOT bound. With `strict`, a step that
-    takes more than its budget is an error; otherwise it is warned of.
-
-    Plans are those of a `server`, if there is one; where it is away, `server_fallback` is "error",
-    or "local": they are made here.
-
-    With `variants` the ways in which ops can be run with the same result to the bit are tried when
-    a step is captured, and the plan chooses among them.
+    Attributes:
+        plan: the planning options.
+        shapes: at other input shapes, "plan" makes another plan within the budget; "eager" runs
+            eager autograd, which the budget does NOT bound.
+        strict: a step that exceeds its budget is an error, not a warning.
+        server: URL of a service that makes the plans.
+        server_fallback: without the server, "error" fails and "local" plans in this process.
+        variants: capture variants of ops with bitwise equal results, for the plan to choose from.
     """
 
     plan: PlanOptions
@@ -46,17 +59,17 @@ class Options:
     variants: bool = False
 
     def within(self, budget_bytes: int | None) -> "Options":
-        """These options with a budget in bytes, or the smallest that can be met."""
+        """These options with a budget in bytes; None for the smallest feasible one."""
         budget = "min" if budget_bytes is None else budget_bytes
         return replace(self, plan=self.plan.model_copy(update={"budget_": budget}))
 
     def on_cuda(self) -> "Options":
-        """These options for a step on CUDA, where all outputs lie outside the arena.
+        """These options for a step on CUDA, where all outputs are allocated outside the arena.
 
-        What the user still holds of an arena there could not keep its pages without the rest.
+        An output inside would keep the pages of the whole arena while the user holds it.
 
         Raises:
-            OptionsError: an alignment by which PyTorch's kernels would not be eager's.
+            OptionsError: PyTorch would choose other kernels than eager's at this alignment.
         """
         if self.plan.alignment % CUDA_ALIGNMENT:
             raise OptionsError(f"on CUDA, alignment must be a multiple of {CUDA_ALIGNMENT} bytes")
@@ -64,54 +77,39 @@ class Options:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> "Options":
-        """Options as the user wrote them.
+        """Options from the user's mapping; the budget may come from the environment.
 
         Raises:
-            OptionsError: no budget, an unknown name, or a value that cannot be used.
+            OptionsError: the budget is missing, or a name or a value is wrong.
         """
-        values = {"outputs": OUTPUTS} | dict(given or {})
+        values = {"outputs": DEFAULT_OUTPUTS} | dict(given or {})
         if "budget" not in values and os.environ.get(VARIABLE):
             values["budget"] = os.environ[VARIABLE]
-        known = [*OPTION_NAMES, *OURS]
+        own = [field.name for field in fields(cls) if field.name != "plan"]
+        names = [*OPTION_NAMES, *own]
         for name in values:
-            if name not in known:
-                raise OptionsError(f"unknown option '{name}': known are {', '.join(known)}")
+            if name not in names:
+                raise OptionsError(f"unknown option '{name}': options are {', '.join(names)}")
         if "budget" not in values:
             raise OptionsError(
                 'the coop backend needs a budget: options={"budget": "12GiB"} (or bytes, "50%",'
                 f' "min"), or {VARIABLE} in the environment'
             )
-        if values["outputs"] not in ("gradients", "outside"):
-            raise OptionsError(
-                'outputs must be "gradients" (these in the arena, the outputs of the forward'
-                ' outside it) or "outside" (all outputs outside it)'
-            )
-        shapes = values.pop("shapes", cls.shapes)
-        if shapes not in ("plan", "eager"):
-            raise OptionsError(
-                'shapes must be "plan" (another input shape is planned too) or "eager" (it runs'
-                " eagerly, outside the budget)"
-            )
-        strict = values.pop("strict", cls.strict)
-        if not isinstance(strict, bool):
-            raise OptionsError("strict must be true or false")
-        variants = values.pop("variants", cls.variants)
-        if not isinstance(variants, bool):
-            raise OptionsError("variants must be true or false")
-        server = values.pop("server", None)
-        if server is not None and not isinstance(server, str):
+        for name, effects in VALUES.items():
+            if name in values and values[name] not in list(effects):
+                allowed = " or ".join(f'"{value}" ({effect})' for value, effect in effects.items())
+                raise OptionsError(f"{name} must be {allowed}")
+        for name in ("strict", "variants"):
+            if not isinstance(values.get(name, False), bool):
+                raise OptionsError(f"{name} must be true or false")
+        if not isinstance(values.get("server"), str | None):
             raise OptionsError("server must be a text: http://HOST:PORT")
-        fallback = values.pop("server_fallback", cls.server_fallback)
-        if fallback not in ("error", "local"):
-            raise OptionsError(
-                'server_fallback must be "error" (a server that is away is one) or "local" (the'
-                " step is planned here then)"
-            )
         alignment = values.get("alignment", MIN_ALIGNMENT)
         if not isinstance(alignment, int) or alignment % MIN_ALIGNMENT:
             raise OptionsError(f"alignment must be a multiple of {MIN_ALIGNMENT} bytes")
+        others = {name: values.pop(name) for name in own if name in values}
         try:
-            return cls(PlanOptions.of(values), shapes, strict, server, fallback, variants)
+            return cls(PlanOptions.of(values), **others)
         except InvalidInputError as error:
             name = error.pointer.strip("/").replace("/", ".")
             raise OptionsError(

@@ -1,9 +1,9 @@
 """
-Pages that people look at: modules of JavaScript and a style sheet, put into one HTML file.
+HTML pages: modules of JavaScript and a style sheet, bundled into one file.
 
-The modules are plain and need no build; a page needs no network. In a page they are one script, in
-the order in which they need each other, without their import and export words. So a name of a
-module's top level is used once in all of them.
+The modules need no build, and a page needs no network. A page has them as one script, in the order
+of their imports and without the words import and export, so that top-level names of all modules
+must differ.
 """
 
 import base64
@@ -41,7 +41,7 @@ _PAGE = """<!DOCTYPE html>
 
 
 def page(entry: str, title: str, data: Any) -> str:
-    """A whole page: what `start` of the module `entry` (`show.js`) makes of `data`."""
+    """The HTML page that calls `start(data)` of the module `entry` (`show.js`)."""
     # In a script element only "</" and "<!--" could end or change what follows.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return _PAGE.format(
@@ -50,7 +50,7 @@ def page(entry: str, title: str, data: Any) -> str:
 
 
 def script(entry: str) -> str:
-    """The module `entry` and all it needs as one script, which starts it with the page's data."""
+    """The module `entry` with its imports as one script, which calls `start`."""
     order: list[str] = []
 
     def visit(name: str) -> None:
@@ -67,7 +67,7 @@ def script(entry: str) -> str:
 
 
 def security_policy(entry: str) -> str:
-    """The Content-Security-Policy under which a page of `entry` works and nothing else does."""
+    """The Content-Security-Policy that allows only the script and style of a page of `entry`."""
     script_hash, style_hash = _hash(script(entry)), _hash(_source("page.css"))
     return (
         f"default-src 'none'; script-src {script_hash}; style-src {style_hash};"

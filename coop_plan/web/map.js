@@ -1,5 +1,5 @@
-// The memory map of one plan: addresses upwards, steps or time to the right, a rectangle a buffer.
-// A canvas, since tens of thousands of rectangles are drawn; a grid of cells finds what is pointed at.
+// Memory map of one plan: addresses over steps or time, with a rectangle for each buffer.
+// A canvas draws tens of thousands of rectangles; a grid of cells finds the one under the pointer.
 
 import { KINDS, colours, onTheme } from "./palette.js";
 import { Raster, manyPixels, pixel } from "./raster.js";
@@ -23,13 +23,13 @@ export class MemoryMap {
     this.window = [0, this.moments];
     this.chosen = -1;
     this.canvas = element("canvas", { tabindex: "0", role: "img", "aria-label": title });
-    this.canvas.map = this; // for whoever looks into the page
+    this.canvas.map = this; // for tests
     this.tip = element("div", { class: "tip", hidden: true });
-    this.told = element("p", { class: "told", "aria-live": "polite" });
-    this.node = element("div", { class: "map" }, this.canvas, this.tip, this.told);
+    this.status = element("p", { class: "status", "aria-live": "polite" });
+    this.node = element("div", { class: "map" }, this.canvas, this.tip, this.status);
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => this.choose(-1));
-    this.canvas.addEventListener("pointerdown", (event) => this.grasp(event));
+    this.canvas.addEventListener("pointerdown", (event) => this.grab(event));
     this.canvas.addEventListener("pointerup", () => (this.held = null));
     this.canvas.addEventListener("pointercancel", () => (this.held = null));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
@@ -45,7 +45,7 @@ export class MemoryMap {
     onTheme(() => this.draw());
   }
 
-  // By cell of moments the rectangles in it: what is pointed at is found among a few.
+  // The rectangles of each cell of moments, so that `find` looks at a few.
   index() {
     this.cells = Array.from({ length: CELLS }, () => []);
     const across = CELLS / Math.max(1, this.moments);
@@ -61,11 +61,11 @@ export class MemoryMap {
     this.draw();
   }
 
-  // What has the filter in its tensor's name, its op's or its module and line.
+  // Rectangles whose tensor, op, module or source line contains the filter.
   match() {
     const { ops, names, sources, op, tensor } = this.data;
-    const wanted = this.filter.toLowerCase();
-    const has = (text) => text.toLowerCase().includes(wanted);
+    const pattern = this.filter.toLowerCase();
+    const has = (text) => text.toLowerCase().includes(pattern);
     const [byName, scratch] = [names.map(has), has("workspace")];
     const byOp = ops.map((name, i) => has(`${name} ${sources[i] || ""}`));
     for (let i = 0; i < this.count; i += 1) {
@@ -126,7 +126,7 @@ export class MemoryMap {
     if (this.chosen >= 0) this.outline(pen, paint, this.chosen);
   }
 
-  // Only what is chosen has changed: the picture is there.
+  // Redraw the chosen rectangle on the finished picture.
   mark() {
     const pen = this.canvas.getContext("2d");
     pen.save();
@@ -166,17 +166,17 @@ export class MemoryMap {
     const { wide, high } = raster;
     const [low, past] = window;
     const [first, last] = [this.at(low), this.at(past)];
-    const [across, up] = [wide / (last - first || 1), high / this.top];
+    const [scaleX, scaleY] = [wide / (last - first || 1), high / this.top];
     const colour = [0.1, 1].map((alpha) =>
       kind ? paint.kinds.map((one) => pixel(one, alpha)) : manyPixels(72, alpha),
     );
     for (let i = 0; i < this.count; i += 1) {
       if (end[i] <= low || begin[i] >= past) continue;
       raster.paint(
-        (this.at(begin[i]) - first) * across,
-        (this.at(end[i]) - first) * across,
-        high - (offset[i] + size[i]) * up,
-        high - offset[i] * up,
+        (this.at(begin[i]) - first) * scaleX,
+        (this.at(end[i]) - first) * scaleX,
+        high - (offset[i] + size[i]) * scaleY,
+        high - offset[i] * scaleY,
         colour[shown[i]][kind ? kind[i] : i % 72],
       );
     }
@@ -184,7 +184,7 @@ export class MemoryMap {
     pen.drawImage(raster.done(), LEFT, this.bottom - this.height, this.width, this.height);
   }
 
-  // A step a moment; where several have one pixel, the most of them.
+  // Live bytes by moment; the maximum of the moments that share a pixel.
   curve(pen, paint) {
     const { live } = this.data;
     const most = Math.max(1, live[this.data.peak] ?? 0, this.data.arena);
@@ -268,8 +268,8 @@ export class MemoryMap {
     return -1;
   }
 
-  // From here on the pointer drags the window along.
-  grasp(event) {
+  // Start to drag the window with the pointer.
+  grab(event) {
     if (event.button !== 0) return;
     this.held = { x: event.clientX, window: this.window };
     this.canvas.setPointerCapture(event.pointerId);
@@ -281,7 +281,7 @@ export class MemoryMap {
     this.show(from + moved, to - from);
   }
 
-  // So many moments from one on, or the nearest that there are.
+  // Show `wide` moments from `from` on, shifted into the range.
   show(from, wide) {
     const first = Math.max(0, Math.min(this.moments - wide, Math.round(from)));
     if (first !== this.window[0] || wide !== this.window[1] - first) {
@@ -309,8 +309,8 @@ export class MemoryMap {
     if (i >= 0) {
       const lines = this.words(i);
       this.tip.replaceChildren(...lines.map((line) => element("div", {}, line)));
-      this.told.textContent = lines.join("; ");
-    } else this.told.textContent = "";
+      this.status.textContent = lines.join("; ");
+    } else this.status.textContent = "";
     if (changed && this.drawn) this.mark();
   }
 
@@ -326,7 +326,7 @@ export class MemoryMap {
     return lines;
   }
 
-  // Arrows walk through the rectangles in the order they are made, + and - zoom, Home shows all.
+  // Arrows select rectangles in the order of their start, + and - zoom, Home shows all.
   key(event) {
     const from = this.chosen < 0 ? -1 : this.order.indexOf(this.chosen);
     const steps = { ArrowRight: 1, ArrowLeft: -1, PageDown: 50, PageUp: -50 };
@@ -334,7 +334,7 @@ export class MemoryMap {
       let to = from;
       do to += steps[event.key];
       while (to >= 0 && to < this.count && !this.shown[this.order[to]]);
-      if (to >= 0 && to < this.count) this.walk(this.order[to]);
+      if (to >= 0 && to < this.count) this.select(this.order[to]);
     } else if (event.key === "+" || event.key === "=") this.zoom(0.5, this.centre());
     else if (event.key === "-") this.zoom(2, this.centre());
     else if (event.key === "Home") this.set({ window: [0, this.moments] });
@@ -343,8 +343,8 @@ export class MemoryMap {
     event.preventDefault();
   }
 
-  // To a rectangle, which is brought into sight.
-  walk(i) {
+  // Choose a rectangle, and scroll it into view.
+  select(i) {
     const [from, to] = this.window;
     const outside = this.data.end[i] <= from || this.data.begin[i] >= to;
     if (outside) this.show(this.data.begin[i] - (to - from) / 2, to - from);

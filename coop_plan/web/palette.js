@@ -1,4 +1,4 @@
-// Colours of what a rectangle of the map is. They differ in lightness too, for eyes that see few hues.
+// Colours of a rectangle by its kind. They differ in lightness, too, for colour-blind readers.
 
 export const KINDS = ["kept", "recomputed", "swapped", "workspace", "output"];
 
@@ -19,7 +19,7 @@ export function colours() {
   };
 }
 
-// What is drawn again when the system turns dark or light.
+// Call `draw` when the system switches between dark and light.
 export function onTheme(draw) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 }

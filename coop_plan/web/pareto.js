@@ -1,4 +1,4 @@
-// Overhead over peak, a line a method, and below what is proved a shaded floor.
+// Overhead over peak, with a line for each method and the proved lower bound as a shaded floor.
 
 import { colours, onTheme } from "./palette.js";
 import { bytes, element, percent, ticks } from "./units.js";
@@ -12,16 +12,16 @@ export function hue(place) {
 }
 
 export class Pareto {
-  // `cells` are planned ones; `open(cell)` is called for a click on a point.
+  // `cells` have plans; `open(cell)` is called after a click on a point.
   constructor(cells, methods, open) {
     this.cells = cells;
     this.methods = methods;
     this.open = open;
     this.canvas = element("canvas", {
       role: "img",
-      "aria-label": "Overhead over peak bytes, a line a method; the table below has the figures",
+      "aria-label": "Overhead over peak bytes, a line for each method; the table below has the figures",
     });
-    this.canvas.plot = this; // for whoever looks into the page
+    this.canvas.plot = this; // for tests
     this.canvas.addEventListener("click", (event) => {
       const cell = this.near(event);
       if (cell) this.open(cell);
@@ -81,7 +81,7 @@ export class Pareto {
     pen.font = "11px system-ui, sans-serif";
     this.axes(pen, paint);
     this.floor(pen, paint);
-    // Where plans cost the same, each shows as a ring around the next method's.
+    // Points of equal plans are rings around each other.
     this.methods.forEach((method, place) => {
       this.line(pen, method, hue(place), 4.5 + 1.5 * (this.methods.length - 1 - place));
     });
@@ -105,7 +105,7 @@ export class Pareto {
     pen.fillText(`peak ${bytes(Math.round(this.to))}`, this.wide - MARGIN.right, this.tall - 10);
   }
 
-  // No plan within a budget is below its bound, nor is one within a smaller budget.
+  // A bound holds for its budget and for all smaller ones.
   floor(pen, paint) {
     const known = this.cells.filter((cell) => cell.bound != null);
     known.sort((a, b) => b.budget_bytes - a.budget_bytes);

@@ -1,4 +1,4 @@
-// Rectangles as pixels: tens of thousands take a few milliseconds, and most are smaller than a pixel.
+// Rasterizer for tens of thousands of rectangles, most of them smaller than a pixel.
 
 export class Raster {
   constructor() {
@@ -7,7 +7,7 @@ export class Raster {
     this.image = null;
   }
 
-  // Empty, so many pixels wide and high.
+  // Clear the picture, and set its size in pixels.
   clear(wide, high) {
     if (this.wide !== wide || this.high !== high) {
       [this.canvas.width, this.canvas.height] = [this.wide, this.high] = [wide, high];
@@ -17,7 +17,7 @@ export class Raster {
     this.small = [];
   }
 
-  // Edges in pixels, downwards, of what is painted. What has no pixel of its own waits for `done`.
+  // Paint a rectangle by its edges in pixels (y downwards); one without a pixel is left to `done`.
   paint(left, right, top, bottom, colour) {
     const from = Math.max(0, Math.round(left));
     const to = Math.min(this.wide, Math.round(right));
@@ -27,7 +27,7 @@ export class Raster {
       this.small.push(from, to, high, low, colour);
       return;
     }
-    // A seam between neighbours, where there is room for one.
+    // Leave a seam between neighbours that are wide enough.
     this.fill(from, to - (to - from > 3), high, low - (low - high > 3), colour);
   }
 
@@ -39,7 +39,7 @@ export class Raster {
     }
   }
 
-  // What is smaller than a pixel is seen where nothing else is.
+  // Paint rectangles that are smaller than a pixel on empty pixels, and return the canvas.
   done() {
     const { small, pixels } = this;
     for (let i = 0; i < small.length; i += 5) {
@@ -55,14 +55,14 @@ export class Raster {
   }
 }
 
-// A colour as a pixel has it: #rrggbb, and how much of it is seen, 0 to 1.
+// A colour (#rrggbb, opacity 0 to 1) as a pixel value.
 export function pixel(colour, alpha = 1) {
   const [red, green, blue] = [1, 3, 5].map((at) => Number.parseInt(colour.slice(at, at + 2), 16));
   const bytesOf = new Uint8ClampedArray([red, green, blue, 255 * alpha]);
   return new Uint32Array(bytesOf.buffer)[0];
 }
 
-// Colours of what has no kind: neighbours differ.
+// Colours of buffers without a kind; consecutive ones differ.
 export function manyPixels(count, alpha = 1) {
   return Array.from({ length: count }, (_, i) => {
     const angle = (i * 222.5) / 60;

@@ -1,4 +1,4 @@
-// A plan as the map draws it: the same columns as planner/inspect/drawing.py makes of it.
+// Columns of a plan's memory map, the same as those of planner/inspect/drawing.py.
 
 import { KINDS } from "./palette.js";
 
@@ -7,7 +7,7 @@ export function replay(graph, plan) {
   const tensorAt = new Map(graph.tensors.map((tensor, i) => [tensor.id, i]));
   const held = [];
   const live = new Map();
-  const still = new Map(); // by moment, bytes of what is overwritten by less
+  const still = new Map(); // by moment: bytes of a buffer that a smaller one overwrites in place
   const ran = new Set();
   const begin = [];
   let now = 0;
@@ -32,8 +32,8 @@ export function replay(graph, plan) {
     if (step.do === "compute") {
       const at = opAt.get(step.op);
       const op = graph.ops[at];
-      const body = step.variant ? op.variants.find((v) => v.name === step.variant) : op;
-      clock += body.cost_us;
+      const variant = step.variant ? op.variants.find((v) => v.name === step.variant) : op;
+      clock += variant.cost_us;
       const scratch = step.workspace;
       if (scratch?.bytes) hold(-1, at, scratch.offset, scratch.bytes, "workspace");
       const dying = new Map();
@@ -45,7 +45,7 @@ export function replay(graph, plan) {
         }
         if (write.bytes && dying.has(write.offset)) {
           const taken = dying.get(write.offset);
-          live.get(taken).end = now; // in place: it ends what was there
+          live.get(taken).end = now; // in place: the overwritten buffer ends
           still.set(now, (still.get(now) ?? 0) + Math.max(0, live.get(taken).size - write.bytes));
           live.delete(taken);
           dying.delete(write.offset);
@@ -83,7 +83,7 @@ export function replay(graph, plan) {
     op: column("op"),
     tensor: column("tensor"),
     live: bytes,
-    begin_us: copies ? [] : begin, // times of copies are the planner's to say
+    begin_us: copies ? [] : begin, // only the planner's timeline has the times of copies
     end_us: clock,
     peak: bytes.reduce((best, value, i) => (value > bytes[best] ? i : best), 0),
     arena: plan.arena_bytes,

@@ -1,4 +1,4 @@
-// The report of `coop-plan compare`: a plot, a table, and the map of the plan that is opened.
+// Report of `coop-plan compare`: a plot, a table, and the memory map of the opened plan.
 
 import { Pareto, hue } from "./pareto.js";
 import { bytes, element, percent } from "./units.js";
@@ -23,7 +23,7 @@ export function reportView(data) {
     rows.get(cell).classList.add("open");
     const title = `${cell.method} within ${cell.asked}`;
     if (!cell.map) {
-      const why = "The map is left out to keep this file small: coop-plan show draws it.";
+      const why = "The map was left out to keep this file small; draw it by `coop-plan show`.";
       place.replaceChildren(element("p", {}, why));
       return;
     }
@@ -33,19 +33,19 @@ export function reportView(data) {
 
   const body = element("tbody");
   for (const cell of data.cells) {
-    const there = cell.state === "planned";
-    const button = there
+    const isPlanned = cell.state === "planned";
+    const button = isPlanned
       ? element("button", { onclick: () => open(cell), "aria-label": `map of ${cell.method}, ${cell.asked}` }, "open")
       : cell.state;
     const values = [
       cell.asked,
       cell.method,
-      there ? bytes(cell.peak_bytes) : "",
-      there ? percent(cell.overhead) : "",
+      isPlanned ? bytes(cell.peak_bytes) : "",
+      isPlanned ? percent(cell.overhead) : "",
       cell.bound == null ? "" : percent(cell.bound),
-      there ? percent(cell.fragmentation) : "",
+      isPlanned ? percent(cell.fragmentation) : "",
       cell.least_bytes == null ? "" : bytes(cell.least_bytes),
-      there ? `${cell.solve_seconds.toFixed(2)} s` : "",
+      isPlanned ? `${cell.solve_seconds.toFixed(2)} s` : "",
       button,
     ];
     const row = element("tr", { title: cell.why || null }, ...values.map((value) => element("td", {}, value)));
@@ -66,7 +66,7 @@ export function reportView(data) {
       { class: "panel", "aria-label": "overhead over peak" },
       element("ul", { class: "legend" }, ...names),
       new Pareto(planned, methods, open).node,
-      element("p", { class: "help" }, "Shaded: no plan is there, as is proved. Click a point for its memory map."),
+      element("p", { class: "help" }, "No plan lies in the shaded area: it is below a proved bound. Click a point for its memory map."),
     ),
     element(
       "section",

@@ -1,4 +1,4 @@
-// The page of the service: a graph in, plans for many budgets and methods, their maps.
+// Page of the service: plans of a graph for several budgets and methods, with memory maps.
 
 import { Pareto, hue } from "./pareto.js";
 import { replay } from "./replay.js";
@@ -12,8 +12,8 @@ const pause = (seconds) => new Promise((done) => setTimeout(done, seconds * 1000
 
 const bearer = (token) => (token ? { Authorization: `Bearer ${token}` } : {});
 
-// A plan, or the problem that the service answers with; a plan that takes longer is asked for again.
-async function ask(body, token) {
+// Returns the plan, or the service's problem; repeats the request while the plan is being made.
+async function requestPlan(body, token) {
   const kind = { "Content-Type": "application/json", Prefer: "respond-async, wait=20" };
   const headers = { ...kind, ...bearer(token) };
   for (;;) {
@@ -25,7 +25,7 @@ async function ask(body, token) {
 
 export function serviceView() {
   const state = { graph: null, digest: null, cells: [], run: 0 };
-  const said = element("p", { class: "told", role: "status" }, "No graph yet.");
+  const status = element("p", { class: "status", role: "status" }, "No graph yet.");
   const results = element("div");
   const file = element("input", { type: "file", accept: ".json,application/json", id: "graph" });
   const token = element("input", {
@@ -42,8 +42,8 @@ export function serviceView() {
   const go = element("button", { disabled: true }, "Plan");
   const drop = element(
     "section",
-    { class: "panel", "aria-label": "the question" },
-    element("p", {}, "Drop a graph (coop-plan/graph/1) here, choose a file, or pick one that is kept here."),
+    { class: "panel", "aria-label": "request" },
+    element("p", {}, "Drop a graph (coop-plan/graph/1) here, choose a file, or choose a stored one."),
     element(
       "form",
       { onsubmit: submitted },
@@ -51,12 +51,12 @@ export function serviceView() {
         "div",
         { class: "row" },
         element("label", { for: "graph" }, "Graph ", file),
-        element("label", { for: "stored" }, "Kept here ", stored),
+        element("label", { for: "stored" }, "Stored graph ", stored),
         element("label", { for: "token" }, "Token, if one is needed ", token),
       ),
       element("div", { class: "row" }, ...boxes.map(([, label]) => label), go),
     ),
-    said,
+    status,
   );
   file.addEventListener("change", () => file.files[0] && load(file.files[0]));
   addEventListener("dragover", (event) => event.preventDefault());
@@ -70,9 +70,9 @@ export function serviceView() {
     if (!go.disabled) sweep();
   }
 
-  function tell(text, wrong = false) {
-    said.textContent = text;
-    said.classList.toggle("wrong", wrong);
+  function showStatus(text, wrong = false) {
+    status.textContent = text;
+    status.classList.toggle("wrong", wrong);
   }
 
   async function get(address) {
@@ -81,16 +81,16 @@ export function serviceView() {
     return answer;
   }
 
-  // What PUT /graphs has kept; with tokens, what a token may see.
+  // List the graphs that the service stores.
   async function list() {
-    let kept = [];
+    let graphs = [];
     try {
-      kept = await (await get("/graphs")).json();
+      graphs = await (await get("/graphs")).json();
     } catch (error) {
-      if (token.value) tell(`no list of graphs: ${error.message}`, true);
+      if (token.value) showStatus(`no list of graphs: ${error.message}`, true);
     }
-    const none = element("option", { value: "" }, kept.length ? "choose" : "none");
-    const each = kept.map(({ digest, name, ops }) => {
+    const none = element("option", { value: "" }, graphs.length ? "choose" : "none");
+    const each = graphs.map(({ digest, name, ops }) => {
       const text = `${name || digest.slice(7, 19)}, ${ops.toLocaleString("en")} ops`;
       return element("option", { value: digest }, text);
     });
@@ -104,7 +104,7 @@ export function serviceView() {
     load(named, digest);
   }
 
-  // A graph that is kept is asked about by its digest, another one is sent whole.
+  // A stored graph is named by its digest; another one is sent with each request.
   async function load(given, digest = null) {
     try {
       const graph = JSON.parse(await given.text());
@@ -113,9 +113,9 @@ export function serviceView() {
       if (!digest) stored.value = "";
       go.disabled = false;
       const size = `${graph.ops.length} ops, ${graph.tensors.length} tensors`;
-      tell(`${graph.name || given.name}: ${size}`);
+      showStatus(`${graph.name || given.name}: ${size}`);
     } catch (error) {
-      tell(`${given.name} is no graph: ${error.message}`, true);
+      showStatus(`${given.name} is no graph: ${error.message}`, true);
     }
   }
 
@@ -127,22 +127,22 @@ export function serviceView() {
     const least = new Map();
     state.cells = [];
     let done = 0;
-    // The smallest budget comes second: what lies below it need not be asked.
+    // The smallest budget comes second, so that budgets below it are not requested.
     for (const share of [SHARES[0], LEAST, ...SHARES.slice(1)]) {
       for (const method of methods) {
-        const asked = share === LEAST ? LEAST : `${share}%`;
-        tell(`planning: ${done} of ${(SHARES.length + 1) * methods.length}`);
+        const budget = share === LEAST ? LEAST : `${share}%`;
+        showStatus(`planning: ${done} of ${(SHARES.length + 1) * methods.length}`);
         const all = state.cells.find((cell) => cell.share === SHARES[0] && cell.method === method);
         if (least.has(method) && Math.ceil((all.budget_bytes * share) / SHARES[0]) < least.get(method)) {
           const why = `the smallest budget that it can meet is ${bytes(least.get(method))}`;
-          state.cells.push({ asked, share, method, planned: false, bound: null, why });
+          state.cells.push({ asked: budget, share, method, planned: false, bound: null, why });
           continue;
         }
         let plan;
         try {
-          plan = await ask({ graph, budget: asked, method }, token.value);
+          plan = await requestPlan({ graph, budget, method }, token.value);
         } catch (error) {
-          tell(`the service did not answer: ${error.message}`, true);
+          showStatus(`the service did not answer: ${error.message}`, true);
           return;
         }
         if (run !== state.run) return;
@@ -152,12 +152,12 @@ export function serviceView() {
         const proved = planned && plan.lower_bound_us != null && base;
         const bound = proved ? Math.max(0, plan.lower_bound_us / base - 1) : null;
         const why = planned ? "" : plan.detail || plan.title;
-        if (!planned && plan.status !== 422 && plan.status !== 409) return tell(why, true);
+        if (!planned && plan.status !== 422 && plan.status !== 409) return showStatus(why, true);
         if (planned && share === LEAST) least.set(method, plan.peak_bytes);
-        state.cells.push({ ...(planned ? plan : {}), asked, share, method, planned, bound, why, plan });
+        state.cells.push({ ...(planned ? plan : {}), asked: budget, share, method, planned, bound, why, plan });
       }
     }
-    tell(`${done} plans`);
+    showStatus(`${done} plans`);
     show(methods);
   }
 
@@ -180,8 +180,8 @@ export function serviceView() {
       const own = state.cells.filter((cell) => cell.share === share);
       if (share !== LEAST) slider.value = share;
       value.textContent = share === LEAST ? "the smallest" : `${share} %`;
-      const there = own.filter((cell) => cell.planned);
-      const drawings = there.map((cell) => ({
+      const found = own.filter((cell) => cell.planned);
+      const drawings = found.map((cell) => ({
         title: cell.method,
         figures: cell.plan,
         map: replay(state.graph, cell.plan),
@@ -190,7 +190,7 @@ export function serviceView() {
       place.replaceChildren(
         ...refused.map((cell) => element("p", { class: "wrong" }, `${cell.method}: ${cell.why}`)),
         drawings.length ? mapsView(drawings) : "",
-        element("div", { class: "row bar" }, ...there.map(download)),
+        element("div", { class: "row bar" }, ...found.map(download)),
         commands(own[0]),
       );
     }
@@ -240,8 +240,8 @@ function commands({ asked, method }) {
   ].join("\n");
   return element(
     "section",
-    { class: "panel", "aria-label": "the same by program" },
-    element("h2", {}, "The same by program"),
+    { class: "panel", "aria-label": "equivalent code" },
+    element("h2", {}, "Equivalent code"),
     element("pre", { tabindex: "0" }, curl),
     element("pre", { tabindex: "0" }, python),
   );

@@ -1,4 +1,4 @@
-// The page of `coop-plan show` and `coop-plan place --plot`.
+// Page of `coop-plan show` and `coop-plan place --plot`.
 
 import { mapsView } from "./views.js";
 

@@ -1,4 +1,4 @@
-// Sizes and times as people read them: binary units, as everywhere in coop-plan.
+// Formats of sizes (binary units) and times.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 

@@ -1,4 +1,4 @@
-// Maps beside each other, with what they have in common: legend, filter, steps or time.
+// Memory maps side by side, with a common legend, filter and horizontal axis.
 
 import { MemoryMap } from "./map.js";
 import { KINDS, colours, onTheme } from "./palette.js";
@@ -80,8 +80,8 @@ export function mapsView(drawings) {
   const help = element(
     "p",
     { class: "help" },
-    "Point at a rectangle, or focus a map: arrows walk, + and − zoom (so does Shift with the wheel), " +
-      "a drag moves along, Home shows everything. Above each map: the bytes in use.",
+    "Point at a rectangle, or focus a map: arrows select, + and − zoom (so does Shift with the wheel), " +
+      "a drag scrolls, Home shows everything. Above each map: the bytes in use.",
   );
   return element("div", {}, bar, element("div", { class: "side" }, ...panels), help);
 }

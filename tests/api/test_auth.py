@@ -1,4 +1,4 @@
-"""Who may ask: tokens, their scopes and limits; what an answer tells of the server."""
+"""Authentication: tokens, their scopes and limits; answers reveal nothing of the server."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coop_plan.api.jobs.request_handler import Reply
-from coop_plan.api.service.auth import OPEN, Caller, scopes_for
+from coop_plan.api.service.auth import PUBLIC_PATHS, Caller, scopes_for
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.tokens import TokenLimits, add, hash_of, load
@@ -24,17 +24,17 @@ def file(tmp_path):
     return tmp_path / "tokens.json"
 
 
-def test_a_token_is_told_once_and_only_its_hash_is_kept(run, file):
-    code, told, _ = run("token", "trainer", "--tokens", file)
-    token = told.strip()
+def test_a_token_is_printed_once_and_only_its_hash_is_stored(run, file):
+    code, printed, _ = run("token", "trainer", "--tokens", file)
+    token = printed.strip()
     assert code == 0
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert token not in file.read_text()
-    assert load(file).holder(token).name == "trainer"
-    assert load(file).holder(token).scopes == ["plan"]
-    assert load(file).holder(token + "x") is None
-    assert load(file).holder("") is None
-    assert load(file).holder(hash_of(token)) is None  # who has read the file has no token
+    assert load(file).find(token).name == "trainer"
+    assert load(file).find(token).scopes == ["plan"]
+    assert load(file).find(token + "x") is None
+    assert load(file).find("") is None
+    assert load(file).find(hash_of(token)) is None  # who has read the file has no token
     other = run("token", "grafana", "--tokens", file, "--scope", "admin")[1].strip()
     assert other != token
     assert [t.name for t in load(file).tokens] == ["trainer", "grafana"]
@@ -75,7 +75,7 @@ def test_an_address_that_nobody_thought_of_is_for_those_who_plan():
     assert scopes_for("POST", "/anything") == {"plan"}
     assert scopes_for("GET", "/metrics") == {"admin"}
     assert scopes_for("GET", "/graphs") == {"read", "plan"}
-    assert "/graphs" not in OPEN
+    assert "/graphs" not in PUBLIC_PATHS
 
 
 def test_limits_of_a_caller():
@@ -89,31 +89,31 @@ def test_limits_of_a_caller():
         with pytest.raises(ProblemError) as refused:
             caller.check(reply)
         assert refused.value.name == name
-    assert [caller.check_seconds(asked) for asked in (None, 3.0, 10.0)] == [10.0, 3.0, 10.0]
+    assert [caller.check_time_limit(asked) for asked in (None, 3.0, 10.0)] == [10.0, 3.0, 10.0]
     with pytest.raises(ProblemError):
-        caller.check_seconds(11.0)
-    caller.wait_for(solve)
-    caller.wait_for(solve)  # eight ranks that ask one question have one solve
+        caller.check_time_limit(11.0)
+    caller.count_job(solve)
+    caller.count_job(solve)  # eight ranks that ask one question have one solve
     with pytest.raises(ProblemError) as refused:
-        caller.wait_for(other)
+        caller.count_job(other)
     assert refused.value.name == "too-many-requests"
-    solve.over = True
-    caller.wait_for(other)
+    solve.finished = True
+    caller.count_job(other)
 
 
 def test_the_dashboard_shows_metrics_that_are_there():
     metrics = Metrics()
-    metrics.follow(lambda: {"running": 2})
-    metrics.solved("done", 1.0, 0.01)
-    metrics.answered("POST", "/plan", 200, 0.1, "hit")
-    metrics.dropped(1)
+    metrics.watch_jobs(lambda: {"running": 2})
+    metrics.observe_solve("done", 1.0, 0.01)
+    metrics.observe_request("POST", "/plan", 200, 0.1, "hit")
+    metrics.count_dropped(1)
     text = metrics.text().decode()
     assert 'coop_plan_jobs{state="running"} 2.0' in text
     there = set(re.findall(r"^(\w+)[ {]", text, re.MULTILINE))
-    board = json.loads((ROOT / "docker" / "grafana.json").read_text())
+    store = json.loads((ROOT / "docker" / "grafana.json").read_text())
     asked = {
         name
-        for panel in board["panels"]
+        for panel in store["panels"]
         for target in panel["targets"]
         for name in re.findall(r"\b(?:coop_plan|process)_\w+", target["expr"])
     }

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from coop_plan.api.jobs.background_improver import Improver
+from coop_plan.api.jobs.background_improver import BackgroundImprover
 from coop_plan.api.jobs.jobs import Jobs
 from coop_plan.api.jobs.request_handler import Reply
 from coop_plan.api.service.problems import ProblemError
 
 
-class FakeBench:
+class FakeExecutor:
     """Work that lasts until `go`; `others` jobs wait beside it."""
 
     def __init__(self):
@@ -19,15 +19,15 @@ class FakeBench:
     def admit(self, running):
         pass
 
-    async def work(self, job, work, body):
-        self.begun.append(work.key)
+    async def run(self, job, request, body):
+        self.begun.append(request.key)
         job.state = "running"
         await self.go.wait()
-        job.end("done")
+        job.finish("done")
 
-    def abandon(self, job):
+    def cancel_if_unwatched(self, job):
         self.abandoned.append(job.plan)
-        job.end("cancelled")
+        job.finish("cancelled")
         job.task.cancel()
 
     async def queued(self):
@@ -38,11 +38,11 @@ class FakeBench:
 
 def run(scenario):
     async def all_of_it():
-        bench = FakeBench()
-        jobs = Jobs(bench, secret=b"secret", seconds=7.0)
-        improver = Improver(jobs, bench, pause=0.001, look=0.001)
+        executor = FakeExecutor()
+        jobs = Jobs(executor, secret=b"secret", seconds=7.0)
+        improver = BackgroundImprover(jobs, executor, pause=0.001, poll=0.001)
         try:
-            await asyncio.wait_for(scenario(improver, bench, jobs), 60)
+            await asyncio.wait_for(scenario(improver, executor, jobs), 60)
         finally:
             await improver.close()
 
@@ -54,50 +54,50 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
-def kept(key, **said):
-    return Reply(key=key, found=True, **said)
+def kept(key, **fields):
+    return Reply(key=key, found=True, **fields)
 
 
 def test_plans_that_were_asked_for_are_improved_once_the_last_first():
-    async def scenario(improver, bench, jobs):
-        bench.go.set()
+    async def scenario(improver, executor, jobs):
+        executor.go.set()
         for reply in (kept("a"), kept("b"), kept("c", settled=True), Reply(key="d"), kept("a")):
-            improver.asked(reply)
-        await until(lambda: bench.begun == ["a", "b"] and not jobs.states())
-        improver.asked(kept("a"))
-        improver.asked(kept("e"))
-        await until(lambda: bench.begun == ["a", "b", "e"])
-        assert bench.abandoned == []
+            improver.on_hit(reply)
+        await until(lambda: executor.begun == ["a", "b"] and not jobs.states())
+        improver.on_hit(kept("a"))
+        improver.on_hit(kept("e"))
+        await until(lambda: executor.begun == ["a", "b", "e"])
+        assert executor.abandoned == []
 
     run(scenario)
 
 
 def test_a_search_gives_way_and_comes_again():
-    async def scenario(improver, bench, jobs):
-        improver.asked(kept("a"))
+    async def scenario(improver, executor, jobs):
+        improver.on_hit(kept("a"))
         await until(lambda: jobs.states()["running"] == 1)
-        bench.others = 1
-        await until(lambda: bench.abandoned == ["a"])
-        bench.others, bench.away = 0, True
-        assert bench.begun == ["a"]
-        bench.away = False
-        await until(lambda: bench.begun == ["a", "a"])
-        bench.go.set()
+        executor.others = 1
+        await until(lambda: executor.abandoned == ["a"])
+        executor.others, executor.away = 0, True
+        assert executor.begun == ["a"]
+        executor.away = False
+        await until(lambda: executor.begun == ["a", "a"])
+        executor.go.set()
         await until(lambda: not jobs.states())
-        assert bench.abandoned == ["a"]
+        assert executor.abandoned == ["a"]
 
     run(scenario)
 
 
 def test_who_joined_a_search_keeps_it():
-    async def scenario(improver, bench, jobs):
-        improver.asked(kept("a"))
+    async def scenario(improver, executor, jobs):
+        improver.on_hit(kept("a"))
         await until(lambda: jobs.states()["running"] == 1)
         job = jobs.search("a", 5.0)
-        bench.others = 1
+        executor.others = 1
         await until(lambda: job.waiting == 1)
-        assert (bench.begun, bench.abandoned, job.over) == (["a"], [], False)
-        jobs.leave(job)
-        assert bench.abandoned == ["a"]
+        assert (executor.begun, executor.abandoned, job.finished) == (["a"], [], False)
+        jobs.unsubscribe(job)
+        assert executor.abandoned == ["a"]
 
     run(scenario)

@@ -1,8 +1,8 @@
-"""How Celery is set up: limits above those of a solve, and nobody else's task twice by mistake."""
+"""Settings of Celery: limits above those of a solve, and no task delivered twice by mistake."""
 
 import pytest
 
-from coop_plan.api.cluster.celery_queue import SOLVE, Messages, make_app
+from coop_plan.api.cluster.celery_queue import SOLVE, CeleryQueue, make_app
 from coop_plan.api.jobs.process_pool import GRACE_SECONDS
 from tests.redis_server import needs_redis, redis_server
 
@@ -31,7 +31,7 @@ def test_no_code_comes_by_message_and_no_result_goes_back():
 @needs_redis
 def test_a_message_names_a_job_and_nothing_else(tmp_path):
     with redis_server(tmp_path) as server:
-        messages, app = Messages(server.address, 1.0), make_app(server.address, 1.0)
+        messages, app = CeleryQueue(server.address, 1.0), make_app(server.address, 1.0)
         messages.send("the job")
         with app.connection_for_read() as connection:
             message = connection.SimpleQueue("coop-plan").get(timeout=30)

@@ -73,7 +73,7 @@ def test_methods_lists_each_method_with_its_switches(run):
         assert name in out
 
 
-def test_an_infeasible_budget_says_what_would_do_and_what_blocks(run, folder):
+def test_an_infeasible_budget_has_the_smallest_budget_and_the_blocking_op(run, folder):
     code, out, err = run("graph.json", "--budget", "200", "--alignment", "1", "-o", "plan.json")
     assert (code, out) == (3, "")
     assert err.count("\n") == 1
@@ -105,7 +105,7 @@ BAD_GRAPHS = {
 
 
 @pytest.mark.parametrize("fault", BAD_GRAPHS)
-def test_a_bad_graph_ends_in_one_line_that_says_where(fault, run, folder, document):
+def test_a_bad_graph_ends_in_one_line_with_the_place(fault, run, folder, document):
     spoil, place = BAD_GRAPHS[fault]
     result = spoil(document)
     text = result if isinstance(result, (str, bytes)) and fault != "missing field" else None
@@ -118,7 +118,7 @@ def test_a_bad_graph_ends_in_one_line_that_says_where(fault, run, folder, docume
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["graph.json"], "--budget"),
         (["graph.json", "--budget", "0"], "must be above zero"),
@@ -146,10 +146,10 @@ def test_a_bad_graph_ends_in_one_line_that_says_where(fault, run, folder, docume
         (["verify", "graph.json"], "PLAN"),
     ],
 )
-def test_wrong_usage_ends_with_2_in_one_line(arguments, says, run):
+def test_wrong_usage_ends_with_2_in_one_line(arguments, expected, run):
     code, out, err = run(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert says in err
+    assert expected in err
 
 
 @pytest.mark.parametrize("place", [".", "none/plan.json", "graph.json/plan.json"])
@@ -199,14 +199,14 @@ def test_a_full_disk_ends_in_one_line(run, folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("redirection", "code", "says"),
+    ("redirection", "code", "expected"),
     [
         ("--budget 100% --json > /dev/full", 1, "stdout cannot be written: No space left"),
         ("--budget 100% > /dev/full", 1, "stdout cannot be written: No space left"),
         ("--budget 100% >&-", 1, "stdout cannot be written: it is closed"),
     ],
 )
-def test_a_stdout_that_takes_nothing_ends_in_one_line(redirection, code, says, folder):
+def test_a_stdout_that_takes_nothing_ends_in_one_line(redirection, code, expected, folder):
     command = f"{sys.executable} -c 'from coop_plan.api.cli.main import main; main()' graph.json"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
@@ -218,11 +218,11 @@ def test_a_stdout_that_takes_nothing_ends_in_one_line(redirection, code, says, f
         check=False,
     )
     assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
-    assert says in done.stderr
+    assert expected in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["-", "--budget", "50%"], ["place", "-"]])
-def test_a_closed_stdin_is_said(arguments, run, monkeypatch):
+def test_a_closed_stdin_is_an_error(arguments, run, monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
     code, out, err = run(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -336,7 +336,7 @@ def test_capture_profiles_a_function_and_the_graph_can_be_planned(
 
 
 @pytest.mark.parametrize(
-    ("target", "says"),
+    ("target", "expected"),
     [
         ("nonsense", "package.module:function"),
         ("no_such_module:f", "no_such_module"),
@@ -344,12 +344,12 @@ def test_capture_profiles_a_function_and_the_graph_can_be_planned(
         ("json:dumps", "missing a required argument: 'obj'"),
     ],
 )
-def test_a_bad_capture_target_ends_in_one_line(target, says, run, folder):
+def test_a_bad_capture_target_ends_in_one_line(target, expected, run, folder):
     pytest.importorskip("torch")
     code, out, err = run("capture", target, "-o", "model.json")
     assert code in (1, 2)
     assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+    assert expected in err
     assert not (folder / "model.json").exists()
 
 
@@ -376,7 +376,7 @@ def test_what_is_moved_to_the_host_is_printed(capsys):
         *(Compute(op=1, reads=[2], writes=[left]), Free(buffers=[2])),
     ]
     print_plan(make_plan(graph, steps), 2)
-    said = capsys.readouterr().out
-    assert "swapped         4.00 KiB, both ways together" in said
-    assert "host arena      2.00 KiB  (2048 bytes)" in said
-    assert "stalls          1.02 ms for what comes back, 2.05 ms for bytes on their way out" in said
+    text = capsys.readouterr().out
+    assert "swapped         4.00 KiB, both ways together" in text
+    assert "host arena      2.00 KiB  (2048 bytes)" in text
+    assert "stalls          1.02 ms for prefetches, 2.05 ms for offloads" in text

@@ -97,10 +97,10 @@ def test_every_exchange_is_in_the_openapi_description(server, chain):
     document = server.get("/openapi.json").json()
     options = PlanOptions.of(OPTIONS)
     made = coop_plan.plan(chain, options)
-    ask = protocol.plan_calls(chain, options)
+    ask = protocol.plan_exchanges(chain, options)
     posted = next(ask)
     put = ask.send(problem(404, "unknown-graph"))
-    assert next(protocol.put_calls(gzip.decompress(put.content), put.path[8:])) == put
+    assert next(protocol.put_exchanges(gzip.decompress(put.content), put.path[8:])) == put
     with pytest.raises(StopIteration) as end:
         ask.send(httpx.Response(204))
         ask.send(httpx.Response(200, content=made.to_json()))
@@ -108,10 +108,10 @@ def test_every_exchange_is_in_the_openapi_description(server, chain):
     exchanges = {
         "/plan": posted,
         "/graphs/{digest}": put,
-        "/plans/{key}": next(protocol.kept_calls("k")),
-        "/jobs/{job_id}": next(protocol.job_calls("j", "GET")),
+        "/plans/{key}": next(protocol.stored_plan_exchanges("k")),
+        "/jobs/{job_id}": next(protocol.job_exchanges("j", "GET")),
     }
-    cancel = next(protocol.job_calls("j", "DELETE"))
+    cancel = next(protocol.job_exchanges("j", "DELETE"))
     for path, exchange in [*exchanges.items(), ("/jobs/{job_id}", cancel)]:
         operation = document["paths"][path][exchange.method.lower()]
         assert {str(status) for status in exchange.statuses} <= set(operation["responses"]), path
@@ -129,7 +129,7 @@ def test_every_exchange_is_in_the_openapi_description(server, chain):
     assert sent["graph"] == digest_of(chain.to_json().encode())
 
 
-def test_what_fails_for_now_is_tried_again(chain):
+def test_temporary_failures_are_retried(chain):
     made = coop_plan.plan(chain, 330, alignment=1)
     good = httpx.Response(200, content=made.to_json())
     seen = []

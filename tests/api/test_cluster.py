@@ -95,9 +95,9 @@ def test_a_job_is_followed_on_one_server_and_cancelled_on_another(cluster, body)
     with httpx.stream("GET", f"{two}{job}/events", timeout=300) as events:
         for line in events.iter_lines():
             if line.startswith("data: ") and json.loads(line[6:])["gap"] is not None:
-                told = json.loads(line[6:])
+                printed = json.loads(line[6:])
                 break
-        assert told["overhead"] >= told["bound"] >= 0
+        assert printed["overhead"] >= printed["bound"] >= 0
         busy = solvers(cluster)
         assert httpx.delete(one + job).json()["state"] == "cancelled"
     assert httpx.get(two + job).json()["state"] == "cancelled"
@@ -130,7 +130,7 @@ def test_sigterm_hands_a_job_back(cluster, load, body):
 
 
 def test_a_server_that_ends_leaves_its_jobs_to_the_others(cluster, load, body):
-    """Whoever waits there is told to come back, and finds the same solve at another."""
+    """Its waiting clients are sent to another server, which has the same job."""
     body |= {"time_limit": 8}  # longer than a server waits for what is under way
     assert load.run("SIGTERM to a server", body, load.stop_server)
 
@@ -186,7 +186,7 @@ def test_a_plan_for_less_is_served_while_a_better_one_is_made(cluster):
     assert not asked.errors
 
 
-def test_what_a_cluster_needs_is_said_in_one_line(run, tmp_path):
+def test_missing_options_of_a_cluster_end_in_one_line(run, tmp_path):
     broker, store = "redis://127.0.0.1:1/0", "redis://127.0.0.1:2/0"
     key = tmp_path / "key"
     for arguments, words in [

@@ -1,4 +1,4 @@
-"""Connections that do not get to a request."""
+"""Connections whose request does not arrive in time."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from coop_plan.api.service import connection
-from coop_plan.api.service.connection import Connection
-from coop_plan.api.service.host_check import Doorkeeper
+from coop_plan.api.service.connection import HeadTimeoutProtocol
+from coop_plan.api.service.host_check import HostCheck
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -18,24 +18,24 @@ async def app(scope, receive, send):
 
 
 def talk(*parts):
-    """What a server says to a client that sends these and then waits, until it is closed."""
+    """Answer of a server to a client that sends these parts and waits until the end."""
 
     async def exchange():
-        config = uvicorn.Config(Doorkeeper(app, ["localhost"]), log_config=None, lifespan="off")
+        config = uvicorn.Config(HostCheck(app, ["localhost"]), log_config=None, lifespan="off")
         config.load()
         loop, state = asyncio.get_running_loop(), ServerState()
         server = await loop.create_server(
-            lambda: Connection(config, state, {}), host="127.0.0.1", port=0
+            lambda: HeadTimeoutProtocol(config, state, {}), host="127.0.0.1", port=0
         )
         async with server, asyncio.timeout(60):
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            said = b""
+            answer = b""
             for part in parts:
                 writer.write(part)
-                said += await reader.read(1 << 16) if part.endswith(b"\r\n\r\n") else b""
-            said += await reader.read()
+                answer += await reader.read(1 << 16) if part.endswith(b"\r\n\r\n") else b""
+            answer += await reader.read()
             writer.close()
-        return said
+        return answer
 
     return asyncio.run(exchange())
 
@@ -50,7 +50,7 @@ def test_a_connection_without_a_whole_head_is_closed(monkeypatch):
 
 def test_a_body_of_two_lengths_is_refused_and_nothing_behind_it_read():
     lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-    said = talk(b"POST / HTTP/1.1\r\nHost: localhost\r\n" + lengths + GET + b"\r\n")
-    assert said.count(b"HTTP/1.1") == 1
-    assert b"403" in said
-    assert b"connection: close" in said.lower()
+    answer = talk(b"POST / HTTP/1.1\r\nHost: localhost\r\n" + lengths + GET + b"\r\n")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"403" in answer
+    assert b"connection: close" in answer.lower()

@@ -63,15 +63,15 @@ def test_where_no_device_can_be_asked_there_is_one_message(ask):
         (lambda device, batch: chain(batch) if batch == 4 else other(batch), "one batch at a time"),
     ],
 )
-def test_where_other_batches_cannot_be_captured_the_one_asked_about_is_answered(ask, graphs, said):
+def test_where_other_batches_cannot_be_captured_the_one_asked_about_is_answered(ask, graphs, text):
     code, out, err = ask(graphs, "--device", "one", "--json")
     [row] = json.loads(out)
     assert code == 1
     assert row["keep_all"]["overhead"] == 0
     assert row["within"]["peak_bytes"] <= 512 * 50
     assert row["largest"] == {}
-    assert said in row["error"]
-    assert said in err
+    assert text in row["error"]
+    assert text in err
     code, table, _ = ask(graphs, "--device", "one")
     assert table.splitlines()[1].split()[-3:] == ["unknown"] * 3
 

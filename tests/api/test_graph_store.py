@@ -7,17 +7,17 @@ import zlib
 
 import pytest
 
-from coop_plan.api.cli.server_options import open_the_store
-from coop_plan.api.jobs.request_handler import Answers, Limits, RefusedError
+from coop_plan.api.cli.server_options import open_store_and_secret
+from coop_plan.api.jobs.request_handler import Limits, RefusedError, RequestHandler
 from coop_plan.api.service.graph_store import (
-    LISTED,
-    REMEMBERED_BYTES,
-    GraphCard,
-    Graphs,
-    SqliteGraphs,
+    MAX_LISTED,
+    MAX_PARSED_BYTES,
+    GraphCache,
+    GraphSummary,
+    SqliteGraphStore,
     digest_of,
 )
-from coop_plan.api.service.graph_store_redis import open_graphs
+from coop_plan.api.service.graph_store_redis import open_graph_store
 from coop_plan.planner.plan_cache.store import SqliteStore, StoreError
 from coop_plan.schemas import InvalidInputError, parse_plan
 from tests.api.server import serving
@@ -34,7 +34,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def graphs(path):
-    graphs = SqliteGraphs(path)
+    graphs = SqliteGraphStore(path)
     yield graphs
     graphs.close()
 
@@ -47,8 +47,8 @@ def store(path):
 
 
 @pytest.fixture
-def answers(store, graphs):
-    return Answers(store, Limits(), graphs)
+def handler(store, graphs):
+    return RequestHandler(store, Limits(), graphs)
 
 
 def test_a_document_is_kept_once_and_a_damaged_one_is_dropped(graphs, path):
@@ -64,7 +64,7 @@ def test_a_document_is_kept_once_and_a_damaged_one_is_dropped(graphs, path):
 
 
 def test_the_store_of_graphs_stays_within_its_size(tmp_path):
-    graphs = SqliteGraphs(tmp_path / "small", max_bytes=200)
+    graphs = SqliteGraphStore(tmp_path / "small", max_bytes=200)
     documents = [bytes([number]) * 64 for number in range(40)]
     for document in documents:
         graphs.put(digest_of(document), document)
@@ -74,12 +74,12 @@ def test_the_store_of_graphs_stays_within_its_size(tmp_path):
     assert 0 < sum(kept) < 40
 
 
-def test_what_is_kept_is_listed_and_what_is_dropped_is_not(answers, graphs, path, document):
+def test_what_is_kept_is_listed_and_what_is_dropped_is_not(handler, graphs, path, document):
     names = ["first", "<b>second</b>", "x" * 300]
     texts = [json.dumps(document | {"name": name}).encode() for name in names]
     for text in texts:
-        answers.put_graph(text, "", digest_of(text))
-    listed = json.loads(answers.graphs()[1])
+        handler.put_graph(text, "", digest_of(text))
+    listed = json.loads(handler.graphs()[1])
     assert {card["digest"]: card["name"] for card in listed} == {
         digest_of(text): name[:200] for text, name in zip(texts, names, strict=True)
     }
@@ -95,81 +95,83 @@ def test_what_is_kept_is_listed_and_what_is_dropped_is_not(answers, graphs, path
 @needs_redis
 def test_redis_lists_what_it_keeps(tmp_path):
     with redis_server(tmp_path) as server:
-        graphs = open_graphs(server.address, 0)
-        cards = [GraphCard(digest_of(bytes([i])), f"graph {i}", i, 1) for i in range(LISTED + 2)]
-        for number, card in enumerate(cards):
+        graphs = open_graph_store(server.address, 0)
+        summaries = [
+            GraphSummary(digest_of(bytes([i])), f"graph {i}", i, 1) for i in range(MAX_LISTED + 2)
+        ]
+        for number, card in enumerate(summaries):
             assert graphs.put(card.digest, bytes([number]), card)
-        assert graphs.listed() == cards[: -LISTED - 1 : -1]
-        graphs._redis.delete(f"coop-plan:graph:{cards[-1].digest}")
-        assert graphs.listed() == cards[-2 : -LISTED - 1 : -1]
+        assert graphs.listed() == summaries[: -MAX_LISTED - 1 : -1]
+        graphs._redis.delete(f"coop-plan:graph:{summaries[-1].digest}")
+        assert graphs.listed() == summaries[-2 : -MAX_LISTED - 1 : -1]
         graphs.close()
 
 
-def test_graphs_at_hand_are_bounded(graphs, document):
-    at_hand = Graphs(graphs)
-    name = "x" * (REMEMBERED_BYTES // 3)
+def test_parsed_graphs_are_bounded(graphs, document):
+    cache = GraphCache(graphs)
+    name = "x" * (MAX_PARSED_BYTES // 3)
     digests = []
     for number in range(4):
         data = json.dumps(document | {"name": f"{number}{name}"}).encode()
         digests.append(digest_of(data))
-        assert at_hand.put(digests[-1], data, lambda _: None)
+        assert cache.put(digests[-1], data, lambda _: None)
     for digest in digests:
-        assert at_hand.get(digest) is not None
-    assert len(at_hand._at_hand) == 2
-    assert at_hand._bytes <= REMEMBERED_BYTES
-    assert at_hand.get(digests[0]) is not None  # read again
+        assert cache.get(digest) is not None
+    assert len(cache._parsed) == 2
+    assert cache._bytes <= MAX_PARSED_BYTES
+    assert cache.get(digests[0]) is not None  # read again
 
 
-def test_an_answer_by_digest_is_the_answer_by_document(answers, store, document):
+def test_an_answer_by_digest_is_the_answer_by_document(handler, store, document):
     data = json.dumps(document).encode()
     digest = digest_of(data)
     asked = json.dumps({"graph": digest, "budget": 330, "alignment": 1}).encode()
     with pytest.raises(RefusedError) as unknown:
-        answers.ask(asked, "", b"")
+        handler.find(asked, "", b"")
     assert unknown.value.reply.problem == "unknown-graph"
-    assert not answers.put_graph(data, "", digest)[0].found
-    assert answers.put_graph(gzip.compress(data), "gzip", digest)[0].found
-    reply, _ = answers.ask(asked, "", b"")
+    assert not handler.put_graph(data, "", digest)[0].found
+    assert handler.put_graph(gzip.compress(data), "gzip", digest)[0].found
+    reply, _ = handler.find(asked, "", b"")
     assert not reply.found
     assert reply.named
-    _, whole = answers.whole(asked, "")
+    _, whole = handler.with_graph(asked, "")
     assert (reply.ops, reply.read) == (9, len(asked))
     assert json.loads(whole)["graph"]["ops"][0]["name"] == "f1"  # what a solve needs
-    solved, _ = answers.solve(whole, "", False, lambda *_: None)
+    solved, _ = handler.solve(whole, "", False, lambda *_: None)
     assert solved.key == reply.key
-    by_digest = [answers.ask(asked, "", b"") for _ in range(2)]
-    by_document = answers.ask(whole, "", b"")
+    by_digest = [handler.find(asked, "", b"") for _ in range(2)]
+    by_document = handler.find(whole, "", b"")
     assert by_digest[0][0].found
     assert by_digest[0] == by_digest[1]
     assert by_digest[0][1] == by_document[1]
     assert not by_document[0].named
     store.delete(reply.key)
-    assert not answers.ask(asked, "", b"")[0].found
+    assert not handler.find(asked, "", b"")[0].found
 
 
-def test_two_graphs_of_one_structure_keep_their_own_ids(answers, document):
+def test_two_graphs_of_one_structure_keep_their_own_ids(handler, document):
     renamed = json.loads(json.dumps(document))
     for op in renamed["ops"]:
         op["id"] += 500
     steps = []
     for graph in (document, renamed):
         data = json.dumps(graph).encode()
-        answers.put_graph(data, "", digest_of(data))
+        handler.put_graph(data, "", digest_of(data))
         asked = {"graph": digest_of(data), "budget": 330, "alignment": 1}
-        reply, answer = answers.ask(json.dumps(asked).encode(), "", b"")
+        reply, answer = handler.find(json.dumps(asked).encode(), "", b"")
         if not reply.found:
-            whole = answers.whole(json.dumps(asked).encode(), "")[1]
-            answers.solve(whole, "", False, lambda *_: None)
-            answer = answers.ask(json.dumps(asked).encode(), "", b"")[1]
+            whole = handler.with_graph(json.dumps(asked).encode(), "")[1]
+            handler.solve(whole, "", False, lambda *_: None)
+            answer = handler.find(json.dumps(asked).encode(), "", b"")[1]
         steps.append([step.op for step in parse_plan(answer).steps if hasattr(step, "op")])
     assert [op + 500 for op in steps[0]] == steps[1]
 
 
-def test_what_is_no_graph_is_not_kept(answers, graphs, document):
+def test_what_is_no_graph_is_not_kept(handler, graphs, document):
     document["ops"][2]["inputs"] = [77]
     data = json.dumps(document).encode()
     with pytest.raises(InvalidInputError) as wrong:
-        answers.put_graph(data, "", digest_of(data))
+        handler.put_graph(data, "", digest_of(data))
     assert wrong.value.pointer == "/ops/2/inputs/0"
     assert graphs.get(digest_of(data)) is None
 
@@ -177,7 +179,7 @@ def test_what_is_no_graph_is_not_kept(answers, graphs, document):
 def test_who_opens_a_store_that_was_made_writes_nothing(tmp_path, monkeypatch):
     """Readers and solvers are started on a full disk, too."""
     path = tmp_path / "plans"
-    address, _ = open_the_store(str(path), None)
+    address, _ = open_store_and_secret(str(path), None)
     before = path.read_bytes()
     connect = sqlite3.connect
 
@@ -188,10 +190,10 @@ def test_who_opens_a_store_that_was_made_writes_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sqlite3, "connect", full)
     SqliteStore(path).close()
-    open_graphs(address, 1).close()
+    open_graph_store(address, 1).close()
     assert path.read_bytes() == before
     with pytest.raises(StoreError, match="cannot be opened"):
-        open_graphs(str(tmp_path / "another"), 1)
+        open_graph_store(str(tmp_path / "another"), 1)
 
 
 def test_over_http(tmp_path, document):

@@ -4,7 +4,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from coop_plan.api.service.app import create_app
-from coop_plan.api.service.plan_service import Service
+from coop_plan.api.service.plan_service import ServiceSettings
 
 pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="needs the extra otel")
 
@@ -21,7 +21,9 @@ def traced(tmp_path):
 
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    app = create_app(Service(store=str(tmp_path / "plans"), secret=b"s" * 32, improve=False))
+    app = create_app(
+        ServiceSettings(store=str(tmp_path / "plans"), secret=b"s" * 32, improve=False)
+    )
     FastAPIInstrumentor.instrument_app(app, tracer_provider=provider, exclude_spans=["receive"])
     with TestClient(app, base_url="http://localhost") as client:
         yield client, exporter

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from coop_plan.api.jobs.jobs import Jobs
-from coop_plan.api.jobs.local_executor import LocalBench
+from coop_plan.api.jobs.local_executor import LocalExecutor
 from coop_plan.api.jobs.process_pool import WorkerLostError
 from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.service.problems import ProblemError
@@ -28,12 +28,12 @@ class FakePool:
         self.go = threading.Event()
         self.calls, self.workers = [], []
 
-    def call(self, task, body, *, seconds, say, taken):
+    def call(self, task, body, *, seconds, on_progress, on_start):
         worker = FakeWorker()
         self.calls.append((body, seconds))
         self.workers.append(worker)
-        taken(worker)
-        say(Reply(detail="under way", figures=Figures(0.5, overhead=0.25), final=False))
+        on_start(worker)
+        on_progress(Reply(detail="under way", figures=Figures(0.5, overhead=0.25), final=False))
         while not self.go.is_set():
             if worker.killed.wait(0.01):
                 raise WorkerLostError(late=False)
@@ -52,8 +52,8 @@ def asked(key, costs="", seconds=None):
 def run(scenario):
     async def all_of_it():
         pool = FakePool()
-        bench = LocalBench(pool, solvers=1, queue=1)
-        jobs = Jobs(bench, secret=b"secret", seconds=7.0)
+        executor = LocalExecutor(pool, solvers=1, queue=1)
+        jobs = Jobs(executor, secret=b"secret", seconds=7.0)
         try:
             await asyncio.wait_for(scenario(jobs, pool), 60)
         finally:
@@ -97,13 +97,13 @@ def test_a_solve_that_is_late_ends_with_its_time_limit():
     async def scenario(jobs, pool):
         job = jobs.join(asked("a"), b"late", "")
         pool.go.set()
-        await until(lambda: job.over)
+        await until(lambda: job.finished)
         assert (job.state, job.problem.problem) == ("failed", "time-limit")
 
     run(scenario)
 
 
-def test_a_full_queue_is_refused_and_says_when_to_come_back():
+def test_a_full_queue_is_refused_with_a_time_to_retry():
     async def scenario(jobs, pool):
         running = jobs.join(asked("a"), b"", "")
         await until(lambda: running.state == "running")
@@ -127,9 +127,9 @@ def test_a_job_is_cancelled_when_the_last_client_leaves(queued):
         assert jobs.join(asked("a"), b"", "") is job
         if not queued:
             await until(lambda: pool.workers)
-        jobs.leave(job)
-        assert not job.over
-        jobs.leave(job)
+        jobs.unsubscribe(job)
+        assert not job.finished
+        jobs.unsubscribe(job)
         assert job.state == "cancelled"
         await until(lambda: job.task.done())
         assert len(pool.calls) == 1
@@ -142,9 +142,9 @@ def test_a_job_whose_address_was_given_goes_on_until_it_is_cancelled():
     async def scenario(jobs, pool):
         job = jobs.join(asked("a"), b"", "")
         await until(lambda: pool.workers)
-        await jobs.want(job)
-        jobs.leave(job)
-        assert not job.over
+        await jobs.detach(job)
+        jobs.unsubscribe(job)
+        assert not job.finished
         await jobs.cancel(job)
         await until(lambda: job.ended is not None)
         assert pool.workers[0].killed.is_set()
@@ -152,11 +152,11 @@ def test_a_job_whose_address_was_given_goes_on_until_it_is_cancelled():
     run(scenario)
 
 
-def test_events_tell_every_change_and_resume():
+def test_events_have_every_change_and_resume():
     async def scenario(jobs, pool):
         job = jobs.join(asked("a"), b"", "")
         seen = []
-        async for event in jobs.follow(job, -1):
+        async for event in jobs.events(job, -1):
             seen.append(event)
             if b"under way" in event:
                 assert b'"overhead":0.25' in event
@@ -164,8 +164,8 @@ def test_events_tell_every_change_and_resume():
         assert b"event: done" in seen[-1]
         numbers = [int(event.split(b"\n")[0][4:]) for event in seen]
         assert numbers == sorted(set(numbers))
-        again = [event async for event in jobs.follow(job, numbers[-1])]
+        again = [event async for event in jobs.events(job, numbers[-1])]
         assert len(again) == 1
-        assert time.monotonic() > job.began
+        assert time.monotonic() > job.started
 
     run(scenario)

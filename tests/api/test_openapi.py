@@ -12,7 +12,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from coop_plan.api.service.app import Service, create_app
+from coop_plan.api.service.app import ServiceSettings, create_app
 from tests.api.server import serving
 
 CHECKS = [
@@ -27,7 +27,7 @@ EXAMPLES = 25
 """Of each operation and kind (what the description allows, and what it does not)."""
 
 DESCRIPTION = schemathesis.openapi.from_dict(
-    create_app(Service(store="nowhere", secret=b"")).openapi()
+    create_app(ServiceSettings(store="nowhere", secret=b"")).openapi()
 )
 OPERATIONS = {found.ok().label: found.ok() for found in DESCRIPTION.get_all_operations()}
 WITH_INPUT = ["POST /plan", "PUT /graphs/{digest}", "GET /plans/{key}"]

@@ -42,7 +42,7 @@ def page(browser):
     opened = context.new_page()
     wrong = []
     opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("console", lambda said: said.type == "error" and wrong.append(said.text))
+    opened.on("console", lambda line: line.type == "error" and wrong.append(line.text))
     yield opened
     context.close()
     assert wrong == []
@@ -61,13 +61,13 @@ def two_maps(plans, tmp_path_factory):
 
 
 def serious(page):
-    """What axe-core finds in a page that people could not use."""
+    """Accessibility faults that axe-core finds in a page."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     found = axe.run(page).response["violations"]
     return [f["id"] for f in found if f["impact"] in ("serious", "critical")]
 
 
-def test_pointing_at_a_rectangle_tells_tensor_op_module_line_size_and_life(page, two_maps, plans):
+def test_pointing_at_a_rectangle_shows_tensor_op_module_line_size_and_steps(page, two_maps, plans):
     page.goto(two_maps)
     assert page.locator("h2").all_inner_texts() == list(plans)
     drawn = drawing(EXAMPLE, plans["within 50%"])["map"]
@@ -82,15 +82,15 @@ def test_pointing_at_a_rectangle_tells_tensor_op_module_line_size_and_life(page,
         widest,
     )
     canvas.hover(position={"x": x, "y": y})
-    told = page.locator(".tip").first.inner_text()
+    tip = page.locator(".tip").first.inner_text()
     op = EXAMPLE.ops[drawn["op"][widest]]
     name = EXAMPLE.tensors[drawn["tensor"][widest]].name
     life = f"steps {drawn['begin'][widest]} to {drawn['end'][widest] - 1}"
     for word in (f"{name} (kept)", op.name, op.source, "4.00 MiB", life):
-        assert word in told
+        assert word in tip
 
 
-def test_the_keyboard_alone_walks_zooms_and_filters(page, two_maps):
+def test_the_keyboard_alone_selects_zooms_and_filters(page, two_maps):
     page.goto(two_maps)
     page.keyboard.press("Tab")  # the filter
     page.keyboard.type("model.13")
@@ -98,18 +98,18 @@ def test_the_keyboard_alone_walks_zooms_and_filters(page, two_maps):
     page.keyboard.press("ArrowDown")  # by time
     page.keyboard.press("Tab")  # the first map
     page.keyboard.press("ArrowRight")
-    told = page.locator(".told").first
-    assert "model.13, examples/train_step.py" in told.inner_text()
-    before = told.inner_text()
+    status = page.locator(".status").first
+    assert "model.13, examples/train_step.py" in status.inner_text()
+    before = status.inner_text()
     page.keyboard.press("ArrowRight")
-    assert told.inner_text() != before
+    assert status.inner_text() != before
     page.keyboard.press("+")
     wide = "(() => { const m = document.querySelector('canvas').map; return m.window; })()"
     low, high = page.evaluate(wide)
     page.keyboard.press("Home")
     assert page.evaluate(wide) != [low, high]
     page.keyboard.press("Escape")
-    assert told.inner_text() == ""
+    assert status.inner_text() == ""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -222,7 +222,7 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
     page = context.new_page()
     wrong, asked = [], []
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: said.type == "error" and wrong.append(said.text))
+    page.on("console", lambda line: line.type == "error" and wrong.append(line.text))
     page.on("request", lambda request: asked.append(request.url))
     with serving(folder, "--store", str(folder / "plans.db"), "--solvers", "1") as server:
         at = str(server.base_url).rstrip("/")
@@ -236,7 +236,7 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
         assert server.put(f"/graphs/{digest}", content=document, headers=JSON).status_code == 201
         page.goto(at)
         assert serious(page) == []
-        page.get_by_label("Kept here").select_option(digest)
+        page.get_by_label("Stored graph").select_option(digest)
         page.get_by_text("53 ops, 72 tensors").wait_for()
         page.set_input_files("#graph", ROOT / "examples" / "graph.json")
         page.get_by_label("coop-offline").uncheck()

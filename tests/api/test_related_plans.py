@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from coop_plan.api.jobs.related_plans import OtherPlans
-from coop_plan.api.jobs.request_handler import Answers, Limits
-from coop_plan.api.service.graph_store import SqliteGraphs
+from coop_plan.api.jobs.related_plans import RelatedPlans
+from coop_plan.api.jobs.request_handler import Limits, RequestHandler
+from coop_plan.api.service.graph_store import SqliteGraphStore
 from coop_plan.planner import find_faults, plan
 from coop_plan.planner.plan_cache.record import StoredPlan
 from coop_plan.planner.plan_cache.store import SqliteStore
@@ -21,15 +21,15 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def answers(store, tmp_path):
-    graphs = SqliteGraphs(tmp_path / "plans")
-    yield Answers(store, Limits(), graphs)
+def handler(store, tmp_path):
+    graphs = SqliteGraphStore(tmp_path / "plans")
+    yield RequestHandler(store, Limits(), graphs)
     graphs.close()
 
 
 @pytest.fixture
-def others(answers, store):
-    return OtherPlans(answers, store)
+def related(handler, store):
+    return RelatedPlans(handler, store)
 
 
 @pytest.fixture
@@ -41,51 +41,53 @@ def body(question):
     return json.dumps(question).encode()
 
 
-def solve(answers, question):
-    reply, _ = answers.solve(body(question), "", False, lambda _: None)
+def solve(handler, question):
+    reply, _ = handler.solve(body(question), "", False, lambda _: None)
     return reply.key
 
 
-def for_less(others, question):
-    reply, data = others.for_less(body(question), "")
+def for_smaller_budget(related, question):
+    reply, data = related.for_smaller_budget(body(question), "")
     assert reply.found == bool(data)
     return parse_plan(data) if data else None
 
 
-def test_a_plan_for_less_memory_holds_for_more(answers, others, question, chain):
-    solve(answers, question)
-    solve(answers, question | {"budget": 320})
-    answer = for_less(others, question | {"budget": 460})
+def test_a_plan_for_smaller_budget_memory_holds_for_more(handler, related, question, chain):
+    solve(handler, question)
+    solve(handler, question | {"budget": 320})
+    answer = for_smaller_budget(related, question | {"budget": 460})
     assert find_faults(chain, answer) == []
     assert answer.budget_bytes == 460
     assert answer.peak_bytes <= 330
-    best = answers.ask(body(question), "", b"")[1]
+    best = handler.find(body(question), "", b"")[1]
     assert answer.cost_us == parse_plan(best).cost_us  # the better of the two
-    assert for_less(others, question | {"budget": 319}) is None
+    assert for_smaller_budget(related, question | {"budget": 319}) is None
     for other in ({"alignment": 2}, {"outputs": "arena"}, {"method": "coop"}):
-        assert for_less(others, question | {"budget": 460} | other) is None
+        assert for_smaller_budget(related, question | {"budget": 460} | other) is None
 
 
-def test_a_bound_for_less_memory_is_none_for_more(answers, others, question):
+def test_a_bound_for_smaller_budget_memory_is_none_for_more(handler, related, question):
     question |= {"method": "optimal", "time_limit": 20}
-    key = solve(answers, question)
-    assert parse_plan(answers.stored(key)[1]).status == "optimal"
-    answer = for_less(others, question | {"budget": 420})
+    key = solve(handler, question)
+    assert parse_plan(handler.stored_plan(key)[1]).status == "optimal"
+    answer = for_smaller_budget(related, question | {"budget": 420})
     assert (answer.status, answer.lower_bound_us) == ("feasible", None)
 
 
-def test_shares_are_compared_with_shares_and_bytes_with_bytes(answers, others, question, chain):
-    solve(answers, question | {"budget": "70%"})
-    assert for_less(others, question | {"budget": "80%"}).budget_bytes < 460
-    assert for_less(others, question | {"budget": "69%"}) is None
-    assert find_faults(chain, for_less(others, question | {"budget": 500})) == []
-    assert for_less(others, question | {"budget": "min"}) is None
+def test_shares_are_compared_with_shares_and_bytes_with_bytes(handler, related, question, chain):
+    solve(handler, question | {"budget": "70%"})
+    assert for_smaller_budget(related, question | {"budget": "80%"}).budget_bytes < 460
+    assert for_smaller_budget(related, question | {"budget": "69%"}) is None
+    assert find_faults(chain, for_smaller_budget(related, question | {"budget": 500})) == []
+    assert for_smaller_budget(related, question | {"budget": "min"}) is None
 
 
-def test_wrong_costs_of_others_are_not_served_for_less(answers, others, question, document):
+def test_wrong_costs_of_others_are_not_served_for_smaller_budget(
+    handler, related, question, document
+):
     ops = [op | {"cost_us": 1 + 99 * (n == 0)} for n, op in enumerate(document["ops"])]
-    solve(answers, question | {"graph": document | {"ops": ops}})
-    assert for_less(others, question | {"budget": 460}) is None
+    solve(handler, question | {"graph": document | {"ops": ops}})
+    assert for_smaller_budget(related, question | {"budget": 460}) is None
 
 
 def made_worse(store, key):
@@ -100,40 +102,40 @@ def made_worse(store, key):
 
 
 def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
-    answers, others, store, question, chain, monkeypatch
+    handler, related, store, question, chain, monkeypatch
 ):
     question |= {"budget": 420}
-    key = solve(answers, question)
+    key = solve(handler, question)
     best, bad = made_worse(store, key)
-    assert not answers.stored(key)[0].fully_refined
-    assert not answers.ask(body(question), "", b"")[0].settled
-    said = []
-    reply, _ = others.improve(key, 20.0, said.append)
-    assert said
-    stored, data = answers.stored(key)
-    assert (stored.fully_refined, reply.settled) == (True, True)
+    assert not handler.stored_plan(key)[0].settled
+    assert not handler.find(body(question), "", b"")[0].settled
+    progress = []
+    reply, _ = related.improve(key, 20.0, progress.append)
+    assert progress
+    stored, data = handler.stored_plan(key)
+    assert (stored.settled, reply.settled) == (True, True)
     better = parse_plan(data)
     assert find_faults(chain, better) == []
     assert better.cost_us <= best.cost_us < bad.cost_us
-    found, data = answers.ask(body(question), "", b"")
+    found, data = handler.find(body(question), "", b"")
     assert (found.found, found.settled) == (True, True)
     assert parse_plan(data) == better
     monkeypatch.setattr("coop_plan.planner.plan", None)
-    others.improve(key, 20.0, said.append)
-    assert answers.stored(key)[1] == data
+    related.improve(key, 20.0, progress.append)
+    assert handler.stored_plan(key)[1] == data
 
 
-def test_no_plan_is_replaced_by_one_that_is_no_better(answers, others, store, question):
-    key = solve(answers, question)
-    before = answers.stored(key)[1]
-    others.improve(key, 20.0, lambda _: None)
-    assert parse_plan(answers.stored(key)[1]).cost_us <= parse_plan(before).cost_us
+def test_no_plan_is_replaced_by_one_that_is_no_better(handler, related, store, question):
+    key = solve(handler, question)
+    before = handler.stored_plan(key)[1]
+    related.improve(key, 20.0, lambda _: None)
+    assert parse_plan(handler.stored_plan(key)[1]).cost_us <= parse_plan(before).cost_us
     assert store.get(key)[0].searched_seconds == 20.0
 
 
-def test_a_better_plan_takes_nobody_elses_place(answers, others, store, question, monkeypatch):
+def test_a_better_plan_takes_nobody_elses_place(handler, related, store, question, monkeypatch):
     """One that was written while it was looked for stays."""
-    key = solve(answers, question | {"budget": 420})
+    key = solve(handler, question | {"budget": 420})
     made_worse(store, key)
     (record,) = store.get(key)
     theirs = record.model_copy({"searched_seconds": 1.0})
@@ -143,12 +145,12 @@ def test_a_better_plan_takes_nobody_elses_place(answers, others, store, question
         return plan(graph, options)
 
     monkeypatch.setattr("coop_plan.planner.plan", plan_while)
-    others.improve(key, 20.0, lambda _: None)
+    related.improve(key, 20.0, lambda _: None)
     assert store.get(key) == [theirs]
 
 
-def test_what_a_baseline_made_is_not_improved(answers, others, question):
-    """Whoever asks for dtr compares with dtr."""
-    key = solve(answers, question | {"method": "dtr"})
-    assert answers.stored(key)[0].fully_refined
-    assert others.improve("0" * 64, 1.0, lambda _: None)[0].problem == "not-found"
+def test_what_a_baseline_made_is_not_improved(handler, related, question):
+    """A request for dtr is for a comparison with dtr."""
+    key = solve(handler, question | {"method": "dtr"})
+    assert handler.stored_plan(key)[0].settled
+    assert related.improve("0" * 64, 1.0, lambda _: None)[0].problem == "not-found"

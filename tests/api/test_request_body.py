@@ -13,7 +13,7 @@ from fastapi import Request
 from benchmarks.local_cluster import children
 from coop_plan.api.service import request_body
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.request_body import Bodies
+from coop_plan.api.service.request_body import BodyReader
 from tests.api.server import serving
 
 SIZE = 16 << 20
@@ -45,7 +45,7 @@ BAD = {
     "nothing": (lambda: b" " * SIZE, 422),
     "too large": (lambda: b" " * (SIZE + 1), 413),
 }
-"""What makes a body, and the status of its answer."""
+"""Functions that make a body, and the status of its answer."""
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def request(*messages):
 
 def read(held, asked):
     async def whole():
-        async with held.of(asked) as (body, _):
+        async with held.read(asked) as (body, _):
             return body
 
     return asyncio.run(asyncio.wait_for(whole(), 60))
@@ -134,7 +134,7 @@ def read(held, asked):
 
 def test_a_slow_body_and_a_client_that_leaves_are_given_up(monkeypatch):
     monkeypatch.setattr(request_body, "BODY_SECONDS", 0.05)
-    held = Bodies(1000)
+    held = BodyReader(1000)
     part = {"type": "http.request", "body": b"x" * 10, "more_body": True}
     for ending in ([], [{"type": "http.disconnect"}]):
         with pytest.raises(ProblemError) as refused:

@@ -1,4 +1,4 @@
-"""What a worker answers: from the store, held against the question; and what it makes and keeps."""
+"""Request handler: stored answers are checked against the request; new ones are stored."""
 
 import gzip
 import json
@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 from coop_plan.api.jobs import request_handler as module
-from coop_plan.api.jobs.request_handler import Answers, Figures, Limits, RefusedError
-from coop_plan.api.service.graph_store import SqliteGraphs
+from coop_plan.api.jobs.request_handler import Figures, Limits, RefusedError, RequestHandler
+from coop_plan.api.service.graph_store import SqliteGraphStore
 from coop_plan.planner import find_faults
 from coop_plan.planner.method import Progress
 from coop_plan.planner.plan_cache.record import as_record, sign, read_signed
@@ -34,8 +34,8 @@ def store(path):
 
 
 @pytest.fixture
-def answers(store, path):
-    return Answers(store, Limits(), SqliteGraphs(path))
+def handler(store, path):
+    return RequestHandler(store, Limits(), SqliteGraphStore(path))
 
 
 @pytest.fixture
@@ -43,13 +43,13 @@ def question(document):
     return {"graph": document, "budget": 330, "alignment": 1}
 
 
-def ask(answers, question, record=b""):
-    reply, data = answers.ask(json.dumps(question).encode(), "", record)
+def ask(handler, question, record=b""):
+    reply, data = handler.find(json.dumps(question).encode(), "", record)
     return reply, parse_plan(data) if data else None
 
 
-def solve(answers, question, *, another=False):
-    reply, record = answers.solve(json.dumps(question).encode(), "", another, lambda *_: None)
+def solve(handler, question, *, another=False):
+    reply, record = handler.solve(json.dumps(question).encode(), "", another, lambda *_: None)
     assert reply.found or reply.problem
     return record
 
@@ -62,29 +62,29 @@ def scaled(document, factors):
     return document | {"ops": ops}
 
 
-def test_a_plan_is_made_kept_and_found(answers, question, chain):
-    reply, none = ask(answers, question)
+def test_a_plan_is_made_kept_and_found(handler, question, chain):
+    reply, none = ask(handler, question)
     assert (reply.found, none, reply.problem, reply.costs) == (False, None, "", "")
-    record = solve(answers, question)
+    record = solve(handler, question)
     for given in (b"", record):
-        found, plan = ask(answers, question, given)
+        found, plan = ask(handler, question, given)
         assert found.found
         assert find_faults(chain, plan) == []
-    stored, data = answers.stored(reply.key)
+    stored, data = handler.stored_plan(reply.key)
     assert stored.found
     assert parse_plan(data) == plan
-    assert answers.stored("0" * 64)[0].problem == "not-found"
+    assert handler.stored_plan("0" * 64)[0].problem == "not-found"
 
 
-def test_an_infeasible_budget_is_kept_too(answers, question, monkeypatch):
-    solve(answers, question | {"budget": 200})
+def test_an_infeasible_budget_is_kept_too(handler, question, monkeypatch):
+    solve(handler, question | {"budget": 200})
     monkeypatch.setattr("coop_plan.planner.plan", None)
     for tensor in question["graph"]["tensors"]:
         tensor["id"] += 100
     for op in question["graph"]["ops"]:
         op["id"] += 7
         op["inputs"], op["outputs"] = ([t + 100 for t in op[n]] for n in ("inputs", "outputs"))
-    reply, _ = ask(answers, question | {"budget": 200})
+    reply, _ = ask(handler, question | {"budget": 200})
     assert reply.problem == "budget-infeasible"
     assert reply.members["blocking_op"] in [op["id"] for op in question["graph"]["ops"]]
 
@@ -93,21 +93,21 @@ OTHERS = [{"budget": 400}, {"alignment": 2}, {"outputs": "arena"}, {"method": "c
 
 
 @pytest.mark.parametrize("change", OTHERS)
-def test_a_plan_for_another_question_is_no_answer(answers, store, question, change):
+def test_a_plan_for_another_question_is_no_answer(handler, store, question, change):
     """Even where it lies under this question's key, and is valid."""
-    record = as_record(solve(answers, question))
+    record = as_record(solve(handler, question))
     other = question | change
-    key = ask(answers, other)[0].key
+    key = ask(handler, other)[0].key
     store.put(key, record)
-    reply, plan = ask(answers, other)
+    reply, plan = ask(handler, other)
     assert (reply.found, plan) == (False, None)
-    assert answers.dropped == 1
+    assert handler.dropped == 1
 
 
-def test_what_was_not_sealed_for_its_key_is_dropped(answers, store, path, question):
+def test_what_was_not_sealed_for_its_key_is_dropped(handler, store, path, question):
     """A plan moved to another key, a proof written in, a flipped byte."""
-    solve(answers, question)
-    key = ask(answers, question)[0].key
+    solve(handler, question)
+    key = ask(handler, question)[0].key
     with sqlite3.connect(path) as file:
         ((good,),) = file.execute("select record from answer")
         record = read_signed(good, key, SECRET)
@@ -122,65 +122,65 @@ def test_what_was_not_sealed_for_its_key_is_dropped(answers, store, path, questi
         for data in bad:
             file.execute("update answer set record = ?", (data,))
             file.commit()
-            assert not ask(answers, question)[0].found
+            assert not ask(handler, question)[0].found
             assert file.execute("select count(*) from answer").fetchone() == (0,)
             file.execute("insert into answer values (?, 0, ?, 1, 1)", (key, good))
             file.commit()
-            assert ask(answers, question)[0].found
+            assert ask(handler, question)[0].found
     assert store.dropped == len(bad)
 
 
-def test_the_first_answer_stays_and_is_everybodys(answers, store, question):
+def test_the_first_answer_stays_and_is_everybodys(handler, store, question):
     """Two servers that solve at once hand out one plan."""
-    first = solve(answers, question)
-    again = solve(answers, question)
+    first = solve(handler, question)
+    again = solve(handler, question)
     assert as_record(again) == as_record(first)
-    assert len(store.get(ask(answers, question)[0].key)) == 1
+    assert len(store.get(ask(handler, question)[0].key)) == 1
 
 
-def test_noise_in_costs_finds_the_plan_and_wrong_costs_poison_nobody(answers, question, document):
-    """Whoever sends a graph first with false costs does not make everybody's plan."""
+def test_noise_in_costs_finds_the_plan_and_wrong_costs_poison_nobody(handler, question, document):
+    """The first request's false costs do not decide the plan of later requests."""
     false = question | {"graph": scaled(document, [100, 1, 1, 1, 1, 1, 1, 1, 1])}
-    solve(answers, false)
-    reply, _ = ask(answers, question)
+    solve(handler, false)
+    reply, _ = ask(handler, question)
     assert not reply.found
     assert reply.costs
-    solve(answers, question, another=True)
+    solve(handler, question, another=True)
     noisy = question | {"graph": scaled(document, [1.01, 0.99, 1, 1.02, 1, 0.98, 1, 1.01, 1])}
-    found, plan = ask(answers, noisy)
+    found, plan = ask(handler, noisy)
     assert found.found
-    honest = ask(answers, question)[1]
+    honest = ask(handler, question)[1]
     assert plan.steps == honest.steps
     assert find_faults(parse_graph(noisy["graph"]), plan) == []
-    assert ask(answers, false)[0].found
+    assert ask(handler, false)[0].found
 
 
-def test_alternatives_are_bounded(answers, store, question, document):
-    solve(answers, question)
+def test_alternatives_are_bounded(handler, store, question, document):
+    solve(handler, question)
     for number in range(9):
         factors = [1.0] * 9
         factors[number] = 1000.0
-        solve(answers, question | {"graph": scaled(document, factors)}, another=True)
-    assert len(store.get(ask(answers, question)[0].key)) == 4
+        solve(handler, question | {"graph": scaled(document, factors)}, another=True)
+    assert len(store.get(ask(handler, question)[0].key)) == 4
 
 
-def test_a_store_that_fails_costs_no_plan(answers, store, question, chain):
+def test_a_store_that_fails_costs_no_plan(handler, store, question, chain):
     """A full disk or a damaged file: the plan that was made reaches whoever waits for it."""
     store.close()
-    record = solve(answers, question)
-    reply, plan = ask(answers, question, record)
+    record = solve(handler, question)
+    reply, plan = ask(handler, question, record)
     assert reply.found
     assert find_faults(chain, plan) == []
-    assert answers.dropped
+    assert handler.dropped
 
 
 def test_the_store_stays_within_its_size(tmp_path, question):
     store = SqliteStore(tmp_path / "small", max_bytes=20_000)
-    answers = Answers(store, Limits(), SqliteGraphs(tmp_path / "small"))
+    handler = RequestHandler(store, Limits(), SqliteGraphStore(tmp_path / "small"))
     keys = []
     for budget in range(330, 350):
-        solve(answers, question | {"budget": budget})
-        keys.append(ask(answers, question | {"budget": budget})[0].key)
+        solve(handler, question | {"budget": budget})
+        keys.append(ask(handler, question | {"budget": budget})[0].key)
     kept = [bool(store.get(key)) for key in keys]
     store.close()
     assert 0 < sum(kept) < 20
@@ -188,24 +188,24 @@ def test_the_store_stays_within_its_size(tmp_path, question):
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "zstd"])
-def test_packed_bodies(answers, question, encoding):
+def test_packed_bodies(handler, question, encoding):
     pack = {"gzip": gzip.compress, "zstd": zstandard.ZstdCompressor().compress}[encoding]
     body = json.dumps(question).encode()
-    assert answers.read(pack(body), encoding) == answers.read(body)
+    assert handler.parse(pack(body), encoding) == handler.parse(body)
     with pytest.raises(RefusedError) as bomb:
-        module.unpack(pack(b" " * 10_000_000), encoding, 1_000_000)
+        module.decompress(pack(b" " * 10_000_000), encoding, 1_000_000)
     assert bomb.value.reply.problem == "body-too-large"
     for broken in (b"", b"no", pack(body)[:-9]):
         with pytest.raises((RefusedError, InvalidInputError)):
-            answers.read(broken, encoding)
+            handler.parse(broken, encoding)
 
 
 def test_limits(store, path, question):
-    graphs = SqliteGraphs(path)
-    small = Answers(store, Limits(ops=8, seconds=10.0), graphs)
+    graphs = SqliteGraphStore(path)
+    small = RequestHandler(store, Limits(ops=8, seconds=10.0), graphs)
     with pytest.raises(RefusedError):
         ask(small, question)
-    small = Answers(store, Limits(ops=9, seconds=10.0), graphs)
+    small = RequestHandler(store, Limits(ops=9, seconds=10.0), graphs)
     assert not ask(small, question | {"time_limit": 10})[0].found
     with pytest.raises(InvalidInputError, match="10 s at most"):
         ask(small, question | {"time_limit": 11})
@@ -213,19 +213,19 @@ def test_limits(store, path, question):
 
 def test_what_is_far_too_much_is_refused_before_it_is_parsed(store, path):
     """Counted, so that a million ops cost no more than their bytes: these are no JSON at all."""
-    small = Answers(store, Limits(ops=10), SqliteGraphs(path))
+    small = RequestHandler(store, Limits(ops=10), SqliteGraphStore(path))
     for body, name in ((b'"cost_us"' * 41, "too-many-ops"), (b"," * 401, "too-much-work")):
         with pytest.raises(RefusedError) as refused:
-            small.ask(body, "", b"")
+            small.find(body, "", b"")
         assert refused.value.reply.problem == name
         with pytest.raises(RefusedError):
             small.put_graph(gzip.compress(body), "gzip", "sha256:")
         with pytest.raises(InvalidInputError):
-            small.ask(body[:-9], "", b"")
+            small.find(body[:-9], "", b"")
 
 
 def test_figures_of_numpy_reach_the_server():
     """Kernels that run as Python (NUMBA_DISABLE_JIT=1) give NumPy's numbers, which JSON has not."""
-    said = Progress("", np.float64(0.5), np.float32(0.25), None, np.int64(1))
-    sent = msgspec.json.encode(Figures.of(said))
+    text = Progress("", np.float64(0.5), np.float32(0.25), None, np.int64(1))
+    sent = msgspec.json.encode(Figures.of(text))
     assert msgspec.json.decode(sent, type=Figures) == Figures(0.5, 0.25, None, 1.0)

@@ -149,7 +149,7 @@ def test_a_damaged_record_is_planned_again(ask, server, folder, body):
     assert ask(body).headers["coop-plan-cache"] == "hit"
 
 
-def test_an_infeasible_budget_is_a_conflict_that_says_what_would_do(ask, body):
+def test_an_infeasible_budget_is_a_conflict_with_the_smallest_budget(ask, body):
     for _ in range(2):
         answer = problem(ask({**body, "budget": 200}), 409, "budget-infeasible")
     assert answer["budget_bytes"] == 200
@@ -179,7 +179,7 @@ def test_an_infeasible_budget_is_a_conflict_that_says_what_would_do(ask, body):
         ({"graph": {}}, "/graph/schema"),
     ],
 )
-def test_a_wrong_request_says_where(ask, body, change, pointer):
+def test_a_wrong_request_has_a_pointer(ask, body, change, pointer):
     assert problem(ask({**body, **change}), 422, "invalid-input")["pointer"] == pointer
 
 
@@ -194,7 +194,7 @@ def test_a_wrong_request_says_where(ask, body, change, pointer):
         (lambda g: g.pop("ops"), "/graph/ops"),
     ],
 )
-def test_a_bad_graph_says_where(ask, body, document, spoil, pointer):
+def test_a_bad_graph_has_a_pointer(ask, body, document, spoil, pointer):
     spoil(document)
     assert problem(ask(body), 422, "invalid-input")["pointer"] == pointer
 

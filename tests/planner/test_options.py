@@ -1,4 +1,4 @@
-"""One object for what is asked: validated once, with the cache key."""
+"""Planning options: validation and cache key."""
 
 import pytest
 
@@ -67,16 +67,16 @@ def test_every_field_is_part_of_the_key():
 def test_a_link_replaces_the_bandwidths_of_the_graph():
     device = {"d2h_bytes_per_s": 4.0, "h2d_bytes_per_s": 2.0, "copy_latency_us": 3.0}
     graph = make_graph({0: ("input", 8), 1: ("output", 8)}, [{"inputs": [0], "outputs": [1]}])
-    assert options().on(graph) is graph
+    assert options().apply_link(graph) is graph
     graph = graph.model_copy(update={"device": Device(**device)})
-    asked = options(link="25GB/s").on(graph).device
+    asked = options(link="25GB/s").apply_link(graph).device
     assert (asked.d2h_bytes_per_s, asked.h2d_bytes_per_s, asked.copy_latency_us) == (25e9, 25e9, 3)
     assert graph.device.linked
-    assert not options(link=0).on(graph).device.linked
+    assert not options(link=0).apply_link(graph).device.linked
     assert plan(graph, "100%", link="25GB/s").link_bytes_per_s == 25e9
 
 
-def test_the_door_takes_options_or_their_fields():
+def test_plan_takes_options_or_their_fields():
     for budget in ("100%", PlanOptions.of({"budget": "100%"})):
         assert plan(GRAPH, budget).overhead == 0
     with pytest.raises(InvalidInputError, match="unknown field"):

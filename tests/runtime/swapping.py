@@ -16,7 +16,7 @@ def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False, added=Fals
     `gradients` these go as well, and come back when the step ends. If they are `added` to what is
     there, they go and come back in between.
     """
-    graph = options.on(graph)
+    graph = options.apply_link(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
     phases = [op.phase == "forward" for op in graph.ops]
     moved = {}

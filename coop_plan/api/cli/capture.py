@@ -13,21 +13,35 @@ TARGET = click.argument("target", metavar="PACKAGE.MODULE:FUNCTION")
 OPTIMIZER = click.option(
     "--optimizer",
     type=click.Choice(["sgd", "momentum", "adamw"]),
-    help="Whose state is resident, too.",
+    help="Add the state of this optimizer to the resident tensors.",
 )
 MASTERS = click.option(
-    "--masters", is_flag=True, help="With float32 copies of parameters of fewer bits."
+    "--masters",
+    is_flag=True,
+    help="Add float32 master copies of low-precision parameters; needs --optimizer.",
 )
 
 
-@click.command(short_help="Profile a training step of PyTorch into a graph.")
+@click.command(short_help="Profile a PyTorch training step into a graph.")
 @TARGET
-@click.option("-o", "--output", required=True, metavar="GRAPH", help="- is stdout.")
-@click.option("--device", metavar="DEVICE", help="a100-80gb, rtx4090, ... or a device file.")
-@click.option("--batch", type=click.IntRange(1), metavar="N", help="Call FUNCTION(batch=N).")
+@click.option(
+    "-o", "--output", required=True, metavar="GRAPH", help="Write the graph here; - is stdout."
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="Trace for this device instead of running here: a100-80gb, rtx4090, ... or a device file.",
+)
+@click.option(
+    "--batch", type=click.IntRange(1), metavar="N", help="Batch size: call FUNCTION(batch=N)."
+)
 @OPTIMIZER
 @MASTERS
-@click.option("--variants", is_flag=True, help="Try other ways to run ops, equal to the bit.")
+@click.option(
+    "--variants",
+    is_flag=True,
+    help="Also profile variants of ops that give bitwise equal results.  [default: off]",
+)
 def capture(
     target: str,
     output: str,
@@ -37,11 +51,11 @@ def capture(
     masters: bool,
     variants: bool,
 ) -> None:
-    """Profile a training step: the function returns (callable, example arguments).
+    """Profile a training step of PyTorch into a graph.
 
-    The callable returns a loss; its joint forward and backward graph is profiled op by op. With
-    --device nothing runs and nothing of the model is allocated: the step is traced as on that
-    device, and its costs are a roofline.
+    FUNCTION returns (callable, example arguments); the callable returns a loss. Its joint forward
+    and backward graph is profiled op by op. With --device nothing runs or is allocated: the step
+    is traced as on that device, and op costs are roofline estimates.
     """
     from coop_plan.api.cli.output import check_writable, write_whole
 
@@ -82,16 +96,22 @@ def _fail_without_torch(command: str, error: ModuleNotFoundError) -> NoReturn:
     fail(f"{command} needs PyTorch: pip install 'coop-plan[torch]'", EXIT_ERROR)
 
 
-@click.command(short_help="Measure this machine's device into a file for --device.")
-@click.option("-o", "--output", required=True, metavar="FILE", help="- is stdout.")
+@click.command(short_help="Measure this machine's device into a device file.")
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Which."
+    "-o", "--output", required=True, metavar="FILE", help="Write the file here; - is stdout."
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Device to measure.",
 )
 def calibrate(output: str, device: str) -> None:
-    """Measure a dozen ops here and write a device file, which --device of capture and fit takes.
+    """Measure a dozen ops and write a device file for --device of capture and fit.
 
-    Peaks are the best rate that any op reached, shares what the ops of a class reach of them. Leave
-    the machine alone meanwhile: ten seconds.
+    A peak is the best rate of any op; a class of ops has its share of the peak. It takes ten
+    seconds, in which the machine should be idle.
     """
     import json
 

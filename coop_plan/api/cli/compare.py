@@ -1,18 +1,18 @@
-"""`coop-plan compare`: every method on every budget."""
+"""`coop-plan compare`: plans of several methods within several budgets."""
 
 import csv
 import io
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from coop_plan.api.cli.input import read_graph
-from coop_plan.api.cli.types import Seconds
+from coop_plan.api.cli.plan_options import plan_options
 
 if TYPE_CHECKING:
     from coop_plan.planner.inspect.compare import Cell
@@ -29,24 +29,38 @@ FIGURES = (
     "lower_bound_us",
     "solve_seconds",
 )
+PLOT_COLUMNS, PLOT_ROWS = 64, 14
+MARKS = "ox+*#@%&"
+
 MAPS_BYTES = 5 << 19
-"""Of all maps in a report, 2.5 MiB; those of the largest plans are left out beyond it."""
+"""Limit on the maps of a report; those of the largest plans are left out."""
 
 
 @click.command(short_help="Compare methods on several budgets.")
 @click.argument("graph")
-@click.option("--budgets", default="80%,60%,40%,min", show_default=True, metavar="B,B,...")
-@click.option("--methods", default="coop-offline,coop,dtr", show_default=True, metavar="M,M,...")
 @click.option(
-    "--time-limit",
-    type=Seconds(),
-    metavar="S",
-    help="Seconds a plan; else each method's own.",
+    "--budgets",
+    default="80%,60%,40%,min",
+    show_default=True,
+    metavar="SIZE,...",
+    help="Budgets, each as of `coop-plan plan`.",
 )
 @click.option(
-    "-o", "--output", multiple=True, metavar="REPORT", help="A .html, .json or .csv; several."
+    "--methods",
+    default="coop-offline,coop,dtr",
+    show_default=True,
+    metavar="METHOD,...",
+    help="Methods, as listed by `coop-plan methods`.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print for programs.")
+@plan_options("time_limit")
+@click.option(
+    "-o",
+    "--output",
+    multiple=True,
+    metavar="REPORT",
+    help="Write a report: a .html, .json or .csv file; may be repeated.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(
     graph: str,
     budgets: str,
@@ -57,8 +71,8 @@ def compare(
 ) -> None:
     """Plan GRAPH with each method within each budget, in parallel processes.
 
-    The .html is one file that needs no network: overhead over peak, what is proved to be the least,
-    and the memory map of each plan. Interrupted, what is done is printed and written.
+    The .html report is one file that needs no network: overhead over peak, lower bounds, and the
+    memory map of each plan. After Ctrl-C the finished plans are printed and written.
     """
     from coop_plan.api.cli.output import OutputError, check_writable, write_whole
     from coop_plan.planner.inspect.compare import compare as cells_of
@@ -68,18 +82,20 @@ def compare(
         if Path(target).suffix not in (".html", ".json", ".csv"):
             raise OutputError(f"{target}: a report is a .html, .json or .csv file")
         check_writable(target)
-    asked = [
+    questions = [
         PlanOptions.of({"budget": budget, "method": method, "time_limit": time_limit})
         for budget in _listed(budgets)
         for method in _listed(methods)
     ]
     document = read_graph(graph)
-    order = {(str(o.budget_), o.method): place for place, o in enumerate(asked)}
+    order = {(str(o.budget_), o.method): place for place, o in enumerate(questions)}
     done: list[Cell] = []
     interrupted = False
-    cells = cells_of(document, asked, os.cpu_count() or 1)
+    cells = cells_of(document, questions, os.cpu_count() or 1)
     try:
-        with click.progressbar(cells, length=len(asked), label="planning", file=sys.stderr) as bar:
+        with click.progressbar(
+            cells, length=len(questions), label="planning", file=sys.stderr
+        ) as bar:
             done.extend(bar)
     except KeyboardInterrupt:
         interrupted = True
@@ -99,7 +115,7 @@ def compare(
 def _listed(text: str) -> list[str]:
     found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not found:
-        raise click.UsageError("--budgets and --methods name at least one each")
+        raise click.UsageError("give at least one budget and one method")
     return found
 
 
@@ -152,7 +168,6 @@ def _print(cells: "Sequence[Cell]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from coop_plan.api.cli.scatter_plot import scatter
     from coop_plan.schemas import format_bytes
 
     table = Table(box=None, pad_edge=False)
@@ -181,4 +196,31 @@ def _print(cells: "Sequence[Cell]") -> None:
     Console(width=100, highlight=False).print(table)
     if points:
         click.echo()
-        click.echo(scatter(points))
+        click.echo(_scatter(points))
+
+
+def _scatter(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Overhead over peak as text: a mark for each method; the first method hides others."""
+    from coop_plan.schemas import format_bytes
+
+    every = [point for row in points.values() for point in row]
+    left, right = min(x for x, _ in every), max(x for x, _ in every)
+    low, high = min(0.0, *(y for _, y in every)), max(y for _, y in every)
+    field = [[" "] * PLOT_COLUMNS for _ in range(PLOT_ROWS)]
+    marks = {name: MARKS[place % len(MARKS)] for place, name in enumerate(points)}
+    for name, row in reversed(list(points.items())):
+        for x, y in row:
+            across = round((x - left) / ((right - left) or 1) * (PLOT_COLUMNS - 1))
+            up = round((y - low) / ((high - low) or 1) * (PLOT_ROWS - 1))
+            field[PLOT_ROWS - 1 - up][across] = marks[name]
+    lines = []
+    for place, line in enumerate(field):
+        label = {0: f"{high:.1%}", PLOT_ROWS - 1: f"{low:.1%}"}.get(place, "")
+        lines.append(f"{label:>8} |{''.join(line)}".rstrip())
+    lines.append(" " * 9 + "+" + "-" * PLOT_COLUMNS)
+    first, last = format_bytes(int(left)), format_bytes(int(right))
+    lines.append(" " * 10 + first + last.rjust(PLOT_COLUMNS - len(first)))
+    lines.append(
+        " " * 10 + "overhead over peak: " + "  ".join(f"{m} {n}" for n, m in marks.items())
+    )
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""How the command ends: its exit codes, and one line on stderr."""
+"""Exit codes of the command, and its error line on stderr."""
 
 import contextlib
 import errno
@@ -14,12 +14,12 @@ import click
 EXIT_ERROR, EXIT_INVALID, EXIT_INFEASIBLE, EXIT_TIME, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
-"""What says that stdout does not take what is written to it."""
+WRITE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+"""Errors of a stdout that cannot be written."""
 
 
 class ClosedOutput(io.TextIOBase):
-    """Stands where the shell has closed stdout: an answer that nobody gets is an error."""
+    """Stands for a stdout that the shell has closed, so that writing to it is an error."""
 
     def write(self, text: str) -> int:
         """Raise `OSError`."""
@@ -27,23 +27,23 @@ class ClosedOutput(io.TextIOBase):
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: names come from files, and may hold what moves a cursor."""
+    """`text` without control characters, which names from files may have."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def fail(message: object, code: int) -> NoReturn:
-    """End with one line on stderr."""
+    """Exit with `code` after one line on stderr."""
     click.echo(f"coop-plan: error: {printable(' '.join(str(message).split()))}", err=True)
     sys.exit(code)
 
 
 @contextlib.contextmanager
 def interruptions() -> Iterator[list[int]]:
-    """While this lasts, what a Ctrl-C raises gets through; its signals are in the list.
+    """Context in which each Ctrl-C raises `KeyboardInterrupt`; its signals are in the list.
 
-    Python drops what is raised in a callback of the import system or a finalizer, and the imports
-    of the planners take a second: then it is raised again. A method may take an interruption as
-    "enough" and answer; the command says 130 all the same.
+    Python drops an exception that is raised in a finalizer or an import hook, and importing the
+    planner takes a second: the exception is then raised again. A method may catch it and return the
+    best plan so far; the list still makes the exit code 130.
     """
     seen: list[int] = []
 

@@ -1,4 +1,4 @@
-"""`coop-plan explain`: what holds the memory of a step, and what would change it."""
+"""`coop-plan explain`: the peak of a step, its smallest budget, and the price of memory."""
 
 import json
 from collections.abc import Iterable
@@ -13,16 +13,19 @@ if TYPE_CHECKING:
     from coop_plan.planner.inspect.explain import Blocker, Explanation, PeakTensor
 
 
-@click.command(short_help="Say what holds the peak, what blocks a budget, what bytes cost.")
+@click.command(short_help="Explain the peak, the smallest budget and the price of memory.")
 @click.argument("graph")
 @click.argument("plan", required=False)
-@click.option("--budget", help="Explain the plan within this, or why there is none.")
-@click.option("--json", "as_json", is_flag=True, help="Print for programs.")
+@click.option(
+    "--budget", metavar="SIZE", help="Explain the plan within this budget, or why there is none."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> None:
-    """Say what holds the peak of PLAN, or of GRAPH's step with everything kept.
+    """List the tensors at the peak of PLAN, or of GRAPH's step with everything kept.
 
-    Then which op no budget can go below and what to change about it, what runs again and what for,
-    and what each further GiB buys. Exit 3 when --budget cannot be met.
+    Then list the working set that no budget can be below, with advice; the recomputed ops, by the
+    bytes that each frees; and the overhead for each GiB less. Exit code 3 if --budget cannot be
+    met.
     """
     from coop_plan.planner.core.errors import InfeasibleBudgetError
     from coop_plan.planner.inspect.explain import explain as explain_plan
@@ -31,8 +34,8 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
     from coop_plan.planner.planning import plan as make_plan
 
     if plan is not None and budget is not None:
-        raise click.UsageError("a PLAN has its budget: give PLAN or --budget")
-    asked = PlanOptions.of({"budget": budget or "min"})
+        raise click.UsageError("PLAN has a budget of its own: give PLAN or --budget, not both")
+    options = PlanOptions.of({"budget": budget or "min"})
     document = read_graph(graph)
     everything = make_plan(document, "min", method="keep-all")
     refused: InfeasibleBudgetError | None = None
@@ -41,10 +44,10 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
         made = read_valid_plan(document, plan)
     elif budget is not None:
         try:
-            made = make_plan(document, asked)
+            made = make_plan(document, options)
         except InfeasibleBudgetError as error:
             refused = error
-    found = explain_plan(document, made, price_list(document, asked, everything.peak_bytes))
+    found = explain_plan(document, made, price_list(document, options, everything.peak_bytes))
     if as_json:
         click.echo(json.dumps(_document(found, refused)))
     else:
@@ -53,29 +56,23 @@ def explain(graph: str, plan: str | None, budget: str | None, as_json: bool) -> 
         fail(refused, EXIT_INFEASIBLE)
 
 
-LONGEST = 200
-"""Characters of a line: a name may have any number of them."""
+MAX_LINE = 200
+"""Characters of a line; names may be longer."""
 
 
-def say(*lines: str) -> None:
+def _echo(*lines: str) -> None:
     for line in lines:
-        click.echo(printable(line if len(line) <= LONGEST else line[: LONGEST - 1] + "…"))
+        click.echo(printable(line if len(line) <= MAX_LINE else line[: MAX_LINE - 1] + "…"))
 
 
 def _document(found: "Explanation", refused: Any) -> dict[str, Any]:
     import msgspec
 
+    from coop_plan.api.cli.output import infeasible_document
+
     made: dict[str, Any] = msgspec.to_builtins(found)
     if refused is not None:
-        made["infeasible"] = {
-            "budget_bytes": refused.budget_bytes,
-            "min_feasible_bytes": refused.min_feasible_bytes,
-            "budget_lower_bound_bytes": refused.budget_lower_bound_bytes,
-            "blocking_op": refused.blocking_op,
-            "blocking_op_name": refused.blocking_op_name,
-            "working_set_bytes": refused.working_set_bytes,
-            "held": refused.held,
-        }
+        made["infeasible"] = infeasible_document(refused)
     return made
 
 
@@ -84,51 +81,51 @@ def _print(found: "Explanation") -> None:
     from coop_plan.schemas import format_bytes
 
     at = found.at_op + (f" ({found.at_source})" if found.at_source else "")
-    say(
+    _echo(
         f"{found.method}: peak {format_bytes(found.peak_bytes)}, overhead {found.overhead:.2%}",
         f"  resident {format_bytes(found.resident_bytes)}, arena"
         f" {format_bytes(found.arena_bytes)}, outputs outside {format_bytes(found.outside_bytes)}",
     )
     if found.holders:
-        say("", f"At its fullest, while {at} runs, the arena holds")
+        _echo("", f"At the peak, while {at} runs, the arena holds")
         _table(found.holders)
     if found.modules:
-        say("", "by module")
+        _echo("", "by module")
         for name, size in found.modules:
-            say(f"  {format_bytes(size):>11}  {name}")
+            _echo(f"  {format_bytes(size):>11}  {name}")
     if found.blocker is not None:
-        _say_blocker(found.blocker)
+        _print_blocker(found.blocker)
     if found.reruns:
-        say("", "Runs again, the most memory first")
+        _echo("", "Recomputed, the most memory first")
         for rerun in found.reruns:
             share = rerun.cost_us / found.base_cost_us if found.base_cost_us else 0.0
             freed = format_bytes(rerun.bytes)
-            say(
+            _echo(
                 f"  {freed:>11}  {rerun.op}  {rerun.times} x, {share:.2%} of the step"
                 + (f"  {rerun.source}" if rerun.source else "")
             )
     if len(found.prices) > 1:
         unit = 1 << (30 if found.prices[0].budget_bytes > 1 << 30 else 20)
-        say("", "What bytes cost")
+        _echo("", "Price of memory")
         for price, slope in zip(found.prices, [None, *slopes(found.prices)], strict=True):
             overhead = "cannot be met" if price.overhead is None else f"{price.overhead:.2%}"
             further = (
                 "" if slope is None else f"  {slope * unit:+.2%} a {format_bytes(unit)[5:]} less"
             )
-            say(f"  {format_bytes(price.budget_bytes):>11}  {overhead:>13}{further}")
+            _echo(f"  {format_bytes(price.budget_bytes):>11}  {overhead:>13}{further}")
 
 
-def _say_blocker(blocker: "Blocker") -> None:
+def _print_blocker(blocker: "Blocker") -> None:
     from coop_plan.schemas import format_bytes
 
     where = f" ({blocker.source})" if blocker.source else ""
-    say(
+    _echo(
         "",
-        f"No plan goes below {format_bytes(blocker.bytes)} of arena: {blocker.op}{where} reads",
-        "and makes at once",
+        f"No plan has an arena below {format_bytes(blocker.bytes)}, the working set of",
+        f"{blocker.op}{where}",
     )
     _table(blocker.parts)
-    say(f"  To change: {blocker.advice}.")
+    _echo(f"  To change: {blocker.advice}.")
 
 
 def _table(holders: Iterable["PeakTensor"]) -> None:
@@ -136,4 +133,4 @@ def _table(holders: Iterable["PeakTensor"]) -> None:
 
     for holder in holders:
         made = f"{holder.op}  {holder.source}".rstrip()
-        say(f"  {format_bytes(holder.bytes):>11}  {holder.tensor}  {holder.kind}  {made}")
+        _echo(f"  {format_bytes(holder.bytes):>11}  {holder.tensor}  {holder.kind}  {made}")

@@ -1,4 +1,4 @@
-"""`coop-plan export`: a plan for other tools."""
+"""`coop-plan export`: a plan in the formats of other tools."""
 
 import sys
 
@@ -9,17 +9,19 @@ from coop_plan.api.cli.input import read_graph, read_valid_plan
 FORMS = ("perfetto", "chrome-trace", "memory-snapshot", "minimalloc", "csv")
 
 
-@click.command(short_help="Write a plan for other tools.")
+@click.command(short_help="Convert a plan for other tools.")
 @click.argument("graph")
 @click.argument("plan")
-@click.option("--to", "form", required=True, type=click.Choice(FORMS), help="For which tool.")
-@click.option("-o", "--output", required=True, metavar="FILE", help="- is stdout.")
+@click.option("--to", "form", required=True, type=click.Choice(FORMS), help="Format of the output.")
+@click.option(
+    "-o", "--output", required=True, metavar="FILE", help="Write to this file; - is stdout."
+)
 def export(graph: str, plan: str, form: str, output: str) -> None:
-    """Write PLAN for other tools: what runs when, and what lies where.
+    """Convert PLAN for other tools: the schedule, and the address of each buffer.
 
-    perfetto and chrome-trace are one JSON trace, for ui.perfetto.dev and chrome://tracing;
+    perfetto and chrome-trace are the same JSON, for ui.perfetto.dev and chrome://tracing;
     memory-snapshot is a pickle for pytorch.org/memory_viz; minimalloc is the CSV of MiniMalloc;
-    csv has a row a buffer.
+    csv has one row for each buffer.
     """
     from coop_plan.api.cli.output import check_writable, write_whole
     from coop_plan.planner.inspect import exports

@@ -1,4 +1,4 @@
-"""`coop-plan fit`: whether a step fits into devices that are not here, and with what batch."""
+"""`coop-plan fit`: memory and batch sizes of a training step on other devices."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -13,29 +13,39 @@ if TYPE_CHECKING:
     from coop_plan.schemas import Graph, Plan
 
 CONTEXT_BYTES = 512 << 20
-"""About what a process on CUDA takes before it has any tensor: the step cannot have it."""
+"""Approximate memory of a CUDA context, which the step cannot use."""
 
 LIMITS = {"5%": 0.05, "10%": 0.10}
 
 
-@click.command(short_help="Say whether a training step fits into devices that are not here.")
+@click.command(short_help="Estimate whether a training step fits on other devices.")
 @TARGET
-@click.option("--device", "devices", required=True, metavar="DEVICE[,...]", help="As of capture.")
 @click.option(
-    "--batch", type=click.IntRange(1), default=8, show_default=True, help="Of FUNCTION(batch=N)."
+    "--device",
+    "devices",
+    required=True,
+    metavar="DEVICE[,...]",
+    help="Devices, as of `coop-plan capture`.",
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Batch size: call FUNCTION(batch=N).",
 )
 @OPTIMIZER
 @MASTERS
-@click.option("--json", "as_json", is_flag=True, help="Print the figures for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def fit(
     target: str, devices: str, batch: int, optimizer: str | None, masters: bool, as_json: bool
 ) -> None:
-    """Say whether a training step fits into devices that are not here.
+    """Estimate whether a training step fits on devices that this machine does not have.
 
-    The function takes batch=N and returns (callable, example arguments). For each device: what the
-    step needs when nothing is recomputed, the smallest budget, what it costs to fit into the
-    device, and the largest batch within 5 %, 10 % and one extra forward. Behind each number is a
-    verified plan.
+    FUNCTION takes batch=N and returns (callable, example arguments). For each device are printed:
+    the memory without recomputation, the smallest budget, the overhead within the device's memory,
+    and the largest batch at 5 %, 10 % and one forward of overhead. Each figure is of a verified
+    plan.
     """
     asked = [_row(target, device, batch, optimizer, masters) for device in devices.split(",")]
     rows = [row for row, _ in asked]
@@ -50,7 +60,7 @@ def fit(
 def _row(
     target: str, device: str, batch: int, optimizer: str | None, masters: bool
 ) -> tuple[dict[str, Any], int]:
-    """What is known of one device, and the exit code; `error` says why what is missing is."""
+    """Figures of one device, and the exit code; `error` is the reason for missing figures."""
     from coop_plan import RuntimeRefusalError
     from coop_plan.planner.fit import fit as figures_of
     from coop_plan.schemas import InvalidInputError
@@ -136,7 +146,6 @@ def _batch(largest: dict[str, Any] | None) -> str:
 
 
 def _advice(row: dict[str, Any]) -> str:
-    """What to do next."""
     from coop_plan.schemas import format_bytes
 
     batch, within = row["batch"], row["within"]

@@ -1,4 +1,4 @@
-"""`coop-plan import`: what PyTorch recorded of a real step, as a graph or as buffers."""
+"""`coop-plan import`: a trace or memory snapshot of PyTorch as a graph or as buffers."""
 
 import gzip
 import json
@@ -10,36 +10,40 @@ import click
 
 from coop_plan.schemas.errors import InvalidInputError
 
-PICKLES = b"\x80"
-"""How every pickle of protocol 2 or later begins, and no JSON."""
+PICKLE_START = b"\x80"
+"""First byte of pickles of protocol 2 or later, and of no JSON."""
 
 
-@click.command("import", short_help="Turn a recorded step into a graph.")
+@click.command("import", short_help="Convert a recorded step into a graph.")
 @click.argument("trace")
-@click.option("--kineto", metavar="FILE", help="The Kineto trace with the times of the ops.")
+@click.option(
+    "--kineto", metavar="FILE", help="Kineto trace of the same step, from which op times are read."
+)
 @click.option("-o", "--output", required=True, metavar="FILE", help="- is stdout.")
 def import_(trace: str, kineto: str | None, output: str) -> None:
-    """Turn TRACE, recorded by PyTorch, into a graph, or a memory snapshot into buffers.
+    """Convert TRACE, recorded by PyTorch, into a graph or into buffers.
 
     An execution trace (torch.profiler.ExecutionTraceObserver; .json or .json.gz) becomes a graph
-    of its last whole step; --kineto has the times. A snapshot (torch.cuda.memory._dump_snapshot)
-    becomes the CSV file of its buffers' lifetimes that `coop-plan place` takes.
+    of its last complete step, with the op times of --kineto. A memory snapshot
+    (torch.cuda.memory._dump_snapshot) becomes a CSV file of buffers for `coop-plan place`.
     """
     from coop_plan.api.cli.output import check_writable, write_whole
 
     check_writable(output)
     data = _read(trace)
-    if data.startswith(PICKLES):
+    if data.startswith(PICKLE_START):
         if kineto is not None:
-            raise click.UsageError("--kineto is for execution traces, not for a memory snapshot")
-        text, said = _buffers(data, trace)
+            raise click.UsageError(
+                "--kineto is for an execution trace, and TRACE is a memory snapshot"
+            )
+        text, summary = _buffers(data, trace)
     else:
-        text, said = _graph(data, trace, kineto)
+        text, summary = _graph(data, trace, kineto)
     if output == "-":
         click.echo(text, nl=False)
     else:
         write_whole(output, text)
-    click.echo(f"{output}: {said}", err=True)
+    click.echo(f"{output}: {summary}", err=True)
 
 
 def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
@@ -53,16 +57,16 @@ def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
         origin = kineto if error.source == "kineto" and kineto else source
         raise InvalidInputError(error.message, error.pointer, origin) from None
     ops = len(made.graph.ops)
-    said = f"{ops} ops, {len(made.graph.tensors)} tensors"
+    summary = f"{ops} ops, {len(made.graph.tensors)} tensors"
     if made.steps > 1:
-        said += f"; the last of {made.steps} steps"
+        summary += f"; the last of {made.steps} steps"
     if kineto is None:
-        said += "; costs are the bytes moved at 1 TB/s (--kineto has measured ones)"
+        summary += "; costs are the bytes moved at 1 TB/s (--kineto has measured ones)"
     else:
-        said += f"; {made.timed} of {ops} ops have measured times"
+        summary += f"; {made.timed} of {ops} ops have measured times"
         if made.timed < ops:
-            said += ", the others cost the bytes they move at 1 TB/s"
-    return made.graph.to_json() + "\n", said
+            summary += ", the others cost the bytes they move at 1 TB/s"
+    return made.graph.to_json() + "\n", summary
 
 
 def _buffers(data: bytes, source: str) -> tuple[str, str]:
@@ -79,8 +83,10 @@ def _buffers(data: bytes, source: str) -> tuple[str, str]:
     ]
     buffers = Buffers(ids, found.lower, found.upper, found.size, [])
     live, reserved = format_bytes(found.live_bytes), format_bytes(found.reserved_bytes)
-    said = f"{len(ids)} buffers of device {found.device}, at most {live} live; {reserved} reserved"
-    return write_buffers(buffers, None), said
+    summary = (
+        f"{len(ids)} buffers of device {found.device}, at most {live} live; {reserved} reserved"
+    )
+    return write_buffers(buffers, None), summary
 
 
 def _read(path: str) -> bytes:
@@ -94,7 +100,7 @@ def _read(path: str) -> bytes:
 
 
 def _json(data: bytes, source: str) -> Any:
-    """A trace's document; as PyTorch writes it, which may say NaN."""
+    """The JSON of a trace; PyTorch writes NaN, too."""
     try:
         return json.loads(data)
     except RecursionError:

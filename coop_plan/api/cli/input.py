@@ -1,4 +1,4 @@
-"""Documents that a command is given: files, or - for stdin."""
+"""Input documents of the commands: files, or - for stdin."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ def read_plan(source: str) -> "Plan":
 
 
 def read_valid_plan(graph: "Graph", source: str) -> "Plan":
-    """The plan in a file, which holds for the graph; ends the command where it does not."""
+    """The plan in a file; exits if the plan is not valid for the graph."""
     from coop_plan.planner.verifier import find_faults
 
     plan = read_plan(source)
@@ -34,7 +34,7 @@ def read_valid_plan(graph: "Graph", source: str) -> "Plan":
 
 
 def stdin() -> bytes:
-    """What stdin holds; it may be closed."""
+    """The bytes of stdin; exits if it is closed."""
     if sys.stdin is None:
-        fail("stdin: cannot be read: it is closed", EXIT_INVALID)
+        fail("stdin cannot be read: it is closed", EXIT_INVALID)
     return sys.stdin.buffer.read()

@@ -1,8 +1,8 @@
 """The `coop-plan` command.
 
 stdout is data, stderr is progress and errors. Exit codes: 0 ok, 1 error, 2 usage or invalid input,
-3 infeasible budget, 4 time limit reached without any plan, 130 interrupted. Heavy imports wait for
-the command that needs them.
+3 infeasible budget, 4 time limit reached without any plan, 130 interrupted. Each command makes its
+heavy imports when it runs.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from coop_plan.api.cli.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_INVALID,
     EXIT_TIME,
-    UNWRITABLE,
+    WRITE_ERRNOS,
     ClosedOutput,
     fail,
     interruptions,
@@ -34,35 +34,35 @@ from coop_plan.api.cli.explain import explain
 from coop_plan.api.cli.export import export
 from coop_plan.api.cli.fit import fit
 from coop_plan.api.cli.import_trace import import_
-from coop_plan.api.cli.token import token
-from coop_plan.api.cli.place import place
 from coop_plan.api.cli.input import read_graph, read_plan
-from coop_plan.api.cli.types import Seconds
+from coop_plan.api.cli.place import place
+from coop_plan.api.cli.plan_options import option_message, parse_plan_options, plan_options
 from coop_plan.api.cli.serve import serve
 from coop_plan.api.cli.show import show
+from coop_plan.api.cli.token import token
 from coop_plan.api.cli.worker import worker
 
 if TYPE_CHECKING:
     from coop_plan.planner import PlanOptions, Progress
-    from coop_plan.schemas import Graph, InvalidInputError, Outputs, Plan
+    from coop_plan.schemas import Graph, Plan
 
 
 class DefaultGroup(click.Group):
-    """A group whose command `plan` needs no name: `coop-plan model.json --budget 12GiB`."""
+    """Group with the default command `plan`: `coop-plan model.json --budget 12GiB`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put the default command in front of arguments that name no command."""
+        """Insert the default command before arguments that name none."""
         own = {"--help", "-h", "--version"}
         if args and args[0] not in self.commands and args[0] not in own:
             meant = difflib.get_close_matches(args[0], self.commands, n=1)
             if meant and not Path(args[0]).exists():
-                message = f"no command and no file '{args[0]}': did you mean '{meant[0]}'?"
+                message = f"no command or file '{args[0]}': did you mean '{meant[0]}'?"
                 raise click.UsageError(message)
             args = ["plan", *args]
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The group's help with the default command's options in it."""
+        """The group's help, with the options of the default command."""
         default = self.commands["plan"]
         names = ctx.help_option_names
         with click.Context(default, info_name=ctx.info_name, help_option_names=names) as inner:
@@ -75,89 +75,55 @@ class DefaultGroup(click.Group):
 @click.group(cls=DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="coop-plan", prog_name="coop-plan")
 def cli() -> None:
-    """Plan one training step into a hard memory budget.
+    """Plan one training step within a hard memory budget.
 
-    GRAPH is a profiled graph (coop-plan/graph/1), or - for stdin. Prints the plan's figures;
+    GRAPH is a profiled graph (coop-plan/graph/1), or - for stdin. The plan's figures are printed;
     -o writes the plan.
     """
 
 
 @cli.command()
 @click.argument("graph")
-@click.option("--budget", required=True, help="12GiB, 12GB, bytes, 50% (of the peak) or min.")
-@click.option(
-    "--method", default="coop-offline", show_default=True, help="See `coop-plan methods`."
-)
-@click.option("--time-limit", type=Seconds(), metavar="S", help="Seconds.")
-@click.option("--seed", type=int, default=0, show_default=True, help="One seed, one plan.")
-@click.option("--alignment", type=int, default=512, show_default=True, help="Of offsets, in bytes.")
-@click.option(
-    "--outputs",
-    type=click.Choice(["outside", "arena", "gradients"]),
-    default="outside",
-    show_default=True,
-    metavar="WHERE",
-    help="What leaves the step lies outside or in the arena; gradients: only these in it.",
-)
-@click.option("--host-budget", metavar="SIZE", help="For copies on the host; 0: no transfers.")
-@click.option("--link", metavar="RATE", help="To the host and back, 25GB/s; else the graph's own.")
-@click.option("--solver", help="Of checkmate: any solver PuLP has here, such as GUROBI_CMD.")
-@click.option("--relax", is_flag=True, help="Of checkmate: the LP with two-phase rounding.")
-@click.option("--ablate", multiple=True, metavar="SWITCH", help="Turn a part of the method off.")
+@plan_options()
 @click.option(
     "--server",
     metavar="URL",
     envvar="COOP_PLAN_SERVER",
     show_envvar=True,
-    help="Ask this service; a token is taken from COOP_PLAN_TOKEN.",
+    help="Let this planning service make the plan; its token is read from COOP_PLAN_TOKEN.",
 )
-@click.option("-o", "--output", metavar="PLAN", help="Write the plan here; - is stdout.")
-@click.option("--json", "as_json", is_flag=True, help="Print the plan (with -o: its figures).")
+@click.option("-o", "--output", metavar="PLAN", help="Write the plan to this file; - is stdout.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the plan as JSON; with -o, its figures only."
+)
 def plan(
     graph: str,
-    budget: str,
-    method: str,
-    time_limit: float | None,
-    seed: int,
-    alignment: int,
-    outputs: "Outputs",
-    host_budget: str | None,
-    link: str | None,
-    solver: str | None,
-    relax: bool,
     ablate: tuple[str, ...],
+    relax: bool,
     server: str | None,
     output: str | None,
     as_json: bool,
+    **values: Any,
 ) -> None:
     """Plan GRAPH within a budget (the default command)."""
-    from coop_plan.api.cli.output import check_writable, figures, print_plan, write_whole
+    from coop_plan.api.cli.output import (
+        check_writable,
+        figures,
+        infeasible_document,
+        print_plan,
+        write_whole,
+    )
 
     check_writable(output)
-    from coop_plan.planner.options import PlanOptions
-
-    options = PlanOptions.of(
-        {
-            "budget": budget,
-            "method": method,
-            "time_limit": time_limit,
-            "seed": seed,
-            "alignment": alignment,
-            "outputs": outputs,
-            "host_budget": host_budget,
-            "link": link,
-            "solver": solver,
-            "switches": dict.fromkeys((*ablate, *(["integral"] if relax else [])), False),
-        }
-    )
+    options = parse_plan_options(values, ablate, relax)
     document = read_graph(graph)
     from coop_plan.planner.core.errors import InfeasibleBudgetError
 
     try:
-        made = _make(document, options) if not server else _ask(server, document, options)
+        made = _request(server, document, options) if server else _make(document, options)
     except InfeasibleBudgetError as error:
         if as_json:
-            click.echo(json.dumps(infeasible(error)))
+            click.echo(json.dumps({"error": "budget-infeasible"} | infeasible_document(error)))
         fail(error, EXIT_INFEASIBLE)
     if output is not None and output != "-":
         write_whole(output, made.to_json() + "\n")
@@ -174,15 +140,15 @@ def plan(
 def _make(graph: "Graph", options: "PlanOptions") -> "Plan":
     from coop_plan.planner.planning import plan as make_plan
 
-    with _progress() as progress, _without_collections():
+    with _progress() as progress, _without_gc():
         return make_plan(graph, options, progress=progress)
 
 
-def _ask(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
-    """The plan that a service makes or has."""
+def _request(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
+    """The plan of a service."""
     try:
-        from coop_plan.client.protocol import ServerError
         from coop_plan.client.client import Client
+        from coop_plan.client.protocol import ServerError
     except ModuleNotFoundError as error:
         fail(f"--server needs {error.name}: pip install 'coop-plan[client]'", EXIT_ERROR)
     try:
@@ -193,56 +159,42 @@ def _ask(server: str, graph: "Graph", options: "PlanOptions") -> "Plan":
 
 
 def _link(made: "Plan", graph: "Graph", options: "PlanOptions") -> str | None:
-    """Why a method that could use the link did not."""
+    """Reason for which a method that could use the copy engines did not; None otherwise."""
     from coop_plan.planner.core.problem import Problem
     from coop_plan.planner.inspect.link_report import unused_link_reason
 
     if not options.info.transfers:
         return None
     problem = Problem.from_graph(
-        options.on(graph), options.alignment, options.outputs, options.host_budget
+        options.apply_link(graph), options.alignment, options.outputs, options.host_budget
     )
     return unused_link_reason(problem, made)
 
 
 def _unmodelled(graph: "Graph", options: "PlanOptions") -> list[str]:
-    """What the graph offers that the exact methods do not model, so that they prove nothing."""
+    """Features of the graph that the exact method does not model, so that it has no bound."""
     if options.method not in ("optimal", "auto"):
         return []
     from coop_plan.planner.core.problem import beyond_recomputation
 
-    return options.info.unused(beyond_recomputation(options.on(graph), options.host_budget))
+    return options.info.unused(beyond_recomputation(options.apply_link(graph), options.host_budget))
 
 
-def infeasible(error: Any) -> dict[str, Any]:
-    """An `InfeasibleBudgetError` for programs."""
-    return {
-        "error": "budget-infeasible",
-        "budget_bytes": error.budget_bytes,
-        "min_feasible_bytes": error.min_feasible_bytes,
-        "budget_lower_bound_bytes": error.budget_lower_bound_bytes,
-        "blocking_op": error.blocking_op,
-        "blocking_op_name": error.blocking_op_name,
-        "working_set_bytes": error.working_set_bytes,
-        "held": error.held,
-    }
-
-
-@cli.command(short_help="Check PLAN against GRAPH, independently of the methods.")
+@cli.command(short_help="Check PLAN against GRAPH by an independent replay.")
 @click.argument("graph")
 @click.argument("plan")
-@click.option("--budget", metavar="SIZE", help="Hold it against this one, not the plan's own.")
+@click.option("--budget", metavar="SIZE", help="Check against this budget, not the plan's own.")
 def verify(graph: str, plan: str, budget: str | None) -> None:
     """Replay PLAN on GRAPH with code that shares nothing with the methods; - is stdin.
 
-    Exit 0 when it holds, 1 with the faults when it does not, 2 when a document cannot be read or
+    Exit code 0 if the plan is valid, 1 with its faults if not, 2 if a document cannot be read or
     the plan is for another graph.
     """
     from coop_plan.planner import find_faults
     from coop_plan.schemas import format_bytes, parse_bytes
 
     if graph == plan == "-":
-        raise click.UsageError("stdin holds GRAPH or PLAN, not both")
+        raise click.UsageError("only one of GRAPH and PLAN can be -")
     limit_bytes = None if budget is None else parse_bytes(budget)
     document = read_graph(graph)
     made = read_plan(plan)
@@ -265,13 +217,13 @@ def methods() -> None:
 
     for info in METHODS.values():
         click.echo(f"{info.name}: {info.summary} [{info.source}]")
-        for switch, lost in info.switches.items():
-            click.echo(f"  --ablate {switch}: {lost}")
+        for switch, effect in info.switches.items():
+            click.echo(f"  --ablate {switch}: {effect}")
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator["Callable[[Progress], None] | None"]:
-    """A progress line on stderr while a person watches."""
+    """Context with the callback of a progress line, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -295,8 +247,8 @@ def _progress() -> Iterator["Callable[[Progress], None] | None"]:
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the cyclic garbage collector: a plan is tens of thousands of objects and no cycle."""
+def _without_gc() -> Iterator[None]:
+    """Context without cyclic garbage collection: a plan has many thousand objects and no cycle."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -321,7 +273,7 @@ cli.add_command(worker)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command; every user's mistake ends in one line and an exit code."""
+    """Run the command; an error of usage or input ends in one line and an exit code."""
     if sys.stdout is None:
         sys.stdout = ClosedOutput()
     with interruptions() as interrupted:
@@ -329,8 +281,8 @@ def main(arguments: list[str] | None = None) -> None:
             _run(arguments)
         except (click.Abort, KeyboardInterrupt):
             fail("interrupted", EXIT_INTERRUPTED)
-        if interrupted:  # the method answered with the best it had
-            fail("interrupted: this is the best plan until then", EXIT_INTERRUPTED)
+        if interrupted:  # the method returned its best plan
+            fail("interrupted: the plan is the best found until then", EXIT_INTERRUPTED)
 
 
 def _run(arguments: list[str] | None) -> None:
@@ -340,7 +292,7 @@ def _run(arguments: list[str] | None) -> None:
         cli.main(args=arguments, prog_name="coop-plan", standalone_mode=False)
         sys.stdout.flush()
     except InvalidInputError as error:
-        fail(error if error.source else _of_an_option(error), EXIT_INVALID)
+        fail(error if error.source else option_message(error), EXIT_INVALID)
     except click.exceptions.NoArgsIsHelpError:
         fail("no GRAPH given (see coop-plan --help)", EXIT_INVALID)
     except click.UsageError as error:
@@ -357,15 +309,10 @@ def _run(arguments: list[str] | None) -> None:
 
         if isinstance(error, OutputError):
             fail(error, EXIT_ERROR)
-        if isinstance(error, OSError) and error.errno in UNWRITABLE:
-            with contextlib.suppress(OSError):  # or Python fails at it again when it ends
+        if isinstance(error, OSError) and error.errno in WRITE_ERRNOS:
+            with contextlib.suppress(
+                OSError
+            ):  # otherwise Python fails again when it flushes at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             fail(f"stdout cannot be written: {error.strerror}", EXIT_ERROR)
         raise
-
-
-def _of_an_option(error: "InvalidInputError") -> str:
-    """The message behind the option that it is about."""
-    name = error.pointer.split("/")[1] if error.pointer else ""
-    option = {"": "", "switches": "--ablate: "}.get(name, f"--{name.replace('_', '-')}: ")
-    return f"{option}{error.message}"

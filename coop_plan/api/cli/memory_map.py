@@ -95,7 +95,7 @@ def _title(offsets: list[int], peak: int, capacity: int | None) -> str:
 def _placement(
     buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None
 ) -> dict[str, Any]:
-    """The columns of the map, as `planner.inspect.drawing` has them; times that occur are moments."""
+    """The map's columns (see `planner.inspect.drawing`); each distinct time is a moment."""
     times = sorted({*buffers.lower, *buffers.upper})
     moment = {time: position for position, time in enumerate(times)}
     begin, end = ([moment[time] for time in column] for column in (buffers.lower, buffers.upper))

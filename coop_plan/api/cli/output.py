@@ -1,4 +1,4 @@
-"""Writing results: whole files or none, tables for people, figures for programs."""
+"""Output of the commands: atomically written files, tables for people, figures for programs."""
 
 import contextlib
 import os
@@ -10,34 +10,35 @@ from typing import Any
 
 import click
 
+from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.schemas import Plan, format_bytes
 
 
 class OutputError(Exception):
-    """A result cannot be written where it was asked for."""
+    """The output file cannot be written."""
 
 
 def check_writable(target: str | None) -> None:
-    """Refuse a place that cannot be written before the work begins.
+    """Check that an output file can be written, before planning.
 
     Raises:
-        OutputError: no such folder, no regular file, or no permission.
+        OutputError: the folder is missing, the file is not a regular one, or permission is missing.
     """
     if target is not None and target != "-":
         _regular(target)
 
 
 def write_whole(target: str, content: str | bytes) -> None:
-    """Write the file `target` at once: an interruption leaves the old file or none.
+    """Write a file atomically: an interruption leaves the old file or none.
 
-    A link is followed, and a file that is there keeps its mode.
+    A link is followed, and an existing file keeps its mode.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     path = _regular(target)
     data = content.encode() if isinstance(content, str) else content
-    with _saying(target), _temporary(path) as temporary:
+    with _os_errors(target), _temporary(path) as temporary:
         temporary.write_bytes(data)
         if path.exists():
             temporary.chmod(stat.S_IMODE(path.stat().st_mode))
@@ -45,13 +46,13 @@ def write_whole(target: str, content: str | bytes) -> None:
 
 
 def _regular(target: str) -> Path:
-    """The file behind `target`, which is there as a regular file or can be made.
+    """The path of `target`, an existing regular file or a new one in an existing folder.
 
-    A device or a pipe would be replaced by the file that is renamed to its name.
+    Renaming the temporary file would replace a device or a pipe, so these are refused.
     """
     if not target:
         raise OutputError("the name of the output file is empty")
-    with _saying(target):
+    with _os_errors(target):
         path = Path(target).resolve()
         if path.is_dir():
             raise OutputError(f"{target} is a folder, not a file")
@@ -65,8 +66,8 @@ def _regular(target: str) -> Path:
 
 
 @contextlib.contextmanager
-def _saying(target: str) -> Iterator[None]:
-    """What fails while a file is written, as an `OutputError`."""
+def _os_errors(target: str) -> Iterator[None]:
+    """Context that turns the errors of writing `target` into `OutputError`."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -82,7 +83,7 @@ def _temporary(path: Path) -> Iterator[Path]:
     temporary = Path(name)
     mask = os.umask(0)
     os.umask(mask)
-    temporary.chmod(0o666 & ~mask)  # mkstemp is private; a result is as open as other files
+    temporary.chmod(0o666 & ~mask)  # the mode of other new files; mkstemp's is private
     try:
         yield temporary
     finally:
@@ -97,10 +98,10 @@ def figures(plan: Plan) -> dict[str, Any]:
 def print_plan(
     plan: Plan, op_count: int, unmodelled: Sequence[str] = (), link: str | None = None
 ) -> None:
-    """
-    A plan's figures as a short table on stdout.
+    """Print a plan's figures as a table.
 
-    `unmodelled` is why there is no bound, `link` why nothing is moved to the host.
+    `unmodelled` are the features that keep the method from a bound; `link` says why it did not use
+    the copy engines.
     """
     free = plan.budget_bytes - plan.peak_bytes
     rows = [
@@ -115,15 +116,15 @@ def print_plan(
         ("planning time", f"{plan.solve_seconds:.2f} s"),
     ]
     if plan.swapped_bytes:
-        back = f"{plan.prefetch_stall_us / 1e3:.2f} ms for what comes back"
-        away = f"{plan.offload_stall_us / 1e3:.2f} ms for bytes on their way out"
+        prefetch = f"{plan.prefetch_stall_us / 1e3:.2f} ms for prefetches"
+        offload = f"{plan.offload_stall_us / 1e3:.2f} ms for offloads"
         rows[7:7] = [
             ("swapped", f"{format_bytes(plan.swapped_bytes)}, both ways together"),
             (
                 "host arena",
                 f"{format_bytes(plan.host_arena_bytes)}  ({plan.host_arena_bytes} bytes)",
             ),
-            ("stalls", f"{back}, {away}"),
+            ("stalls", f"{prefetch}, {offload}"),
         ]
     elif link is not None:
         rows.insert(7, ("swapped", link))
@@ -139,6 +140,19 @@ def print_plan(
     if plan.eviction_free_ratio is not None:
         rows.insert(-1, ("evictions", f"{plan.evictions}"))
         rows.insert(-1, ("free at evictions", f"{plan.eviction_free_ratio:.2%}"))
-    wide = max(len(name) for name, _ in rows)
+    width = max(len(name) for name, _ in rows)
     for name, text in rows:
-        click.echo(f"{name:<{wide}}  {text}")
+        click.echo(f"{name:<{width}}  {text}")
+
+
+def infeasible_document(error: InfeasibleBudgetError) -> dict[str, Any]:
+    """An infeasible budget for programs."""
+    return {
+        "budget_bytes": error.budget_bytes,
+        "min_feasible_bytes": error.min_feasible_bytes,
+        "budget_lower_bound_bytes": error.budget_lower_bound_bytes,
+        "blocking_op": error.blocking_op,
+        "blocking_op_name": error.blocking_op_name,
+        "working_set_bytes": error.working_set_bytes,
+        "held": error.held,
+    }

@@ -1,4 +1,4 @@
-"""`coop-plan place`: offsets for the buffers of a CSV file (`api.cli.buffers_csv`)."""
+"""`coop-plan place`: offsets of the buffers in a CSV file (`api.cli.buffers_csv`)."""
 
 import click
 
@@ -12,33 +12,41 @@ from coop_plan.schemas.errors import InvalidInputError
 ALIGNMENT_LIMIT = 1 << 40
 
 
-@click.command(short_help="Give the buffers of a CSV file their offsets.")
+@click.command(short_help="Place the buffers of a CSV file in one arena.")
 @click.argument("buffers")
-@click.option("--capacity", metavar="BYTES", help="Fit this (1MiB, 4096) instead of minimising.")
+@click.option(
+    "--capacity",
+    metavar="BYTES",
+    help="Search a placement within this size (1MiB, 4096), not the smallest one.",
+)
 @click.option(
     "--time-limit",
     type=Seconds(),
     default=10.0,
     show_default=True,
     metavar="S",
-    help="Seconds.",
+    help="Seconds to search, at most.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0, (1 << 63) - 1),
     default=0,
     show_default=True,
-    help="Of the search's restarts.",
+    help="Seed of the search.",
 )
 @click.option(
     "--alignment",
     type=click.IntRange(1, ALIGNMENT_LIMIT),
     default=1,
     show_default=True,
-    help="Of offsets, in bytes.",
+    help="Alignment of every offset, in bytes.",
 )
-@click.option("-o", "--output", metavar="CSV", help="Write the placement here; - is stdout.")
-@click.option("--plot", metavar="MAP", help="Draw the memory map: a .html, .png or .svg file.")
+@click.option(
+    "-o", "--output", metavar="CSV", help="Write the placement to this CSV file; - is stdout."
+)
+@click.option(
+    "--plot", metavar="MAP", help="Draw the memory map into this .html, .png or .svg file."
+)
 def place(
     buffers: str,
     capacity: str | None,
@@ -50,8 +58,8 @@ def place(
 ) -> None:
     """Place BUFFERS: a CSV file with the columns id,lower,upper,size[,offset], or - for stdin.
 
-    Each is live in [lower, upper); an offset is kept as given. Exit 3 when the capacity is proved
-    too small, 4 when no placement within it was found.
+    A buffer is live in [lower, upper); a given offset is fixed. Exit code 3 if the capacity is
+    proved to be too small, 4 if no placement within it was found.
     """
     from coop_plan.api.cli.memory_map import check_drawable, draw
     from coop_plan.api.cli.output import check_writable, write_whole

@@ -1,4 +1,4 @@
-"""`coop-plan serve`: the service on a socket."""
+"""`coop-plan serve`: the planning service on a socket."""
 
 import gc
 import socket
@@ -6,28 +6,49 @@ import socket
 import click
 
 from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INVALID, fail
-from coop_plan.api.cli.server_options import check_broker, open_the_store, work_options
+from coop_plan.api.cli.server_options import check_broker, open_store_and_secret, server_options
 
 SHUTDOWN_SECONDS = 5
 
 
 @click.command(short_help="Serve POST /plan with a plan cache.")
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--allow-host", multiple=True, metavar="NAME", help="Also answer to this Host; *: any."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Port to listen on; 0 takes a free one.",
 )
-@click.option("--tokens", metavar="FILE", help="Who may ask: see `coop-plan token`.")
-@work_options
 @click.option(
-    "--queue", type=click.IntRange(0), default=64, show_default=True, help="Plans that may wait."
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="Also serve requests with this Host header; * allows any. May be repeated.",
 )
-@click.option("--broker", metavar="URL", help="redis://: plans are made by its workers.")
+@click.option(
+    "--tokens",
+    metavar="FILE",
+    help="Require an API token of this file; `coop-plan token` creates it.",
+)
+@server_options
+@click.option(
+    "--queue",
+    type=click.IntRange(0),
+    default=64,
+    show_default=True,
+    help="Limit on jobs that wait for a solver.",
+)
+@click.option(
+    "--broker",
+    metavar="URL",
+    help="redis:// URL of a cluster's job queue: let its workers make the plans.",
+)
 @click.option(
     "--improve/--no-improve",
     default=True,
     show_default=True,
-    help="Look for better plans while nothing else is to be done.",
+    help="Search better plans for stored ones while the solvers are idle.",
 )
 def serve(
     host: str,
@@ -48,8 +69,8 @@ def serve(
 ) -> None:
     """Serve POST /plan with a plan cache.
 
-    Plans are made in processes of their own, or with --broker by coop-plan worker. Anybody on this
-    machine may ask, unless --tokens says who; on an address that others reach it must.
+    Plans are made in processes of this server, or with --broker by `coop-plan worker`. Without
+    --tokens every client on this machine is served; another --host than loopback needs --tokens.
     """
     from coop_plan.schemas import parse_bytes
 
@@ -57,25 +78,30 @@ def serve(
     try:
         import uvicorn
 
-        from coop_plan.api.service import logging
         from coop_plan.api.jobs.request_handler import Limits
-        from coop_plan.api.service.connection import Connection
-        from coop_plan.api.service.plan_service import Service
-        from coop_plan.api.service.host_check import LOOPBACK, is_loopback
+        from coop_plan.api.service import logging
         from coop_plan.api.service.app import create_app
+        from coop_plan.api.service.connection import HeadTimeoutProtocol
+        from coop_plan.api.service.host_check import LOOPBACK, is_loopback
+        from coop_plan.api.service.plan_service import ServiceSettings
         from coop_plan.api.service.tokens import load
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
     if tokens is None and not is_loopback(host):
-        raise click.UsageError(f"{host} is reached by others: say who may ask (--tokens FILE)")
+        raise click.UsageError(
+            f"--host {host} is reachable from other machines: give --tokens FILE"
+        )
     holders = None if tokens is None else load(tokens)
-    address, secret = open_the_store(store, store_key)
+    address, secret = open_store_and_secret(store, store_key)
     if broker is not None:
         check_broker(broker, address)
         if not queue:
-            fail("--queue 0 takes no plan to be made by the workers of a --broker", EXIT_INVALID)
+            fail(
+                "--queue 0 refuses every job of a --broker: allow at least one to wait",
+                EXIT_INVALID,
+            )
     hosts = (*LOOPBACK, *allow_host) if is_loopback(host) else (allow_host or ("*",))
-    service = Service(
+    settings = ServiceSettings(
         store=address,
         secret=secret,
         broker=broker or "",
@@ -89,8 +115,8 @@ def serve(
         improve=improve,
     )
     config = uvicorn.Config(
-        create_app(service),
-        http=Connection,
+        create_app(settings),
+        http=HeadTimeoutProtocol,
         log_config=logging.configure(),
         server_header=False,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
@@ -98,11 +124,11 @@ def serve(
         h11_max_incomplete_event_size=64 << 10,
     )
     server = uvicorn.Server(config)
-    gc.collect()  # what is loaded stays: an answer does not wait until all of it is looked through
+    gc.collect()  # freeze what is loaded: collections during requests do not visit it
     gc.freeze()
     with _listen(host, port) as listening:
-        at = listening.getsockname()
-        click.echo(f"coop-plan: http://{at[0]}:{at[1]}, plans in {address}", err=True)
+        bound = listening.getsockname()
+        click.echo(f"coop-plan: http://{bound[0]}:{bound[1]}, plans in {address}", err=True)
         server.run(sockets=[listening])
 
 
@@ -111,8 +137,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listening = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        fail(f"{host}:{port} cannot be listened on: {error.strerror}", EXIT_ERROR)
-    # Connections inherit it. asyncio sets it only where it has opened the socket itself, and
-    # without it an answer's second packet waits 40 ms for the client to acknowledge the first.
+        fail(f"cannot listen on {host}:{port}: {error.strerror}", EXIT_ERROR)
+    # Connections inherit TCP_NODELAY; asyncio sets it only on sockets that it opened itself.
+    # Without it the second packet of a response waits 40 ms for the client's acknowledgement.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening

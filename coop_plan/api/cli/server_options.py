@@ -1,4 +1,4 @@
-"""Options that a server and a worker of a cluster have in common, and what they come to."""
+"""Options that a server and a worker of a cluster share, and the store they open."""
 
 import contextlib
 import os
@@ -18,93 +18,116 @@ MIN_SECRET = 16
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def work_options(command: F) -> F:
-    """Add the options of whoever makes plans and keeps them."""
+def server_options(command: F) -> F:
+    """Decorator that adds the options of a process that makes and stores plans."""
     options = (
         click.option(
-            "--store", metavar="ADDRESS", help="SQLite file of the plan cache, or redis://."
+            "--store", metavar="ADDRESS", help="Plan cache: a SQLite file, or a redis:// URL."
         ),
         click.option(
-            "--store-size", default="1GiB", show_default=True, help="Of a file's records."
+            "--store-size",
+            default="1GiB",
+            show_default=True,
+            help="Limit on the size of a SQLite plan cache; graphs may take as much.",
         ),
         click.option(
-            "--store-key", metavar="FILE", help="Secret that seals them [default: PATH.key]."
+            "--store-key",
+            metavar="FILE",
+            help="File of the secret that signs stored plans.  [default: PATH.key]",
         ),
         click.option(
-            "--max-body", default="64MiB", show_default=True, help="Largest request body."
+            "--max-body", default="64MiB", show_default=True, help="Limit on a request body."
         ),
-        click.option("--max-ops", type=click.IntRange(1), default=100_000, show_default=True),
+        click.option(
+            "--max-ops",
+            type=click.IntRange(1),
+            default=100_000,
+            show_default=True,
+            help="Limit on the ops of a graph.",
+        ),
         click.option(
             "--max-time-limit",
             type=Seconds(1, 1e6),
             default=600.0,
             show_default=True,
             metavar="S",
-            help="Seconds a solve may take.",
+            help="Limit on the time limit of a request, in seconds.",
         ),
         click.option(
             "--solvers",
             type=click.IntRange(1),
             default=os.cpu_count() or 1,
             show_default="cores",
-            help="Plans made at once.",
+            help="Plans made at once, each in a process.",
         ),
-        click.option("--solver-memory", default="8GiB", show_default=True, help="Of each of them."),
+        click.option(
+            "--solver-memory",
+            default="8GiB",
+            show_default=True,
+            help="Limit on the memory of each of these processes.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
     return command
 
 
-def open_the_store(store: str | None, store_key: str | None) -> tuple[str, bytes]:
-    """
-    The address of the store, which is made or refused here in one line, and its secret.
+def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str, bytes]:
+    """The address of the plan store, created if needed, and its secret; exits if it fails.
 
-    Several machines share one only by a file that was given to each.
+    Machines that share a store need the same `store_key` file.
     """
-    from coop_plan.api.service.graph_store_redis import open_graphs
+    from coop_plan.api.service.graph_store_redis import open_graph_store
     from coop_plan.planner.plan_cache.open_store import in_redis, open_store
     from coop_plan.planner.plan_cache.store import StoreError, default_path
 
     address = store or str(default_path())
     if in_redis(address):
         if store_key is None:
-            fail("a store in Redis needs --store-key, the same secret for all", EXIT_ERROR)
+            fail(
+                "a store in Redis needs --store-key: the same file on all servers and workers",
+                EXIT_ERROR,
+            )
         key = Path(store_key)
     else:
         address = str(Path(address).absolute())
         key = Path(store_key or f"{address}.key")
     try:
-        # Both, while there is room: who opens them later need not write, on a full disk either.
+        # Create both now: opening an existing store writes nothing, even on a full disk.
         open_store(address, b"").close()
-        open_graphs(address, 0).close()
-        return address, secret_of(key)
+        open_graph_store(address, 0).close()
+        return address, read_secret(key)
     except (StoreError, OSError) as error:
         fail(error, EXIT_ERROR)
 
 
 def check_broker(broker: str, store: str) -> None:
-    """Refuse an address that is no broker's."""
+    """Exit if the broker's address is wrong, is the store's, or Celery is missing."""
     if not broker.startswith(("redis://", "rediss://")):
         fail(f"--broker {broker}: a broker is at redis://HOST:PORT/N", EXIT_ERROR)
     if broker == store:
-        fail("--broker and --store are one Redis: the store may forget, the broker must not", 1)
+        fail(
+            "--broker and --store are the same Redis: the store may evict keys, a broker must not",
+            1,
+        )
     try:
-        import coop_plan.api.cluster.celery_queue  # noqa: F401 - whether it is installed
+        import coop_plan.api.cluster.celery_queue  # noqa: F401 - fails if Celery is missing
     except ModuleNotFoundError as error:
         fail(f"--broker needs {error.name}: pip install 'coop-plan[cluster]'", EXIT_ERROR)
 
 
-def secret_of(path: Path) -> bytes:
-    """The secret in a file; it is made, for its owner only, where there is none."""
+def read_secret(path: Path) -> bytes:
+    """The secret in a file, which is created if needed, readable by its owner only."""
     if not path.exists():
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".coop-plan.")
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(32))
-        with contextlib.suppress(FileExistsError):  # another server was first
+        with contextlib.suppress(FileExistsError):  # another process created it first
             os.link(name, path)
         Path(name).unlink()
     secret = path.read_bytes()
     if len(secret) < MIN_SECRET:
-        raise OSError(f"{path} holds no secret of {MIN_SECRET} bytes or more")
+        raise OSError(
+            f"{path} has fewer than {MIN_SECRET} bytes: give a longer secret, or remove the file"
+        )
     return secret

@@ -1,4 +1,4 @@
-"""`coop-plan show`: the memory map of a plan, in a page or a picture."""
+"""`coop-plan show`: the memory map of a plan, as a page or a picture."""
 
 from pathlib import Path
 
@@ -10,18 +10,25 @@ from coop_plan.api.cli.input import read_graph, read_valid_plan
 @click.command(short_help="Draw the memory map of plans.")
 @click.argument("graph")
 @click.argument("plans", metavar="PLAN [PLAN]", nargs=-1, required=True)
-@click.option("-o", "--output", default="map.html", show_default=True, metavar="MAP")
+@click.option(
+    "-o",
+    "--output",
+    default="map.html",
+    show_default=True,
+    metavar="MAP",
+    help="Write the map here.",
+)
 @click.option(
     "--format",
     "kind",
     type=click.Choice(["html", "png", "svg"]),
-    help="Else as MAP ends.",
+    help="Format of the map.  [default: from the suffix of MAP]",
 )
 def show(graph: str, plans: tuple[str, ...], output: str, kind: str | None) -> None:
-    """Draw the memory map of PLAN: addresses upwards, steps to the right, a rectangle a buffer.
+    """Draw the memory map of PLAN: addresses over steps, with a rectangle for each buffer.
 
-    The page needs no network; it shows a buffer's tensor, op, module and line, and two plans side
-    by side. png and svg are of one plan.
+    html is an interactive page that needs no network: it names each buffer's tensor, op, module
+    and source line, and shows up to two plans side by side. png and svg show one plan.
     """
     from coop_plan.api.cli.memory_map import check_drawable, draw_plan, draw_plans
     from coop_plan.api.cli.output import OutputError
@@ -30,9 +37,9 @@ def show(graph: str, plans: tuple[str, ...], output: str, kind: str | None) -> N
         output = str(Path(output).with_suffix(f".{kind}"))
     check_drawable(output)
     if len(plans) > 2:
-        raise click.UsageError("one plan is shown, or two side by side")
+        raise click.UsageError("show takes one or two plans")
     if len(plans) == 2 and not output.lower().endswith(".html"):
-        raise OutputError(f"{output}: two plans are shown in a .html")
+        raise OutputError(f"{output}: a map of two plans must be a .html file")
     document = read_graph(graph)
     made = [read_valid_plan(document, source) for source in plans]
     if output.lower().endswith(".html"):

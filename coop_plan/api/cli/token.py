@@ -1,4 +1,4 @@
-"""`coop-plan token`: a new token for whoever may ask a service."""
+"""`coop-plan token`: a new API token for a client of a service."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from coop_plan.api.service.tokens import Scope
 
 
-@click.command(short_help="Make a token for a service.")
+@click.command(short_help="Create an API token for a service.")
 @click.argument("name")
-@click.option("--tokens", required=True, metavar="FILE", help="Where its hash is added.")
+@click.option("--tokens", required=True, metavar="FILE", help="Add the token's hash to this file.")
 @click.option(
     "--scope",
     "scopes",
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     type=click.Choice(["plan", "read", "admin"]),
     default=["plan"],
     show_default=True,
-    help="What it is for; may be given several times.",
+    help="Scope of the token; may be repeated.",
 )
 def token(name: str, tokens: str, scopes: tuple[str, ...]) -> None:
-    """Make a token named NAME and print it, once: FILE has its hash alone.
+    """Create a token named NAME and print it. FILE has only its hash: it cannot be printed again.
 
-    Limits of a token are written into FILE by hand; a server reads it when it starts.
+    Limits of a token may be added to FILE by hand. A server reads FILE when it starts.
     """
     from coop_plan.api.service.tokens import add
 

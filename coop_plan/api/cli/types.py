@@ -1,4 +1,4 @@
-"""The type of options that are seconds."""
+"""Types of the command's options."""
 
 import math
 from typing import Any
@@ -9,15 +9,15 @@ MAX_SECONDS = 1e9
 
 
 class Seconds(click.FloatRange):
-    """Seconds within a range; infinity and nan are no limits."""
+    """Seconds within a range; nan and infinity are refused."""
 
-    def __init__(self, least: float = 0, most: float = MAX_SECONDS) -> None:
-        super().__init__(min=least, max=most)
+    def __init__(self, minimum: float = 0, maximum: float = MAX_SECONDS) -> None:
+        super().__init__(min=minimum, max=maximum)
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The number of a text."""
+        """The parsed option."""
         seconds = float(super().convert(value, param, ctx))
         if math.isnan(seconds):
             self.fail("nan is not a number of seconds", param, ctx)

@@ -1,13 +1,13 @@
-"""`coop-plan worker`: makes the plans of a cluster."""
+"""`coop-plan worker`: a worker of a cluster."""
 
 import click
 
-from coop_plan.api.cli.server_options import check_broker, open_the_store, work_options
+from coop_plan.api.cli.server_options import check_broker, open_store_and_secret, server_options
 
 
 @click.command(short_help="Make plans for servers with the same --broker.")
-@click.option("--broker", required=True, metavar="URL", help="redis:// of the jobs.")
-@work_options
+@click.option("--broker", required=True, metavar="URL", help="redis:// URL of the job queue.")
+@server_options
 def worker(
     broker: str,
     store: str | None,
@@ -21,18 +21,18 @@ def worker(
 ) -> None:
     """Make plans for servers with the same --broker and --store.
 
-    SIGTERM hands back what is under way, and another worker takes it up.
+    SIGTERM ends the worker and releases its running jobs to other workers.
     """
     from coop_plan.schemas import parse_bytes
 
     limit, memory, size = (parse_bytes(text) for text in (max_body, solver_memory, store_size))
-    address, secret = open_the_store(store, store_key)
+    address, secret = open_store_and_secret(store, store_key)
     check_broker(broker, address)
-    from coop_plan.api.jobs.request_handler import Limits
     from coop_plan.api.cluster.celery_worker import ClusterWorker
-    from coop_plan.api.jobs.worker_process import Settings
+    from coop_plan.api.jobs.request_handler import Limits
+    from coop_plan.api.jobs.worker_process import WorkerSettings
 
     limits = Limits(body_bytes=limit, ops=max_ops, seconds=max_time_limit)
-    settings = Settings(address, secret, limits, memory, size, solves=True)
-    click.echo(f"coop-plan: makes the plans of {broker}, {solvers} at once", err=True)
+    settings = WorkerSettings(address, secret, limits, memory, size, solves=True)
+    click.echo(f"coop-plan: worker of {broker}, {solvers} plans at once", err=True)
     ClusterWorker(broker, settings, solvers).run()

@@ -1,1 +1,1 @@
-"""Solves shared by several servers and workers: one a question, wherever it was asked."""
+"""Job executor on a cluster: servers and workers share jobs in Redis, one for each request."""

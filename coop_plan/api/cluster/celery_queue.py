@@ -1,4 +1,4 @@
-"""Messages to the workers, by Celery: that there is a job. All else about it is on the board."""
+"""Celery queue of job ids; all else about a job is in the job store."""
 
 from typing import Any
 
@@ -12,15 +12,14 @@ QUEUE = "coop-plan"
 
 SOFT_SECONDS = 30.0
 HARD_SECONDS = 60.0
-"""Beyond what a solve's own process is given: Celery's limits only meet a worker that hangs."""
+"""Added to the limit of a solve's own process: Celery's limits end only a worker that hangs."""
 
 
 def make_app(address: str, seconds: float) -> Celery:
-    """
-    Celery at a Redis, for solves of so many seconds at most.
+    """The Celery application at a Redis, for solves of up to `seconds`.
 
-    A message is acknowledged when its job is over or handed back. One that a dead worker holds
-    comes again after the visibility timeout; the servers that wait send it again long before.
+    A message is acknowledged when its job is finished or released. The message of a dead worker is
+    redelivered after the visibility timeout; the waiting servers send it again long before.
     """
     longest = seconds + GRACE_SECONDS
     app = Celery("coop-plan", broker=address, set_as_current=False)
@@ -42,7 +41,7 @@ def make_app(address: str, seconds: float) -> Celery:
         worker_send_task_events=False,
         worker_hijack_root_logger=False,
         broker_transport_options={
-            # A message may wait in a worker for the one before it.
+            # A prefetched message may wait for the job before it, so twice the limit.
             "visibility_timeout": int(2 * (longest + HARD_SECONDS)) + 60,
             "global_keyprefix": "coop-plan:",
             "socket_connect_timeout": 5,
@@ -53,14 +52,14 @@ def make_app(address: str, seconds: float) -> Celery:
     return app
 
 
-class Messages:
-    """Sends them. Safe to use from several threads."""
+class CeleryQueue:
+    """Sends job ids to the workers. Safe to use from several threads."""
 
     def __init__(self, address: str, seconds: float) -> None:
         self._app = make_app(address, seconds)
 
     def send(self, job_id: str) -> None:
-        """Say that a job waits; raises `OSError` where the broker does not answer."""
+        """Send a job id; raises `OSError` if the broker does not answer."""
         policy: dict[str, Any] = {"max_retries": 1, "interval_start": 0.1}
         try:
             self._app.send_task(SOLVE, args=[job_id], retry=True, retry_policy=policy)
@@ -68,5 +67,5 @@ class Messages:
             raise OSError(str(error)) from error
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._app.close()

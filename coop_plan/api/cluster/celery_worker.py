@@ -1,32 +1,31 @@
-"""A worker of a cluster: Celery's processes, in each a hand that does jobs."""
+"""Worker of a cluster: Celery's processes, each with a job runner."""
 
 import mmap
 from typing import Any
 
 from celery import Celery, signals
 
-from coop_plan.api.cluster.job_store import Board
-from coop_plan.api.cluster.job_runner import Hand
-from coop_plan.api.cluster.celery_queue import QUEUE, SOLVE, Messages, make_app
-from coop_plan.api.jobs.worker_process import Settings, die_with_parent
-from coop_plan.api.jobs.process_pool import Pool
+from coop_plan.api.cluster.celery_queue import QUEUE, SOLVE, CeleryQueue, make_app
+from coop_plan.api.cluster.job_runner import JobRunner
+from coop_plan.api.cluster.job_store import JobStore
+from coop_plan.api.jobs.process_pool import ProcessPool
+from coop_plan.api.jobs.worker_process import WorkerSettings, die_with_parent
 
 
 class ClusterWorker:
-    """
-    Makes plans for a cluster, `solvers` at once, until SIGTERM.
+    """Makes plans for a cluster, `solvers` at once, until SIGTERM.
 
-    Then what is under way is handed back, and another worker begins it anew.
+    Then its running jobs are released, and other workers start them from the beginning.
     """
 
-    def __init__(self, broker: str, settings: Settings, solvers: int) -> None:
+    def __init__(self, broker: str, settings: WorkerSettings, solvers: int) -> None:
         self._broker, self._settings, self._solvers = broker, settings, solvers
-        # Seen by the processes that are forked later; a signal may come at any time.
-        self._leaving = mmap.mmap(-1, 1)
-        self._hand: Hand | None = None
+        # Shared with the processes that are forked later; a signal may arrive at any time.
+        self._stopping = mmap.mmap(-1, 1)
+        self._runner: JobRunner | None = None
 
     def run(self) -> None:
-        """Work until a signal says to stop."""
+        """Run jobs until a signal to stop."""
         app = self._app()
         app.Worker(
             pool="prefork",
@@ -41,18 +40,18 @@ class ClusterWorker:
     def _app(self) -> Celery:
         app = make_app(self._broker, self._settings.limits.seconds)
 
-        def leave(**_: Any) -> None:
-            self._leaving[0] = 1
+        def stop(**_: Any) -> None:
+            self._stopping[0] = 1
 
         def started(**_: Any) -> None:
             die_with_parent()
-            self._hand = self._new_hand()
+            self._runner = self._new_runner()
 
         def stopped(**_: Any) -> None:
-            if self._hand is not None:
-                self._hand.close()
+            if self._runner is not None:
+                self._runner.close()
 
-        signals.worker_shutting_down.connect(leave, weak=False)
+        signals.worker_shutting_down.connect(stop, weak=False)
         signals.worker_process_init.connect(started, weak=False)
         signals.worker_process_shutdown.connect(stopped, weak=False)
 
@@ -60,12 +59,12 @@ class ClusterWorker:
         return app
 
     def _solve(self, job_id: str) -> None:
-        assert self._hand is not None
-        self._hand.do(job_id)
+        assert self._runner is not None
+        self._runner.run(job_id)
 
-    def _new_hand(self) -> Hand:
+    def _new_runner(self) -> JobRunner:
         settings = self._settings
-        board = Board(self._broker, settings.secret)
-        messages = Messages(self._broker, settings.limits.seconds)
-        pool = Pool(settings, 1)
-        return Hand(board, pool, messages.send, lambda: bool(self._leaving[0]))
+        store = JobStore(self._broker, settings.secret)
+        queue = CeleryQueue(self._broker, settings.limits.seconds)
+        pool = ProcessPool(settings, 1)
+        return JobRunner(store, pool, queue.send, lambda: bool(self._stopping[0]))

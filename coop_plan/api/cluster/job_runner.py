@@ -1,4 +1,4 @@
-"""What a worker does with a job: take it up, have a process solve it, say how that gets on."""
+"""Job runner of a worker: leases a job, runs it in a process and reports its progress."""
 
 import concurrent.futures
 import contextlib
@@ -11,48 +11,57 @@ from typing import TypeVar
 import redis
 from celery.exceptions import SoftTimeLimitExceeded
 
-from coop_plan.api.jobs.request_handler import Figures, Reply
-from coop_plan.api.cluster.job_store import Board, Claim
+from coop_plan.api.cluster.job_store import JobStore, Lease
 from coop_plan.api.jobs.local_executor import LATE
-from coop_plan.api.jobs.process_pool import GRACE_SECONDS, Pool, Worker, WorkerLostError
+from coop_plan.api.jobs.process_pool import (
+    GRACE_SECONDS,
+    ProcessPool,
+    WorkerLostError,
+    WorkerProcess,
+)
+from coop_plan.api.jobs.request_handler import Figures, Reply
 
 T = TypeVar("T")
 
-BEAT_SECONDS = 0.5
-"""How often a lease is renewed; so long it takes until a cancelled solve is known to be."""
+RENEW_SECONDS = 0.5
+"""Interval at which a lease is renewed, and a cancellation noticed."""
 
 AWAY_SECONDS = 60.0
-"""How long a broker that does not answer is waited for when a job is over."""
+"""Time for which calls of a broker that does not answer are repeated."""
 
 log = logging.getLogger(__name__)
 
 
-class Hand:
-    """Does one job after the other, in a process that it can kill. To be used from one thread."""
+class JobRunner:
+    """Runs jobs one after the other, in a process that it can kill. For one thread."""
 
     def __init__(
-        self, board: Board, pool: Pool, send: Callable[[str], None], leaving: Callable[[], bool]
+        self,
+        store: JobStore,
+        pool: ProcessPool,
+        send: Callable[[str], None],
+        stopping: Callable[[], bool],
     ) -> None:
-        self._board, self._pool = board, pool
-        self._send, self._leaving = send, leaving
-        # One thread for good: the process dies with the thread that started it.
+        self._store, self._pool = store, pool
+        self._send, self._stopping = send, stopping
+        # One thread until the end: a process is killed with the thread that started it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="solver")
 
-    def do(self, job_id: str) -> None:
-        """Take up a job, if it is to be done; it is over, handed back or another's afterwards."""
-        claim = _insist(lambda: self._board.claim(job_id))
-        if claim is None:
+    def run(self, job_id: str) -> None:
+        """Lease and run a job; it is then finished, released, or leased by another worker."""
+        lease = _with_retries(lambda: self._store.lease(job_id))
+        if lease is None:
             return
-        solve = _Solve(self._pool, claim)
+        solve = _LeasedJob(self._pool, lease)
         future = self._thread.submit(solve.run)
         try:
-            while not concurrent.futures.wait([future], BEAT_SECONDS).done:
-                if self._leaving():
+            while not concurrent.futures.wait([future], RENEW_SECONDS).done:
+                if self._stopping():
                     solve.kill(future)
-                    self._hand_back(claim, counts=False)
+                    self._release(lease, counts=False)
                     return
                 with contextlib.suppress(redis.RedisError):  # the lease outlasts a restart
-                    if not self._board.renew(claim, solve.message, solve.figures):
+                    if not self._store.renew(lease, solve.message, solve.figures):
                         solve.kill(future)
                         return
             reply, record = future.result()
@@ -61,60 +70,60 @@ class Hand:
             reply, record = LATE, b""
         except WorkerLostError as lost:
             if not lost.late:
-                log.warning("job %s: its process ended", job_id)
-                self._hand_back(claim, counts=True)
+                log.warning("job %s: its process ended without an answer", job_id)
+                self._release(lease, counts=True)
                 return
             reply, record = LATE, b""
         problem = reply if reply.problem else None
-        if not _insist(lambda: self._board.finish(claim, problem, record)):
-            log.warning("job %s: another has taken it over", job_id)
+        if not _with_retries(lambda: self._store.finish(lease, problem, record)):
+            log.warning("job %s: its lease was lost to another worker", job_id)
 
-    def _hand_back(self, claim: Claim, *, counts: bool) -> None:
-        if _insist(lambda: self._board.hand_back(claim, counts=counts)):
-            _insist(lambda: self._send(claim.job_id))
+    def _release(self, lease: Lease, *, counts: bool) -> None:
+        if _with_retries(lambda: self._store.release(lease, counts=counts)):
+            _with_retries(lambda: self._send(lease.job_id))
 
     def close(self) -> None:
-        """End its process."""
+        """Kill the process."""
         self._pool.close()
 
 
-class _Solve:
-    """One solve in a process."""
+class _LeasedJob:
+    """A leased job in a process."""
 
-    def __init__(self, pool: Pool, claim: Claim) -> None:
-        self._pool, self._claim = pool, claim
-        self._worker: Worker | None = None
+    def __init__(self, pool: ProcessPool, lease: Lease) -> None:
+        self._pool, self._lease = pool, lease
+        self._worker: WorkerProcess | None = None
         self._killed = False
         self.message, self.figures = "", Figures()
 
     def run(self) -> tuple[Reply, bytes]:
-        work = self._claim.work
+        request = self._lease.request
         return self._pool.call(
-            work.task,
-            self._claim.body,
-            seconds=work.seconds + GRACE_SECONDS,
-            say=self._heard,
-            taken=self._taken,
+            request.task,
+            self._lease.body,
+            seconds=request.seconds + GRACE_SECONDS,
+            on_progress=self._on_progress,
+            on_start=self._on_start,
         )
 
-    def _heard(self, reply: Reply) -> None:
+    def _on_progress(self, reply: Reply) -> None:
         self.message, self.figures = reply.detail, reply.figures
 
-    def _taken(self, worker: Worker) -> None:
+    def _on_start(self, worker: WorkerProcess) -> None:
         self._worker = worker
         if self._killed:
             worker.kill()
 
     def kill(self, future: "concurrent.futures.Future[tuple[Reply, bytes]]") -> None:
-        """End the process, and wait until that is known."""
+        """Kill the process and wait for the end of the call."""
         self._killed = True
         if self._worker is not None:
             self._worker.kill()
         concurrent.futures.wait([future])
 
 
-def _insist(call: Callable[[], T]) -> T:
-    """What the broker says, as soon as it answers."""
+def _with_retries(call: Callable[[], T]) -> T:
+    """The result of a call of the broker, repeated while it does not answer."""
     until = time.monotonic() + AWAY_SECONDS
     while True:
         try:
@@ -122,4 +131,4 @@ def _insist(call: Callable[[], T]) -> T:
         except (redis.ConnectionError, redis.TimeoutError, OSError):
             if time.monotonic() > until:
                 raise
-            time.sleep(BEAT_SECONDS)
+            time.sleep(RENEW_SECONDS)

@@ -1,13 +1,13 @@
-"""The jobs of a cluster, in Redis: who works on what, who waits for it, how it is getting on."""
+"""Job store of a cluster, in Redis: requests, leases, waiting servers and progress of jobs."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.cluster import lua_scripts
-from coop_plan.api.jobs.worker_process import Work
+from coop_plan.api.jobs.request_handler import Figures, Reply
+from coop_plan.api.jobs.worker_process import JobRequest
 from coop_plan.planner.plan_cache.record import sign_bytes, verified_bytes
 from coop_plan.planner.plan_cache.redis_store import connect
 from coop_plan.schemas import InvalidInputError
@@ -15,41 +15,41 @@ from coop_plan.schemas import InvalidInputError
 PREFIX = "coop-plan:"
 
 LEASE_SECONDS = 10.0
-"""A worker that has not been heard of for so long is dead: another takes its job."""
+"""A lease that is not renewed for so long ends: its worker is taken for dead."""
 
-INTEREST_SECONDS = 15.0
-"""A server that has not been heard of for so long waits no more. Its clients ask elsewhere."""
+SUBSCRIPTION_SECONDS = 15.0
+"""A server that does not view its job for so long is unsubscribed: its clients ask another one."""
 
 RESEND_SECONDS = 5.0
-"""A job that no worker has taken up by then is sent again, then after twice the time and so on."""
+"""A queued job is sent again after so long, then after twice the time, and so on."""
 
-KEPT_SECONDS = 3600.0
-"""How long a job that is over can be asked for."""
+FINISHED_SECONDS = 3600.0
+"""Time for which a finished job can be viewed."""
 
 RECORD_SECONDS = 120.0
-"""How long its answer lies there, for those who wait: then it is in the store alone."""
+"""Time for which the answer stays here for waiting servers; the plan store has it, too."""
 
 DELIVERIES = 3
-"""Workers that one job may cost."""
+"""Workers that one job may crash before it fails."""
 
-ABANDONED = Reply(problem="cancelled", detail="nobody waits for the plan any more")
+UNWATCHED = Reply(problem="cancelled", detail="the last client left")
 CANCELLED = Reply(problem="cancelled", detail="the solve was cancelled")
 POISON = Reply(
-    problem="too-much-work", detail=f"the processes that planned it ended, {DELIVERIES} times"
+    problem="too-much-work", detail=f"the job's process ended {DELIVERIES} times without a plan"
 )
 
 
-class Claim(msgspec.Struct, frozen=True):
-    """A job that one has taken up: its token, and the request."""
+class Lease(msgspec.Struct, frozen=True):
+    """A job that a worker holds: its request, and the fencing token of the lease."""
 
     job_id: str
     token: int
-    work: Work
+    request: JobRequest
     body: bytes
 
 
-class View(msgspec.Struct, frozen=True):
-    """A job as it is; `publish` says that nobody may know of it."""
+class JobView(msgspec.Struct, frozen=True):
+    """State of a job; `resend` says that its id must be sent to the workers again."""
 
     key: str
     state: str
@@ -58,14 +58,13 @@ class View(msgspec.Struct, frozen=True):
     figures: Figures
     problem: Reply | None
     elapsed_seconds: float
-    publish: bool
+    resend: bool
 
 
-class Board:
-    """
-    The job table at a Redis address. Answers are sealed with `secret`.
+class JobStore:
+    """The jobs at a Redis address. Answers are signed with `secret`.
 
-    Every method raises `redis.RedisError` where Redis cannot be asked; each can be repeated.
+    Every method raises `redis.RedisError` if Redis does not answer, and may be repeated then.
     """
 
     def __init__(self, address: str, secret: bytes, prefix: str = PREFIX) -> None:
@@ -74,102 +73,102 @@ class Board:
         self._scripts: dict[str, Any] = {}
 
     def ping(self) -> None:
-        """Raise where Redis cannot be asked."""
+        """Raise `redis.RedisError` if Redis does not answer."""
         self.redis.ping()
 
-    def begin(self, job_id: str, who: str, work: Work, body: bytes, most: int) -> str:
-        """
-        Join a job or make it: "joined", "new" or, where `most` wait already, "full".
+    def submit(
+        self, job_id: str, server: str, request: JobRequest, body: bytes, max_queued: int
+    ) -> str:
+        """Subscribe a server to a job, which is created if needed: "joined", "new" or "full".
 
-        What was "new" is to be sent.
+        The caller must send the id of a "new" job to the workers.
         """
-        # The request is sent only where nobody has sent it.
-        found = self._run(lua_scripts.BEGIN, job_id, who, b"", most, b"")
+        # The request is sent to Redis only if no server has sent it.
+        found = self._run(lua_scripts.SUBMIT, job_id, server, b"", max_queued, b"")
         if found == b"absent":
-            found = self._run(lua_scripts.BEGIN, job_id, who, body, most, msgspec.json.encode(work))
+            text = msgspec.json.encode(request)
+            found = self._run(lua_scripts.SUBMIT, job_id, server, body, max_queued, text)
         return bytes(found).decode()
 
-    def look(self, job_id: str, who: str = "") -> View | None:
-        """
-        How a job is getting on; the server `who` goes on waiting for it.
+    def view(self, job_id: str, server: str = "") -> JobView | None:
+        """State of a job; renews the subscription of `server`, if that is given.
 
-        A job whose worker is dead is queued again; the view says so by `publish`.
+        A job whose lease has ended is queued again, with `resend` in its view.
         """
-        work, state, version, message, figures, problem, age, publish, took = self._run(
-            lua_scripts.LOOK, job_id, who
+        request, state, version, message, figures, problem, age, resend, took = self._run(
+            lua_scripts.VIEW, job_id, server
         )
         if not state:
             return None
         text = state.decode()
         active = text in ("queued", "running")
-        return View(
-            key=msgspec.json.decode(work, type=Work).key,
+        return JobView(
+            key=msgspec.json.decode(request, type=JobRequest).key,
             state=text,
             version=int(version),
             message=message.decode(),
             figures=msgspec.json.decode(figures or b"{}", type=Figures),
             problem=msgspec.json.decode(problem, type=Reply) if problem else None,
             elapsed_seconds=float(age if active else took) / 1000,
-            publish=bool(publish),
+            resend=bool(resend),
         )
 
     def record(self, job_id: str) -> bytes:
-        """The answer of a job that is done; nothing where it is not at hand or not of ours."""
+        """The answer of a job that is done; empty if it expired or has a wrong signature."""
         data: Any = self.redis.get(f"{self._prefix}job:{job_id}:record")
         try:
             return bytes(verified_bytes(data, job_id, self._secret)) if data else b""
         except InvalidInputError:
             return b""
 
-    def want(self, job_id: str) -> bool:
-        """Let a job go on though nobody waits; whether it is there."""
-        return bool(self._run(lua_scripts.WANT, job_id))
+    def detach(self, job_id: str) -> bool:
+        """Keep the job running without subscribed servers; False if there is no such job."""
+        return bool(self._run(lua_scripts.DETACH, job_id))
 
-    def leave(self, job_id: str, who: str) -> None:
-        """A server waits no longer; a job that nobody wants is cancelled."""
-        self._run(lua_scripts.LEAVE, job_id, who, msgspec.json.encode(ABANDONED))
+    def unsubscribe(self, job_id: str, server: str) -> None:
+        """Unsubscribe a server; a job without servers is cancelled, unless it is detached."""
+        self._run(lua_scripts.UNSUBSCRIBE, job_id, server, msgspec.json.encode(UNWATCHED))
 
     def cancel(self, job_id: str) -> None:
-        """End a job; its worker hears of it when it renews its lease."""
+        """Cancel a job; its worker learns it when it renews the lease."""
         self._run(lua_scripts.CANCEL, job_id, msgspec.json.encode(CANCELLED))
 
-    def claim(self, job_id: str) -> Claim | None:
-        """Take a job up; None where there is nothing to do, or another works on it."""
-        problems = msgspec.json.encode(ABANDONED), msgspec.json.encode(POISON)
-        claimed = self._run(lua_scripts.CLAIM, job_id, *problems)
-        if not claimed:
+    def lease(self, job_id: str) -> Lease | None:
+        """Lease a job; None if it is finished or unwatched, or another worker holds it."""
+        problems = msgspec.json.encode(UNWATCHED), msgspec.json.encode(POISON)
+        leased = self._run(lua_scripts.LEASE, job_id, *problems)
+        if not leased:
             return None
-        token, work, body = claimed
-        return Claim(job_id, int(token), msgspec.json.decode(work, type=Work), body)
+        token, request, body = leased
+        return Lease(job_id, int(token), msgspec.json.decode(request, type=JobRequest), body)
 
-    def renew(self, claim: Claim, message: str, figures: Figures) -> bool:
-        """Hold a job for longer, with news of it; False where it is nobody's or another's now."""
-        news = message, msgspec.json.encode(figures), msgspec.json.encode(ABANDONED)
-        return bool(self._run(lua_scripts.RENEW, claim.job_id, claim.token, *news))
+    def renew(self, lease: Lease, message: str, figures: Figures) -> bool:
+        """Renew a lease and report progress; False if the job is finished or leased by another."""
+        arguments = message, msgspec.json.encode(figures), msgspec.json.encode(UNWATCHED)
+        return bool(self._run(lua_scripts.RENEW, lease.job_id, lease.token, *arguments))
 
-    def finish(self, claim: Claim, problem: Reply | None, record: bytes = b"") -> bool:
-        """End a job with its answer; False where another has taken it over: it is not changed."""
-        said = b"" if problem is None else msgspec.json.encode(problem)
-        answer = sign_bytes(record, claim.job_id, self._secret) if record else b""
-        return bool(self._run(lua_scripts.FINISH, claim.job_id, claim.token, said, answer))
+    def finish(self, lease: Lease, problem: Reply | None, record: bytes = b"") -> bool:
+        """Finish a job with its answer; False, without a change, if the lease was lost."""
+        text = b"" if problem is None else msgspec.json.encode(problem)
+        answer = sign_bytes(record, lease.job_id, self._secret) if record else b""
+        return bool(self._run(lua_scripts.FINISH, lease.job_id, lease.token, text, answer))
 
-    def hand_back(self, claim: Claim, *, counts: bool) -> bool:
+    def release(self, lease: Lease, *, counts: bool) -> bool:
+        """Queue a job again; the caller must send its id. False if the lease was lost.
+
+        With `counts` the lease counts as one of the job's `DELIVERIES`.
         """
-        Queue a job again, which is to be sent then; False where another has taken it over.
-
-        `counts` says whether this was one of the deliveries that a job has.
-        """
-        return bool(self._run(lua_scripts.HAND_BACK, claim.job_id, claim.token, 0 if counts else -1))
+        return bool(self._run(lua_scripts.RELEASE, lease.job_id, lease.token, 0 if counts else -1))
 
     def sizes(self) -> tuple[int, int]:
-        """Jobs that wait, and jobs that are worked on."""
+        """Numbers of queued and of running jobs."""
         return (
             self.redis.zcard(f"{self._prefix}queued"),
             self.redis.zcard(f"{self._prefix}running"),
         )
 
-    def news(self) -> Iterator[str]:
-        """The ids of jobs as they change, and an empty one now and then."""
+    def changes(self) -> Iterator[str]:
+        """Ids of jobs as they change, and an empty one twice a second without a change."""
         subscribe: Any = self.redis.pubsub  # has no types
         with subscribe(ignore_subscribe_messages=True) as channel:
             channel.subscribe(f"{self._prefix}news")
@@ -178,7 +177,7 @@ class Board:
                 yield "" if message is None else message["data"].decode()
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self.redis.close()
 
     def _run(self, script: str, job_id: str, *arguments: Any) -> Any:
@@ -191,9 +190,9 @@ HEAD = "".join(
     f"local {name} = {number:.0f}\n"
     for name, number in {
         "LEASE": LEASE_SECONDS * 1000,
-        "INTEREST": INTEREST_SECONDS * 1000,
+        "SUBSCRIPTION": SUBSCRIPTION_SECONDS * 1000,
         "RESEND": RESEND_SECONDS * 1000,
-        "KEPT": KEPT_SECONDS * 1000,
+        "FINISHED": FINISHED_SECONDS * 1000,
         "RECORD": RECORD_SECONDS * 1000,
         "DELIVERIES": DELIVERIES,
     }.items()

@@ -1,91 +1,88 @@
-"""Better plans by themselves: kept ones are improved while nothing else is to be done."""
+"""Background refinement: stored plans are improved while the solvers are idle."""
 
 import asyncio
 from collections import OrderedDict
 
+from coop_plan.api.jobs.jobs import JobExecutor, Jobs
 from coop_plan.api.jobs.request_handler import Reply
-from coop_plan.api.jobs.jobs import Bench, Jobs
 from coop_plan.api.service.problems import ProblemError
 
 SEARCH_SECONDS = 60.0
-"""How long a better plan than a kept one is looked for."""
+"""Time limit of the search for a better plan than a stored one."""
 
 PAUSE_SECONDS = 5.0
-"""How long nobody may wait for a process before a search begins."""
+"""The queue of jobs must be empty for so long before a search begins."""
 
-LOOK_SECONDS = 0.5
-"""How long who comes for a process may wait for a search to give way."""
+POLL_SECONDS = 0.5
+"""Interval at which a search checks that no job waits for its process."""
 
-MOST = 1000
-"""Keys to be looked for, and keys that were: those last asked for."""
+MAX_KEYS = 1000
+"""Keys that are remembered, of plans to improve and of improved ones: the last requested."""
 
 
-class Improver:
-    """
-    Looks for better plans of the keys asked for last, one at a time, each once.
+class BackgroundImprover:
+    """Searches better plans for the last requested keys, one at a time, each key once.
 
-    A search gives way to whatever waits for a process, and comes again later. Where many servers
-    share a store or a broker a key's plan is improved once: its record says so.
+    A search is cancelled when a job waits for a process, and repeated later. Servers that share a
+    store or a broker improve each plan once: its record says that it was searched.
     """
 
     def __init__(
         self,
         jobs: Jobs,
-        bench: Bench,
+        executor: JobExecutor,
         *,
         pause: float = PAUSE_SECONDS,
-        look: float = LOOK_SECONDS,
+        poll: float = POLL_SECONDS,
     ) -> None:
-        self._jobs, self._bench = jobs, bench
-        self._pause, self._look = pause, look
-        self._keys: OrderedDict[str, None] = OrderedDict()
-        self._tried: OrderedDict[str, None] = OrderedDict()
-        self._some = asyncio.Event()
+        self._jobs, self._executor = jobs, executor
+        self._pause, self._poll = pause, poll
+        self._pending: OrderedDict[str, None] = OrderedDict()
+        self._searched: OrderedDict[str, None] = OrderedDict()
+        self._any_pending = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
-    def asked(self, reply: Reply) -> None:
-        """Somebody got a kept plan."""
-        if reply.found and not reply.settled and reply.key not in self._tried:
-            _add(self._keys, reply.key)
-            self._some.set()
+    def on_hit(self, reply: Reply) -> None:
+        """Queue the plan of a cache hit, unless it was searched or is settled."""
+        if reply.found and not reply.settled and reply.key not in self._searched:
+            _add(self._pending, reply.key)
+            self._any_pending.set()
 
     async def _run(self) -> None:
         while True:
-            await self._some.wait()
+            await self._any_pending.wait()
             await asyncio.sleep(self._pause)
-            if await self._crowded():
+            if await self._busy():
                 continue
-            key, _ = self._keys.popitem()
-            if await self._search(key):
-                _add(self._tried, key)
-            else:
-                _add(self._keys, key)
-            if not self._keys:
-                self._some.clear()
+            key, _ = self._pending.popitem()
+            _add(self._searched if await self._search(key) else self._pending, key)
+            if not self._pending:
+                self._any_pending.clear()
 
     async def _search(self, key: str) -> bool:
-        """Whether a search came to its end."""
+        """True if the search ran to its end; False if it was cancelled for other jobs."""
         try:
             job = self._jobs.search(key, SEARCH_SECONDS)
         except ProblemError:
             return False
         try:
-            while not job.over:
-                await asyncio.sleep(self._look)
-                if not job.over and await self._crowded():
+            while not job.finished:
+                await asyncio.sleep(self._poll)
+                if not job.finished and await self._busy():
                     return False
         finally:
-            self._jobs.leave(job)
+            self._jobs.unsubscribe(job)
         return True
 
-    async def _crowded(self) -> bool:
+    async def _busy(self) -> bool:
+        """True if a job waits for a process, or the queue cannot be read."""
         try:
-            return await self._bench.queued() > 0
+            return await self._executor.queued() > 0
         except ProblemError:
             return True
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Cancel the search and stop."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -93,5 +90,5 @@ class Improver:
 def _add(keys: OrderedDict[str, None], key: str) -> None:
     keys[key] = None
     keys.move_to_end(key)
-    if len(keys) > MOST:
+    if len(keys) > MAX_KEYS:
         keys.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Solves under way: one a question, however many ask; they can be followed and cancelled."""
+"""Jobs: one solve for all identical requests, which clients can watch and cancel."""
 
 import asyncio
 import hashlib
@@ -12,36 +12,38 @@ from typing import Any, Protocol
 import msgspec
 
 from coop_plan.api.jobs.request_handler import Figures, Reply
+from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.jobs.worker_process import Task, Work
 
-KEPT_JOBS = 1000
-"""Jobs that ended and can still be asked for."""
+FINISHED_JOBS = 1000
+"""Finished jobs that are kept, so that clients can still read them."""
 
 HEARTBEAT_SECONDS = 15.0
 
 RETRY_SECONDS = 2
-"""When whoever was told a job's address may look again."""
+"""`Retry-After` of a client that was sent to a job's URL."""
 
 
 @dataclass(eq=False)
 class Job:
-    """
-    One solve. `state` is "queued", "running", "done", "failed" or "cancelled".
+    """One solve. `state` is "queued", "running", "done", "failed" or "cancelled".
 
-    `waiting` counts the clients that wait for it; one that was told its address may come back for
-    it (`wanted`). `record` is the answer as it was stored. Times are `time.monotonic`'s.
+    Attributes:
+        started: `time.monotonic` of its first request; `ended`, of its end.
+        plan: cache key of its plan.
+        waiting: number of clients that wait for it.
+        detached: a client has its URL and may read it later, so that it runs without clients.
+        record: the answer as it was stored.
     """
 
     id: str
-    began: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     plan: str = ""
-    """The key of its answer."""
     state: str = "queued"
     message: str = ""
     figures: Figures = field(default_factory=Figures)
     waiting: int = 0
-    wanted: bool = False
+    detached: bool = False
     record: bytes = b""
     problem: Reply | None = None
     ended: float | None = None
@@ -50,188 +52,185 @@ class Job:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will happen."""
+    def finished(self) -> bool:
+        """True if the state is final."""
         return self.state in ("done", "failed", "cancelled")
 
     def document(self) -> dict[str, Any]:
-        """What `GET /jobs/{id}` says."""
+        """The document of `GET /jobs/{id}`."""
         until = time.monotonic() if self.ended is None else self.ended
-        told: dict[str, Any] = {
+        document: dict[str, Any] = {
             "id": self.id,
             "state": self.state,
-            "elapsed_seconds": round(until - self.began, 3),
+            "elapsed_seconds": round(until - self.started, 3),
             "message": self.message,
             **msgspec.to_builtins(self.figures),
             "plan": f"/plans/{self.plan}" if self.state == "done" else None,
         }
         if self.problem is not None:
-            told["problem"] = {"name": self.problem.problem, "detail": self.problem.detail}
-        return told
+            document["problem"] = {"name": self.problem.problem, "detail": self.problem.detail}
+        return document
 
-    def tell(self, version: int | None = None) -> None:
-        """Wake whoever follows the job."""
+    def notify(self, version: int | None = None) -> None:
+        """Wake the coroutines that wait for `changed`."""
         self.version = self.version + 1 if version is None else version
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def end(self, state: str, problem: Reply | None = None) -> None:
-        """Nothing more will happen."""
-        if not self.over:
+    def finish(self, state: str, problem: Reply | None = None) -> None:
+        """Set the final state, unless there is one."""
+        if not self.finished:
             self.state, self.problem, self.ended = state, problem, time.monotonic()
-            self.tell()
+            self.notify()
 
 
-class Bench(Protocol):
-    """Where jobs are worked on: in processes of this server's, or somewhere in a cluster."""
+class JobExecutor(Protocol):
+    """Runs jobs: in processes of this server, or on the workers of a cluster."""
 
     def admit(self, running: int) -> None:
-        """Raise `ProblemError` where one job more than those would be too many."""
+        """Raise `ProblemError` if the queue is full while `running` jobs are not finished."""
 
-    async def work(self, job: Job, work: Work, body: bytes) -> None:
-        """Have the job done, and keep it up to date until it is over."""
+    async def run(self, job: Job, request: JobRequest, body: bytes) -> None:
+        """Run the job, and update it until it is finished."""
 
-    async def want(self, job: Job) -> None:
-        """Let a job go on though nobody waits."""
+    async def detach(self, job: Job) -> None:
+        """Keep the job running without waiting clients."""
 
-    def abandon(self, job: Job) -> None:
-        """Nobody waits here any more."""
+    def cancel_if_unwatched(self, job: Job) -> None:
+        """Cancel the job after the last client of this server left, if no other server has one."""
 
     async def cancel(self, job: Job) -> None:
-        """End a job."""
+        """Cancel the job for all its clients."""
 
     async def find(self, job_id: str) -> Job | None:
-        """A job that this server does not know of, kept up to date from now on."""
+        """A job that another server started, updated from now on."""
 
     async def queued(self) -> int:
-        """How many jobs wait for somebody who does them; raises `ProblemError`."""
+        """Number of jobs that no process runs yet; raises `ProblemError`."""
 
     async def check(self) -> None:
-        """Raise `ProblemError` where no job can be done."""
+        """Raise `ProblemError` if no job can run."""
 
     async def close(self) -> None:
-        """Stop working."""
+        """Stop running jobs."""
 
 
 class Jobs:
-    """
-    Joins those who ask one question, and keeps jobs. To be used from one event loop.
+    """Jobs of this server, one for all identical requests. For one event loop.
 
-    A job's id is made of its question and `secret`: servers that share the secret agree on it, and
-    nobody guesses it. `solved` is told the state, the seconds and the gap of one that is over.
+    A job's id is an HMAC of its request: servers that share `secret` agree on it, and clients
+    cannot guess it. `on_finish` gets the state, the seconds and the gap of each finished job.
     """
 
     def __init__(
         self,
-        bench: Bench,
+        executor: JobExecutor,
         *,
         secret: bytes,
         seconds: float,
-        solved: Callable[[str, float, float | None], None] | None = None,
+        on_finish: Callable[[str, float, float | None], None] | None = None,
     ) -> None:
-        self._bench, self._secret, self._seconds = bench, secret, seconds
-        self._solved = solved
+        self._executor, self._secret, self._seconds = executor, secret, seconds
+        self._on_finish = on_finish
         self._running: dict[str, Job] = {}
         self._all: OrderedDict[str, Job] = OrderedDict()
 
     async def get(self, job_id: str) -> Job:
-        """The job of an id; raises `ProblemError`."""
+        """The job with this id; raises `ProblemError` if there is none."""
         job = self._all.get(job_id)
-        if job is None or job.over:
-            found = await self._bench.find(job_id)
+        if job is None or job.finished:
+            found = await self._executor.find(job_id)
             if found is not None:
                 self._keep(found)
                 return found
         if job is None:
-            raise ProblemError("not-found", "no such job (any more)")
+            raise ProblemError("not-found", f"no job '{job_id[:50]}': it is unknown or too old")
         return job
 
-    def join(self, asked: Reply, body: bytes, encoding: str) -> Job:
-        """
-        The job that solves what was asked: the one that is under way, or a new one.
+    def join(self, miss: Reply, body: bytes, encoding: str) -> Job:
+        """The job for a request without a stored plan: the running one, or a new one.
 
         Raises:
-            ProblemError: too many wait already.
+            ProblemError: the queue is full.
         """
-        task = Task("solve", encoding, another=bool(asked.costs))
-        seconds = self._seconds if asked.seconds is None else asked.seconds
-        work = Work(key=asked.key, task=task, seconds=seconds)
-        return self._start(f"{asked.key} {asked.costs}", work, body)
+        task = WorkerRequest("solve", encoding, another=bool(miss.costs))
+        seconds = self._seconds if miss.seconds is None else miss.seconds
+        request = JobRequest(key=miss.key, task=task, seconds=seconds)
+        return self._start(f"{miss.key} {miss.costs}", request, body)
 
     def search(self, key: str, seconds: float) -> Job:
-        """
-        A job that looks for a better plan than the kept one of a key.
+        """The job that searches a better plan than the stored one of a key.
 
         Raises:
-            ProblemError: too many wait already.
+            ProblemError: the queue is full.
         """
         seconds = min(seconds, self._seconds)
-        task = Task("improve", key=key, seconds=seconds)
-        return self._start(f"{key} better", Work(key=key, task=task, seconds=seconds), b"")
+        task = WorkerRequest("improve", key=key, seconds=seconds)
+        return self._start(f"{key} better", JobRequest(key=key, task=task, seconds=seconds), b"")
 
     def states(self) -> Counter[str]:
-        """How many jobs that are not over are in which state."""
+        """Number of unfinished jobs by state."""
         return Counter(job.state for job in self._running.values())
 
-    def _start(self, question: str, work: Work, body: bytes) -> Job:
-        job_id = hmac.new(self._secret, question.encode(), hashlib.sha256).hexdigest()[:32]
+    def _start(self, name: str, request: JobRequest, body: bytes) -> Job:
+        job_id = hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()[:32]
         job = self._running.get(job_id)
-        if job is None or job.over:
-            self._bench.admit(len(self._running))
+        if job is None or job.finished:
+            self._executor.admit(len(self._running))
             last = self._all.get(job_id)
-            job = Job(job_id, plan=work.key, version=0 if last is None else last.version + 1)
+            job = Job(job_id, plan=request.key, version=0 if last is None else last.version + 1)
             self._running[job_id] = job
             self._keep(job)
-            job.task = asyncio.create_task(self._bench.work(job, work, body))
-            job.task.add_done_callback(lambda _: self._end(job))
+            job.task = asyncio.create_task(self._executor.run(job, request, body))
+            job.task.add_done_callback(lambda _: self._finished(job))
         job.waiting += 1
         return job
 
-    async def want(self, job: Job) -> None:
-        """Somebody is told a job's address: it goes on though nobody waits."""
-        job.wanted = True
-        await self._bench.want(job)
+    async def detach(self, job: Job) -> None:
+        """Keep the job running without waiting clients: one of them got its URL."""
+        job.detached = True
+        await self._executor.detach(job)
 
-    def leave(self, job: Job, *, back: bool = False) -> None:
-        """A client waits no longer; a job that nobody wants is given up, unless it comes `back`."""
+    def unsubscribe(self, job: Job, *, returning: bool = False) -> None:
+        """Drop one client; the job is cancelled without any, unless this one is `returning`."""
         job.waiting -= 1
-        if not (job.waiting or job.wanted or job.over or back):
-            self._bench.abandon(job)
+        if not (job.waiting or job.detached or job.finished or returning):
+            self._executor.cancel_if_unwatched(job)
 
     async def cancel(self, job: Job) -> None:
-        """End a job."""
-        if not job.over:
-            await self._bench.cancel(job)
+        """Cancel the job for all its clients."""
+        if not job.finished:
+            await self._executor.cancel(job)
 
-    def _end(self, job: Job) -> None:
+    def _finished(self, job: Job) -> None:
         if self._running.get(job.id) is job:
             del self._running[job.id]
         if job.task is not None and not job.task.cancelled():
-            job.task.exception()  # said by the state
-        job.end("failed", Reply(problem="internal-error", detail="the solve could not be run"))
-        if self._solved is not None and job.ended is not None:
-            self._solved(job.state, job.ended - job.began, job.figures.gap)
+            job.task.exception()  # retrieved, so that asyncio does not log it; the state tells
+        job.finish("failed", Reply(problem="internal-error", detail="the solve could not be run"))
+        if self._on_finish is not None and job.ended is not None:
+            self._on_finish(job.state, job.ended - job.started, job.figures.gap)
 
     def _keep(self, job: Job) -> None:
         self._all[job.id] = job
         self._all.move_to_end(job.id)
-        while len(self._all) > KEPT_JOBS + len(self._running):
+        while len(self._all) > FINISHED_JOBS + len(self._running):
             for oldest in list(self._all.values()):
-                if oldest.over:
+                if oldest.finished:
                     del self._all[oldest.id]
                     break
             else:
                 break
 
-    async def follow(self, job: Job, last: int) -> AsyncIterator[bytes]:
-        """Server-sent events: the job's document whenever it has changed since event `last`."""
+    async def events(self, job: Job, last: int) -> AsyncIterator[bytes]:
+        """Server-sent events: the job's document at each change after event `last`."""
         while True:
             changed = job.changed
-            if job.version > last or job.over:
+            if job.version > last or job.finished:
                 last = job.version
                 data = msgspec.json.encode(job.document())
                 yield b"id: %d\nevent: %b\ndata: %b\n\n" % (last, job.state.encode(), data)
-                if job.over:
+                if job.finished:
                     return
             try:
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
@@ -240,5 +239,5 @@ class Jobs:
                 yield b": still here\n\n"
 
     async def close(self) -> None:
-        """Stop working."""
-        await self._bench.close()
+        """Stop running jobs."""
+        await self._executor.close()

@@ -1,49 +1,54 @@
-"""Jobs done in processes of this server's own."""
+"""Job executor that solves in processes of this server."""
 
 import asyncio
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
-from coop_plan.api.jobs.request_handler import Reply
 from coop_plan.api.jobs.jobs import Job
+from coop_plan.api.jobs.process_pool import (
+    GRACE_SECONDS,
+    ProcessPool,
+    WorkerLostError,
+    WorkerProcess,
+)
+from coop_plan.api.jobs.request_handler import Reply
+from coop_plan.api.jobs.worker_process import JobRequest
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.jobs.worker_process import Work
-from coop_plan.api.jobs.process_pool import GRACE_SECONDS, Pool, Worker, WorkerLostError
 
 CANCELLED = Reply(problem="cancelled", detail="the solve was cancelled")
 LATE = Reply(problem="time-limit", detail="no plan within the time limit")
 LOST = Reply(problem="too-much-work", detail="the process that planned it ended")
 
 
-class LocalBench:
-    """`solvers` processes of a pool work at once, `queue` more jobs may wait for one."""
+class LocalExecutor:
+    """Runs `solvers` jobs at once, each in a process of `pool`; `queue` more may wait."""
 
-    def __init__(self, pool: Pool, *, solvers: int, queue: int) -> None:
-        self._pool, self._most = pool, solvers + queue
+    def __init__(self, pool: ProcessPool, *, solvers: int, queue: int) -> None:
+        self._pool, self._max_jobs = pool, solvers + queue
         self._threads = ThreadPoolExecutor(solvers, thread_name_prefix="solver")
         self._slots = asyncio.Semaphore(solvers)
-        self._workers: dict[Job, Worker] = {}
+        self._workers: dict[Job, WorkerProcess] = {}
         self._queued = 0
 
     def admit(self, running: int) -> None:
-        """Raise `ProblemError` where one job more than those would be too many."""
-        if running >= self._most:
-            raise ProblemError("busy", "too many plans wait to be made", retry_after=5)
+        """Raise `ProblemError` if the queue is full while `running` jobs are not finished."""
+        if running >= self._max_jobs:
+            raise ProblemError("busy", "the queue of plans to be made is full", retry_after=5)
 
-    async def work(self, job: Job, work: Work, body: bytes) -> None:
-        """Have a process do the job."""
+    async def run(self, job: Job, request: JobRequest, body: bytes) -> None:
+        """Run the job in a process of the pool."""
         loop = asyncio.get_running_loop()
 
-        def news(reply: Reply) -> None:
+        def update(reply: Reply) -> None:
             job.message, job.figures = reply.detail, reply.figures
-            job.tell()
+            job.notify()
 
-        def heard(reply: Reply) -> None:  # in a thread
-            loop.call_soon_threadsafe(news, reply)
+        def on_progress(reply: Reply) -> None:  # in a thread
+            loop.call_soon_threadsafe(update, reply)
 
-        def taken(worker: Worker) -> None:
+        def on_start(worker: WorkerProcess) -> None:
             self._workers[job] = worker
-            if job.over:
+            if job.finished:
                 worker.kill()
 
         self._queued += 1
@@ -52,17 +57,17 @@ class LocalBench:
         finally:
             self._queued -= 1
         try:
-            if job.over:
+            if job.finished:
                 return
             job.state = "running"
-            job.tell()
+            job.notify()
             call = functools.partial(
                 self._pool.call,
-                work.task,
+                request.task,
                 body,
-                seconds=work.seconds + GRACE_SECONDS,
-                say=heard,
-                taken=taken,
+                seconds=request.seconds + GRACE_SECONDS,
+                on_progress=on_progress,
+                on_start=on_start,
             )
             try:
                 reply, job.record = await loop.run_in_executor(self._threads, call)
@@ -72,14 +77,14 @@ class LocalBench:
                 self._workers.pop(job, None)
         finally:
             self._slots.release()
-        job.end("failed" if reply.problem else "done", reply if reply.problem else None)
+        job.finish("failed" if reply.problem else "done", reply if reply.problem else None)
 
-    async def want(self, job: Job) -> None:
-        """Nothing more than that it is not abandoned."""
+    async def detach(self, job: Job) -> None:
+        """Do nothing: `Jobs` does not cancel a detached job."""
 
-    def abandon(self, job: Job) -> None:
-        """End a job; its process is gone at once."""
-        job.end("cancelled", CANCELLED)
+    def cancel_if_unwatched(self, job: Job) -> None:
+        """Cancel the job: no other server has clients of it. Its process is killed."""
+        job.finish("cancelled", CANCELLED)
         worker = self._workers.get(job)
         if worker is not None:
             worker.kill()
@@ -87,21 +92,21 @@ class LocalBench:
             job.task.cancel()
 
     async def cancel(self, job: Job) -> None:
-        """End a job; its process is gone at once."""
-        self.abandon(job)
+        """Cancel the job for all its clients; its process is killed."""
+        self.cancel_if_unwatched(job)
 
     async def find(self, job_id: str) -> Job | None:
-        """There are no others."""
+        """None: there are no other servers."""
         return None
 
     async def queued(self) -> int:
-        """How many jobs wait for a process."""
+        """Number of jobs that wait for a process."""
         return self._queued
 
     async def check(self) -> None:
-        """Processes are started when they are needed."""
+        """Do nothing: processes are started on demand."""
 
     async def close(self) -> None:
-        """End all processes and their work."""
+        """Kill all processes; their jobs fail."""
         self._pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

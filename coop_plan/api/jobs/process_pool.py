@@ -15,44 +15,49 @@ from pathlib import Path
 import msgspec
 
 from coop_plan.api.jobs.request_handler import Reply
-from coop_plan.api.jobs.worker_process import Settings, Task
+from coop_plan.api.jobs.worker_process import WorkerRequest, WorkerSettings
 
 START_SECONDS = 120.0
-"""A worker that is not up by then never will be; kernels may have to be compiled."""
+"""Limit on the start of a worker, in which kernels may be compiled."""
 
 MESSAGE_SECONDS = 60.0
-"""How long one message between a server and a worker may take, once begun."""
+"""Limit on the transfer of one message between server and worker."""
 
 GRACE_SECONDS = 30.0
-"""How long a solve may go on after its time limit before its process is killed."""
+"""Time from a solve's time limit until its process is killed."""
 
-Say = Callable[[Reply], None]
+OnProgress = Callable[[Reply], None]
 
 
 class WorkerLostError(Exception):
-    """A worker ended before it answered: killed by us at a deadline, by the system, or crashed."""
+    """A worker ended without an answer: killed at its deadline (`late`), or crashed."""
 
     def __init__(self, *, late: bool) -> None:
         self.late = late
         super().__init__("out of time" if late else "lost")
 
 
-class Worker:
+class WorkerProcess:
     """One process; one call at a time."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: WorkerSettings) -> None:
         ours, theirs = socket.socketpair()
         root = str(Path(__file__).parents[3])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-P", "-m", "coop_plan.api.jobs.worker_process", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "coop_plan.api.jobs.worker_process",
+                    str(theirs.fileno()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": path},
             )
-        # Whoever began a message ends it by then.
         seconds = struct.pack("ll", int(MESSAGE_SECONDS), 0)
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, seconds)
@@ -60,26 +65,30 @@ class Worker:
         self._settings: bytes | None = msgspec.msgpack.encode(settings)
 
     def call(
-        self, task: Task, body: bytes, record: bytes, seconds: float, say: Say | None = None
+        self,
+        task: WorkerRequest,
+        body: bytes,
+        record: bytes,
+        seconds: float,
+        on_progress: OnProgress | None = None,
     ) -> tuple[Reply, bytes]:
-        """
-        The final reply and its bytes; `say` hears the others.
+        """The final reply and its bytes; `on_progress` gets the replies before it.
 
         Raises:
-            WorkerLostError: it ended, or was killed because it took more than `seconds`.
+            WorkerLostError: the process ended, or was killed after `seconds`.
         """
         if self._settings is not None:
             self._exchange(time.monotonic() + START_SECONDS, None, self._settings)
             self._settings = None
         messages = [msgspec.json.encode(task), body, *([record] if task.with_record else [])]
-        reply = self._exchange(time.monotonic() + seconds, say, *messages)
+        reply = self._exchange(time.monotonic() + seconds, on_progress, *messages)
         try:
             return reply, self._connection.recv_bytes()
         except (EOFError, OSError):
             self.kill()
             raise WorkerLostError(late=False) from None
 
-    def _exchange(self, deadline: float, say: Say | None, *messages: bytes) -> Reply:
+    def _exchange(self, deadline: float, on_progress: OnProgress | None, *messages: bytes) -> Reply:
         late = False
         try:
             for message in messages:
@@ -91,25 +100,25 @@ class Worker:
                 reply = msgspec.json.decode(self._connection.recv_bytes(), type=Reply)
                 if reply.final:
                     return reply
-                if say is not None:
-                    say(reply)
+                if on_progress is not None:
+                    on_progress(reply)
         except (EOFError, OSError):
             self.kill()
             raise WorkerLostError(late=late) from None
 
     def kill(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process and wait for its end."""
         self._process.kill()
         self._process.wait()
 
 
-class Pool:
-    """So many workers, started when they are first needed; a lost one is replaced."""
+class ProcessPool:
+    """Up to `size` workers, started on demand; a lost one is replaced."""
 
-    def __init__(self, settings: Settings, size: int) -> None:
+    def __init__(self, settings: WorkerSettings, size: int) -> None:
         self._settings = settings
-        self._free: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
-        self._busy: set[Worker] = set()
+        self._free: queue.SimpleQueue[WorkerProcess | None] = queue.SimpleQueue()
+        self._busy: set[WorkerProcess] = set()
         self._lock = threading.Lock()
         self._closed = False
         for _ in range(size):
@@ -117,33 +126,33 @@ class Pool:
 
     def call(
         self,
-        task: Task,
+        task: WorkerRequest,
         body: bytes = b"",
         record: bytes = b"",
         *,
         seconds: float,
-        say: Say | None = None,
-        taken: Callable[[Worker], None] | None = None,
+        on_progress: OnProgress | None = None,
+        on_start: Callable[[WorkerProcess], None] | None = None,
     ) -> tuple[Reply, bytes]:
-        """
-        What a worker answers, within `seconds` of its beginning; waits for a free one.
+        """Wait for a free worker and return its answer, within `seconds` of its start.
 
-        `taken` is told the worker, so that it can be killed.
+        `on_progress` gets the replies before the final one; `on_start` the worker, so that the
+        caller can kill it.
 
         Raises:
-            WorkerLostError: no answer will come.
+            WorkerLostError: the worker ended without an answer.
         """
         worker = self._free.get()
         try:
             if self._closed:
                 raise WorkerLostError(late=False)
             if worker is None:
-                worker = Worker(self._settings)
+                worker = WorkerProcess(self._settings)
             with self._lock:
                 self._busy.add(worker)
-            if taken is not None:
-                taken(worker)
-            return worker.call(task, body, record, seconds, say)
+            if on_start is not None:
+                on_start(worker)
+            return worker.call(task, body, record, seconds, on_progress)
         except WorkerLostError:
             if worker is not None:
                 worker.kill()
@@ -158,7 +167,7 @@ class Pool:
             self._free.put(worker)
 
     def close(self) -> None:
-        """End all workers and their work."""
+        """Kill all workers."""
         self._closed = True
         with self._lock:
             busy = list(self._busy)

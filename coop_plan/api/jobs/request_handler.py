@@ -1,6 +1,6 @@
-"""What a worker does with a request: read it, look for its answer, make it. Pure of HTTP.
+"""Request handler of a worker: parses requests, finds stored plans and makes new ones. No HTTP.
 
-Everything is bytes in, a small reply and bytes out, so that it can run in a process of its own.
+Its interface is bytes in, a small reply and bytes out, so that it can run in another process.
 """
 
 import sqlite3
@@ -10,11 +10,17 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coop_plan.api.service.graph_store import Digest, Graphs, GraphStore
-from coop_plan.planner.plan_cache.record import Record, StoredPlan, StoredRefusal, as_bytes, as_record
-from coop_plan.planner.plan_cache.store import Families, PlanStore, planner_version
+from coop_plan.api.service.graph_store import Digest, GraphCache, GraphStore
 from coop_plan.planner.method import Progress
 from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.plan_cache.record import (
+    Record,
+    StoredPlan,
+    StoredRefusal,
+    as_bytes,
+    as_record,
+)
+from coop_plan.planner.plan_cache.store import Families, PlanStore, planner_version
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint
 from coop_plan.schemas.fingerprint import digest_of
 from coop_plan.schemas._parse import parse
@@ -23,24 +29,20 @@ T = TypeVar("T")
 
 
 class PlanRequest(PlanOptions, frozen=True, kw_only=True):
-    """
-    What `POST /plan` takes; the names are those of the command line.
-
-    The graph is a document, or the digest of one that was sent before.
-    """
+    """Body of `POST /plan`: planning options and a graph, or the digest of a graph sent before."""
 
     graph: Graph | Digest
 
 
-FORMS = 4
-"""Ops and variants together, and tensors, for each op that a graph may have."""
+ENTRIES_PER_OP = 4
+"""Limit on tensors, and on ops with variants, for each op that a graph may have."""
 
-VALUES = 40
-"""Values in a body, for each op that a graph may have: captured ones have 11 to 33."""
+VALUES_PER_OP = 40
+"""Limit on JSON values of a body for each op that a graph may have; captures have 11 to 33."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a request may be: bytes of its body unpacked, ops, and seconds of its time limit."""
+    """Limits on a request: bytes of its decompressed body, ops, and its time limit in seconds."""
 
     body_bytes: int = 64 << 20
     ops: int = 100_000
@@ -48,7 +50,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """How far a solve is; see `planner.method.Progress`."""
+    """Figures of a running solve; see `planner.method.Progress`."""
 
     fraction: float | None = None
     overhead: float | None = None
@@ -57,20 +59,27 @@ class Figures(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, progress: Progress) -> "Figures":
-        """The figures of what a solve says, whose numbers may be NumPy's."""
-        said = (progress.fraction, progress.overhead, progress.bound, progress.gap)
-        return cls(*(None if figure is None else float(figure) for figure in said))
+        """Figures from a progress callback, with NumPy's numbers as Python's."""
+        figures = (progress.fraction, progress.overhead, progress.bound, progress.gap)
+        return cls(*(None if figure is None else float(figure) for figure in figures))
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """
-    What a worker says; a plan, if there is one, follows as bytes.
+    """Reply of a worker; the bytes of a plan or a graph follow it.
 
-    `problem` names one of `api.service.problems`, with its members. Without an answer `key` and `costs`
-    say by what a solve for it is shared, and `seconds` how long it may take. `ops` and `read` (the
-    bytes of the body, unpacked) are what limits of a client's own are held against; a graph that is
-    only `named` is not in the body. `settled` says that nobody need look for a better plan. `seals`
-    are those of the records in the store that the answer was made of.
+    Attributes:
+        key: cache key of the plan.
+        costs: hash of the op costs, if the stored plans are for others; a solve is shared by both.
+        found: the bytes that follow are the answer.
+        seconds: the request's time limit.
+        problem: a name in `api.service.problems`, with `detail` and `members`.
+        dropped: records of the store that were damaged or no answer to their key.
+        figures: of a running solve, or of the stored plan.
+        settled: no search can improve the plan, or one was made.
+        final: False for progress.
+        ops, read: ops, and bytes of the decompressed body, for a token's own limits.
+        named: the body names its graph by its digest.
+        seals: signatures of the store's records that the answer was made from.
     """
 
     key: str = ""
@@ -91,15 +100,15 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
 
 class RefusedError(Exception):
-    """A request that ends with a problem."""
+    """Ends a request with a problem of `api.service.problems`."""
 
     def __init__(self, name: str, detail: str, **members: Any) -> None:
         self.reply = Reply(problem=name, detail=detail, members=members)
         super().__init__(detail)
 
 
-class Question(msgspec.Struct, frozen=True, gc=False):
-    """A request that was read: its key, its graph (with the digest it was named by) and options."""
+class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
+    """A parsed request: `read` bytes long, with its graph's `digest`, if that named the graph."""
 
     key: str
     graph: Graph
@@ -109,13 +118,13 @@ class Question(msgspec.Struct, frozen=True, gc=False):
     structure: str
 
     def family(self, kind: str) -> str:
-        """What questions have in common whose budgets of this kind alone are others."""
-        linked = self.options.on(self.graph).device.linked
+        """Key of all requests that differ only in budgets of this kind ("bytes" or "share")."""
+        linked = self.options.apply_link(self.graph).device.linked
         key = self.options.key(self.structure, planner_version(), links=linked, any_budget=True)
         return f"{key} {kind}"
 
     def families(self, made: Plan) -> Families:
-        """The place of its plan among those for other budgets."""
+        """Each family of its plan, with the plan's budget in it."""
         budget = self.options.budget
         places: list[tuple[str, int | float]] = [(self.family("bytes"), made.budget_bytes)]
         if budget.kind == "share":
@@ -123,66 +132,62 @@ class Question(msgspec.Struct, frozen=True, gc=False):
         return places
 
 
-class Answers:
-    """Answers requests from a store, and makes what is not in it."""
+class RequestHandler:
+    """Answers requests from a store, and makes the plans that are not in it."""
 
     def __init__(self, store: PlanStore, limits: Limits, graphs: GraphStore) -> None:
         self._store, self._limits = store, limits
-        self._graphs = Graphs(graphs)
+        self._graphs = GraphCache(graphs)
         self.dropped = 0
-        """Records that were damaged, or held no answer to what they were kept by."""
+        """Records that were damaged, or no answer to their key."""
 
-    def read(self, body: bytes, encoding: str = "") -> Question:
-        """The question of a body."""
-        data = self._unpacked(body, encoding)
+    def parse(self, body: bytes, encoding: str = "") -> ParsedRequest:
+        """The request in a body."""
+        data = self._decompress(body, encoding)
         request = parse(PlanRequest, data)
         limits, digest = self._limits, ""
         if request.time_limit is not None and request.time_limit > limits.seconds:
-            message = f"this server gives a request {limits.seconds:g} s at most"
+            message = f"the time limit on this server is {limits.seconds:g} s"
             raise InvalidInputError(message, "/time_limit")
         if isinstance(request.graph, str):
             digest = request.graph
             kept = self._from_graphs(self._graphs.get, digest)
             if kept is None:
-                message = f"{digest} was not sent, or is not kept any more"
+                message = f"graph {digest} is not stored (any more): send it with PUT /graphs"
                 raise RefusedError("unknown-graph", message, digest=digest)
             graph, structure = kept.graph, kept.fingerprint
         else:
             graph, structure = request.graph, fingerprint(request.graph)
         self._check_ops(graph)
-        linked = request.on(graph).device.linked
+        linked = request.apply_link(graph).device.linked
         key = request.key(structure, planner_version(), links=linked)
-        return Question(key, graph, request, digest, len(data), structure)
+        return ParsedRequest(key, graph, request, digest, len(data), structure)
 
-    def _unpacked(self, body: bytes, encoding: str) -> bytes:
-        """
-        The body as it was before it was packed; refused where it is far more than a graph may be.
+    def _decompress(self, body: bytes, encoding: str) -> bytes:
+        """The decompressed body; refused if it has far more entries than a graph may have.
 
-        Told by counting, which costs nothing; what hides from it meets the limits of the process.
+        Counting characters is cheap. A body that it lets pass is bounded by the process's memory.
         """
         limits = self._limits
-        data = unpack(body, encoding, limits.body_bytes)
-        if data.count(b'"cost_us"') > FORMS * limits.ops:
-            message = f"more than {FORMS * limits.ops} ops and variants; this server takes no more"
+        data = decompress(body, encoding, limits.body_bytes)
+        max_entries, max_values = ENTRIES_PER_OP * limits.ops, VALUES_PER_OP * limits.ops
+        if data.count(b'"cost_us"') > max_entries:
+            message = f"more than {max_entries} ops and variants, this server's limit"
             raise RefusedError("too-many-ops", message, max_ops=limits.ops)
-        too_many = data.count(b'"kind"') > FORMS * limits.ops
-        if too_many or data.count(b",") > VALUES * limits.ops:
-            message = (
-                f"more than {FORMS * limits.ops} tensors or {VALUES * limits.ops} values;"
-                " this server reads no more"
-            )
+        if data.count(b'"kind"') > max_entries or data.count(b",") > max_values:
+            message = f"more than {max_entries} tensors or {max_values} values, this server's limit"
             raise RefusedError("too-much-work", message)
         return data
 
     def _check_ops(self, graph: Graph) -> None:
         limit = self._limits.ops
         if len(graph.ops) > limit:
-            message = f"{len(graph.ops)} ops; this server takes {limit}"
+            message = f"the graph has {len(graph.ops)} ops; this server's limit is {limit}"
             raise RefusedError("too-many-ops", message, max_ops=limit)
 
     def put_graph(self, body: bytes, encoding: str, digest: str) -> tuple[Reply, bytes]:
-        """Keep a graph under its digest; `found` says that it was there."""
-        document = self._unpacked(body, encoding)
+        """Store a graph by its digest; `found` if it is stored already."""
+        document = self._decompress(body, encoding)
         actual = digest_of(document)
         if actual != digest:
             message = f"the digest of this document is {actual}"
@@ -197,7 +202,7 @@ class Answers:
         try:
             new = self._graphs.put(digest, document, check)
         except (OSError, sqlite3.Error) as error:
-            message = f"the graph could not be kept: {error}"
+            message = f"the graph could not be stored: {error}"
             raise RefusedError("busy", message, retry_after=5) from None
         return Reply(found=not new, ops=ops, read=len(document)), b""
 
@@ -205,75 +210,74 @@ class Answers:
         """The document of a digest."""
         document = self._from_graphs(self._graphs.document, digest)
         if document is None:
-            raise RefusedError("not-found", "no graph of that digest")
+            raise RefusedError("not-found", f"graph {digest} is not stored")
         return Reply(found=True), document
 
     def graphs(self) -> tuple[Reply, bytes]:
-        """The cards of graphs that are kept, as JSON."""
+        """Summaries of the stored graphs, as JSON."""
         return Reply(found=True), msgspec.json.encode(self._from_graphs(self._graphs.listed))
 
     def _from_graphs(self, get: Callable[..., T], *digest: str) -> T:
         try:
             return get(*digest)
         except (OSError, sqlite3.Error):
-            message = "the store of graphs cannot be read"
+            message = "the graph store cannot be read"
             raise RefusedError("busy", message, retry_after=5) from None
 
-    def ask(self, body: bytes, encoding: str, made: bytes) -> tuple[Reply, bytes]:
-        """
-        The answer to a request, if it is there: in the store or in `made`, a solve's own record.
+    def find(self, body: bytes, encoding: str, made: bytes) -> tuple[Reply, bytes]:
+        """The answer to a request from the store, or from `made`, the record of its own job.
 
-        A plan that was made for quite other costs is none, unless it is that record.
+        A plan for very different op costs is no answer, unless it is that record.
         """
-        question = self.read(body, encoding)
-        key, graph, request = question.key, question.graph, question.options
-        named = bool(question.digest)
+        parsed = self.parse(body, encoding)
+        key, graph, options = parsed.key, parsed.graph, parsed.options
+        named = bool(parsed.digest)
         seals = [] if made else self._seals(key)
-        reply = Reply(key=key, ops=len(graph.ops), read=question.read, named=named)
+        reply = Reply(key=key, ops=len(graph.ops), read=parsed.read, named=named)
         records = [as_record(made)] if made else self.records(key)
         best: Plan | None = None
         for record in records:
-            answer = record.for_request(graph, request, question.structure)
+            answer = record.for_request(graph, options, parsed.structure)
             if answer is None:
                 self.dropped += 1
                 continue
             if not isinstance(answer, Plan):
-                return infeasible(key, answer), b""
-            suits = bool(made) or (isinstance(record, StoredPlan) and record.cost_compatible(graph, answer))
-            if suits and (best is None or answer.cost_us < best.cost_us):
+                return infeasible_reply(key, answer), b""
+            usable = bool(made) or (isinstance(record, StoredPlan) and record.cost_compatible(graph, answer))
+            if usable and (best is None or answer.cost_us < best.cost_us):
                 best = answer
         if best is not None:
             first = next(record for record in records if isinstance(record, StoredPlan))
             found = msgspec.structs.replace(reply, found=True, seals=seals, settled=first.fully_refined)
             return found, best.to_json().encode()
-        # Whoever finds plans for other costs waits for a plan of costs like theirs, to the digit.
+        # If plans are stored but none matches these op costs, join the solve for exactly these.
         costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))
-        return msgspec.structs.replace(reply, costs=costs, seconds=request.time_limit), b""
+        return msgspec.structs.replace(reply, costs=costs, seconds=options.time_limit), b""
 
-    def whole(self, body: bytes, encoding: str) -> tuple[Reply, bytes]:
-        """The body of a request that only names its graph, with the graph: what a solve needs."""
-        question = self.read(body, encoding)
-        request = msgspec.structs.replace(question.options, graph=question.graph)
-        return Reply(key=question.key), request.to_json().encode()
+    def with_graph(self, body: bytes, encoding: str) -> tuple[Reply, bytes]:
+        """The request with the graph in place of its digest, for a solve elsewhere."""
+        parsed = self.parse(body, encoding)
+        request = msgspec.structs.replace(parsed.options, graph=parsed.graph)
+        return Reply(key=parsed.key), request.to_json().encode()
 
     def solve(
         self,
         body: bytes,
         encoding: str,
         another: bool,
-        say: Callable[[Progress], None],
+        on_progress: Callable[[Progress], None],
     ) -> tuple[Reply, bytes]:
-        """Make the answer, or another one for other costs, and keep it; its record."""
+        """Make and store the plan, or with `another` one more for other op costs; its record."""
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 
-        question = self.read(body, encoding)
-        key, graph, request = question.key, question.graph, question.options
+        parsed = self.parse(body, encoding)
+        key, graph = parsed.key, parsed.graph
         record: Record
         families: Families = ()
         try:
-            made = plan(graph, request, progress=say)
-            record = StoredPlan.of(self._better(question, made) if another else made, graph)
-            families = question.families(made)
+            made = plan(graph, parsed.options, progress=on_progress)
+            record = StoredPlan.of(self._cheapest(parsed, made) if another else made, graph)
+            families = parsed.families(made)
         except InfeasibleBudgetError as error:
             record = StoredRefusal.of(error, graph)
         except TimeLimitError as error:
@@ -281,39 +285,39 @@ class Answers:
         try:
             self._store.put(key, record, another=another, families=families)
         except (OSError, sqlite3.Error):
-            self.dropped += 1  # a full disk: whoever waits gets the answer all the same
-        if not another:  # another server may have been first: its answer is everybody's
+            self.dropped += 1  # for example a full disk: the clients get the plan all the same
+        if not another:  # another server may have stored one first: all clients get the same plan
             record = next(iter(self.records(key)), record)
         return Reply(key=key, found=True), as_bytes(record)
 
-    def stored(self, key: str) -> tuple[Reply, bytes]:
-        """The first plan of a key, verified, in the ids of the graph it was made for."""
+    def stored_plan(self, key: str) -> tuple[Reply, bytes]:
+        """The first plan of a key, verified, with the ids of the graph that it was made for."""
         seals = self._seals(key)
         for record in self.records(key):
             made = record.with_original_graph() if isinstance(record, StoredPlan) else None
             if made is not None and isinstance(record, StoredPlan):
-                reply = msgspec.structs.replace(kept_plan(key, record), seals=seals)
+                reply = msgspec.structs.replace(stored_plan_reply(key, record), seals=seals)
                 return reply, made[1].to_json().encode()
         return NO_PLAN, b""
 
-    def _better(self, question: Question, made: Plan) -> Plan:
-        """The plan that was made or a kept one, whichever costs less for this graph."""
+    def _cheapest(self, request: ParsedRequest, made: Plan) -> Plan:
+        """The cheapest for this graph of the new plan and the stored ones."""
         candidates = [made]
-        for record in self.records(question.key):
-            found = record.for_request(question.graph, question.options)
+        for record in self.records(request.key):
+            found = record.for_request(request.graph, request.options)
             if isinstance(found, Plan):
                 candidates.append(found)
         return min(candidates, key=lambda candidate: candidate.cost_us)
 
     def _seals(self, key: str) -> list[bytes]:
-        """The seals of what is kept by a key."""
+        """Signatures of the records of a key; none if the store fails."""
         try:
             return self._store.signatures(key)
         except (OSError, sqlite3.Error):
             return []
 
     def records(self, key: str) -> list[Record]:
-        """What is kept by a key; a store that fails keeps nothing."""
+        """Records of a key; none if the store fails."""
         try:
             return self._store.get(key)
         except (OSError, sqlite3.Error):
@@ -321,16 +325,16 @@ class Answers:
             return []
 
 
-NO_PLAN = Reply(problem="not-found", detail="no plan of that key")
+NO_PLAN = Reply(problem="not-found", detail="no plan is stored by this key")
 
 
-def kept_plan(key: str, record: StoredPlan) -> Reply:
-    """That a plan is kept, and how good it is by the costs it was made with."""
+def stored_plan_reply(key: str, record: StoredPlan) -> Reply:
+    """The reply that a plan is stored, with its overhead by the costs it was made with."""
     overhead = Figures(overhead=record.plan.overhead)
     return Reply(key=key, found=True, figures=overhead, settled=record.fully_refined)
 
 
-def infeasible(key: str, error: Any) -> Reply:
+def infeasible_reply(key: str, error: Any) -> Reply:
     """An `InfeasibleBudgetError` as a reply."""
     members = {
         "budget_bytes": error.budget_bytes,
@@ -344,12 +348,11 @@ def infeasible(key: str, error: Any) -> Reply:
     return Reply(key=key, problem="budget-infeasible", detail=str(error), members=members)
 
 
-def unpack(body: bytes, encoding: str, limit: int) -> bytes:
-    """
-    A body without its Content-Encoding, which unpacks to `limit` bytes at most.
+def decompress(body: bytes, encoding: str, limit: int) -> bytes:
+    """The body without its Content-Encoding.
 
     Raises:
-        RefusedError: it would be larger, or is not of that encoding.
+        RefusedError: the result is larger than `limit` bytes, or the encoding is wrong.
     """
     if encoding in ("", "identity"):
         return body
@@ -357,20 +360,20 @@ def unpack(body: bytes, encoding: str, limit: int) -> bytes:
         if encoding == "gzip":
             inflate = zlib.decompressobj(wbits=31)
             data = inflate.decompress(body, limit + 1)
-            whole = inflate.eof and not inflate.unused_data
+            complete = inflate.eof and not inflate.unused_data
         else:
             import zstandard
 
             with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
                 data = reader.read(limit + 1)
-            whole = True
+            complete = True
     except Exception as error:
         if type(error).__name__ not in ("error", "ZstdError"):
             raise
         raise RefusedError("invalid-input", f"the body is not {encoding}", pointer="") from None
     if len(data) > limit:
-        message = f"at most {limit} bytes, unpacked"
+        message = f"the decompressed body is larger than {limit} bytes, this server's limit"
         raise RefusedError("body-too-large", message, max_body_bytes=limit)
-    if not whole:
+    if not complete:
         raise RefusedError("invalid-input", f"the {encoding} body is cut short", pointer="")
     return data

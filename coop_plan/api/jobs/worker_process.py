@@ -1,8 +1,7 @@
-"""
-A process that works for the service: it parses, looks up, verifies, plans, and can be killed.
+"""Worker process of the service: it parses, looks up, verifies and plans, and can be killed.
 
-`python -m coop_plan.api.jobs.worker_process FD`: settings come first, then one request after the other, each
-answered before the next is read. Whatever a request does to it, the server goes on.
+`python -m coop_plan.api.jobs.worker_process FD` reads its settings from the socket FD, then answers
+requests in order. A request that crashes its worker does not affect the server.
 """
 
 import contextlib
@@ -17,28 +16,28 @@ from pathlib import Path
 
 import msgspec
 
-from coop_plan.api.jobs.request_handler import Answers, Figures, Limits, RefusedError, Reply
-from coop_plan.api.service.graph_store_redis import open_graphs
-from coop_plan.api.jobs.related_plans import OtherPlans
-from coop_plan.planner.plan_cache.open_store import open_store
+from coop_plan.api.jobs.related_plans import RelatedPlans
+from coop_plan.api.jobs.request_handler import Figures, Limits, RefusedError, Reply, RequestHandler
+from coop_plan.api.service.graph_store_redis import open_graph_store
 from coop_plan.planner.method import Progress
+from coop_plan.planner.plan_cache.open_store import open_store
 from coop_plan.schemas import InvalidInputError
 
 PR_SET_PDEATHSIG = 1
 
 SOLVER_NICENESS = 10
-"""Of processes that make plans: a hit beside them takes as long as on idle cores, about."""
+"""Niceness of solving processes, so that cache hits take about as long as on idle cores."""
 
 LARGE_BYTES = 1 << 20
-"""After a larger body a worker gives back the memory that it took."""
+"""After a larger message a worker returns its free memory to the system."""
 
 LIBRARY_BYTES = 256 << 20
-"""With less memory left, what fails does so for want of it, whatever it says: a library that could
-not be loaded, or only in part, a thread that could not be started."""
+"""With less address space left, any failure counts as lack of memory: libraries that cannot be
+loaded and threads that cannot be started raise errors of many types."""
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """What a worker is started with; `memory_bytes` of address space beyond what it starts with."""
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """Settings of a worker; `memory_bytes` limits the address space beyond that at its start."""
 
     store: str
     secret: bytes
@@ -46,44 +45,44 @@ class Settings(msgspec.Struct, frozen=True):
     memory_bytes: int
     store_bytes: int = 1 << 30
     solves: bool = False
-    """Whether it makes plans: it then leaves the cores to those who look for kept ones."""
+    """True if it makes plans: its niceness is then raised, in favour of cache hits."""
 
 
-class Task(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request to a worker; its body follows, and a record where one was made for it."""
+class WorkerRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request to a worker; a body follows it, and `with_record` the record of a finished job."""
 
     do: str
     encoding: str = ""
     key: str = ""
     with_record: bool = False
     another: bool = False
-    """Solve for costs that the kept plans were not made for."""
+    """Solve, since the stored plans were made for other op costs."""
     seconds: float = 0.0
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """A task that takes time, `seconds` at most, for the question of a key."""
+class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A job: a request to a worker, with its limit in seconds and the cache key of its plan."""
 
     key: str
-    task: Task
+    task: WorkerRequest
     seconds: float
 
 
 def main(descriptor: int) -> None:
-    """Work until the server is gone."""
+    """Answer requests until the server closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to act on
     die_with_parent()
     connection = Connection(descriptor)
-    settings = msgspec.msgpack.decode(connection.recv_bytes(), type=Settings)
+    settings = msgspec.msgpack.decode(connection.recv_bytes(), type=WorkerSettings)
     if settings.solves:
         os.nice(SOLVER_NICENESS)
     limit = _address_space() + settings.memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     store = open_store(settings.store, settings.secret, settings.store_bytes)
-    graphs = open_graphs(settings.store, settings.store_bytes)
-    answers = Answers(store, settings.limits, graphs)
-    others = OtherPlans(answers, store)
+    graphs = open_graph_store(settings.store, settings.store_bytes)
+    handler = RequestHandler(store, settings.limits, graphs)
+    related = RelatedPlans(handler, store)
     # Documents have no cycles: reference counts free them at once.
     gc.collect()
     gc.freeze()
@@ -91,13 +90,13 @@ def main(descriptor: int) -> None:
     connection.send_bytes(msgspec.json.encode(Reply()))
     while True:
         try:
-            task = msgspec.json.decode(connection.recv_bytes(), type=Task)
+            task = msgspec.json.decode(connection.recv_bytes(), type=WorkerRequest)
             body = connection.recv_bytes()
             record = connection.recv_bytes() if task.with_record else b""
         except EOFError:
             return
-        reply, data = _do(answers, others, task, body, record, connection)
-        reply.dropped, answers.dropped = answers.dropped + store.dropped, 0
+        reply, data = _answer(handler, related, task, body, record, connection)
+        reply.dropped, handler.dropped = handler.dropped + store.dropped, 0
         store.dropped = 0
         large = len(body) + len(record) + len(data) > LARGE_BYTES
         del body, record
@@ -105,50 +104,50 @@ def main(descriptor: int) -> None:
         connection.send_bytes(data)
         if large:
             del reply, data
-            give_back()
+            trim_heap()
 
 
 def die_with_parent() -> None:
-    """Be killed when the thread that started this process ends: who is busy would not see it."""
+    """Ask the kernel to kill this process when its parent thread ends, also during a solve."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def give_back() -> None:
-    """Return free memory to the system: the allocator would keep it for the next large body."""
-    with contextlib.suppress(AttributeError):  # glibc's
+def trim_heap() -> None:
+    """Return free heap memory to the system."""
+    with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _do(
-    answers: Answers,
-    others: OtherPlans,
-    task: Task,
+def _answer(
+    handler: RequestHandler,
+    related: RelatedPlans,
+    task: WorkerRequest,
     body: bytes,
     record: bytes,
     connection: Connection,
 ) -> tuple[Reply, bytes]:
-    def say(progress: Progress) -> None:
-        news = Reply(detail=progress.message, figures=Figures.of(progress), final=False)
-        connection.send_bytes(msgspec.json.encode(news))
+    def on_progress(progress: Progress) -> None:
+        reply = Reply(detail=progress.message, figures=Figures.of(progress), final=False)
+        connection.send_bytes(msgspec.json.encode(reply))
 
     try:
         if task.do == "solve":
-            return answers.solve(body, task.encoding, task.another, say)
+            return handler.solve(body, task.encoding, task.another, on_progress)
         if task.do == "improve":
-            return others.improve(task.key, task.seconds, say)
-        if task.do == "for-less":
-            return others.for_less(body, task.encoding)
-        if task.do == "stored":
-            return answers.stored(task.key)
-        if task.do == "whole":
-            return answers.whole(body, task.encoding)
+            return related.improve(task.key, task.seconds, on_progress)
+        if task.do == "for-smaller-budget":
+            return related.for_smaller_budget(body, task.encoding)
+        if task.do == "stored-plan":
+            return handler.stored_plan(task.key)
+        if task.do == "with-graph":
+            return handler.with_graph(body, task.encoding)
         if task.do == "put-graph":
-            return answers.put_graph(body, task.encoding, task.key)
+            return handler.put_graph(body, task.encoding, task.key)
         if task.do == "graph":
-            return answers.graph(task.key)
+            return handler.graph(task.key)
         if task.do == "graphs":
-            return answers.graphs()
-        return answers.ask(body, task.encoding, record)
+            return handler.graphs()
+        return handler.find(body, task.encoding, record)
     except RefusedError as refused:
         return refused.reply, b""
     except InvalidInputError as error:

@@ -1,4 +1,4 @@
-"""The REST service: `POST /plan`, plans and jobs by their addresses, `/livez`, `/readyz`."""
+"""The REST service as an ASGI application: `POST /plan`, plans, jobs, metrics and probes."""
 
 import contextlib
 import functools
@@ -11,24 +11,18 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from coop_plan.api.service import routes_docs
-
-from coop_plan.api.service import routes_graphs
-
-from coop_plan.api.service import routes_pages
-
-from coop_plan.api.service import problems
-from coop_plan.api.service.auth import OPEN, SCHEME, Access
-from coop_plan.api.jobs.request_handler import PlanRequest, Reply
-from coop_plan.api.service.request_body import Bodies
-from coop_plan.api.service.plan_service import Desk, Service
-from coop_plan.api.service.host_check import Doorkeeper
-from coop_plan.api.service.etag import tagged
 from coop_plan.api.jobs.jobs import RETRY_SECONDS, Job
+from coop_plan.api.jobs.request_handler import PlanRequest, Reply
+from coop_plan.api.jobs.worker_process import WorkerRequest
+from coop_plan.api.service import problems, routes_graphs, routes_pages
+from coop_plan.api.service.auth import PUBLIC_PATHS, SCHEME, Authentication
+from coop_plan.api.service.etag import etag_response
+from coop_plan.api.service.host_check import HostCheck
 from coop_plan.api.service.metrics import MEDIA_TYPE, Metrics
-from coop_plan.api.service.telemetry import Observed
+from coop_plan.api.service.plan_service import PlanService, ServiceSettings
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.jobs.worker_process import Task
+from coop_plan.api.service.request_body import BodyReader
+from coop_plan.api.service.telemetry import Telemetry
 from coop_plan.schemas import Graph, Plan
 
 EXAMPLE: dict[str, Any] = {
@@ -53,40 +47,40 @@ EXAMPLE: dict[str, Any] = {
 }
 
 WAIT_SECONDS = 10.0
-"""How long a request waits for its plan, unless it says `Prefer: wait=N`."""
+"""Time that a request waits for its plan, without `Prefer: wait=N`."""
 
 MAX_WAIT_SECONDS = 120.0
 
 BETTER_THAN: dict[str, Any] = {
     "name": "better-than",
     "in": "query",
-    "description": "Only a plan of less overhead than this (a share); else one is looked for",
+    "description": "Get a plan only if its overhead (a share) is below this; else search one",
     "schema": {"type": "number"},
 }
 
 KEY = re.compile("[0-9a-f]{64}")
 
 
-def create_app(service: Service) -> FastAPI:
-    """The service as an ASGI application; its processes live as long as its lifespan."""
-    desk: Desk | None = None
+def create_app(settings: ServiceSettings) -> FastAPI:
+    """The service as an ASGI application; its processes run during its lifespan."""
+    plan_service: PlanService | None = None
     metrics = Metrics()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        nonlocal desk
-        desk = Desk(service, metrics)
+        nonlocal plan_service
+        plan_service = PlanService(settings, metrics)
         try:
             yield
         finally:
-            await desk.close()
+            await plan_service.close()
 
-    def at_work() -> Desk:
-        if desk is None:
+    def service() -> PlanService:
+        if plan_service is None:
             raise ProblemError("busy", "the server is starting", retry_after=1)
-        return desk
+        return plan_service
 
-    # The version is the interface's: which release answers is nobody's business.
+    # The version is the interface's: clients do not learn the server's release.
     app = FastAPI(
         title="coop-plan",
         version="1",
@@ -96,10 +90,10 @@ def create_app(service: Service) -> FastAPI:
         lifespan=lifespan,
     )
     problems.install(app)
-    app.add_middleware(Access, tokens=service.tokens)
-    app.add_middleware(Doorkeeper, hosts=service.hosts)
-    app.add_middleware(Observed, metrics=metrics)  # the outermost
-    bodies = Bodies(service.limits.body_bytes)
+    app.add_middleware(Authentication, tokens=settings.tokens)
+    app.add_middleware(HostCheck, hosts=settings.hosts)
+    app.add_middleware(Telemetry, metrics=metrics)  # the last added is the outermost
+    bodies = BodyReader(settings.limits.body_bytes)
     described = problems.described
     plan_content: dict[str, Any] = {
         "description": "A plan",
@@ -111,7 +105,7 @@ def create_app(service: Service) -> FastAPI:
         summary="Plan a graph within a budget",
         responses={
             200: plan_content,
-            202: {"description": "It is being made: `Location` is its job"},
+            202: {"description": "The plan is being made; `Location` is its job"},
             **described(
                 "invalid-input",
                 "budget-infeasible",
@@ -141,11 +135,11 @@ def create_app(service: Service) -> FastAPI:
     )
     async def post_plan(request: Request) -> Response:
         wait, provisional = _preferences(request)
-        async with bodies.of(request) as (body, encoding):
-            reply, data, job = await at_work().answer(
+        async with bodies.read(request) as (body, encoding):
+            reply, data, job = await service().answer(
                 request, body, encoding, wait, provisional=provisional
             )
-        if job is not None and not job.over:
+        if job is not None and not job.finished:
             if data:
                 headers = {
                     "Location": f"/plans/{reply.key}",
@@ -153,7 +147,7 @@ def create_app(service: Service) -> FastAPI:
                     "Link": f'</jobs/{job.id}>; rel="monitor"',
                 }
                 return Response(data, media_type="application/json", headers=headers)
-            return under_way(job)
+            return accepted(job)
         headers = {
             "Location": f"/plans/{reply.key}",
             "Coop-Plan-Cache": "hit" if job is None else "miss",
@@ -162,45 +156,46 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get(
         "/plans/{key}",
-        summary="A stored plan, in the ids of the graph it was made for",
+        summary="Get a stored plan, with the ids of the graph that it was made for",
         responses={
             200: plan_content,
-            202: {"description": "A better one is looked for: `Location` is the job"},
-            204: {"description": "There is no better one, and none is looked for"},
-            304: {"description": "It is the one of `If-None-Match`"},
+            202: {"description": "A better plan is being searched; `Location` is the job"},
+            204: {"description": "There is no better plan, and none can be found"},
+            304: {"description": "The client has the plan (`If-None-Match`)"},
             **described("not-found", "too-much-work", "invalid-input", "busy", "forbidden"),
         },
         openapi_extra={"parameters": [BETTER_THAN]},
     )
     async def get_plan(key: str, request: Request) -> Response:
         if KEY.fullmatch(key) is None:
-            raise ProblemError("not-found", "no plan of that key")
-        asked = request.query_params.get("better-than")
-        if asked is None:
-            _, data = await at_work().stored(key)
-            return tagged(request, data)
-        data, job = await at_work().better(request.state.caller, key, _overhead(asked))
+            raise ProblemError("not-found", "the key of a plan is 64 hexadecimal digits")
+        better_than = request.query_params.get("better-than")
+        if better_than is None:
+            _, data = await service().stored_plan(key)
+            return etag_response(request, data)
+        overhead = _overhead(better_than)
+        data, job = await service().better_plan(request.state.caller, key, overhead)
         if job is not None:
-            return under_way(job)
-        return tagged(request, data) if data else Response(status_code=204)
+            return accepted(job)
+        return etag_response(request, data) if data else Response(status_code=204)
 
     job_content = described("not-found", "forbidden")
 
-    @app.get("/jobs/{job_id}", summary="How a solve is getting on", responses=job_content)
+    @app.get("/jobs/{job_id}", summary="Get the state of a job", responses=job_content)
     async def get_job(job_id: str) -> Response:
-        job = await at_work().jobs.get(job_id)
+        job = await service().jobs.get(job_id)
         return JSONResponse(job.document())
 
-    @app.delete("/jobs/{job_id}", summary="Cancel a solve", responses=job_content)
+    @app.delete("/jobs/{job_id}", summary="Cancel a job for all its clients", responses=job_content)
     async def delete_job(job_id: str) -> Response:
-        jobs = at_work().jobs
+        jobs = service().jobs
         job = await jobs.get(job_id)
         await jobs.cancel(job)
         return JSONResponse(job.document())
 
     @app.get(
         "/jobs/{job_id}/events",
-        summary="The same as it happens",
+        summary="Follow a job",
         response_class=StreamingResponse,
         responses={
             200: {"description": "Server-sent events", "content": {"text/event-stream": {}}},
@@ -208,15 +203,15 @@ def create_app(service: Service) -> FastAPI:
         },
     )
     async def get_events(job_id: str, request: Request) -> Response:
-        jobs = at_work().jobs
+        jobs = service().jobs
         last = request.headers.get("last-event-id", "")
         number = int(last) if last.isdigit() and len(last) < 18 else -1
-        events = jobs.follow(await jobs.get(job_id), number)
+        events = jobs.events(await jobs.get(job_id), number)
         return StreamingResponse(events, media_type="text/event-stream")
 
     @app.get(
         "/metrics",
-        summary="For Prometheus",
+        summary="Get metrics for Prometheus",
         response_class=Response,
         responses={
             200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
@@ -226,7 +221,7 @@ def create_app(service: Service) -> FastAPI:
     async def get_metrics() -> Response:
         return Response(metrics.text(), media_type=MEDIA_TYPE)
 
-    @app.get("/livez", summary="Whether the service answers", responses=described("forbidden"))
+    @app.get("/livez", summary="Liveness probe", responses=described("forbidden"))
     async def livez() -> dict[str, str]:
         return {"status": "ok"}
 
@@ -236,36 +231,35 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get(
         "/readyz",
-        summary="Whether it can answer: its store and its broker can be reached",
+        summary="Readiness probe: the store and the broker can be reached",
         responses=described("busy", "forbidden"),
     )
     async def readyz() -> dict[str, str]:
-        await at_work().check()
+        await service().check()
         return {"status": "ok"}
 
-    async def look(task: Task, body: bytes = b"") -> tuple[Reply, bytes]:
-        return await at_work().look(task, body)
+    async def call_reader(task: WorkerRequest, body: bytes = b"") -> tuple[Reply, bytes]:
+        return await service().call_reader(task, body)
 
-    routes_graphs.install(app, bodies, look)
+    routes_graphs.install(app, bodies, call_reader)
     routes_pages.install(app)
-    routes_docs.install(app)
     app.openapi = functools.cache(functools.partial(_document, app.openapi))  # type: ignore[method-assign]
     return app
 
 
-EVERYWHERE = ("unauthorized", "forbidden", "too-many-requests", "busy")
-"""What any address but the open ones may answer."""
+COMMON_PROBLEMS = ("unauthorized", "forbidden", "too-many-requests", "busy")
+"""Problems of all paths but the public ones."""
 
 
 def _document(generate: Any) -> dict[str, Any]:
-    """The OpenAPI description, with the schemas of the contract."""
+    """The OpenAPI description, with the JSON Schemas of requests, plans and graphs."""
     document: dict[str, Any] = generate()
     _, schemas = msgspec.json.schema_components(
         [PlanRequest, Plan, Graph], ref_template="#/components/schemas/{name}"
     )
     known = document.setdefault("components", {}).setdefault("schemas", {})
     known.update(schemas, Problem=problems.SCHEMA)
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which is never sent
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which is not used
         known.pop(name, None)
     document["components"]["securitySchemes"] = {"token": SCHEME}
     for path, operations in document["paths"].items():
@@ -273,24 +267,23 @@ def _document(generate: Any) -> dict[str, Any]:
             answers = operation["responses"]
             if "HTTPValidationError" in str(answers.get("422")):
                 del answers["422"]
-            if path not in OPEN:
+            if path not in PUBLIC_PATHS:
                 operation["security"] = [{}, {"token": []}]
-                for status, answer in problems.described(*EVERYWHERE).items():
+                for status, answer in problems.described(*COMMON_PROBLEMS).items():
                     answers.setdefault(str(status), answer)
     return document
 
 
-def under_way(job: Job) -> JSONResponse:
-    """Where a job can be asked for."""
+def accepted(job: Job) -> JSONResponse:
+    """202 with the job's document and its URL."""
     headers = {"Location": f"/jobs/{job.id}", "Retry-After": str(RETRY_SECONDS)}
     return JSONResponse(job.document(), status_code=202, headers=headers)
 
 
 def _preferences(request: Request) -> tuple[float, bool]:
-    """
-    Of `Prefer` (RFC 7240): the seconds of `wait=N`, and whether a provisional plan will do.
+    """Seconds to wait, and whether a provisional plan is welcome, from `Prefer` (RFC 7240).
 
-    With `respond-async` it will not: the client would rather come back for the plan itself.
+    `wait=N` gives the seconds. With `respond-async` the client does not want a provisional plan.
     """
     prefer = request.headers.get("prefer", "").lower()
     found = re.search(r"(?:^|[,;]\s*)wait=(\d{1,9})\b", prefer)
@@ -299,10 +292,9 @@ def _preferences(request: Request) -> tuple[float, bool]:
 
 
 def _overhead(text: str) -> float:
-    """The share of `better-than`."""
     with contextlib.suppress(ValueError):
         overhead = float(text)
         if math.isfinite(overhead):
             return overhead
-    message = "better-than is the overhead of a plan, such as 0.093"
+    message = "better-than must be an overhead, such as 0.093"
     raise ProblemError("invalid-input", message, pointer="/better-than")

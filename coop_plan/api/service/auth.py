@@ -1,4 +1,4 @@
-"""Who may: `Authorization: Bearer`, the scopes of a token, and its limits in this server."""
+"""Authentication: `Authorization: Bearer`, the scopes of a token and its limits in this server."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,20 +9,20 @@ from limits.strategies import MovingWindowRateLimiter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from coop_plan.api.service import routes_docs
 from coop_plan.api.jobs.request_handler import Reply
 from coop_plan.api.service.problems import ProblemError, response
+from coop_plan.api.service.routes_pages import DOCS_PATHS
 from coop_plan.api.service.tokens import Token, TokenLimits, Tokens
 
-OPEN = frozenset({"/", "/livez", "/readyz", "/healthz", "/openapi.json"}) | routes_docs.ADDRESSES
-"""What probes ask for, and what is the same for everybody."""
+PUBLIC_PATHS = frozenset({"/", "/livez", "/readyz", "/healthz", "/openapi.json"}) | DOCS_PATHS
+"""Paths that need no token: probes and static documents."""
 
 SCHEME: dict[str, Any] = {"type": "http", "scheme": "bearer"}
-"""For the OpenAPI description."""
+"""OpenAPI security scheme."""
 
 
 def scopes_for(method: str, path: str) -> frozenset[str]:
-    """The scopes of which one is needed; what nobody thought of is for those who plan."""
+    """Scopes of which a token needs one for a request; `plan` for unknown requests."""
     if path == "/metrics":
         return frozenset({"admin"})
     if method in ("GET", "HEAD"):
@@ -32,70 +32,69 @@ def scopes_for(method: str, path: str) -> frozenset[str]:
     return frozenset({"plan"})
 
 
-class Solve(Protocol):
-    """A solve that somebody waits for."""
+class CountedJob(Protocol):
+    """A job that counts for a caller until it is finished."""
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will happen."""
+    def finished(self) -> bool:
+        """True if the job has ended."""
 
 
 @dataclass(eq=False)
 class Caller:
-    """Who asks: the holder of a token, or anybody where none is needed."""
+    """The client of a request: the holder of a token, or anonymous if the server needs none."""
 
     name: str = ""
     limits: TokenLimits = field(default_factory=TokenLimits)
-    solves: set[Any] = field(default_factory=set)
+    jobs: set[Any] = field(default_factory=set)
 
-    def check(self, reply: Reply) -> None:
-        """
-        Hold what was read against the caller's limits.
+    def check_size(self, reply: Reply) -> None:
+        """Check the size of a body and of its graph.
 
         Raises:
-            ProblemError: it is more than that.
+            ProblemError: a size is above the token's limit.
         """
         limits = self.limits
         if limits.bytes is not None and reply.read > limits.bytes:
-            message = f"this token's bodies have {limits.bytes} bytes at most, unpacked"
+            message = (
+                f"the decompressed body is larger than {limits.bytes} bytes, the token's limit"
+            )
             raise ProblemError("body-too-large", message, max_body_bytes=limits.bytes)
         if limits.ops is not None and reply.ops > limits.ops:
-            message = f"{reply.ops} ops; this token's graphs have {limits.ops} at most"
+            message = f"the graph has {reply.ops} ops; the token's limit is {limits.ops}"
             raise ProblemError("too-many-ops", message, max_ops=limits.ops)
 
-    def check_seconds(self, asked: float | None) -> float | None:
-        """
-        The time limit of a solve: what is asked for, or the caller's own.
+    def check_time_limit(self, seconds: float | None) -> float | None:
+        """The time limit of a solve: the requested one, or else the token's.
 
         Raises:
-            ProblemError: it is more than the caller's.
+            ProblemError: the requested one is above the token's.
         """
-        most = self.limits.seconds
-        if most is not None and asked is not None and asked > most:
-            message = f"this token gives a request {most:g} s at most"
+        limit = self.limits.seconds
+        if limit is not None and seconds is not None and seconds > limit:
+            message = f"the token's time limit is {limit:g} s"
             raise ProblemError("invalid-input", message, pointer="/time_limit")
-        return most if asked is None else asked
+        return limit if seconds is None else seconds
 
-    def wait_for(self, solve: Solve) -> None:
-        """
-        Count a solve until it is over.
+    def count_job(self, job: CountedJob) -> None:
+        """Count a job until it is finished.
 
         Raises:
-            ProblemError: too many others are being made for the caller.
+            ProblemError: the token has as many unfinished jobs as its limit allows.
         """
-        self.solves = {other for other in self.solves if not other.over}
-        most = self.limits.running_jobs
-        if most is not None and len(self.solves - {solve}) >= most:
-            message = f"{most} plans are being made for this token"
+        self.jobs = {other for other in self.jobs if not other.finished}
+        limit = self.limits.running_jobs
+        if limit is not None and len(self.jobs - {job}) >= limit:
+            message = f"the token has {limit} unfinished jobs, its limit"
             raise ProblemError("too-many-requests", message, retry_after=2)
-        self.solves.add(solve)
+        self.jobs.add(job)
 
 
-ANYBODY = Caller()
+ANONYMOUS = Caller()
 
 
-class Access:
-    """Lets in who has a token for what is asked; without tokens, everybody."""
+class Authentication:
+    """Middleware that checks tokens and their scopes, if the server has tokens."""
 
     def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
         self._app, self._tokens = app, tokens
@@ -103,7 +102,7 @@ class Access:
         self._rates = MovingWindowRateLimiter(MemoryStorage())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may enter; `request.state.caller` is who asks."""
+        """Pass the request on with `request.state.caller`, or answer it with a problem."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -117,23 +116,21 @@ class Access:
         await self._app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
-        if self._tokens is None or scope["path"] in OPEN:
-            return ANYBODY
+        if self._tokens is None or scope["path"] in PUBLIC_PATHS:
+            return ANONYMOUS
         kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        token = self._tokens.holder(given.strip()) if kind.lower() == "bearer" else None
+        token = self._tokens.find(given.strip()) if kind.lower() == "bearer" else None
         if token is None:
             raise ProblemError("unauthorized", "send a token: Authorization: Bearer ...")
         self._check_rate(token)
         needed = scopes_for(scope["method"], scope["path"])
         if not needed & set(token.scopes):
-            words = " or ".join(sorted(needed))
-            raise ProblemError("forbidden", f"this needs a token of scope {words}")
+            scopes = " or ".join(sorted(needed))
+            raise ProblemError("forbidden", f"the request needs a token of scope {scopes}")
         return self._callers.setdefault(token.name, Caller(token.name, token.limits))
 
     def _check_rate(self, token: Token) -> None:
-        most = token.limits.requests_per_second
-        if most is None:
-            return
-        if not self._rates.hit(RateLimitItemPerSecond(most), token.name):
-            message = f"this token has {most} requests a second"
+        limit = token.limits.requests_per_second
+        if limit is not None and not self._rates.hit(RateLimitItemPerSecond(limit), token.name):
+            message = f"the token's limit is {limit} requests a second"
             raise ProblemError("too-many-requests", message, retry_after=1)

@@ -1,45 +1,41 @@
-"""Connections of the server: one that does not get to a request is closed."""
+"""HTTP connections of the server, closed when a request's head does not arrive in time."""
 
 import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 30.0
-"""How long the head of a request may take to arrive, from the connection or its first byte on."""
+"""Limit on the arrival of a request's head, from the connection or from its first byte."""
 
 
-class Connection(H11Protocol):
-    """
-    uvicorn's, which waits for the rest of a head for ever.
+class HeadTimeoutProtocol(H11Protocol):
+    """uvicorn's protocol with a timeout for a request's head; h11 bounds the head's size."""
 
-    It reads by h11, whose buffer for a head is bounded.
-    """
-
-    _head: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect a head."""
+        """Start the timer of the first head."""
         super().connection_made(transport)
-        self._expect()
+        self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Take in a part of a request."""
+        """Stop the timer once the head of a request is complete."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
-            self._expect()
+            self._start_timer()
         else:
-            self._unset()
+            self._stop_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let go."""
-        self._unset()
+        """Stop the timer."""
+        self._stop_timer()
         super().connection_lost(exc)
 
-    def _expect(self) -> None:
-        if self._head is None:
-            self._head = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
-    def _unset(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,4 +1,4 @@
-"""Answers that a client need not be sent again: `ETag` and `If-None-Match` (RFC 9110, 13.1.2)."""
+"""Conditional responses: `ETag` and `If-None-Match` (RFC 9110, 13.1.2)."""
 
 import hashlib
 
@@ -6,20 +6,12 @@ from fastapi import Request
 from fastapi.responses import Response
 
 
-def tagged(request: Request, data: bytes, tag: str = "") -> Response:
-    """The JSON document, or 304 where the client has it; `tag` names it, else its digest."""
-    quoted = f'"{tag or hashlib.sha256(data).hexdigest()}"'
-    headers = {"ETag": quoted, "Cache-Control": "private, no-cache"}
-    if known(request, quoted):
+def etag_response(request: Request, data: bytes, tag: str = "") -> Response:
+    """The JSON document, or 304 if the client has it; its `ETag` is `tag` or else its SHA-256."""
+    etag = f'"{tag or hashlib.sha256(data).hexdigest()}"'
+    headers = {"ETag": etag, "Cache-Control": "private, no-cache"}
+    known = ",".join(request.headers.getlist("if-none-match")).split(",")
+    known = [part.strip().removeprefix("W/") for part in known]
+    if etag in known or known == ["*"]:
         return Response(status_code=304, headers=headers)
     return Response(data, media_type="application/json", headers=headers)
-
-
-def known(request: Request, quoted: str) -> bool:
-    """Whether the client says that it has the document of this tag."""
-    told = [part.strip().removeprefix("W/") for part in _told(request).split(",")]
-    return quoted in told or told == ["*"]
-
-
-def _told(request: Request) -> str:
-    return ",".join(request.headers.getlist("if-none-match"))

@@ -1,7 +1,7 @@
-"""Graphs by content: a document is sent once, and from then on named by its digest.
+"""Graph store, content-addressed: a document is sent once, and then named by its digest.
 
-The digest is that of the document's bytes and no fingerprint of its structure: an answer has the
-ids and the costs of the document that was asked about.
+The digest is of the document's bytes, not of the graph's structure: an answer has the document's
+ids and costs.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ Digest = Annotated[
     ),
 ]
 
-REMEMBERED_BYTES = 32 << 20
-"""Of documents whose parsed graphs a reader keeps at hand; they take some ten times as much."""
+MAX_PARSED_BYTES = 32 << 20
+"""Size of the documents whose parsed graphs a reader caches; these take some ten times as much."""
 
 
-LISTED = 100
-"""Graphs that are told of at once."""
+MAX_LISTED = 100
+"""Limit on the graphs in a list."""
 
 
-class GraphCard(msgspec.Struct, frozen=True):
-    """What is told of a graph that is kept: 200 letters of its name, ops, bytes of the document."""
+class GraphSummary(msgspec.Struct, frozen=True):
+    """A stored graph in a list: 200 characters of its name, its ops and its document's bytes."""
 
     digest: str
     name: str
@@ -47,27 +47,23 @@ class GraphCard(msgspec.Struct, frozen=True):
 
 
 class GraphStore(Protocol):
-    """Keeps documents by their digest; safe to call from several threads and processes."""
+    """Store of documents by their digest; safe to call from several threads and processes."""
 
     def get(self, digest: str) -> bytes | None:
-        """The document of a digest; one that is damaged is none."""
+        """The document of a digest, if it is stored and intact."""
 
-    def put(self, digest: str, document: bytes, card: GraphCard | None = None) -> bool:
-        """Keep a document; whether it was not there yet. Only one with a card is listed."""
+    def put(self, digest: str, document: bytes, summary: GraphSummary | None = None) -> bool:
+        """Store a document; True if it was not stored yet. Only one with a summary is listed."""
 
-    def listed(self) -> list[GraphCard]:
-        """The cards of graphs that are kept, the last ones used first, `LISTED` at most."""
+    def listed(self) -> list[GraphSummary]:
+        """Summaries of stored graphs, the last used first, `MAX_LISTED` at most."""
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
 
 
-class SqliteGraphs:
-    """
-    Documents in the SQLite file of the plans, packed.
-
-    Above `max_bytes` of them those go that were not used for the longest time.
-    """
+class SqliteGraphStore:
+    """Compressed documents in the SQLite file of the plans; LRU above `max_bytes`."""
 
     def __init__(self, path: Path, *, max_bytes: int = 1 << 30) -> None:
         self._lock = threading.Lock()
@@ -80,7 +76,7 @@ class SqliteGraphs:
             "create table if not exists graph (digest text primary key, packed blob not null,"
             " bytes integer not null, used integer not null) without rowid"
         )
-        with contextlib.suppress(sqlite3.OperationalError):  # a full disk; what is there is read
+        with contextlib.suppress(sqlite3.OperationalError):  # on a full disk the store is read-only
             self._connection.execute(
                 "create table if not exists graph_card (digest text primary key, name text not"
                 " null, ops integer not null, bytes integer not null) without rowid"
@@ -95,7 +91,7 @@ class SqliteGraphs:
             ).fetchone()
             if row is None:
                 return None
-            with contextlib.suppress(sqlite3.Error):  # as where nothing can be written
+            with contextlib.suppress(sqlite3.Error):  # a read-only store
                 self._connection.execute(
                     "update graph set used = ? where digest = ?", (now, digest)
                 )
@@ -107,8 +103,8 @@ class SqliteGraphs:
             self._drop(digest)
         return None
 
-    def put(self, digest: str, document: bytes, card: GraphCard | None = None) -> bool:
-        """Keep a document; see `GraphStore.put`."""
+    def put(self, digest: str, document: bytes, summary: GraphSummary | None = None) -> bool:
+        """Store a document; see `GraphStore.put`."""
         packed = zlib.compress(document, 1)
         with self._lock, self._connection:
             self._connection.execute("begin immediate")
@@ -116,23 +112,23 @@ class SqliteGraphs:
                 "insert or ignore into graph values (?, ?, ?, ?)",
                 (digest, packed, len(packed), int(time.time())),
             )
-            if card is not None:
+            if summary is not None:
                 self._connection.execute(
                     "insert or replace into graph_card values (?, ?, ?, ?)",
-                    (digest, card.name, card.ops, card.bytes),
+                    (digest, summary.name, summary.ops, summary.bytes),
                 )
             self._prune(digest)
         return done.rowcount == 1
 
-    def listed(self) -> list[GraphCard]:
-        """What is kept; see `GraphStore.listed`."""
+    def listed(self) -> list[GraphSummary]:
+        """Summaries of stored graphs; see `GraphStore.listed`."""
         with self._lock:
             rows = self._connection.execute(
                 "select digest, name, ops, graph_card.bytes from graph_card join graph"
                 " using (digest) order by used desc, digest limit ?",
-                (LISTED,),
+                (MAX_LISTED,),
             ).fetchall()
-        return [GraphCard(*row) for row in rows]
+        return [GraphSummary(*row) for row in rows]
 
     def _drop(self, digest: str) -> None:
         for table in ("graph", "graph_card"):
@@ -158,7 +154,7 @@ class SqliteGraphs:
         self._connection.close()
 
 
-class KeptGraph(msgspec.Struct, frozen=True, gc=False):
+class ParsedGraph(msgspec.Struct, frozen=True, gc=False):
     """A parsed graph with its document and its fingerprint."""
 
     graph: Graph
@@ -166,50 +162,49 @@ class KeptGraph(msgspec.Struct, frozen=True, gc=False):
     document: bytes
 
 
-class Graphs:
-    """The graphs of a store, the last ones parsed and at hand. For one thread."""
+class GraphCache:
+    """The graphs of a store, with an LRU cache of parsed ones. For one thread."""
 
     def __init__(self, store: GraphStore) -> None:
         self._store = store
-        self._at_hand: OrderedDict[str, KeptGraph] = OrderedDict()
+        self._parsed: OrderedDict[str, ParsedGraph] = OrderedDict()
         self._bytes = 0
 
-    def get(self, digest: str) -> KeptGraph | None:
+    def get(self, digest: str) -> ParsedGraph | None:
         """The graph of a digest."""
-        kept = self._at_hand.get(digest)
-        if kept is not None:
-            self._at_hand.move_to_end(digest)
-            return kept
+        parsed = self._parsed.get(digest)
+        if parsed is not None:
+            self._parsed.move_to_end(digest)
+            return parsed
         document = self._store.get(digest)
         return None if document is None else self._remember(digest, document)
 
     def document(self, digest: str) -> bytes | None:
         """The document of a digest."""
-        kept = self._at_hand.get(digest)
-        return self._store.get(digest) if kept is None else kept.document
+        parsed = self._parsed.get(digest)
+        return self._store.get(digest) if parsed is None else parsed.document
 
     def put(self, digest: str, document: bytes, check: Callable[[Graph], None]) -> bool:
-        """
-        Keep a document that `check` lets pass; whether it was not there yet.
+        """Store a document whose graph passes `check`; True if it was not stored yet.
 
         Raises:
-            InvalidInputError: it is no graph; what `check` raises.
+            InvalidInputError: the document is no graph. Errors of `check` pass.
         """
-        kept = self._at_hand.get(digest)
-        graph = parse_graph(document) if kept is None else kept.graph
+        parsed = self._parsed.get(digest)
+        graph = parse_graph(document) if parsed is None else parsed.graph
         check(graph)
-        card = GraphCard(digest, graph.name[:200], len(graph.ops), len(document))
-        return self._store.put(digest, document, card)
+        summary = GraphSummary(digest, graph.name[:200], len(graph.ops), len(document))
+        return self._store.put(digest, document, summary)
 
-    def listed(self) -> list[GraphCard]:
+    def listed(self) -> list[GraphSummary]:
         """See `GraphStore.listed`."""
         return self._store.listed()
 
-    def _remember(self, digest: str, document: bytes) -> KeptGraph:
+    def _remember(self, digest: str, document: bytes) -> ParsedGraph:
         graph = parse_graph(document)
-        kept = KeptGraph(graph, fingerprint(graph), document)
-        self._at_hand[digest] = kept
+        parsed = ParsedGraph(graph, fingerprint(graph), document)
+        self._parsed[digest] = parsed
         self._bytes += len(document)
-        while self._bytes > REMEMBERED_BYTES and len(self._at_hand) > 1:
-            self._bytes -= len(self._at_hand.popitem(last=False)[1].document)
-        return kept
+        while self._bytes > MAX_PARSED_BYTES and len(self._parsed) > 1:
+            self._bytes -= len(self._parsed.popitem(last=False)[1].document)
+        return parsed

@@ -1,4 +1,4 @@
-"""What a request must be before anything is done for it: for this host, from no stranger."""
+"""Host check: requests for other hosts or from other origins are refused before all else."""
 
 import ipaddress
 from collections.abc import Collection
@@ -13,31 +13,30 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine only."""
+    """True if the address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-class Doorkeeper:
-    """
-    Refuses other `Host`s (a name that an attacker points at this address) and other `Origin`s (a
-    page in somebody's browser), and adds the headers that keep browsers out of answers.
+class HostCheck:
+    """Middleware against DNS rebinding and cross-site requests; adds security headers.
 
-    With "*" among the hosts any will do, and no origin.
+    It refuses a `Host` that is not in `hosts` ("*" allows any), and an `Origin` that is not the
+    host itself.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
         self._app, self._hosts = app, frozenset(hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what may enter."""
+        """Pass the request on, or answer it with `forbidden`."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
 
-        async def guarded(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("X-Content-Type-Options", "nosniff")
@@ -49,27 +48,27 @@ class Doorkeeper:
             await send(message)
 
         headers = Headers(scope=scope)
-        refused = self._refuses(headers)
-        if refused:
-            close = {"Connection": "close"}
-            await response("forbidden", refused, close)(scope, receive, guarded)
+        refusal = self._refusal(headers)
+        if refusal:
+            answer = response("forbidden", refusal, {"Connection": "close"})
+            await answer(scope, receive, send_with_headers)
             return
-        await self._app(scope, receive, guarded)
+        await self._app(scope, receive, send_with_headers)
 
-    def _refuses(self, headers: Headers) -> str:
-        host = _name(f"//{headers.get('host', '')}")
+    def _refusal(self, headers: Headers) -> str:
+        host = _hostname(f"//{headers.get('host', '')}")
         if host not in self._hosts and "*" not in self._hosts:
-            return "this host is not served (--allow-host)"
+            return "the server does not serve this Host: allow it by --allow-host"
         origin = headers.get("origin")
-        if origin is not None and _name(origin) != host:
-            return "requests from other origins are not taken"
+        if origin is not None and _hostname(origin) != host:
+            return "the request's Origin is another host"
         if "transfer-encoding" in headers and "content-length" in headers:
-            # Whoever stands between may have taken the other one for its length (RFC 9112, 6.3).
-            return "a request has one length"
+            # A proxy may have read the other length: request smuggling (RFC 9112, 6.3).
+            return "the request has both Transfer-Encoding and Content-Length"
         return ""
 
 
-def _name(address: str) -> str | None:
+def _hostname(address: str) -> str | None:
     try:
         return urlsplit(address).hostname
     except ValueError:

@@ -1,4 +1,4 @@
-"""What `/metrics` says, in Prometheus' text format; `docker/grafana.json` shows it."""
+"""Metrics of `/metrics` in Prometheus' text format; `docker/grafana.json` is their dashboard."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ GAPS = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class Metrics:
-    """The counters of one server."""
+    """Counters and histograms of one server."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
@@ -67,30 +67,32 @@ class Metrics:
             registry=registry,
         )
 
-    def answered(self, method: str, route: str, status: int, seconds: float, cache: str) -> None:
-        """A request is over; `cache` is the answer's Coop-Plan-Cache."""
+    def observe_request(
+        self, method: str, route: str, status: int, seconds: float, cache: str
+    ) -> None:
+        """Count an answered request; `cache` is the Coop-Plan-Cache of its response."""
         self._requests.labels(method, route, str(status)).inc()
         self._request_seconds.labels(method, route).observe(seconds)
         if cache:
             self._plans.labels(cache).inc()
 
-    def dropped(self, count: int) -> None:
-        """Kept records turned out to be none."""
+    def count_dropped(self, count: int) -> None:
+        """Count records of the store that were dropped."""
         self._dropped.inc(count)
 
-    def solved(self, state: str, seconds: float, gap: float | None) -> None:
-        """A solve is over."""
+    def observe_solve(self, state: str, seconds: float, gap: float | None) -> None:
+        """Count a finished solve."""
         self._solve_seconds.labels(state).observe(seconds)
         if gap is not None:
             self._gap.observe(gap)
 
-    def follow(self, states: Callable[[], Mapping[str, int]]) -> None:
-        """Ask for the numbers of solves whenever somebody asks for the metrics."""
+    def watch_jobs(self, states: Callable[[], Mapping[str, int]]) -> None:
+        """Report the numbers of jobs by state, from `states`, at each scrape."""
         for state in STATES:
             self._jobs.labels(state).set_function(functools.partial(_number, states, state))
 
     def text(self) -> bytes:
-        """All of it."""
+        """The metrics as text."""
         return generate_latest(self._registry)
 
 

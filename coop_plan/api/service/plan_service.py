@@ -1,4 +1,4 @@
-"""Where requests are answered: from the store, or by one solve however many ask at once."""
+"""Plan service: answers requests from the store, or by one solve for all identical requests."""
 
 import asyncio
 import contextlib
@@ -12,35 +12,37 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from fastapi import Request
 
-from coop_plan.api.service.auth import Caller
+from coop_plan.api.jobs.background_improver import SEARCH_SECONDS, BackgroundImprover
+from coop_plan.api.jobs.jobs import Job, JobExecutor, Jobs
+from coop_plan.api.jobs.local_executor import LocalExecutor
+from coop_plan.api.jobs.process_pool import ProcessPool, WorkerLostError
 from coop_plan.api.jobs.request_handler import Limits, Reply
-from coop_plan.api.service.response_cache import AtHand, name_of
+from coop_plan.api.jobs.worker_process import WorkerRequest, WorkerSettings
+from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.host_check import LOOPBACK
-from coop_plan.api.jobs.background_improver import SEARCH_SECONDS, Improver
-from coop_plan.api.jobs.jobs import Bench, Job, Jobs
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.jobs.local_executor import LocalBench
+from coop_plan.api.service.response_cache import ResponseCache, cache_key
 from coop_plan.api.service.tokens import Tokens
-from coop_plan.api.jobs.worker_process import Settings, Task
-from coop_plan.api.jobs.process_pool import Pool, WorkerLostError
 from coop_plan.planner.plan_cache.open_store import open_store
 
-LOOK_SECONDS = 60.0
-"""How long reading a request and looking for its answer may take."""
+READ_SECONDS = 60.0
+"""Limit on parsing a request and finding its answer in the store."""
 
 log = logging.getLogger("coop_plan.service")
 
 
-class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """
-    What a service is started with.
+class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a service.
 
-    `solvers` plans are made at once, each in a process of `solver_memory` bytes, `queue` more may
-    wait; `readers` processes of `reader_memory` bytes read requests and look for answers. Records
-    at the address `store` are sealed with `secret`. With a `broker`, the address of a Redis, plans
-    are made by the workers of a cluster, where `queue` may wait. Without `tokens` anybody may ask.
-    `improve` says whether better plans are looked for while nothing else is to be done.
+    Attributes:
+        store: address of the plan store, whose records are signed with `secret`.
+        broker: address of a Redis; plans are then made by the workers of its cluster.
+        solvers: plans made at once, each in a process of `solver_memory` bytes.
+        readers: processes of `reader_memory` bytes that parse requests and find stored plans.
+        queue: jobs that may wait for a solver or a worker.
+        tokens: API tokens; without them no client needs one.
+        improve: search better plans while the solvers are idle.
     """
 
     store: str
@@ -57,138 +59,152 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Tokens | None = None
     improve: bool = True
 
-    def worker(self, memory: int, *, solves: bool) -> Settings:
-        """The settings of a worker process of so many bytes."""
-        return Settings(
+    def worker(self, memory: int, *, solves: bool) -> WorkerSettings:
+        """Settings of a worker process of `memory` bytes."""
+        return WorkerSettings(
             self.store, self.secret, self.limits, memory, self.store_bytes, solves=solves
         )
 
 
-class Desk:
-    """Where requests are answered: from the store, or by one solve however many ask at once."""
+class PlanService:
+    """Answers requests from the store, or by one solve for all identical requests."""
 
-    def __init__(self, service: Service, metrics: Metrics) -> None:
+    def __init__(self, settings: ServiceSettings, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._readers = Pool(service.worker(service.reader_memory, solves=False), service.readers)
-        self._threads = ThreadPoolExecutor(service.readers, thread_name_prefix="reader")
-        self._store = open_store(service.store, b"")
-        self._at_hand = AtHand()
-        self.bench: Bench
-        if service.broker:
-            from coop_plan.api.cluster.executor import ClusterBench
+        reader = settings.worker(settings.reader_memory, solves=False)
+        self._readers = ProcessPool(reader, settings.readers)
+        self._threads = ThreadPoolExecutor(settings.readers, thread_name_prefix="reader")
+        self._store = open_store(settings.store, b"")
+        self._responses = ResponseCache()
+        self.executor: JobExecutor
+        queue, seconds = settings.queue, settings.limits.seconds
+        if settings.broker:
+            from coop_plan.api.cluster.executor import ClusterExecutor
 
-            self.bench = ClusterBench(
-                service.broker, service.secret, queue=service.queue, seconds=service.limits.seconds
+            self.executor = ClusterExecutor(
+                settings.broker, settings.secret, queue=queue, seconds=seconds
             )
         else:
-            solvers = Pool(service.worker(service.solver_memory, solves=True), service.solvers)
-            self.bench = LocalBench(solvers, solvers=service.solvers, queue=service.queue)
+            solver = settings.worker(settings.solver_memory, solves=True)
+            pool = ProcessPool(solver, settings.solvers)
+            self.executor = LocalExecutor(pool, solvers=settings.solvers, queue=queue)
+        on_finish = metrics.observe_solve
         self.jobs = Jobs(
-            self.bench,
-            secret=service.secret,
-            seconds=service.limits.seconds,
-            solved=metrics.solved,
+            self.executor, secret=settings.secret, seconds=seconds, on_finish=on_finish
         )
-        metrics.follow(self.jobs.states)
-        self._improver = Improver(self.jobs, self.bench) if service.improve else None
+        metrics.watch_jobs(self.jobs.states)
+        self._improver = BackgroundImprover(self.jobs, self.executor) if settings.improve else None
 
-    async def look(self, task: Task, body: bytes = b"", record: bytes = b"") -> tuple[Reply, bytes]:
-        """What a reader answers; raises `ProblemError` where that is a problem."""
-        call = functools.partial(self._readers.call, task, body, record, seconds=LOOK_SECONDS)
+    async def call_reader(
+        self, task: WorkerRequest, body: bytes = b"", record: bytes = b""
+    ) -> tuple[Reply, bytes]:
+        """The answer of a reader process; raises `ProblemError` if it is a problem."""
+        call = functools.partial(self._readers.call, task, body, record, seconds=READ_SECONDS)
         try:
             reply, data = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except WorkerLostError:
             message = "the request needs more memory or time to read than this server gives it"
             raise ProblemError("too-much-work", message) from None
         if reply.dropped:
-            self._metrics.dropped(reply.dropped)
+            self._metrics.count_dropped(reply.dropped)
             log.warning("%d records of the plan store were damaged or no answer", reply.dropped)
         _raise(reply)
         return reply, data
 
-    async def _find(self, name: bytes, task: Task, body: bytes = b"") -> tuple[Reply, bytes]:
-        """
-        What is kept for a question: at hand, if the store still has what it was made of, or found
-        by a reader.
-        """
-        kept = self._at_hand.get(name)
-        if kept is not None:
+    async def _find(
+        self, name: bytes, task: WorkerRequest, body: bytes = b""
+    ) -> tuple[Reply, bytes]:
+        """The stored answer: from the response cache, if its records are unchanged, or read."""
+        cached = self._responses.get(name)
+        if cached is not None:
             with contextlib.suppress(OSError, sqlite3.Error):
-                if await asyncio.to_thread(self._store.signatures, kept[0].key) == kept[0].seals:
-                    self._asked(kept[0])
-                    return kept
-        reply, data = await self.look(task, body)
-        self._at_hand.keep(name, reply, data)
-        self._asked(reply)
+                if await asyncio.to_thread(self._store.signatures, cached[0].key) == cached[0].seals:
+                    self._on_hit(cached[0])
+                    return cached
+        reply, data = await self.call_reader(task, body)
+        self._responses.put(name, reply, data)
+        self._on_hit(reply)
         return reply, data
 
-    def _asked(self, reply: Reply) -> None:
+    def _on_hit(self, reply: Reply) -> None:
         if self._improver is not None:
-            self._improver.asked(reply)
+            self._improver.on_hit(reply)
 
-    async def stored(self, key: str) -> tuple[Reply, bytes]:
-        """The kept plan of a key."""
-        return await self._find(name_of("stored", key.encode()), Task("stored", key=key))
+    async def stored_plan(self, key: str) -> tuple[Reply, bytes]:
+        """The stored plan of a key."""
+        task = WorkerRequest("stored-plan", key=key)
+        return await self._find(cache_key(task.do, key.encode()), task)
 
     async def answer(
         self, request: Request, body: bytes, encoding: str, wait: float, *, provisional: bool
     ) -> tuple[Reply, bytes, Job | None]:
-        """
-        The reply with its plan; or a job, which is over where it was waited for.
+        """The reply with its plan, and the job that made it, if the plan was not stored.
 
-        A job that is not over goes on. Beside it there may be a plan for a smaller budget.
+        After `wait` seconds the job is returned unfinished and runs on. The plan is then one for a
+        smaller budget, if `provisional` and there is one, or empty.
         """
         caller: Caller = request.state.caller
-        reply, data = await self._find(name_of(encoding, body), Task("ask", encoding), body)
-        caller.check(reply)
+        find = WorkerRequest("find", encoding)
+        reply, data = await self._find(cache_key(encoding, body), find, body)
+        caller.check_size(reply)
         if reply.found:
             return reply, data, None
-        reply.seconds = caller.check_seconds(reply.seconds)
-        question, packed = body, encoding
+        reply.seconds = caller.check_time_limit(reply.seconds)
+        job_body, job_encoding = body, encoding
         if reply.named:
-            (_, question), packed = await self.look(Task("whole", encoding), body), ""
-        job = self.jobs.join(reply, question, packed)
+            _, job_body = await self.call_reader(WorkerRequest("with-graph", encoding), body)
+            job_encoding = ""
+        job = self.jobs.join(reply, job_body, job_encoding)
         try:
-            caller.wait_for(job)
+            caller.count_job(job)
         except ProblemError:
-            self.jobs.leave(job)
+            self.jobs.unsubscribe(job)
             raise
-        gone = asyncio.create_task(_gone(request))
-        back = False
+        disconnected = asyncio.create_task(_disconnected(request))
+        returning = False
         try:
             async with asyncio.timeout(wait):
-                while not job.over:
+                while not job.finished:
                     changed = asyncio.create_task(job.changed.wait())
-                    both = {changed, gone}
+                    both = {changed, disconnected}
                     try:
                         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                     finally:
                         changed.cancel()
-                    if gone.done():
-                        raise ProblemError("cancelled", "the client left")
+                    if disconnected.done():
+                        raise ProblemError("cancelled", "the client disconnected")
         except TimeoutError:
-            await self.jobs.want(job)
-            if not job.over:
-                less = Task("for-less", encoding)
-                reply, data = (reply, b"") if not provisional else await self.look(less, body)
-                return reply, data, job
-        except asyncio.CancelledError:  # this server ends, the job need not
-            back = True
-            raise ProblemError("busy", "the server ends: ask again", retry_after=1) from None
+            await self.jobs.detach(job)
+            if not job.finished:
+                if not provisional:
+                    return reply, b"", job
+                smaller = WorkerRequest("for-smaller-budget", encoding)
+                return *await self.call_reader(smaller, body), job
+        except asyncio.CancelledError:  # this server shuts down; in a cluster the job runs on
+            returning = True
+            message = "the server shuts down: send the request again"
+            raise ProblemError("busy", message, retry_after=1) from None
         finally:
-            gone.cancel()
-            self.jobs.leave(job, back=back)
+            disconnected.cancel()
+            self.jobs.unsubscribe(job, returning=returning)
         if job.problem is not None:
             _raise(job.problem)
-        reply, data = await self.look(Task("ask", encoding, with_record=True), body, job.record)
+        find = WorkerRequest("find", encoding, with_record=True)
+        reply, data = await self.call_reader(find, body, job.record)
         if not reply.found:
-            raise ProblemError("busy", "the plan was made and is not there", retry_after=1)
-        self._asked(reply)
+            message = "the plan was made and cannot be read: send the request again"
+            raise ProblemError("busy", message, retry_after=1)
+        self._on_hit(reply)
         return reply, data, job
 
-    async def better(self, caller: Caller, key: str, overhead: float) -> tuple[bytes, Job | None]:
-        """The kept plan if it has less overhead; else a job that looks for one, if any."""
-        reply, data = await self.stored(key)
+    async def better_plan(
+        self, caller: Caller, key: str, overhead: float
+    ) -> tuple[bytes, Job | None]:
+        """The stored plan if its overhead is below `overhead`; else a job that searches one.
+
+        Neither, if the stored plan cannot be improved.
+        """
+        reply, data = await self.stored_plan(key)
         if reply.figures.overhead is not None and reply.figures.overhead < overhead:
             return data, None
         if reply.settled:
@@ -196,18 +212,18 @@ class Desk:
         seconds = min(SEARCH_SECONDS, caller.limits.seconds or SEARCH_SECONDS)
         job = self.jobs.search(key, seconds)
         try:
-            caller.wait_for(job)
-            await self.jobs.want(job)
+            caller.count_job(job)
+            await self.jobs.detach(job)
         finally:
-            self.jobs.leave(job)
+            self.jobs.unsubscribe(job)
         if job.problem is not None:
             _raise(job.problem)
         return b"", job
 
     async def check(self) -> None:
-        """Raise `ProblemError` where plans cannot be kept or made."""
+        """Raise `ProblemError` if plans cannot be stored or made."""
         await asyncio.to_thread(self._check_store)
-        await self.bench.check()
+        await self.executor.check()
 
     def _check_store(self) -> None:
         try:
@@ -217,7 +233,7 @@ class Desk:
             raise ProblemError("busy", message, retry_after=5) from None
 
     async def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         if self._improver is not None:
             await self._improver.close()
         await self.jobs.close()
@@ -231,7 +247,7 @@ def _raise(reply: Reply) -> None:
         raise ProblemError(reply.problem, reply.detail, **reply.members)
 
 
-async def _gone(request: Request) -> None:
-    """Return when the client has left; its body has been read."""
+async def _disconnected(request: Request) -> None:
+    """Return when the client disconnects, after its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

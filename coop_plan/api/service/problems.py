@@ -12,30 +12,30 @@ PREFIX = "urn:coop-plan:problem:"
 MEDIA_TYPE = "application/problem+json"
 
 PROBLEMS = {
-    "invalid-input": (422, "The request breaks the contract; `pointer` says where"),
+    "invalid-input": (422, "The request is invalid; `pointer` is the place"),
     "budget-infeasible": (409, "The method cannot meet the budget; see `min_feasible_bytes`"),
     "time-limit": (504, "No plan was found within the time limit"),
-    "body-too-large": (413, "The body is larger than this server takes"),
-    "too-many-ops": (413, "The graph has more ops than this server takes"),
-    "unknown-graph": (404, "The graph must be sent first: PUT /graphs/{digest}"),
-    "wrong-digest": (422, "The document is not the one that its address names; see `digest`"),
-    "not-found": (404, "There is nothing at this address"),
-    "method-not-allowed": (405, "The address does not take this method"),
-    "unsupported-media-type": (415, "The body is of a type or encoding this server does not read"),
+    "body-too-large": (413, "The body is larger than the limit"),
+    "too-many-ops": (413, "The graph has more ops than the limit"),
+    "unknown-graph": (404, "The graph is not stored: send it by PUT /graphs/{digest}"),
+    "wrong-digest": (422, "The document has another digest than its URL; see `digest`"),
+    "not-found": (404, "There is nothing at this URL"),
+    "method-not-allowed": (405, "The URL does not allow this method"),
+    "unsupported-media-type": (415, "The body has a media type or encoding that is not supported"),
     "unauthorized": (401, "The request needs a token: `Authorization: Bearer`"),
-    "forbidden": (403, "The request comes from where none is taken, or its token is for less"),
+    "forbidden": (403, "The request's host or origin is refused, or its token lacks the scope"),
     "too-many-requests": (429, "The token's limit is reached; see `Retry-After`"),
     "slow-body": (408, "The body did not arrive in time"),
-    "too-much-work": (413, "The request needs more memory or time than this server gives it"),
+    "too-much-work": (413, "The request needs more memory or time than the server's limit"),
     "cancelled": (409, "The solve was cancelled"),
-    "busy": (503, "The server has too much to do; see `Retry-After`"),
-    "internal-error": (500, "The server failed; the request is not at fault"),
+    "busy": (503, "The server is overloaded or cannot work now; see `Retry-After`"),
+    "internal-error": (500, "The server failed"),
 }
 """Problem type → (status, title)."""
 
 
 class ProblemError(Exception):
-    """A request ends with a problem of this name."""
+    """Ends a request with the problem of this name."""
 
     def __init__(self, name: str, detail: str, **members: Any) -> None:
         self.name, self.detail, self.members = name, detail, members
@@ -58,7 +58,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def described(*names: str) -> dict[int | str, dict[str, Any]]:
-    """Problems as an OpenAPI operation lists them, by status."""
+    """OpenAPI responses of the problems, by status."""
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     found: dict[int | str, dict[str, Any]] = {}
     for name in names:
@@ -71,7 +71,7 @@ def described(*names: str) -> dict[int | str, dict[str, Any]]:
 def response(
     name: str, detail: str, headers: Mapping[str, str] | None = None, **members: Any
 ) -> JSONResponse:
-    """The problem document as a response; `retry_after` (s) becomes the header."""
+    """The problem as a response; `retry_after` (s) is also its `Retry-After`."""
     status, title = PROBLEMS[name]
     sent = dict(headers or {})
     if "retry_after" in members:
@@ -83,7 +83,7 @@ def response(
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of the app as a problem."""
+    """Answer all errors of the app with problems."""
 
     @app.exception_handler(ProblemError)
     async def problem(_: Request, error: ProblemError) -> JSONResponse:
@@ -95,7 +95,7 @@ def install(app: FastAPI) -> None:
         if name is None:
             return response("invalid-input", str(error.detail), pointer="")
         headers = error.headers
-        if error.status_code == 405:  # Starlette's names the methods of one route of the address
+        if error.status_code == 405:  # Starlette's `Allow` has the methods of one route only
             routes = [r for r in app.routes if r.matches(request.scope)[0] is not Match.NONE]
             methods = {method for route in routes for method in getattr(route, "methods", ())}
             headers = {"Allow": ", ".join(sorted(methods))}

@@ -1,4 +1,4 @@
-"""Request bodies: of the right type, not too large, not too slow, and not too many at once."""
+"""Request bodies: checks of type and encoding, limits on size, time and total memory."""
 
 import asyncio
 import contextlib
@@ -12,26 +12,25 @@ from coop_plan.api.service.problems import ProblemError
 ENCODINGS = ("", "identity", "gzip", "zstd")
 
 BODY_SECONDS = 30.0
-"""How long a body may take to arrive."""
+"""Limit on the arrival of a body."""
 
-BODIES = 4
-"""So many bodies of the largest size are held at once, or more that are smaller."""
+MAX_BODIES = 4
+"""Bodies of the largest size that are in memory at once, or as many bytes of smaller ones."""
 
 
-class Bodies:
-    """Reads the bodies of requests; counts the bytes of those that are held."""
+class BodyReader:
+    """Reads request bodies of up to `max_bytes`; counts the bytes of all that are in memory."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._held = 0
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
 
     @contextlib.asynccontextmanager
-    async def of(self, request: Request) -> AsyncIterator[tuple[bytes, str]]:
-        """
-        The body and its encoding, as long as it is held.
+    async def read(self, request: Request) -> AsyncIterator[tuple[bytes, str]]:
+        """Context with the body and its Content-Encoding; the body counts until its end.
 
         Raises:
-            ProblemError: what is wrong with it, as soon as that is known.
+            ProblemError: the body has a wrong type, is too large or too slow, or memory is full.
         """
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
@@ -45,30 +44,32 @@ class Bodies:
         try:
             parts: list[bytes] = []
             declared = request.headers.get("content-length", "0")
-            if declared.isdigit() and int(declared) > self._limit:
+            if declared.isdigit() and int(declared) > self._max_bytes:
                 raise self._too_large()
             try:
                 async with asyncio.timeout(BODY_SECONDS):
                     async for part in request.stream():
                         size += len(part)
-                        self._held += len(part)
-                        if size > self._limit:
+                        self._held_bytes += len(part)
+                        if size > self._max_bytes:
                             raise self._too_large()
-                        if self._held > BODIES * self._limit:
-                            message = "too many bodies are held"
+                        if self._held_bytes > MAX_BODIES * self._max_bytes:
+                            message = "the server's memory for request bodies is full"
                             raise ProblemError("busy", message, retry_after=5)
                         parts.append(part)
             except TimeoutError:
                 message = f"the body took longer than {BODY_SECONDS:g} s"
                 raise ProblemError("slow-body", message) from None
             except ClientDisconnect:
-                raise ProblemError("slow-body", "the client left") from None
+                message = "the client disconnected before the end of the body"
+                raise ProblemError("slow-body", message) from None
             body = b"".join(parts)
             del parts
             yield body, encoding
         finally:
-            self._held -= size
+            self._held_bytes -= size
 
     def _too_large(self) -> ProblemError:
-        limit = self._limit
-        return ProblemError("body-too-large", f"at most {limit} bytes", max_body_bytes=limit)
+        limit = self._max_bytes
+        message = f"the body is larger than {limit} bytes, this server's limit"
+        return ProblemError("body-too-large", message, max_body_bytes=limit)

@@ -6,50 +6,50 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from coop_plan.api.service.auth import Caller
 from coop_plan.api.jobs.request_handler import Reply
-from coop_plan.api.service.request_body import Bodies
-from coop_plan.api.service.etag import tagged
-from coop_plan.api.service.graph_store import LISTED
+from coop_plan.api.jobs.worker_process import WorkerRequest
+from coop_plan.api.service.auth import Caller
+from coop_plan.api.service.etag import etag_response
+from coop_plan.api.service.graph_store import MAX_LISTED
 from coop_plan.api.service.problems import ProblemError, described
-from coop_plan.api.jobs.worker_process import Task
+from coop_plan.api.service.request_body import BodyReader
 
 DIGEST = re.compile("sha256:[0-9a-f]{64}")
 
-CARDS: dict[str, Any] = {
+SUMMARIES: dict[str, Any] = {
     "type": "array",
-    "maxItems": LISTED,
+    "maxItems": MAX_LISTED,
     "items": {
         "type": "object",
         "properties": {
             "digest": {"type": "string", "pattern": f"^{DIGEST.pattern}$"},
             "name": {"type": "string"},
             "ops": {"type": "integer"},
-            "bytes": {"type": "integer", "description": "of the document"},
+            "bytes": {"type": "integer", "description": "Size of the document"},
         },
         "required": ["digest", "name", "ops", "bytes"],
     },
 }
 
 
-class Look(Protocol):
-    """Gives a task to a reader; raises `ProblemError`."""
+class CallReader(Protocol):
+    """Sends a request to a reader process."""
 
-    async def __call__(self, task: Task, body: bytes = b"") -> tuple[Reply, bytes]:
-        """What the reader answers."""
+    async def __call__(self, task: WorkerRequest, body: bytes = b"") -> tuple[Reply, bytes]:
+        """The reader's answer; raises `ProblemError` if it is a problem."""
 
 
-def install(app: FastAPI, bodies: Bodies, look: Look) -> None:
-    """Add the addresses of graphs."""
+def install(app: FastAPI, bodies: BodyReader, call_reader: CallReader) -> None:
+    """Add the routes."""
     graph: dict[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Graph"}}}
 
     @app.put(
         "/graphs/{digest}",
-        summary="Send a graph, to name it by the SHA-256 of its document from then on",
+        summary="Store a graph, to be named by the SHA-256 of its document",
         status_code=201,
         responses={
-            201: {"description": "It is kept"},
-            204: {"description": "It was there"},
+            201: {"description": "The graph is stored"},
+            204: {"description": "The graph was stored already"},
             **described(
                 "invalid-input",
                 "wrong-digest",
@@ -67,10 +67,10 @@ def install(app: FastAPI, bodies: Bodies, look: Look) -> None:
     )
     async def put_graph(digest: str, request: Request) -> Response:
         _check(digest)
-        async with bodies.of(request) as (body, encoding):
-            reply, _ = await look(Task("put-graph", encoding, key=digest), body)
+        async with bodies.read(request) as (body, encoding):
+            reply, _ = await call_reader(WorkerRequest("put-graph", encoding, key=digest), body)
         caller: Caller = request.state.caller
-        caller.check(reply)
+        caller.check_size(reply)
         if reply.found:
             return Response(status_code=204, headers={"ETag": f'"{digest}"'})
         headers = {"Location": f"/graphs/{digest}", "ETag": f'"{digest}"'}
@@ -78,34 +78,34 @@ def install(app: FastAPI, bodies: Bodies, look: Look) -> None:
 
     @app.get(
         "/graphs/{digest}",
-        summary="A graph that was sent",
+        summary="Get a stored graph",
         responses={
             200: {"description": "The document as it was sent", "content": graph},
-            304: {"description": "It is the one of `If-None-Match`"},
+            304: {"description": "The client has the document (`If-None-Match`)"},
             **described("not-found", "too-much-work", "forbidden"),
         },
     )
     async def get_graph(digest: str, request: Request) -> Response:
         _check(digest)
-        _, data = await look(Task("graph", key=digest))
-        return tagged(request, data, digest)
+        _, data = await call_reader(WorkerRequest("graph", key=digest))
+        return etag_response(request, data, digest)
 
     @app.get(
         "/graphs",
-        summary="Graphs that are kept, the last ones used first, 100 at most",
+        summary=f"List stored graphs, the last used first, {MAX_LISTED} at most",
         responses={
             200: {
                 "description": "The digest, name, ops and bytes of each",
-                "content": {"application/json": {"schema": CARDS}},
+                "content": {"application/json": {"schema": SUMMARIES}},
             },
             **described("forbidden", "busy"),
         },
     )
     async def get_graphs() -> Response:
-        _, data = await look(Task("graphs"))
+        _, data = await call_reader(WorkerRequest("graphs"))
         return Response(data, media_type="application/json")
 
 
 def _check(digest: str) -> None:
     if DIGEST.fullmatch(digest) is None:
-        raise ProblemError("not-found", "a graph is named by sha256: and 64 hexadecimal digits")
+        raise ProblemError("not-found", "the name of a graph is sha256: and 64 hexadecimal digits")

@@ -1,25 +1,82 @@
-"""`GET /`: the page of the service, which needs nothing that is not in it but `POST /plan`."""
+"""
+Pages of the service: `GET /`, its own page, and `GET /docs`, Swagger UI of `/openapi.json`.
 
+No page needs a network: Swagger UI's files come from the package `fastapi-offline`.
+"""
+
+import base64
 import functools
+import hashlib
+from importlib import resources
 
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, Response
 
 from coop_plan.web import page, security_policy
 
 ENTRY = "service.js"
 
+DOCS_FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
+"""Files of the page `/docs`, with their media types."""
+
+DOCS_PATHS = frozenset({"/docs", *(f"/docs/{name}" for name in DOCS_FILES)})
+
+_SCRIPT = """
+SwaggerUIBundle({ url: "/openapi.json", dom_id: "#docs", deepLinking: true, validatorUrl: null });
+"""
+_DOCS = f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="/docs/swagger-ui.css">
+<title>coop-plan: API</title>
+</head>
+<body>
+<main id="docs"></main>
+<script src="/docs/swagger-ui-bundle.js"></script>
+<script>{_SCRIPT}</script>
+</body>
+</html>
+"""
+_HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+_DOCS_POLICY = (
+    f"default-src 'none'; script-src 'self' 'sha256-{_HASH}'; style-src 'self' 'unsafe-inline';"
+    " connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none';"
+    " frame-ancestors 'none'"
+)
+"""Content-Security-Policy of `/docs`: Swagger UI sets styles of elements."""
+
 
 def install(app: FastAPI) -> None:
-    """Add the page."""
+    """Add the routes."""
 
     @app.get("/", include_in_schema=False)
     async def get_page() -> HTMLResponse:
         text, policy = _page()
         return HTMLResponse(text, headers={"Content-Security-Policy": policy})
 
+    @app.get("/docs", include_in_schema=False)
+    async def get_docs() -> HTMLResponse:
+        return HTMLResponse(_DOCS, headers={"Content-Security-Policy": _DOCS_POLICY})
+
+    for name in DOCS_FILES:
+        add = app.get(f"/docs/{name}", include_in_schema=False)
+        add(functools.partial(_get_docs_file, name))
+
 
 @functools.cache
 def _page() -> tuple[str, str]:
-    """The page, and the policy under which its own script runs and no other."""
+    """The service's page, and the policy that allows its own script only."""
     return page(ENTRY, "coop-plan", {}), security_policy(ENTRY)
+
+
+async def _get_docs_file(name: str) -> Response:
+    headers = {"Cache-Control": "public, max-age=86400"}
+    return Response(_docs_file(name), media_type=DOCS_FILES[name], headers=headers)
+
+
+@functools.cache
+def _docs_file(name: str) -> bytes:
+    return (resources.files("fastapi_offline") / "static" / name).read_bytes()

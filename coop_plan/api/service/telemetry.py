@@ -1,4 +1,4 @@
-"""Every request under a trace (W3C Trace Context), in one line of the log and in the metrics."""
+"""Telemetry of requests: a trace (W3C Trace Context), a log line and metrics for each."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ from coop_plan.api.service.metrics import Metrics
 TRACEPARENT = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
-"""What may be a label: a client that makes names up makes no time series."""
+"""Methods that are labels of metrics; a client's invented ones would add time series."""
 
 tracing: Any = None
 with contextlib.suppress(ModuleNotFoundError):  # the extra `otel`
@@ -25,7 +25,7 @@ log = structlog.stdlib.get_logger("coop_plan.requests")
 
 
 def trace_of(traceparent: str) -> tuple[str, str]:
-    """The trace's id and flags of a header; a trace of its own where that is none."""
+    """Trace id and flags of a `traceparent` header; of a new trace, if the header is invalid."""
     found = TRACEPARENT.fullmatch(traceparent.strip())
     if found is not None:
         version, trace, parent, flags, more = found.groups()
@@ -36,7 +36,7 @@ def trace_of(traceparent: str) -> tuple[str, str]:
 
 
 def span_of(traceparent: str) -> tuple[str, str, str]:
-    """The trace's id, the span's and flags: OpenTelemetry's where it has begun one, else ours."""
+    """Trace id, span id and flags: those of OpenTelemetry's current span, or else new ones."""
     if tracing is not None:
         span = tracing.get_current_span().get_span_context()
         if span.is_valid:
@@ -45,14 +45,14 @@ def span_of(traceparent: str) -> tuple[str, str, str]:
     return trace, secrets.token_hex(8), flags
 
 
-class Observed:
-    """Times the requests of an application; the answer's `traceparent` names this one."""
+class Telemetry:
+    """Middleware that logs and counts each request, and adds `traceparent` to its response."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on and watch."""
+        """Pass the request on, and record its response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -60,7 +60,7 @@ class Observed:
         began = time.perf_counter()
         status, sent, cache = 500, 0, ""
 
-        async def watched(message: Message) -> None:
+        async def send_recorded(message: Message) -> None:
             nonlocal status, sent, cache
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -73,13 +73,13 @@ class Observed:
 
         with structlog.contextvars.bound_contextvars(trace_id=trace, span_id=span):
             try:
-                await self._app(scope, receive, watched)
+                await self._app(scope, receive, send_recorded)
             finally:
                 seconds = time.perf_counter() - began
                 method = scope["method"] if scope["method"] in METHODS else "other"
                 route = getattr(scope.get("route"), "path", "unknown")
                 caller = getattr(scope.get("state", {}).get("caller"), "name", "")
-                self._metrics.answered(method, route, status, seconds, cache)
+                self._metrics.observe_request(method, route, status, seconds, cache)
                 log.info(
                     "request",
                     method=method,

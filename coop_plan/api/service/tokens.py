@@ -1,6 +1,6 @@
-"""API tokens: a file of their hashes, what each may do, and how much of it.
+"""API tokens: a file with the hash, the scopes and the limits of each.
 
-A token is 256 random bits, so that its SHA-256 tells nothing of it: there is no dictionary to try.
+A token is 256 random bits: a plain SHA-256 protects it, since a dictionary attack is impossible.
 """
 
 import hashlib
@@ -22,11 +22,13 @@ Scope = Literal["plan", "read", "admin"]
 
 
 class TokenLimits(Model, frozen=True, kw_only=True):
-    """
-    What the holder of a token may take at most, in each server; what is not said is the server's.
+    """Limits of a token in each server; None for the server's own.
 
-    `running_jobs` counts the plans that are being made for it; `seconds` is of a time limit;
-    `bytes` of a body, unpacked.
+    Attributes:
+        running_jobs: unfinished jobs of the token.
+        seconds: of a request's time limit.
+        ops: of a graph.
+        bytes: of a decompressed body.
     """
 
     running_jobs: Annotated[int, Meta(ge=1)] | None = None
@@ -37,11 +39,10 @@ class TokenLimits(Model, frozen=True, kw_only=True):
 
 
 class Token(Model, frozen=True, kw_only=True):
-    """
-    One token: the SHA-256 of it in hexadecimal digits, and what it is for.
+    """One token by its SHA-256 in hexadecimal digits, with its scopes and limits.
 
-    `plan` sends graphs, asks for plans and cancels; `read` gets what there is; `admin` gets the
-    metrics and cancels. None includes another.
+    Scope `plan` sends graphs, requests plans and cancels jobs; `read` reads; `admin` reads metrics
+    and cancels jobs. No scope includes another.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=100)]
@@ -51,12 +52,12 @@ class Token(Model, frozen=True, kw_only=True):
 
 
 class Tokens(Model, frozen=True, kw_only=True):
-    """A file of tokens."""
+    """The document of a token file."""
 
     tokens: list[Token]
 
     def __post_init__(self) -> None:
-        """Refuse two of one name: which one was meant to be taken back?"""
+        """Refuse two tokens of one name, which could not be revoked by name."""
         names: set[str] = set()
         for number, token in enumerate(self.tokens):
             if token.name in names:
@@ -64,49 +65,49 @@ class Tokens(Model, frozen=True, kw_only=True):
                 raise InvalidInputError(message, f"/tokens/{number}/name")
             names.add(token.name)
 
-    def holder(self, given: str) -> Token | None:
-        """The token of these characters; all are compared, in a time that tells nothing."""
-        mine = hash_of(given)
+    def find(self, given: str) -> Token | None:
+        """The token that `given` is, if any; in constant time."""
+        digest = hash_of(given)
         found = None
         for token in self.tokens:
-            if hmac.compare_digest(mine, token.sha256):
+            if hmac.compare_digest(digest, token.sha256):
                 found = token
         return found
 
 
 def hash_of(token: str) -> str:
-    """What is kept of a token."""
+    """SHA-256 of a token, as the file has it."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def load(path: Path | str) -> Tokens:
-    """
-    The tokens of a file.
+    """The tokens of a file.
 
     Raises:
-        InvalidInputError: it cannot be read, or is no such file; a file without tokens lets nobody
-            in, which is not what anybody means.
+        InvalidInputError: the file cannot be read, is no token file, or has no token.
     """
-    made = read(Tokens, path)
-    if not made.tokens:
-        raise InvalidInputError("there is no token in it", "/tokens", str(path))
-    return made
+    tokens = read(Tokens, path)
+    if not tokens.tokens:
+        raise InvalidInputError(
+            "the file has no token: `coop-plan token` adds one", "/tokens", str(path)
+        )
+    return tokens
 
 
 def add(path: Path, name: str, scopes: list[Scope]) -> str:
-    """
-    A new token in a file, which is made for its owner only where there is none.
+    """Add a new token to a file, which is created if needed, readable by its owner only.
+
+    Returns the token itself, which is stored nowhere.
 
     Raises:
-        InvalidInputError: the file is none of tokens, or has the name.
-        OutputError: it cannot be written.
+        InvalidInputError: the file is no token file, or has a token of this name.
+        OutputError: the file cannot be written.
     """
-    known = read(Tokens, path).tokens if path.exists() else []
-    made = PREFIX + secrets.token_urlsafe(32)
-    token = Token(name=name, sha256=hash_of(made), scopes=scopes)
-    document = Tokens(tokens=[*known, token])
-    fresh = not path.exists()
-    if fresh:
+    existing = read(Tokens, path).tokens if path.exists() else []
+    secret = PREFIX + secrets.token_urlsafe(32)
+    token = Token(name=name, sha256=hash_of(secret), scopes=scopes)
+    document = Tokens(tokens=[*existing, token])
+    if not path.exists():
         path.touch(mode=0o600)
     write_whole(str(path), msgspec.json.format(document.to_json().encode(), indent=2) + b"\n")
-    return made
+    return secret

@@ -177,7 +177,7 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
         if not self.held:
             return ""
         rules = options.alignment, options.outputs, options.host_budget
-        problem = Problem.from_graph(options.on(graph), *rules)
+        problem = Problem.from_graph(options.apply_link(graph), *rules)
         found = unrecomputable_residents(problem, self.budget_bytes - problem.fixed_bytes)
         return "" if found is None else explain_residents(problem, found)
 
