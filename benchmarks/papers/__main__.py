@@ -1,9 +1,9 @@
-"""The papers' figures beside ours, as Markdown: what `make papers` writes to docs/papers.md.
+"""Page of the papers' figures with ours, docs/papers.md; `make papers` writes it.
 
     python -m benchmarks.papers [--only SECTION,...] [--quick] [--output FILE]
 
-Steps are captured for devices that are not here, so a machine without a GPU will do. Two processes
-share the rows. --quick takes the first row of each section, and half of the time for its searches.
+Steps are captured for absent devices, so no GPU is needed. Two processes share the rows. --quick
+measures the first row of each section, with half of the search time.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.papers import measures
+from benchmarks.report import table
 from benchmarks.variants import DEFAULTS, MONET, OUTPUTS
 
 INTRO = """# The papers' figures
@@ -42,12 +43,12 @@ NOT_FILLED = """## Not filled
 """
 
 LONGEST = "delta"
-"""Its rows take minutes each: last, they would leave one process without work."""
+"""Section that starts first: its rows take minutes each."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table: `rows` are what the worker processes call."""
+    """Table of the page; the worker processes call `rows`."""
 
     name: str
     title: str
@@ -252,11 +253,9 @@ def _tables(page: str) -> dict[str, str]:
 
 def _table(section: Section, rows: list[list[str]], *, quick: bool) -> str:
     command = f"python -m benchmarks.papers --only {section.name}" + " --quick" * quick
-    lines = [section.heads, ["---"] * len(section.heads), *rows]
-    table = ["| " + " | ".join(line) + " |" for line in lines]
     half = " Searches had half of that time." * quick
     text = textwrap.fill(f"`{command}`. {section.text}{half}", 100, break_long_words=False)
-    return "\n".join([f"## {section.title}", "", text, "", *table, ""])
+    return "\n".join([f"## {section.title}", "", text, "", table(section.heads, rows), ""])
 
 
 if __name__ == "__main__":
