@@ -188,7 +188,8 @@ def main() -> int:
             mark = "" if row.held else "  NOT HELD"
             print(f"{name} {row.budget}: {row.result}{mark}", file=sys.stderr, flush=True)
     report.finish(arguments.csv)
-    print("*: below the smallest feasible budget, which was used instead")
+    if any(row["budget"].endswith("*") for row in report.rows):
+        print("*: below the smallest feasible budget, which was used instead")
     return 0 if all(row["held"] for row in report.rows) else 1
 
 

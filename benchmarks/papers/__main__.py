@@ -24,22 +24,22 @@ from benchmarks.variants import DEFAULTS, MONET, OUTPUTS
 
 INTRO = """# The papers' figures
 
-What the papers that coop-plan follows claim, and what its plans reach on the same networks. All of
-this page is printed by `make papers`; each section names the command that makes it alone.
+Published figures of the papers that coop-plan follows, and results of its plans on the same networks.
+`make papers` prints this page; each section names its own command.
 
-*Overhead* is the cost of a plan ÷ that of every op once, minus 1. *Peak* is that of keep-everything
-at its best placement, parameters, gradients and batch included, and a *share* is of it; no
-optimizer's state is counted. Coop's authors take shares of the largest threshold that they swept
-and overheads against the best time of all methods: ours are of the graph itself. Costs are
-[rooflines](cli.md), not measured times, so overheads compare methods and say nothing of seconds. A
-dash in *published* means that we know of no figure for that row.
+*Overhead* is the cost of a plan ÷ the cost of every op once, minus 1. *Peak* is that of
+keep-everything at its best placement: parameters, gradients and batch included, optimizer states
+not. A *share* refers to that peak. Coop's authors take shares of their largest threshold, and
+overheads against the best time of all methods; ours refer to the graph itself. Costs are
+[rooflines](cli.md), not measured times, so overheads compare methods and predict no seconds. A dash
+in *published* means that no figure for that row is known to us.
 """
 
 NOT_FILLED = """## Not filled
 
 - Coop's own search latency, overheads and fragmentation are curves and bars in the paper, without
   numbers.
-- T-Control (ASPLOS 2026): neither its method nor its ratios could be had from public text.
+- T-Control (ASPLOS 2026): public text has neither its method nor its ratios.
 """
 
 LONGEST = "delta"
@@ -70,8 +70,8 @@ SECTIONS = (
         "coop",
         "Coop (NeurIPS 2023): methods on its networks",
         "Captured for an A100 in float32. Overheads at half of the peak; `arena` is the"
-        " fragmentation of coop-offline's there, `free at evictions` the mean share of the budget"
-        " that is free when `coop` has to evict, Coop's own metric."
+        " fragmentation of coop-offline's plan, `free at evictions` the mean share of the budget"
+        " that is free when `coop` must evict, Coop's own metric."
         " Published: up to twice the memory saved, with less overhead, latency and fragmentation"
         " than DTR and DTE (abstract); we have no figure per network.",
         (
@@ -84,8 +84,8 @@ SECTIONS = (
         "shares",
         "Coop's networks from 80 % down to 30 %",
         "An A100 roofline, coop-offline. `arena` is its worst fragmentation at these shares;"
-        " `smallest` the least share that it meets, `proved` the share below which no schedule at"
-        " all has a peak, `fixed` what no plan can give back: parameters, gradients and batch.",
+        " `smallest` the smallest feasible share, `proved` a lower bound on it for every schedule,"
+        " `fixed` the share of parameters, gradients and batch, which no plan evicts.",
         (
             *("network", *(f"{share} %" for share in measures.SHARES)),
             *("arena", "smallest", "proved", "fixed"),
@@ -187,9 +187,9 @@ SECTIONS = (
         "MONeT (ICLR 2021): a third of the memory",
         "The paper's headline is 3 times less memory than PyTorch at 9 to 16 % of overhead. Peaks"
         " have parameters, batch, gradients of parameters and workspaces in them, at the best"
-        " placement of keeping everything; overheads are against its step. *Default bodies* keep"
-        " what the profiled ones read; *gradients from outputs* is what PyTorch keeps, which reads"
-        " an activation's output for its gradient: nearest to what the paper compares with."
+        " placement of keeping everything; overheads are against its step. *Default variants* save"
+        " the inputs that the profiled ones read. *Gradients from outputs* saves an activation's"
+        " output for its gradient, as PyTorch does: the paper's nearest reference."
         f" `auto`, {measures.MONET_SECONDS:.0f} s a plan; one whose first runs leave the program's"
         " order, for less than that order's bound, has the bound of every op once.",
         ("graph", "keeping everything", "GiB", "a third", "overhead there", "at least"),
