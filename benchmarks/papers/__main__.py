@@ -172,8 +172,8 @@ SECTIONS = (
     Section(
         "monet",
         "MONeT (ICLR 2021): operator variants",
-        "Steps in ms with MONeT's measured variants on a P100, beside the solutions that its"
-        f" authors published, which took up to a day each; ours have {measures.MONET_SECONDS:.0f}"
+        "Steps in ms with MONeT's measured variants on a P100, compared with its authors'"
+        f" published solutions, which took up to a day each; ours have {measures.MONET_SECONDS:.0f}"
         " s. `ratio` is theirs ÷ ours.",
         ("graph", "GiB", "MONeT", "optimal", "bound", "ratio"),
         tuple(
