@@ -152,12 +152,8 @@ class Comparison:
 
 
 COLUMNS = (
-    "architecture",
-    "budget",
-    "ops",
-    Column("peak", form=format_bytes),
-    Column("planned_arena", form=format_bytes),
-    Column("measured_arena", form=format_bytes),
+    *("architecture", "budget", "ops"),
+    *(Column(name, form=format_bytes) for name in ("peak", "planned_arena", "measured_arena")),
     Column("outside", form=format_bytes),
     Column("planned_overhead", form=".1%"),
     Column("measured_overhead", "in-step overhead", ".1%"),

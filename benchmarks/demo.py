@@ -27,6 +27,11 @@ from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.reports import StepReport
 from coop_plan.schemas import format_bytes
 
+REPORTED = (
+    *("method", "status", "budget_bytes", "peak_bytes", "measured_peak_bytes"),
+    *("planned_arena_bytes", "measured_arena_bytes", "outside_bytes"),
+    *("planned_overhead", "measured_overhead", "profile_seconds", "plan_seconds"),
+)
 MODES = {"eager": None, "keep-all": "100%", "half": "50%", "smallest": "min"}
 
 
@@ -143,23 +148,7 @@ def summary(trainers: list[Trainer]) -> list[dict[str, Any]]:
             row["measured_peak_bytes"] = trainer.peak_bytes
         else:
             report = trainer.report
-            row |= {
-                name: getattr(report, name)
-                for name in (
-                    "method",
-                    "status",
-                    "budget_bytes",
-                    "peak_bytes",
-                    "measured_peak_bytes",
-                    "planned_arena_bytes",
-                    "measured_arena_bytes",
-                    "outside_bytes",
-                    "planned_overhead",
-                    "measured_overhead",
-                    "profile_seconds",
-                    "plan_seconds",
-                )
-            }
+            row |= {name: getattr(report, name) for name in REPORTED}
             row["recomputed_ops"] = report.plan.recomputed_ops
             row["ops"] = len(report.graph.ops)
         rows.append(row)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from benchmarks.plan_quality import TRACED_PEAKS
 from benchmarks.report import Column, Report, parser
 from benchmarks.synthetic import gpt
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
@@ -47,14 +48,7 @@ KNOWN = [
 ]
 """Graph, share of keep-everything's peak, optimum in % overhead."""
 
-TRACES = {
-    "resnet32": 10061314048,
-    "unet": 8415815168,
-    "densenet121": 11021068288,
-    "transformer": 9864438784,
-}
-"""Real traces and their traced peaks in bytes, of which budgets are shares."""
-
+TRACES = ("resnet32", "unet", "densenet121", "transformer")
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 TIGHT = (1.0, 1.02, 1.05, 1.1, 1.2)
 """Budgets near the smallest, as multiples of it without resident bytes."""
@@ -108,11 +102,11 @@ def optima(folder: Path, limit: float) -> Report:
 def traces(folder: Path, limit: float) -> Report:
     """Recorded traces, outputs in the arena."""
     report = Report("graph", "share", "method", *FIGURES, progress=True)
-    for name, peak in TRACES.items():
+    for name in TRACES:
         graph = load_graph(str(folder / f"{name}.json"))
         for share, method in itertools.product(SHARES, ("coop-offline", "auto")):
             options = {"alignment": 1, "outputs": "arena"}
-            figures = measure(graph, int(share * peak), method, limit, **options)
+            figures = measure(graph, int(share * TRACED_PEAKS[name]), method, limit, **options)
             report.add(graph=name, share=share, method=method, **figures)
     return report
 
@@ -212,15 +206,11 @@ def as_pulp(milp: Milp) -> dict:
                 fields = {"sense": sense, "coefficients": terms, "pi": None, "constant": -limit}
                 constraints.append({"name": None, **fields})
     variables = [
-        {
-            "name": f"x{j}",
-            "cat": "Integer" if milp.integer[j] else "Continuous",
-            "lowBound": milp.lower[j],
-            "upBound": milp.upper[j],
-            "varValue": None,
-            "dj": None,
-        }
-        for j in range(len(milp.lower))
+        {"name": f"x{j}", "cat": "Integer" if integer else "Continuous"}
+        | {"lowBound": lower, "upBound": upper, "varValue": None, "dj": None}
+        for j, (integer, lower, upper) in enumerate(
+            zip(milp.integer, milp.lower, milp.upper, strict=True)
+        )
     ]
     costs = [{"name": f"x{j}", "value": cost} for j, cost in enumerate(milp.cost)]
     return {

@@ -132,18 +132,9 @@ class Tape:
         workspace = 0
         if name.startswith("linear") and self.random.random() < self.workspace_chance:
             workspace = self.large()
-        self.ops.append(
-            {
-                "id": len(self.ops),
-                "name": name,
-                "phase": self.phase,
-                "inputs": inputs,
-                "outputs": outputs,
-                "cost_us": round(float(cost), 3),
-                "workspace_bytes": workspace,
-                **fields,
-            }
-        )
+        about = {"id": len(self.ops), "name": name, "phase": self.phase}
+        costs = {"cost_us": round(float(cost), 3), "workspace_bytes": workspace}
+        self.ops.append({**about, "inputs": inputs, "outputs": outputs, **costs, **fields})
         return outputs
 
     def _apply(
@@ -285,12 +276,7 @@ class Tape:
             elif p in found:
                 self.tensors[found[p]]["kind"] = "output"
         return parse_graph(
-            {
-                "schema": "coop-plan/graph/1",
-                "name": name,
-                "tensors": self.tensors,
-                "ops": self.ops,
-            }
+            {"schema": "coop-plan/graph/1", "name": name, "tensors": self.tensors, "ops": self.ops}
         )
 
 

@@ -132,23 +132,13 @@ def start(count: int, budget: str, caches: list[Path]) -> tuple[bool, list[str]]
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(count):
-            environment = os.environ | {
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "XDG_CACHE_HOME": str(caches[rank]),
-            }
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            environment["XDG_CACHE_HOME"] = str(caches[rank])
             command = [sys.executable, "-m", "benchmarks.ranks", "--rank", str(rank)]
             command += ["--ranks", str(count), "--folder", folder, "--budget", budget]
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+            processes.append(process)
         ended = [process.communicate(timeout=600) for process in processes]
     fine = not any(process.returncode for process in processes)
     lines = [line for out, _ in ended for line in out.splitlines()]

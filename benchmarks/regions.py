@@ -87,15 +87,9 @@ def measure(name: str, budget: str, turns: int) -> dict[str, Any]:
     def ratio(way: str, to: str) -> float:
         return statistics.median(a / b for a, b in zip(times[way], times[to], strict=True))
 
-    return {
-        "model": name,
-        "budget": budget,
-        "gradients": equal,
-        "peaks": within,
-        "whole": ratio("one graph", "eager"),
-        "blocks": ratio("by blocks", "eager"),
-        "blocks_to_whole": ratio("by blocks", "one graph"),
-    }
+    figures = {"whole": ratio("one graph", "eager"), "blocks": ratio("by blocks", "eager")}
+    figures["blocks_to_whole"] = ratio("by blocks", "one graph")
+    return dict(model=name, budget=budget, gradients=equal, peaks=within, **figures)
 
 
 COLUMNS = (

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.demo import build_model, loss_of
 from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.runtime import clear_reports, reports
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
@@ -48,14 +49,12 @@ def llama(layers: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any
         use_cache=False,
     )
     ids = torch.randint(0, 2000, (4, 256))
-    return LlamaForCausalLM(config).train(), _language_loss, ids
+    return LlamaForCausalLM(config).train(), loss_of, ids
 
 
 def gpt2(layers: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
     """GPT-2 of the demo: width 256, batch 4 x 256, dropout 0.1."""
-    from benchmarks.demo import build_model
-
-    return build_model(layers, 256, 256), _language_loss, torch.randint(0, 2000, (4, 256))
+    return build_model(layers, 256, 256), loss_of, torch.randint(0, 2000, (4, 256))
 
 
 def resnet50(_: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
@@ -64,14 +63,6 @@ def resnet50(_: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any],
 
     model = ResNetForImageClassification(ResNetConfig(num_labels=100)).train()
     return model, _image_loss, torch.randn(4, 3, 128, 128)
-
-
-def _language_loss(model: torch.nn.Module) -> Any:
-    def loss(ids: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=ids, use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-    return loss
 
 
 def _image_loss(model: torch.nn.Module) -> Any:

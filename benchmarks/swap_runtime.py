@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+from benchmarks.demo import build_model, loss_of
 from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.runtime import clear_reports, reports
@@ -30,10 +31,7 @@ Built = tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]
 
 def gpt2() -> Built:
     """GPT-2 of four layers, width 256, batch 4 x 256, dropout 0.1."""
-    from benchmarks.demo import build_model
-    from benchmarks.runtime_peers import _language_loss
-
-    return build_model(4, 256, 256), _language_loss, torch.randint(0, 2000, (4, 256))
+    return build_model(4, 256, 256), loss_of, torch.randint(0, 2000, (4, 256))
 
 
 def unet() -> Built:

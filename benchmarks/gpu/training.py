@@ -133,22 +133,17 @@ def reported() -> Row:
     report = reports()[0] if reports() else None
     if report is None:
         return {}
-    return {
-        "budget": report.budget_bytes,
-        "arena": report.measured_arena_bytes,
-        "planned": report.planned_overhead,
-        "in_step": report.measured_overhead,
-        "outside": report.outside_bytes,
-        "outside_plan": report.outside_plan,
-        "own_peak": report.measured_peak_bytes,
+    fields = {"budget": "budget_bytes", "arena": "measured_arena_bytes"}
+    fields |= {"planned": "planned_overhead", "in_step": "measured_overhead"}
+    fields |= {"outside": "outside_bytes", "outside_plan": "outside_plan"}
+    fields |= {"own_peak": "measured_peak_bytes", "profiled_s": "profile_seconds"}
+    fields |= {"planned_s": "plan_seconds", "compiled_s": "compile_seconds"}
+    return {name: getattr(report, field) for name, field in fields.items()} | {
         "arena_as_planned": report.measured_arena_bytes == report.planned_arena_bytes,
         "recomputed": report.plan.recomputed_ops,
         "swapped": report.plan.swapped_bytes,
         "copies": sum(step.do in ("offload", "prefetch") for step in report.plan.steps),
         "ops": len(report.graph.ops),
-        "profiled_s": report.profile_seconds,
-        "planned_s": report.plan_seconds,
-        "compiled_s": report.compile_seconds,
     }
 
 

@@ -24,7 +24,7 @@ from benchmarks.variants import DEFAULTS, MONET, OUTPUTS
 
 INTRO = """# The papers' figures
 
-Published figures of the papers that coop-plan follows, and results of its plans on the same networks.
+Published figures of the papers that coop-plan follows, and its own results on the same networks.
 `make papers` prints this page; each section names its own command.
 
 *Overhead* is the cost of a plan ÷ the cost of every op once, minus 1. *Peak* is that of
