@@ -1,10 +1,11 @@
-# On a fresh machine `make demo` and `make test` set up .venv themselves.
+# `make demo` and `make test` set up .venv on a fresh machine.
 PYTHON ?= python3
 # Graphs with known optima, recorded traces and MiniMalloc's instances, for `make bench`.
 DATA ?= ../shared/data
 BIN := .venv/bin
 FOLDERS := coop_plan
 READY := .venv/.ready
+comma := ,
 OLDEST := .venv-oldest
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
@@ -18,17 +19,17 @@ export NO_MKDOCS_2_WARNING := 1
 help: ## List what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## Train GPT-2 in eager and under budgets, side by side
+demo: $(READY) ## Train GPT-2 in eager and under budgets, and compare
 	$(BIN)/python -m benchmarks.demo
 
-cluster: $(READY) ## Start servers, workers and Redis here as a cluster, and ask it
+cluster: $(READY) ## Start a local cluster of servers, workers and Redis, and send requests
 	$(BIN)/python -m benchmarks.local_cluster
 
 test: $(READY) ## Run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Left out: the runtime, whatever is marked slow, the property with the most examples (SLOW), and of
-# the planner the exact methods, annealing, the verifier's fuzzing and the placement of instances.
+# Without the runtime, tests marked slow, the property with the most examples (SLOW), and the planner's
+# exact methods, annealing, fuzzing of the verifier and placement of instances.
 FAST := tests/schemas tests/api tests/test_docs.py tests/planner/core tests/planner/test_params.py \
   tests/planner/test_verifier.py tests/planner/test_bound_model.py tests/planner/test_methods.py \
   tests/planner/test_plan_cache.py $(wildcard tests/planner/test_online_*.py)
@@ -46,6 +47,7 @@ lint: $(READY) ## Check style, types, generated files and the documentation
 	$(BIN)/mypy
 	$(BIN)/python -m coop_plan.schemas.generate --check
 	$(BIN)/python -m docs.help_text --check
+	$(BIN)/python -m docs.wording --check
 	$(BIN)/mkdocs build --quiet --strict
 
 format: $(READY) ## Fix style
@@ -56,30 +58,41 @@ docs: $(READY) ## Build the documentation's site into build/docs; warnings are e
 	$(BIN)/python -m docs.help_text
 	$(BIN)/mkdocs build --strict
 
-coverage: $(READY) ## Count the lines of the planner that its tests run, kernels included
+coverage: $(READY) ## Measure the planner's line coverage, kernels included, into build/coverage
 	$(BIN)/python -m benchmarks.line_coverage
 
-bench: $(READY) ## Run the benchmarks one after the other, into build/bench (hours)
+# $(call bench,MODULE,ARGUMENTS): its table in build/bench/MODULE.txt, its rows in MODULE.csv.
+define bench
+	$(BIN)/python -m benchmarks.$(1) $(2) --csv build/bench/$(1).csv | tee build/bench/$(1).txt
+endef
+
+bench: $(READY) ## Run the benchmarks one after another, into build/bench (hours)
 	@mkdir -p build/bench
-	$(BIN)/python -m benchmarks.demo | tee build/bench/demo.txt
-	$(BIN)/python -m benchmarks.runtime_peers --csv build/bench/runtime_peers.csv | tee build/bench/runtime_peers.txt
-	$(BIN)/python -m benchmarks.architectures --csv build/bench/architectures.csv | tee build/bench/architectures.txt
-	$(BIN)/python -m benchmarks.planning_time --csv build/bench/planning_time.csv | tee build/bench/planning_time.txt
+	$(call bench,demo)
+	$(call bench,runtime_peers)
+	$(call bench,architectures)
+	$(call bench,planning_time)
+	$(call bench,loops)
+	$(call bench,regions)
+	$(call bench,swap_runtime)
+	$(call bench,roofline_error)
+	$(BIN)/python -m benchmarks.soak --minutes 10 | tee build/bench/soak.txt
 ifneq ($(wildcard $(DATA)),)
-	$(BIN)/python -m benchmarks.placement $(DATA)/allocation --csv build/bench/placement.csv | tee build/bench/placement.txt
-	$(BIN)/python -m benchmarks.plan_quality $(DATA)/graphs --graphs resnet32,unet,densenet121,transformer \
-	  --csv build/bench/plan_quality.csv | tee build/bench/plan_quality.txt
+	$(call bench,placement,$(DATA)/allocation)
+	$(call bench,plan_quality,$(DATA)/graphs --graphs resnet32$(comma)unet$(comma)densenet121$(comma)transformer)
+	$(call bench,swap_table,$(DATA)/graphs)
+	$(call bench,baselines,$(DATA)/graphs)
 	$(BIN)/python -m benchmarks.exact table $(DATA)/graphs | tee build/bench/optima.txt
 	$(BIN)/python -m benchmarks.exact traces $(DATA)/graphs --time-limit 60 | tee build/bench/traces.txt
 	$(BIN)/python -m benchmarks.exact tight $(DATA)/graphs/unet.json | tee build/bench/tight.txt
 else
-	@echo "no $(DATA): placement, plan_quality and exact were left out (make bench DATA=FOLDER)"
+	@echo "no $(DATA): benchmarks of recorded graphs were left out (make bench DATA=FOLDER)"
 endif
 
-papers: $(READY) ## Write docs/papers.md: the papers' figures beside ours (half an hour)
+papers: $(READY) ## Write docs/papers.md: the papers' figures with ours (half an hour)
 	$(BIN)/python -m benchmarks.papers --output docs/papers.md
 
-# What a machine with Python 3.12 and PyTorch, but without a network, lacks (benchmarks/gpu_step.py).
+# Packages that a machine with Python 3.12 and PyTorch lacks (benchmarks/gpu_step.py).
 GPU_WHEELS := msgspec click rich markdown-it-py mdurl \
   Pygments pytest pluggy iniconfig packaging
 
@@ -91,7 +104,7 @@ gpu-bundle: $(READY) ## Collect the wheels for the checks on a GPU machine into 
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir .gpu .
 	@du -sh .gpu
 
-# The mark is written last, so an interrupted set-up is taken up again.
+# The mark is written last, so an interrupted set-up is resumed.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "coop-plan needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
@@ -99,7 +112,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m compileall -q $(FOLDERS)  # as pip does for a wheel: else every start compiles
 	@touch $(READY)
 
-# PyPI has it for CUDA alone (5 GB); it runs without a device. It wants an older setuptools.
+# PyPI has this version for CUDA alone (5 GB); it runs without a device, with an older setuptools.
 $(OLDEST)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST)
 	@mkdir -p build
@@ -108,5 +121,5 @@ $(OLDEST)/.ready: pyproject.toml constraints.txt
 	  hypothesis jsonschema pytest pytest-timeout pytest-xdist
 	@touch $@
 
-clean: ## Remove .venv and what was built
+clean: ## Remove .venv and build outputs
 	rm -rf .venv $(OLDEST) build *.egg-info

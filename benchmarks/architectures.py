@@ -1,32 +1,27 @@
-"""Real architectures trained under budgets beside eager.
+"""Real architectures trained under budgets, compared with eager bit for bit.
 
     python -m benchmarks.architectures [--only NAME ...] [--budgets 60% 40% min] [--variants]
         [--csv FILE]
 
 Three steps of AdamW each. Losses, parameters, buffers, gradients and the stream of random numbers
 must equal eager's to the last bit. A budget below the smallest feasible one is replaced by that,
-marked `*`. With `--variants`, each budget is there a second time with operator variants, marked
-`+`. Exits 1 when anything differs, or memory was not used as planned.
+marked `*`. With `--variants` each budget runs a second time with operator variants, marked `+`.
+Exits 1 if anything differs or the measured arena is not the planned one.
 """
 
-import argparse
 import copy
-import csv
 import itertools
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.models import ARCHITECTURES, Batch, Step, StepOf
+from benchmarks.report import Column, Report, parser
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime import clear_reports, reports
 from coop_plan.schemas import format_bytes
@@ -35,8 +30,8 @@ STEPS = 3
 
 EQUAL = "equal"
 OWN_PATH = "equal to its own path"
-"""The model's code asks whether it is being compiled, and computes something else then: the result
-equals eager autograd on that path, to which Dynamo's backend `eager` leads."""
+"""The model's code computes something else while it is compiled: the result equals that of Dynamo's
+backend `eager`, which is eager autograd on that path."""
 
 
 @dataclass
@@ -59,7 +54,7 @@ class Row:
 
 @dataclass
 class Trained:
-    """What three steps leave behind."""
+    """Results of three steps."""
 
     losses: list[Tensor]
     gradients: dict[str, Tensor | None]
@@ -67,7 +62,7 @@ class Trained:
     random_state: Tensor
 
     def differences(self, other: "Trained") -> list[str]:
-        """Names of what is not equal bit for bit."""
+        """Names of the results that are not equal bit for bit."""
         found = [f"loss {i}" for i in range(STEPS) if not _same(self.losses[i], other.losses[i])]
         found += [name for name in self.state if not _same(self.state[name], other.state[name])]
         for name, gradient in self.gradients.items():
@@ -85,7 +80,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def train(model: nn.Module, step: Step, batch: Batch) -> Trained:
-    """Three steps from one seed."""
+    """Runs three steps from one seed."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -100,7 +95,7 @@ def train(model: nn.Module, step: Step, batch: Batch) -> Trained:
 
 
 class Comparison:
-    """One architecture, trained in eager once and then under budgets."""
+    """One architecture, trained in eager once, then under budgets."""
 
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
@@ -112,7 +107,7 @@ class Comparison:
         self.expected = train(eager, self.step_of(eager), self.batch)
 
     def under(self, budget: str, *, variants: bool = False) -> Row:
-        """Train under `budget`, or the smallest feasible one where that is larger."""
+        """Trains under `budget`, or the smallest feasible one if that is larger."""
         began = time.perf_counter()
         row = Row(self.name, budget + "+" * variants)
         try:
@@ -123,7 +118,7 @@ class Comparison:
                     raise
                 row.budget += "*"
                 found = self._compiled("coop", options={"budget": "min", "variants": variants})
-        except Exception as error:  # of any kind: the others shall run
+        except Exception as error:  # any error: the other rows still run
             row.result = f"{type(error).__name__}: {error}"
             return row
         differences = self.expected.differences(found)
@@ -156,52 +151,42 @@ class Comparison:
         return train(model, step, self.batch)
 
 
-def show(rows: Sequence[Row]) -> None:
-    """The rows as a table on stdout."""
-    table = Table()
-    heads = ("architecture", "budget", "ops", "peak", "planned arena", "measured arena", "outside")
-    for head in (*heads, "planned overhead", "in-step overhead", "bitwise"):
-        left = head in ("architecture", "budget", "bitwise")
-        table.add_column(head, justify="left" if left else "right")
-    for row in rows:
-        table.add_row(
-            *(row.architecture, row.budget, str(row.ops), format_bytes(row.peak)),
-            *(format_bytes(row.planned_arena), format_bytes(row.measured_arena)),
-            *(f"{row.outside} B", f"{row.planned_overhead:.1%}", f"{row.measured_overhead:.1%}"),
-            row.result.splitlines()[0][:60],
-        )
-    Console(width=160).print(table)
+COLUMNS = (
+    *("architecture", "budget", "ops"),
+    *(Column(name, form=format_bytes) for name in ("peak", "planned_arena", "measured_arena")),
+    Column("outside", form=format_bytes),
+    Column("planned_overhead", form=".1%"),
+    Column("measured_overhead", "in-step overhead", ".1%"),
+    Column("result", "bitwise", lambda text: text.splitlines()[0][:60]),
+    Column("held", ""),
+    Column("seconds", ""),
+)
 
 
 def main() -> int:
-    """Run the comparison; the exit code says whether everything held."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=list(ARCHITECTURES))
-    parser.add_argument("--budgets", nargs="+", default=["60%", "40%", "min"])
-    parser.add_argument("--variants", action="store_true", help="with operator variants, too")
-    parser.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
-    parser.add_argument("--csv", type=Path)
-    arguments = parser.parse_args()
+    """Returns 1 unless every row held."""
+    command = parser(__doc__)
+    command.add_argument("--only", nargs="+", metavar="NAME", choices=list(ARCHITECTURES))
+    command.add_argument("--budgets", nargs="+", default=["60%", "40%", "min"])
+    command.add_argument("--variants", action="store_true", help="also with operator variants")
+    command.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
+    arguments = command.parse_args()
     torch.set_num_threads(arguments.threads)
     warnings.filterwarnings("ignore", module="torch")  # of Dynamo's, about the models' code
-    rows: list[Row] = []
+    report = Report(*COLUMNS)
     for name in arguments.only or ARCHITECTURES:
         comparison = Comparison(name)
         ways = (False, True) if arguments.variants else (False,)
         for budget, variants in itertools.product(arguments.budgets, ways):
             clear_reports()
-            rows.append(comparison.under(budget, variants=variants))
-            mark = "" if rows[-1].held else "  NOT HELD"
-            print(f"{name} {rows[-1].budget}: {rows[-1].result}{mark}", file=sys.stderr, flush=True)
-    show(rows)
-    if any(row.budget.endswith("*") for row in rows):
-        print("*: below the smallest feasible budget, which was taken instead")
-    if arguments.csv:
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
-    return 0 if all(row.held for row in rows) else 1
+            row = comparison.under(budget, variants=variants)
+            report.add(**vars(row))
+            mark = "" if row.held else "  NOT HELD"
+            print(f"{name} {row.budget}: {row.result}{mark}", file=sys.stderr, flush=True)
+    report.finish(arguments.csv)
+    if any(row["budget"].endswith("*") for row in report.rows):
+        print("*: below the smallest feasible budget, which was used instead")
+    return 0 if all(row["held"] for row in report.rows) else 1
 
 
 if __name__ == "__main__":

@@ -1,23 +1,21 @@
-"""`dtr` beside the simulator of DTR's authors, on the traces of their logs.
+"""`dtr` compared with the simulator of DTR's authors, on the traces of their logs.
 
     python -m benchmarks.baselines [FOLDER] [--graphs unet,lstm] [--simrd CHECKOUT/simrd]
 
-Overheads in percent at shares of the traced peak. `published` is `simrd` with e* by equivalence
-classes on the logs (`baselines.csv` of the data); `simrd` the same program on our graph, run here
-if a checkout of uwsampl/dtr-prototype is given; `bytes` our `dtr` by bytes alone, as theirs, and
-`placed` at addresses. A log says when Python let go of a tensor, a graph only when it is last read.
+Overheads in percent at shares of the traced peak. `published`: `simrd` with e* by equivalence
+classes on the logs (`baselines.csv` of the data). `simrd`: the same program on our graph, if a
+checkout of uwsampl/dtr-prototype is given. `bytes`: our `dtr` without addresses, as theirs.
+`placed`: our `dtr` at addresses. A log records when Python released a tensor; a graph has only its
+last read.
 """
 
-import argparse
 import csv
 import sys
 from pathlib import Path
 from types import ModuleType
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.plan_quality import DATA, TRACED_PEAKS
+from benchmarks.report import Column, Report, parser
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request
@@ -30,7 +28,7 @@ REMAT_LIMIT = 3.0
 
 
 def ours(problem: Problem, budget: int, *, gaps: bool) -> float | None:
-    """Overhead of `dtr`, None where it does not fit."""
+    """Overhead of `dtr`; None if it does not fit."""
     request = Request(budget - problem.fixed_bytes)
     how = {"partition": False, "inplace": False, "whole_closure": False}
     try:
@@ -41,7 +39,7 @@ def ours(problem: Problem, budget: int, *, gaps: bool) -> float | None:
 
 
 def simulated(simrd: ModuleType, graph: Graph, budget: int) -> float | None:
-    """Overhead of the authors' simulator on our graph, None where it gives up."""
+    """Overhead of the authors' simulator on our graph; None if it stops."""
     steps, program, values = simrd.parse.graph, simrd.parse.graph.Graph(), {}
     size = {tensor.id: tensor.bytes for tensor in graph.tensors}
     last = {t: at for at, op in enumerate(graph.ops) for t in (*op.outputs, *op.inputs)}
@@ -77,11 +75,11 @@ def simulated(simrd: ModuleType, graph: Graph, budget: int) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="baselines", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
-    parser.add_argument("--graphs", default=",".join(TRACED_PEAKS), help="names, by commas")
-    parser.add_argument("--simrd", type=Path, help="the folder `simrd` of uwsampl/dtr-prototype")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
+    command.add_argument("--graphs", default=",".join(TRACED_PEAKS), help="names, by commas")
+    command.add_argument("--simrd", type=Path, help="the folder `simrd` of uwsampl/dtr-prototype")
+    args = command.parse_args()
     simrd = None
     if args.simrd:
         sys.path.insert(0, str(args.simrd))
@@ -91,19 +89,22 @@ def main() -> None:
         import simrd.runtime
     with (args.folder.parent / "baselines.csv").open(newline="") as file:
         published = list(csv.DictReader(file))
-    table = Table(box=None)
-    for column in ("graph", "share", "published", "simrd", "bytes", "placed"):
-        table.add_column(column, justify="left" if column == "graph" else "right")
+    overheads = (Column(name, form=".2%") for name in ("simrd", "bytes", "placed"))
+    report = Report("graph", "share", "published", *overheads)
     for name in args.graphs.split(","):
         graph = load_graph(str(args.folder / f"{name}.json"))
         problem = Problem.from_graph(graph, alignment=512, outputs="arena")
         for row in (row for row in published if row["graph"] == name):
             budget = int(float(row["share"]) * TRACED_PEAKS[name])
-            theirs = simulated(simrd, graph, budget) if simrd else None
-            found = [theirs, *(ours(problem, budget, gaps=gaps) for gaps in (False, True))]
-            told = ["-" if overhead is None else f"{100 * overhead:.2f}" for overhead in found]
-            table.add_row(name, row["share"], row["simrd_dtr_eqclass"], *told)
-    Console(width=100, highlight=False).print(table)
+            report.add(
+                graph=name,
+                share=row["share"],
+                published=row["simrd_dtr_eqclass"],
+                simrd=simulated(simrd, graph, budget) if simrd else None,
+                bytes=ours(problem, budget, gaps=False),
+                placed=ours(problem, budget, gaps=True),
+            )
+    report.finish(args.csv)
 
 
 if __name__ == "__main__":

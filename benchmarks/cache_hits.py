@@ -1,15 +1,13 @@
-"""What a kept plan costs: CPU time in a reader, then time and rate of whole requests over HTTP.
+"""Cost of a cached plan: CPU time in a reader, then latency and rate of requests over HTTP.
 
-Then the same by digest of one server and of as many as there are cores, on one store, and of one
-while every solver is busy; and how fast `/livez` handler beside a body as
-large as one may be, with the most memory that a process of the service had.
+    python -m benchmarks.cache_hits ../shared/data/graphs
 
-`python -m benchmarks.cache_hits ../shared/data/graphs`
-
-CPU time is of the server and its readers, per request: on a busy machine the one figure to trust.
+Requests by digest are repeated for a server whose solvers are busy, and for one server a core on
+one store. Then `/livez` is polled while a body of the largest size is read, and the largest memory
+of a process of the service is printed. CPU time is of the server and its readers, per request; on a
+busy machine it is the one reliable figure.
 """
 
-import argparse
 import contextlib
 import gc
 import http.client
@@ -26,21 +24,31 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.local_cluster import children
+from benchmarks.report import Column, Report, parser
 from coop_plan.api.jobs.request_handler import Limits, RequestHandler
-from coop_plan.api.service.graph_store import SqliteGraphStore, digest_of
+from coop_plan.api.service.graph_store import SqliteGraphStore
 from coop_plan.planner.plan_cache.store import SqliteStore
+from coop_plan.schemas.fingerprint import digest_of
 
 LARGEST = 64 << 20
-"""Bytes of a request, at most."""
+"""Bytes of the largest request body."""
 
 SOLVE_SECONDS = 10
-"""How long the solve of the largest graph is watched."""
+"""Observed part of the solve of the largest graph."""
 
 REQUESTS = 1000
 CONNECTIONS = 8
 
+COLUMNS = (
+    *("request", "connections", Column("offered", "offered/s")),
+    Column("median", "median ms", ".1f"),
+    Column("p99", "p99 ms", ".1f"),
+    Column("rate", "answers/s", ".1f"),
+    Column("cpu", "CPU ms", ".1f"),
+)
+
 OFFERED = 200
-"""Requests a second that come whether the earlier ones are answered or not."""
+"""Requests a second in the open-loop runs."""
 
 
 def chain(layers: int) -> dict[str, Any]:
@@ -60,16 +68,19 @@ def chain(layers: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
+    command = parser(__doc__)
+    command.add_argument("folder", type=Path)
+    args = command.parse_args()
     graphs = {
-        name: json.loads((parser.parse_args().folder / f"{name}.json").read_text())
+        name: json.loads((args.folder / f"{name}.json").read_text())
         for name in ("unet", "densenet121")
     }
     graphs["chain of 10 000"] = chain(5_000)
     in_a_reader(graphs)
-    over_http(graphs)
-    of_servers(graphs["unet"])
+    report = Report(*COLUMNS, progress=True)
+    over_http(graphs, report)
+    of_servers(graphs["unet"], report)
+    report.finish(args.csv)
 
 
 def in_a_reader(graphs: dict[str, Any]) -> None:
@@ -95,7 +106,7 @@ def in_a_reader(graphs: dict[str, Any]) -> None:
                 print(f"{name:16} by {how:6} {size}  {middle * 1e3:6.1f} ms of CPU a hit")
 
 
-def over_http(graphs: dict[str, Any]) -> None:
+def over_http(graphs: dict[str, Any], report: Report) -> None:
     with serving() as (port, process):
         for name, graph in graphs.items():
             document = json.dumps(graph).encode()
@@ -110,7 +121,7 @@ def over_http(graphs: dict[str, Any]) -> None:
                 ("digest", _body(digest), REQUESTS),
                 ("body", _body(graph), REQUESTS // 10),
             ):
-                measure(f"{name:16} by {how:6}", [(port, process)], body, count)
+                measure(report, f"{name} by {how}", [(port, process)], body, count)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         name = next(iter(graphs))
         body = _body(digest_of(json.dumps(graphs[name]).encode()))
@@ -121,13 +132,13 @@ def over_http(graphs: dict[str, Any]) -> None:
                 connection, "POST", "/plan", json.dumps(question).encode(), 0
             )
             assert status == 202, answer
-        measure(f"{name:16} by digest, solvers busy,", [(port, process)], body, REQUESTS)
+        measure(report, f"{name} by digest, solvers busy", [(port, process)], body, REQUESTS)
         for layers in (LARGEST // len(json.dumps(chain(100_000))) * 100_000, 50_000):
             beside_a_large_body(port, process, layers)
 
 
-def of_servers(graph: dict[str, Any]) -> None:
-    """Ask one server, then as many as there are cores; clients take cores, too."""
+def of_servers(graph: dict[str, Any], report: Report) -> None:
+    """Ask one server, then one more at a time up to the number of cores."""
     document = json.dumps(graph).encode()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers: list[tuple[int, int]] = []
@@ -137,22 +148,22 @@ def of_servers(graph: dict[str, Any]) -> None:
             _exchange(connection, "PUT", f"/graphs/{digest_of(document)}", document)
             body = _body(digest_of(document))
             assert _exchange(connection, "POST", "/plan", body)[0] == 200
-            measure(f"{len(servers)} servers, by digest,", servers, body, REQUESTS)
+            measure(report, f"{len(servers)} servers, by digest", servers, body, REQUESTS)
 
 
 def beside_a_large_body(port: int, process: int, layers: int) -> None:
-    """Ask for signs of life while a valid body of 64 MiB is read, and planned where it may be."""
+    """Poll `/livez` while a valid body of 64 MiB is read, and planned if its size is allowed."""
     body = _body(chain(layers)).ljust(LARGEST)
     found: list[tuple[int, str]] = []
 
     def send() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         status, answer = _exchange(connection, "POST", "/plan", body, 0)
-        said = json.loads(answer)
-        found.append((status, said.get("type", "")))
+        document = json.loads(answer)
+        found.append((status, document.get("type", "")))
         if status == 202:
             time.sleep(SOLVE_SECONDS)
-            assert _exchange(connection, "DELETE", f"/jobs/{said['id']}", b"")[0] == 200
+            assert _exchange(connection, "DELETE", f"/jobs/{document['id']}", b"")[0] == 200
 
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     sender = threading.Thread(target=send)
@@ -172,11 +183,13 @@ def beside_a_large_body(port: int, process: int, layers: int) -> None:
     )
 
 
-def measure(label: str, servers: list[tuple[int, int]], body: bytes, count: int) -> None:
+def measure(
+    report: Report, label: str, servers: list[tuple[int, int]], body: bytes, count: int
+) -> None:
     """
-    Ask so often, one after the other, then from several connections to all servers at once.
+    Send `count` requests from one connection, then from several to all servers.
 
-    At an offered rate, the wait for an earlier answer of the connection counts, too.
+    At an offered rate the latency includes the wait for the connection's earlier answer.
     """
     ways = [(1, 0), (CONNECTIONS, 0)] + [(CONNECTIONS, OFFERED)] * (b"sha256:" in body)
     for connections, rate in ways:
@@ -210,17 +223,14 @@ def measure(label: str, servers: list[tuple[int, int]], body: bytes, count: int)
         done = len(seconds) / (time.perf_counter() - began)
         cpu = (sum(map(_cpu_seconds, processes)) - spent) / len(seconds)
         seconds.sort()
-        half, most = (seconds[int(len(seconds) * share)] * 1e3 for share in (0.5, 0.99))
-        print(
-            f"{label} {connections} connections{f', {rate}/s offered' if rate else ''}:"
-            f" median {half:6.1f} ms, p99 {most:6.1f} ms,"
-            f" {done:6.1f} a second, {cpu * 1e3:6.1f} ms of CPU each"
-        )
+        median, p99 = (seconds[int(len(seconds) * share)] * 1e3 for share in (0.5, 0.99))
+        about = {"request": label, "connections": connections, "offered": rate or None}
+        report.add(**about, median=median, p99=p99, rate=done, cpu=cpu * 1e3)
 
 
 @contextlib.contextmanager
 def serving(store: str | None = None) -> Iterator[tuple[int, int]]:
-    """The port and the process id of a server of this checkout, with a store of its own or this."""
+    """Port and process id of a server of this checkout, on its own store or a given one."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         script = "from coop_plan.api.cli.main import main; main()"
@@ -247,7 +257,7 @@ def _exchange(
 
 
 def _cpu_seconds(process: int) -> float:
-    """Of a process and its children."""
+    """CPU time of a process and its children."""
     ticks = 0
     for number in _processes(process):
         fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()

@@ -1,9 +1,9 @@
-"""The main job on a real model: GPT-2 trained in eager and under budgets, side by side.
+"""GPT-2 trained in eager and under budgets, compared.
 
     python -m benchmarks.demo [--layers 6] [--width 256] [--batch 4] [--length 256] [--steps 3]
 
 Prints one row a mode and writes `report.json`, the captured graph and the plans to `build/demo`.
-Exits 1 when losses or parameters differ from eager's, or an allocation missed its place.
+Exits 1 if losses or parameters differ from eager's, or an allocation missed its address.
 """
 
 import argparse
@@ -20,14 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import Column, Report, parser
 from coop_plan.runtime import clear_reports, reports
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.reports import StepReport
 from coop_plan.schemas import format_bytes
 
+REPORTED = (
+    *("method", "status", "budget_bytes", "peak_bytes", "measured_peak_bytes"),
+    *("planned_arena_bytes", "measured_arena_bytes", "outside_bytes"),
+    *("planned_overhead", "measured_overhead", "profile_seconds", "plan_seconds"),
+)
 MODES = {"eager": None, "keep-all": "100%", "half": "50%", "smallest": "min"}
 
 
@@ -62,7 +66,7 @@ def loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass
 class Trainer:
-    """One mode: a model of its own, its optimizer, and what was seen."""
+    """One mode: its own copy of the model, its optimizer, and its figures."""
 
     name: str
     model: torch.nn.Module
@@ -110,7 +114,7 @@ def measure(arguments: argparse.Namespace) -> list[Trainer]:
         reset_peak()
         trainer.step(ids)
         if budget is None:
-            # What is there before a step: `before` was taken without the model.
+            # `before` was taken without the model, so the peak includes it.
             trainer.peak_bytes = process_bytes()[1] - before
         else:
             trainer.report = reports()[-1]
@@ -144,55 +148,30 @@ def summary(trainers: list[Trainer]) -> list[dict[str, Any]]:
             row["measured_peak_bytes"] = trainer.peak_bytes
         else:
             report = trainer.report
-            row |= {
-                name: getattr(report, name)
-                for name in (
-                    "method",
-                    "status",
-                    "budget_bytes",
-                    "peak_bytes",
-                    "measured_peak_bytes",
-                    "planned_arena_bytes",
-                    "measured_arena_bytes",
-                    "outside_bytes",
-                    "planned_overhead",
-                    "measured_overhead",
-                    "profile_seconds",
-                    "plan_seconds",
-                )
-            }
+            row |= {name: getattr(report, name) for name in REPORTED}
             row["recomputed_ops"] = report.plan.recomputed_ops
             row["ops"] = len(report.graph.ops)
         rows.append(row)
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """The rows as a table on stdout."""
-    table = Table(title="GPT-2, one training step: forward and backward")
-    heads = ("mode", "budget", "peak", "arena", "measured arena", "outside", "step", "x keep-all")
-    for head in (*heads, "planned overhead", "in-step overhead", "bitwise"):
-        table.add_column(head, justify="left" if head == "mode" else "right")
-    for row in rows:
-        planned = "planned_overhead" in row
-        table.add_row(
-            row["mode"],
-            format_bytes(row["budget_bytes"]) if planned else "",
-            format_bytes(row["measured_peak_bytes"]),
-            format_bytes(row["planned_arena_bytes"]) if planned else "",
-            format_bytes(row["measured_arena_bytes"]) if planned else "",
-            f"{row['outside_bytes']} B" if planned else "",
-            f"{row['step_seconds']:.3f} s",
-            f"{row['step_ratio_to_keep_all']:.3f}",
-            f"{row['planned_overhead']:.1%}" if planned else "",
-            f"{row['measured_overhead']:.1%}" if planned else "",
-            "equal" if row["losses_equal"] and row["parameters_equal"] else "DIFFERENT",
-        )
-    Console(width=140).print(table)
+COLUMNS = (
+    "mode",
+    Column("budget_bytes", "budget", format_bytes),
+    Column("measured_peak_bytes", "peak", format_bytes),
+    Column("planned_arena_bytes", "arena", format_bytes),
+    Column("measured_arena_bytes", "measured arena", format_bytes),
+    Column("outside_bytes", "outside", format_bytes),
+    Column("step_seconds", "step s", ".3f"),
+    Column("step_ratio_to_keep_all", "x keep-all", ".3f"),
+    Column("planned_overhead", form=".1%"),
+    Column("measured_overhead", "in-step overhead", ".1%"),
+    Column("bitwise", form=lambda equal: "equal" if equal else "DIFFERENT"),
+)
 
 
 def write(folder: Path, rows: list[dict[str, Any]], trainers: list[Trainer]) -> None:
-    """`report.json`, `graph.json` and one plan a mode."""
+    """Write `report.json`, `graph.json` and one plan a mode."""
     folder.mkdir(parents=True, exist_ok=True)
     planned = [trainer for trainer in trainers if trainer.report is not None]
     assert planned[0].report is not None
@@ -204,23 +183,26 @@ def write(folder: Path, rows: list[dict[str, Any]], trainers: list[Trainer]) -> 
 
 
 def main() -> int:
-    """Run the demo; the exit code says whether everything held."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
-    parser.add_argument("--method", default="coop-offline")
-    parser.add_argument("--out", type=Path, default=Path("build/demo"))
-    arguments = parser.parse_args()
+    """Returns 1 unless every mode held."""
+    command = parser(__doc__)
+    command.add_argument("--layers", type=int, default=6)
+    command.add_argument("--width", type=int, default=256)
+    command.add_argument("--batch", type=int, default=4)
+    command.add_argument("--length", type=int, default=256)
+    command.add_argument("--steps", type=int, default=5)
+    command.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
+    command.add_argument("--method", default="coop-offline")
+    command.add_argument("--out", type=Path, default=Path("build/demo"))
+    arguments = command.parse_args()
     if arguments.steps < 2:
-        parser.error("--steps must be 2 or more: the first step compiles")
+        command.error("--steps must be 2 or more: the first step compiles")
     torch.set_num_threads(arguments.threads)
     trainers = measure(arguments)
     rows = summary(trainers)
-    show(rows)
+    table = Report(*COLUMNS, title="GPT-2, one training step: forward and backward")
+    for row in rows:
+        table.add(**row, bitwise=row["losses_equal"] and row["parameters_equal"])
+    table.finish(arguments.csv)
     write(arguments.out, rows, trainers)
     print(f"written: {arguments.out}/report.json, graph.json, plan-*.json")
     held = all(

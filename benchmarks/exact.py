@@ -1,24 +1,25 @@
 """
-The exact planners measured: overhead, proved bound, gap and CPU seconds per graph and budget.
+Exact planners: overhead, proved bound, gap and CPU seconds by graph and budget.
 
     python -m benchmarks.exact table DIR         the known optima, by optimal and checkmate
     python -m benchmarks.exact traces DIR        real traces at 0.8 … 0.3 of their peaks
-    python -m benchmarks.exact tight GRAPH...    any graphs, just above the smallest budget
+    python -m benchmarks.exact tight GRAPH...    any graphs just above the smallest budget
     python -m benchmarks.exact solvers DIR       the same models solved by CBC, HiGHS, SCIP, CP-SAT
     python -m benchmarks.exact files GRAPH...    any graphs, at --budget
 
-Where GRAPH is a number, it is a synthetic GPT of so many layers.
-
-DIR holds the graphs as `coop-plan/graph/1`. One process and one solver thread at a time; CPU
-seconds include the solver's process.
+A GRAPH that is a number is a synthetic GPT of so many layers. DIR has the graphs as
+`coop-plan/graph/1`. One process and one solver thread run at a time. CPU seconds include the
+solver's process.
 """
 
-import argparse
+import itertools
 import resource
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from benchmarks.plan_quality import TRACED_PEAKS
+from benchmarks.report import Column, Report, parser
 from benchmarks.synthetic import gpt
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.errors import TimeLimitError
@@ -47,101 +48,91 @@ KNOWN = [
 ]
 """Graph, share of keep-everything's peak, optimum in % overhead."""
 
-TRACES = {
-    "resnet32": 10061314048,
-    "unet": 8415815168,
-    "densenet121": 11021068288,
-    "transformer": 9864438784,
-}
-"""Real traces and their traced peaks in bytes, of which budgets are shares."""
-
+TRACES = ("resnet32", "unet", "densenet121", "transformer")
 SHARES = (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 TIGHT = (1.0, 1.02, 1.05, 1.1, 1.2)
-"""Budgets near the smallest, as multiples of it beside resident bytes."""
+"""Budgets near the smallest, as multiples of it without resident bytes."""
 
 CHECKMATE_OPS = 40
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of its children that have ended."""
+    """CPU time of this process and of its ended children."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
-def measure(graph: Graph, budget: str | int, method: str, limit: float | None, **options) -> str:
-    """One table row's figures: overhead %, bound %, gap %, status, CPU seconds."""
+PERCENT = ".3%"
+FIGURES = (
+    Column("overhead", form=PERCENT),
+    Column("bound", form=PERCENT),
+    Column("gap", form=PERCENT),
+    "status",
+    Column("cpu_seconds", "CPU s", ".1f"),
+)
+
+
+def measure(graph: Graph, budget: str | int, method: str, limit: float | None, **options) -> dict:
+    """Figures of one row; `host_budget=0` because bounds are for recomputation alone."""
     before = cpu_seconds()
+    limit = None if method == "coop-offline" else limit
     try:
-        # Bounds are for recomputation alone, so that is what is asked for.
         made = plan(graph, budget, method=method, time_limit=limit, host_budget=0, **options)
     except (InfeasibleBudgetError, TimeLimitError, InvalidInputError) as error:
-        return f"- | - | - | {str(error)[:60]} | {cpu_seconds() - before:.1f}"
-    used = cpu_seconds() - before
-    overhead = f"{made.overhead:.3%}"
-    if made.lower_bound_us is None:
-        return f"{overhead} | - | - | {made.status} | {used:.1f}"
-    bound = made.lower_bound_us / made.base_cost_us - 1
-    gap = made.cost_us / made.lower_bound_us - 1
-    return f"{overhead} | {bound:.3%} | {gap:.3%} | {made.status} | {used:.1f}"
+        return {"status": str(error)[:60], "cpu_seconds": cpu_seconds() - before}
+    found = {"overhead": made.overhead, "status": made.status}
+    if made.lower_bound_us is not None:
+        found["bound"] = made.lower_bound_us / made.base_cost_us - 1
+        found["gap"] = made.cost_us / made.lower_bound_us - 1
+    return {**found, "cpu_seconds": cpu_seconds() - before}
 
 
-def header(*columns: str) -> None:
-    titles = [*columns, "overhead", "bound", "gap", "status", "CPU s"]
-    print("| " + " | ".join(titles) + " |")
-    print("|" + " --- |" * len(titles))
-
-
-def table(folder: Path, limit: float) -> None:
-    """The known optima."""
-    header("graph", "budget / peak", "known", "method")
+def optima(folder: Path, limit: float) -> Report:
+    """Known optima."""
+    report = Report("graph", "share", "known", "method", *FIGURES, progress=True)
     for name, share, known in KNOWN:
         graph = load_graph(str(folder / f"{name}.json"))
         for method in ("coop-offline", "optimal", "checkmate"):
-            if method == "checkmate" and len(graph.ops) > CHECKMATE_OPS:
-                continue
-            seconds = None if method == "coop-offline" else limit
-            figures = measure(graph, f"{share:.0%}", method, seconds, alignment=1)
-            print(f"| {name} | {share} | {known}% | {method} | {figures} |", flush=True)
+            if method != "checkmate" or len(graph.ops) <= CHECKMATE_OPS:
+                figures = measure(graph, f"{share:.0%}", method, limit, alignment=1)
+                report.add(graph=name, share=share, known=f"{known}%", method=method, **figures)
+    return report
 
 
-def traces(folder: Path, limit: float) -> None:
-    """Real traces, outputs in the arena."""
-    header("trace", "share of its peak", "method")
-    for name, peak in TRACES.items():
+def traces(folder: Path, limit: float) -> Report:
+    """Recorded traces, outputs in the arena."""
+    report = Report("graph", "share", "method", *FIGURES, progress=True)
+    for name in TRACES:
         graph = load_graph(str(folder / f"{name}.json"))
-        for share in SHARES:
-            for method in ("coop-offline", "auto"):
-                seconds = None if method == "coop-offline" else limit
-                figures = measure(
-                    graph, int(share * peak), method, seconds, alignment=1, outputs="arena"
-                )
-                print(f"| {name} | {share} | {method} | {figures} |", flush=True)
+        for share, method in itertools.product(SHARES, ("coop-offline", "auto")):
+            options = {"alignment": 1, "outputs": "arena"}
+            figures = measure(graph, int(share * TRACED_PEAKS[name]), method, limit, **options)
+            report.add(graph=name, share=share, method=method, **figures)
+    return report
 
 
-def tight(graphs: Iterable[tuple[str, Graph]], limit: float) -> None:
+def tight(graphs: Iterable[tuple[str, Graph]], limit: float) -> Report:
     """Any graphs at coop-offline's smallest budget and a little above, outputs in the arena."""
-    header("graph", "ops", "times the smallest", "method")
+    report = Report("graph", "ops", "times_the_smallest", "method", *FIGURES, progress=True)
+    options = {"alignment": 1, "outputs": "arena"}
     for name, graph in graphs:
-        least = plan(graph, "min", alignment=1, outputs="arena")
+        least = plan(graph, "min", **options)
         for factor in TIGHT:
-            budget = least.resident_bytes + int(
-                factor * (least.budget_bytes - least.resident_bytes)
-            )
-            figures = measure(graph, budget, "auto", limit, alignment=1, outputs="arena")
-            print(f"| {name} | {len(graph.ops)} | {factor} | auto | {figures} |", flush=True)
+            above = int(factor * (least.budget_bytes - least.resident_bytes))
+            figures = measure(graph, least.resident_bytes + above, "auto", limit, **options)
+            about = {"graph": name, "ops": len(graph.ops), "method": "auto"}
+            report.add(**about, times_the_smallest=factor, **figures)
+    return report
 
 
-def files(graphs: Iterable[tuple[str, Graph]], budgets: list[str], limit: float) -> None:
-    """Any graphs by name."""
-    header("graph", "ops", "budget", "method")
+def files(graphs: Iterable[tuple[str, Graph]], budgets: list[str], limit: float) -> Report:
+    """Any graphs at these budgets."""
+    report = Report("graph", "ops", "budget", "method", *FIGURES, progress=True)
     for name, graph in graphs:
-        for budget in budgets:
-            for method in ("coop-offline", "optimal"):
-                seconds = None if method == "coop-offline" else limit
-                figures = measure(graph, budget, method, seconds)
-                print(
-                    f"| {name} | {len(graph.ops)} | {budget} | {method} | {figures} |", flush=True
-                )
+        for budget, method in itertools.product(budgets, ("coop-offline", "optimal")):
+            figures = measure(graph, budget, method, limit)
+            report.add(graph=name, ops=len(graph.ops), budget=budget, method=method, **figures)
+    return report
 
 
 def models(graph: Graph, share: float, limit: float) -> Iterator[tuple[int, Milp, float]]:
@@ -163,10 +154,14 @@ def models(graph: Graph, share: float, limit: float) -> Iterator[tuple[int, Milp
                 return
 
 
-def solvers(folder: Path, limit: float) -> None:
-    """The last round's model of each known optimum, side by side."""
-    print("| graph | budget / peak | time points | columns | solver | overhead | bound | CPU s |")
-    print("|" + " --- |" * 8)
+def solvers(folder: Path, limit: float) -> Report:
+    """The last round's model of each known optimum, solved by each solver."""
+    report = Report(
+        *("graph", "share", "time_points", "columns", "solver"),
+        *(Column("overhead", form=PERCENT), Column("bound", form=PERCENT)),
+        Column("cpu_seconds", "CPU s", ".1f"),
+        progress=True,
+    )
     for name, share, _ in KNOWN:
         graph = load_graph(str(folder / f"{name}.json"))
         points, milp, scale = list(models(graph, share, limit))[-1]
@@ -182,10 +177,17 @@ def solvers(folder: Path, limit: float) -> None:
                     answer = process.solve(milp, until, solver=solver, gap=1e-6 * scale)
                     objective = answer.objective if answer.values else None
                     bound = answer.bound
-            shown = ["-" if x is None else f"{x / scale:.3%}" for x in (objective, bound)]
-            used = cpu_seconds() - before
-            row = f"| {name} | {share} | {points} | {len(milp.lower)} | {solver} | {shown[0]}"
-            print(f"{row} | {shown[1]} | {used:.1f} |", flush=True)
+            report.add(
+                graph=name,
+                share=share,
+                time_points=points,
+                solver=solver,
+                columns=len(milp.lower),
+                overhead=None if objective is None else objective / scale,
+                bound=None if bound is None else bound / scale,
+                cpu_seconds=cpu_seconds() - before,
+            )
+    return report
 
 
 def objective_of(milp: Milp, values: dict[str, float]) -> float:
@@ -204,15 +206,11 @@ def as_pulp(milp: Milp) -> dict:
                 fields = {"sense": sense, "coefficients": terms, "pi": None, "constant": -limit}
                 constraints.append({"name": None, **fields})
     variables = [
-        {
-            "name": f"x{j}",
-            "cat": "Integer" if milp.integer[j] else "Continuous",
-            "lowBound": milp.lower[j],
-            "upBound": milp.upper[j],
-            "varValue": None,
-            "dj": None,
-        }
-        for j in range(len(milp.lower))
+        {"name": f"x{j}", "cat": "Integer" if integer else "Continuous"}
+        | {"lowBound": lower, "upBound": upper, "varValue": None, "dj": None}
+        for j, (integer, lower, upper) in enumerate(
+            zip(milp.integer, milp.lower, milp.upper, strict=True)
+        )
     ]
     costs = [{"name": f"x{j}", "value": cost} for j, cost in enumerate(milp.cost)]
     return {
@@ -226,28 +224,27 @@ def as_pulp(milp: Milp) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    command = parser(__doc__)
+    command.add_argument("what", choices=["table", "traces", "solvers", "tight", "files"])
+    command.add_argument("paths", nargs="+", help="DIR, graphs, or numbers of layers of a GPT")
+    command.add_argument("--budget", nargs="+", default=["50%"])
+    command.add_argument("--time-limit", type=float, default=60.0, metavar="S")
+    arguments = command.parse_args()
+    graphs = (
+        (f"GPT, {path} layers", gpt(int(path)))
+        if path.isdigit()
+        else (Path(path).stem, load_graph(path))
+        for path in arguments.paths
     )
-    parser.add_argument("what", choices=["table", "traces", "solvers", "tight", "files"])
-    parser.add_argument("paths", nargs="+", help="DIR, graphs, or numbers of layers of a GPT")
-    parser.add_argument("--budget", nargs="+", default=["50%"])
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S")
-    arguments = parser.parse_args()
-    if arguments.what in ("files", "tight"):
-        graphs = (
-            (f"GPT, {path} layers", gpt(int(path)))
-            if path.isdigit()
-            else (Path(path).stem, load_graph(path))
-            for path in arguments.paths
-        )
-        if arguments.what == "tight":
-            tight(graphs, arguments.time_limit)
-        else:
-            files(graphs, arguments.budget, arguments.time_limit)
-        return
-    measures = {"table": table, "traces": traces, "solvers": solvers}
-    measures[arguments.what](Path(arguments.paths[0]), arguments.time_limit)
+    folder, limit = Path(arguments.paths[0]), arguments.time_limit
+    reports = {
+        "table": lambda: optima(folder, limit),
+        "traces": lambda: traces(folder, limit),
+        "solvers": lambda: solvers(folder, limit),
+        "tight": lambda: tight(graphs, limit),
+        "files": lambda: files(graphs, arguments.budget, limit),
+    }
+    reports[arguments.what]().finish(arguments.csv)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""The checks of the runtime on a CUDA device, each in a process of its own.
+"""Checks of the runtime on a CUDA device, each in its own process.
 
-    make gpu-bundle    # here: into .gpu/, what the machine with the device lacks
+    make gpu-bundle    # here: into .gpu/, the packages that the GPU machine lacks
     pip install --no-index --no-deps --target /tmp/site .gpu/*.whl    # there, without a network
     cp -r benchmarks tests pyproject.toml /tmp/site; cd /tmp/site
     python3 -m benchmarks.gpu_step --json results.json
 
 Models (GPT-2 in fp32 and bf16, ResNet-50 in channels_last, Llama with 1.2 B parameters, BERT-Large,
-a U-Net) train in eager, as AOTAutograd's joint graph op by op, and under budgets. A step of ours
-must give the losses and parameters of eager or of the joint graph: to the last bit, or, where
-PyTorch has no deterministic kernel, within what two runs of the joint graph differ, and the table
-says where. Its arena must be the planned one and nothing lie outside; its peak, by our counters and
-by PyTorch's, be within the budget. `benchmarks.gpu` has these checks and the others. They plan side
-by side, and one at a time is on the device while steps are timed or ops measured.
+a U-Net) train in eager, as AOTAutograd's joint graph op by op, and under budgets. A planned step
+must give the losses and parameters of eager or of the joint graph to the last bit. If PyTorch has
+no deterministic kernel, it must stay within the difference of two runs of the joint graph; the
+table says so. Its arena must be the planned one, with nothing outside; its peak, by our counters
+and by PyTorch's, must be within the budget. `benchmarks.gpu` has all checks. They plan in parallel;
+one at a time uses the device while steps are timed or ops measured.
 
-Exits 1 when something did not hold, 2 without a CUDA device.
+Exits 1 if a check did not hold, 2 without a CUDA device.
 """
 
 import argparse
@@ -32,20 +32,19 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu import checks
 from benchmarks.gpu.checks import ROOT
 from benchmarks.gpu.comparisons import COMPARISONS
 from benchmarks.gpu.loops import LOOPS
-from benchmarks.gpu.training import MEGA, TURNS, Row, alone, memory
+from benchmarks.gpu.training import TURNS, Row, alone, memory
+from benchmarks.report import Column, Report, scaled
 from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.device.arena import process_bytes
 
 CHECKS = checks.CHECKS | LOOPS | COMPARISONS
 LIMIT_S = 300
-"""A check that takes longer on a device is stopped and counts as failed."""
+"""Time limit of a check on a device; a longer one is stopped and counts as failed."""
 
 CHECKS_AT_ONCE = 9
 
@@ -67,39 +66,35 @@ GIB = {
     "tried": 8,
     "largest": 34,
 }
-"""What a check takes of the device at most, about."""
+"""Device memory of each check, about."""
 
-LITTLE = 2
-"""And all others."""
+OTHER_GIB = 2
+"""Device memory of any other check."""
+
+
+MB, MS = scaled(1e-6, ".2f"), scaled(1e3, ".2f")
+COLUMNS = (
+    *("mode", Column("peak", "peak MB", MB), Column("first_peak", "first MB", MB)),
+    *(Column("budget", "budget MB", MB), Column("arena", "arena MB", MB)),
+    *(Column("seconds", "step ms", MS), Column("host", "host ms", MS)),
+    *(Column("to_eager", "x eager", ".3f"), Column("to_joint", "x joint", ".3f")),
+    *(Column("planned", form=".1%"), Column("in_step", form=".1%")),
+    Column("difference", form=lambda apart: f"{apart:.1e}" if apart else "none"),
+)
 
 
 def show(name: str, rows: list[Row]) -> None:
-    """The rows of one check as a table on stdout."""
-    table = Table(title=f"{name}: forward and backward of one step")
-    heads = ("mode", "peak MB", "first MB", "budget MB", "arena MB", "step ms", "host ms")
-    for head in (*heads, "x eager", "x joint", "planned", "in step", "difference"):
-        table.add_column(head, justify="left" if head == "mode" else "right")
-
-    def told(row: Row, key: str, form: str, factor: float = 1.0) -> str:
-        return "" if row.get(key) is None else format(row[key] * factor, form)
-
+    """Print the rows of one check."""
+    report = Report(*COLUMNS, title=f"{name}: forward and backward of one step")
     timed = [row for row in rows if "seconds" in row]
     for row in timed:
-        figures = [told(row, key, ".2f", 1 / MEGA) for key in ("peak", "first_peak")]
-        figures += [told(row, key, ".2f", 1 / MEGA) for key in ("budget", "arena")]
-        figures += [told(row, key, ".2f", 1e3) for key in ("seconds", "host")]
-        figures += [f"{row['seconds'] / base['seconds']:.3f}" for base in timed[:2]]
-        figures += [""] * (2 - len(timed[:2]))
-        figures += [told(row, key, ".1%") for key in ("planned", "in_step")]
-        apart = row.get("difference")
-        table.add_row(
-            row["mode"], *figures, "" if apart is None else f"{apart:.1e}" if apart else "none"
-        )
+        bases = zip(("to_eager", "to_joint"), timed, strict=False)
+        report.add(**row, **{field: row["seconds"] / base["seconds"] for field, base in bases})
     if timed:
-        Console(width=150).print(table)
+        report.finish()
     for row in rows:
-        if "said" in row:
-            print(f"{name}, {row['mode']}: {row['said']}")
+        if "note" in row:
+            print(f"{name}, {row['mode']}: {row['note']}")
 
 
 def _in_turn(measure: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,7 +111,7 @@ def one(name: str, device: str, small: bool) -> dict[str, Any]:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     profiler._measure = _in_turn(profiler._measure)
     process_bytes()  # from here on every allocation on the CPU is counted
-    # `largest` waits for the others to be gone by itself.
+    # `largest` waits itself until the others have ended.
     with contextlib.nullcontext() if name == "largest" else memory(fcntl.LOCK_SH):
         rows, faults = CHECKS[name](device, small)
     for row in rows:
@@ -126,7 +121,7 @@ def one(name: str, device: str, small: bool) -> dict[str, Any]:
 
 
 class Apart:
-    """A check in a process of its own: a crash costs that check alone."""
+    """A check in its own process: a crash fails that check alone."""
 
     def __init__(self, name: str, given: list[str], folder: Path) -> None:
         self.name, self.began = name, time.monotonic()
@@ -140,7 +135,7 @@ class Apart:
             )
 
     def found(self, limit_s: float | None) -> dict[str, Any] | None:
-        """What it has found; None: it goes on."""
+        """Result of the check; None while it runs."""
         code, faults = self._process.poll(), []
         if code is None:
             if limit_s is None or time.monotonic() - self.began < limit_s:
@@ -159,13 +154,13 @@ class Apart:
 def side_by_side(
     names: list[str], given: list[str], limit_s: float | None, room: float
 ) -> Iterator[dict[str, Any]]:
-    """What each check found, as they end; no more at once than have room (GiB) together."""
+    """Yields results as checks end; those that run at once fit into `room` GiB together."""
     waiting, running = list(names), list[Apart]()
     with tempfile.TemporaryDirectory() as folder:
         while waiting or running:
-            free = room - sum(GIB.get(check.name, LITTLE) for check in running)
+            free = room - sum(GIB.get(check.name, OTHER_GIB) for check in running)
             for name in list(waiting):
-                need = min(room, GIB.get(name, LITTLE))
+                need = min(room, GIB.get(name, OTHER_GIB))
                 if need <= free and len(running) < CHECKS_AT_ONCE:
                     waiting.remove(name)
                     running.append(Apart(name, given, Path(folder)))
@@ -178,7 +173,7 @@ def side_by_side(
 
 
 def main() -> int:
-    """Run the checks; the exit code says whether all held."""
+    """Returns 1 unless every check held, 2 without a device."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checks", default=",".join(CHECKS), help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--json", type=Path, help="where the figures are written")
@@ -193,7 +188,7 @@ def main() -> int:
         print("no CUDA device here: nothing was checked")
         return 2
     device = arguments.device or "cuda"
-    told = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    device_name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     began, found = time.perf_counter(), []
     given = [f"--device={device}", *(["--small"] if arguments.small else [])]
     results: Iterable[dict[str, Any]] = (one(name, device, arguments.small) for name in names)
@@ -203,11 +198,11 @@ def main() -> int:
         results = side_by_side(names, given, LIMIT_S if cuda else None, room)
     for each in results:
         found.append(each)
-        if arguments.json:  # after each: what is done is kept
-            about = {"device": told, "torch": torch.__version__, "checks": found}
+        if arguments.json:  # after each, so that finished checks are kept
+            about = {"device": device_name, "torch": torch.__version__, "checks": found}
             arguments.json.write_text(json.dumps(about, indent=1))
     faults = [f"{each['check']}: {fault}" for each in found for fault in each["faults"]]
-    took = f"{told}, PyTorch {torch.__version__}, {time.perf_counter() - began:.0f} s"
+    took = f"{device_name}, PyTorch {torch.__version__}, {time.perf_counter() - began:.0f} s"
     print("\n  ".join([f"{took}; NOT HELD:", *faults]) if faults else f"{took}; all held")
     return 1 if faults else 0
 

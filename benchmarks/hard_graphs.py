@@ -33,26 +33,26 @@ SMALL_BITS = 9.0, 2.5
 """log2 of statistics', masks' and scalars' bytes; 5 % to 40 % of a trace's tensors (lstm, unet)."""
 
 LAUNCH_US = 25.0, 0.25
-"""What an op costs at least: median, and deviation of the logarithm (unroll_gan: 22, 0.38)."""
+"""Smallest cost of an op: median, and deviation of the logarithm (unroll_gan: 22, 0.38)."""
 
 NS_PER_KIB = {"map": (2.5, 0.4), "linear": (12.0, 0.7)}
 """
-What traffic costs beside that, by kind: median, and deviation of the logarithm.
+Additional cost of traffic by kind: median, and deviation of the logarithm.
 
 Lower quartiles and medians of traces against upper ones: transformer 2.9 and 21, unet 2.3 and 10,
 resnet32 1.8 and 10, roofline_gpt2_12 0.9 and 4.
 """
 
 NOISE = 0.3
-"""Deviation of a cost's logarithm between ops alike."""
+"""Deviation of a cost's logarithm between equal ops."""
 
 FORWARD_SHARE = 0.36
-"""Of the ops asked for, what the forward program has before it ends."""
+"""Share of the requested ops that the forward program has."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """What autograd knows of an op: its differentiable inputs, its result, and what it saved."""
+    """Autograd node of an op: its differentiable inputs, its result, and its saved tensors."""
 
     kind: str
     inputs: tuple[int, ...]
@@ -82,7 +82,7 @@ class Tape:
 
     @property
     def short(self) -> bool:
-        """Whether the forward program is to go on."""
+        """True until the forward program has its ops."""
         return len(self.ops) < self.wanted
 
     def large(self, spread: float = LARGE_BITS[1]) -> int:
@@ -132,18 +132,9 @@ class Tape:
         workspace = 0
         if name.startswith("linear") and self.random.random() < self.workspace_chance:
             workspace = self.large()
-        self.ops.append(
-            {
-                "id": len(self.ops),
-                "name": name,
-                "phase": self.phase,
-                "inputs": inputs,
-                "outputs": outputs,
-                "cost_us": round(float(cost), 3),
-                "workspace_bytes": workspace,
-                **fields,
-            }
-        )
+        about = {"id": len(self.ops), "name": name, "phase": self.phase}
+        costs = {"cost_us": round(float(cost), 3), "workspace_bytes": workspace}
+        self.ops.append({**about, "inputs": inputs, "outputs": outputs, **costs, **fields})
         return outputs
 
     def _apply(
@@ -285,12 +276,7 @@ class Tape:
             elif p in found:
                 self.tensors[found[p]]["kind"] = "output"
         return parse_graph(
-            {
-                "schema": "coop-plan/graph/1",
-                "name": name,
-                "tensors": self.tensors,
-                "ops": self.ops,
-            }
+            {"schema": "coop-plan/graph/1", "name": name, "tensors": self.tensors, "ops": self.ops}
         )
 
 
@@ -456,7 +442,7 @@ FAMILIES: dict[str, Callable[[Tape], int]] = {
     "fan-out": _fan_out,
     "tiny": _tiny,
 }
-"""Each draws a forward program on a tape, and returns what is to be made small."""
+"""Each draws a forward program on a tape, and returns the tensor to minimise."""
 
 
 def hard_graph(family: str, seed: int, ops: int = 400) -> Graph:

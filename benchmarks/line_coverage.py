@@ -1,12 +1,12 @@
 """
-Lines of the planner that its tests run, compiled kernels included.
+Line coverage of the planner by its tests, compiled kernels included.
 
     python -m benchmarks.line_coverage [TEST ...] [--examples 5] [--seconds 30]
 
-The tests run with NUMBA_DISABLE_JIT=1, so that kernels are Python, and slow: properties are tried
-on few examples, and a long test is ended early (`tests/without_jit.py`). Everything is written to
-`build/coverage`: the measurements, `report.json`, and `table.md`, a table of the files with the
-functions of which no line ran. A test may fail here for want of time: `make test` is what judges.
+The tests run with NUMBA_DISABLE_JIT=1, so kernels are slow Python: properties run on few examples,
+and a long test is stopped early (`tests/without_jit.py`). `build/coverage` gets the measurements,
+`report.json`, and `table.md` with the files and the functions of which no line ran. A test may fail
+here for lack of time; `make test` decides.
 """
 
 import argparse
@@ -15,6 +15,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from benchmarks.report import table
 
 OUT = Path("build/coverage")
 TESTS_PASSED, TESTS_FAILED = 0, 1  # pytest's exit codes; others mean that it did not run
@@ -50,37 +52,34 @@ def main() -> None:
     code = coverage("run", "-m", "pytest", *plain, "--hypothesis-seed=0", *arguments.tests)
     coverage("combine", "--quiet")
     coverage("json", "--quiet", "-o", str(OUT / "report.json"))
-    text = table(json.loads((OUT / "report.json").read_text()))
+    text = page(json.loads((OUT / "report.json").read_text()))
     (OUT / "table.md").write_text(text)
     print(text)
     sys.exit(0 if code in (TESTS_PASSED, TESTS_FAILED) else code)
 
 
-def table(report: dict) -> str:
-    """A row per file with lines, and below it the functions that never ran."""
-    rows = ["| file | lines | covered | % |", "| --- | --- | --- | --- |"]
-    never = []
+def page(report: dict) -> str:
+    """A row per file with lines, then the functions of which no line ran."""
+    rows, never = [], []
     for path, found in sorted(report["files"].items()):
-        figures = found["summary"]
-        if not figures["num_statements"]:
+        if not found["summary"]["num_statements"]:
             continue
-        rows.append(row(f"`{path}`", figures))
+        rows.append(row(f"`{path}`", found["summary"]))
         names = [
-            name
+            f"`{name}`"
             for name, part in found["functions"].items()
             if name and part["summary"]["num_statements"] and not part["summary"]["covered_lines"]
         ]
         if names:
-            never.append(f"- `{path}`: " + ", ".join(f"`{name}`" for name in names))
-    rows.append(row("all", report["totals"]))
-    if never:
-        rows += ["", "Functions of which no line ran:", "", *never]
-    return "\n".join(rows) + "\n"
+            never.append(f"- `{path}`: {', '.join(names)}")
+    text = table(["file", "lines", "covered", "%"], [*rows, row("all", report["totals"])])
+    rest = ["", "Functions of which no line ran:", "", *never] if never else []
+    return "\n".join([text, *rest]) + "\n"
 
 
-def row(name: str, figures: dict) -> str:
+def row(name: str, figures: dict) -> list[str]:
     lines, covered = figures["num_statements"], figures["covered_lines"]
-    return f"| {name} | {lines} | {covered} | {100 * covered / lines:.1f} |"
+    return [name, str(lines), str(covered), f"{100 * covered / lines:.1f}"]
 
 
 if __name__ == "__main__":

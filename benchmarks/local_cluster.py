@@ -1,8 +1,8 @@
 """
-The service of a cluster as processes on this machine: Redis twice, servers, workers.
+A cluster of the service as processes on this machine: Redis twice, servers, workers.
 
-`make cluster` starts it, has its servers asked for a plan by many clients at once, and stops it;
-`benchmarks.service_load` measures it, and tests kill parts of it. All of it is on the loopback.
+`make cluster` starts it, sends many requests at once, and stops it. `benchmarks.service_load`
+measures it, and tests kill parts of it. It listens on the loopback alone.
 """
 
 import argparse
@@ -29,17 +29,17 @@ PLANS = ("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")
 
 
 class Process:
-    """A process whose output is in a file; `ready` is what it says when it can be used."""
+    """A process that logs to a file; it is ready when its log matches the pattern `ready`."""
 
     def __init__(self, name: str, folder: Path, command: list[str], ready: str) -> None:
         self.name, self._command, self._ready = name, command, ready
         self._log = folder / f"{name}.log"
         self._folder = folder
-        self.said: re.Match[str] | None = None
+        self.ready: re.Match[str] | None = None
         self.start()
 
     def start(self) -> None:
-        """Start it; `wait` waits until it can be used."""
+        """Start the process; `wait` waits until it is ready."""
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(  # its own group: a signal to us is not one to it
                 self._command,
@@ -53,26 +53,26 @@ class Process:
 
     @property
     def log(self) -> str:
-        """What it has said."""
+        """Output so far."""
         return self._log.read_text(errors="replace")
 
     def wait(self) -> "Process":
-        """Wait until it can be used."""
+        """Wait until the process is ready."""
         until = time.monotonic() + START_SECONDS
         while (found := re.search(self._ready, self.log)) is None:
             if self.process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{self.name} did not start:\n{self.log}")
             time.sleep(0.05)
-        self.said = found
+        self.ready = found
         return self
 
     def kill(self) -> None:
-        """End it at once, as a machine does that is switched off."""
+        """Kill the process without warning."""
         self.process.kill()
         self.process.wait()
 
     def stop(self, seconds: float = 20.0) -> float:
-        """Ask it to end; the seconds that it took."""
+        """Terminate the process; returns the seconds until it ended."""
         began = time.monotonic()
         self.process.terminate()
         try:
@@ -84,7 +84,7 @@ class Process:
 
 class LocalCluster:
     """
-    Two Redis, servers and workers, with one solve at once each; for use in a `with`.
+    Two Redis, servers, and workers with one solve at a time each; a context manager.
 
     The broker's Redis writes every command to its file, so that it can be restarted.
     """
@@ -127,20 +127,20 @@ class LocalCluster:
         return self._add(Process(name, self._folder, command, ready))
 
     def start_worker(self) -> Process:
-        """One worker more."""
+        """Start one more worker."""
         return self._start("worker", "--solvers", "1")
 
     def start_server(self) -> Process:
-        """One server more."""
+        """Start one more server."""
         return self._start("serve", "--port", "0", "--no-improve")
 
     @property
     def urls(self) -> list[str]:
-        """Where its servers are."""
-        return [replica.said[0] for replica in self.replicas if replica.said is not None]
+        """Addresses of the servers."""
+        return [replica.ready[0] for replica in self.replicas if replica.ready is not None]
 
     def close(self) -> None:
-        """End all of it, the last started first."""
+        """Stop all processes, the last started first."""
         self._stack.close()
 
     def __enter__(self) -> "LocalCluster":
@@ -151,20 +151,20 @@ class LocalCluster:
 
 
 def children(process_id: int) -> list[int]:
-    """The processes that a process has started and that are there."""
+    """Ids of the running children of a process."""
     found = Path(f"/proc/{process_id}/task").glob("*/children")
     return [int(number) for path in found for number in path.read_text().split()]
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has."""
+    """A free port of the loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port
 
 
 def main() -> None:
-    """Start a cluster, ask it, stop it; or leave it there until Ctrl-C."""
+    """Start a cluster, send requests and stop it; with `--stay` serve until Ctrl-C."""
     from benchmarks.service_load import ask_many, example
 
     parser = argparse.ArgumentParser(description=__doc__)

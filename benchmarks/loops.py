@@ -1,17 +1,15 @@
-"""Training loops as people write them: what the process has at its highest, eager and planned.
+"""Peak memory of usual training loops, eager and within a budget.
 
     python -m benchmarks.loops [--loop NAME] [--model NAME] [--budget 60%]
 
-runs every loop with every model, eager and within the budget, and prints one line each. In kB: the
-peak of PyTorch's CPU allocator in the first step, in the second, and in all after; eager's; the
-budget, and the peak that was measured between forward and backward; then whether every number is
-equal. The model with blocks is there twice: as one graph ("weights"), at 100 % and at its smallest,
-as there is nothing below for most loops; and compiled block by block ("blocks"), where what is
-around them is in no budget.
-Status 1 if a line breaks its promise.
+Every loop runs with every model, eager and within the budget. Columns in kB: the peak of PyTorch's
+CPU allocator in the first step, in the second, and in all later ones; eager's; the budgets of the
+graphs, and their peaks measured between forward and backward. The model with blocks runs twice: as
+one graph ("weights") at 100 % and at its smallest budget, since most loops allow no less; and
+compiled block by block ("blocks"), where tensors outside the blocks are in no budget.
+Exits 1 if a row exceeds its budget or differs from eager.
 """
 
-import argparse
 import gc
 import hashlib
 import sys
@@ -22,15 +20,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from benchmarks.report import Column, Report, parser, scaled
+
 STEPS = 12
 SLACK = 64 << 10
-"""Bytes above the budget that are not counted as broken."""
+"""Bytes above the budget that are tolerated."""
 
 Step = Callable[..., Any]
 
 
 class Mlp(nn.Module):
-    """Wide layers on a large batch, biases and norms beside them."""
+    """Wide layers with biases and norms on a large batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Of a transformer, as in GPT-2 and ViT."""
+    """Transformer block as in GPT-2 and ViT."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ BLOCKS = ("blocks", "weights")
 
 
 class Run:
-    """A model, what steps it, and what happened: loops use these names."""
+    """A model, its compiled step and its batches, as the loops use them."""
 
     def __init__(self, name: str, options: dict[str, Any] | None, *, whole: bool) -> None:
         torch.manual_seed(0)
@@ -235,7 +235,7 @@ def gradients_by_hand(run: Run, _: int) -> None:
     grads = torch.autograd.grad(run.loss(), parameters)
     with torch.no_grad():
         for p, g in zip(parameters, grads, strict=True):
-            p.add_(g, alpha=-0.01)  # without a tensor of its own, which is in no step's budget
+            p.add_(g, alpha=-0.01)  # no temporary, which would be in no budget
 
 
 def step_in_backward(run: Run, i: int) -> None:
@@ -261,14 +261,14 @@ LOOPS: dict[str, Callable[[Run, int], None]] = {
 
 
 def measure(loop: str, model: str, budget: str | None) -> dict[str, Any]:
-    """Run one loop here and say what it took, in bytes, and what came of it."""
+    """Run one loop in this process; returns its bytes and hashes of its results."""
     from coop_plan.runtime import clear_reports, reports
     from coop_plan.runtime.device.arena import process_bytes, reset_peak
 
     torch._dynamo.reset()
     clear_reports()
     gc.collect()
-    torch.empty(1 << 30, dtype=torch.uint8)  # for it, idle arenas of other runs give up pages
+    torch.empty(1 << 30, dtype=torch.uint8)  # makes idle arenas of other runs release pages
     empty = process_bytes()[0]
     run = Run(model, {"budget": budget} if budget else None, whole=loop != "loss_outside")
     peaks = []
@@ -296,27 +296,8 @@ def measure(loop: str, model: str, budget: str | None) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description="Peaks of training loops.")
-    parser.add_argument("--loop", choices=LOOPS, action="append")
-    parser.add_argument("--model", choices=MODELS, action="append")
-    parser.add_argument("--budget", action="append")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    broken = 0
-    for model in args.model or MODELS:
-        for loop in args.loop or LOOPS:
-            eager = measure(loop, model, None)
-            for budget in args.budget or ("100%" if model == "weights" else "60%", "min"):
-                found = measure(loop, model, budget)
-                print(_told(model, loop, budget, found, eager), flush=True)
-                broken += not holds(found, eager)
-    return int(broken > 0)
-
-
 def holds(found: dict[str, Any], eager: dict[str, Any]) -> bool:
-    """Whether a loop kept to its budget, and did what eager does."""
+    """True if the loop stayed within its budget and eager's peak, with eager's numbers."""
     within = found["settled"] <= most(found)
     return (
         within
@@ -326,22 +307,41 @@ def holds(found: dict[str, Any], eager: dict[str, Any]) -> bool:
 
 
 def most(found: dict[str, Any]) -> int:
-    """The highest peak within what was promised: budget, gradients kept, and what is outside it."""
+    """Largest allowed peak: budget, kept gradients, and tensors outside the budget."""
     bytes_: int = max(found["budgets"]) + found["kept"] + found["beside"] + SLACK
     return bytes_
 
 
-def _told(model: str, loop: str, budget: str, found: dict[str, Any], eager: dict[str, Any]) -> str:
-    sizes = [found["first"], found["second"], found["settled"], eager["settled"]]
-    sizes += [*found["budgets"], *found["measured"]]
-    return " ".join(
-        [
-            f"{model:13} {loop:24} {budget:4}",
-            *(f"{size / 1e3:8.0f}" for size in sizes),
-            "equal" if found["numbers"] == eager["numbers"] else "NOT EQUAL",
-            "" if holds(found, eager) else "BROKEN",
-        ]
-    )
+KB = scaled(1e-3, ".0f")
+COLUMNS = (
+    *("model", "loop", "budget"),
+    *(Column(name, form=KB) for name in ("first", "second", "settled", "eager")),
+    Column("budgets", form=lambda sizes: " ".join(map(KB, sizes))),
+    Column("measured", form=lambda sizes: " ".join(map(KB, sizes))),
+    Column("equal", form=lambda equal: "equal" if equal else "NOT EQUAL"),
+    Column("held", "", form=str),
+)
+
+
+def main() -> int:
+    """Returns 1 unless every row held."""
+    command = parser(__doc__)
+    command.add_argument("--loop", choices=LOOPS, action="append")
+    command.add_argument("--model", choices=MODELS, action="append")
+    command.add_argument("--budget", action="append")
+    args = command.parse_args()
+    torch.set_num_threads(1)
+    report = Report(*COLUMNS, progress=True)
+    for model in args.model or MODELS:
+        for loop in args.loop or LOOPS:
+            eager = measure(loop, model, None)
+            for budget in args.budget or ("100%" if model == "weights" else "60%", "min"):
+                found = measure(loop, model, budget)
+                found |= {"model": model, "loop": loop, "budget": budget}
+                found |= {"eager": eager["settled"], "equal": found["numbers"] == eager["numbers"]}
+                report.add(**found, held=holds(found, eager))
+    report.finish(args.csv)
+    return int(not all(row["held"] for row in report.rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ Batch = dict[str, Tensor]
 Step = Callable[[Batch], Tensor]
 StepOf = Callable[[nn.Module], Step]
 Built = tuple[nn.Module, StepOf, Batch]
-"""A model, what makes its training step of it (or of a copy), and a batch."""
+"""A model, a function that returns its training step (or a copy's), and a batch."""
 
 VOCABULARY = 64
 SMALL = {

@@ -1,24 +1,21 @@
-"""Placement: instances × algorithms → peak over the lower bound, as a table and as CSV.
+"""Placement by instance and algorithm: peak over the lower bound, and CPU seconds.
 
     python -m benchmarks.placement [FOLDER] [--large] [--time-limit 10] [--csv build/placement.csv]
 
-FOLDER has MiniMalloc CSV files; a number in the name (`A.1048576.csv`) is a capacity to fit. To
-these come instances drawn here, with --large up to 62 000 buffers. CPU seconds are of this process,
-after one placement that loads the compiled kernels. An exact answer is marked =, and one that does
-not fit the capacity !.
+FOLDER has MiniMalloc CSV files; a number in the name (`A.1048576.csv`) is a capacity to fit.
+Generated instances follow, with --large up to 62 000 buffers. CPU seconds are of this process,
+after one placement that loads the compiled kernels. `=` marks a proved optimum, `!` a peak above
+the capacity.
 """
 
-import argparse
-import csv
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import parser, table, write_csv
 from coop_plan.api.cli.buffers_csv import read_buffers
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.bound import lower_bound
@@ -49,7 +46,7 @@ class Row:
 
 
 def training_like(count: int, seed: int) -> Lifetimes:
-    """Activations born in the forward pass and freed in reverse, and short-lived temporaries."""
+    """Activations allocated in the forward pass and freed in reverse, and short temporaries."""
     random = np.random.default_rng(seed)
     layers = count // 4
     size = 64 * 2 ** random.integers(0, 12, 4 * layers)
@@ -61,7 +58,7 @@ def training_like(count: int, seed: int) -> Lifetimes:
 
 
 def repeated(base: Lifetimes, count: int, seed: int, overlap: float) -> Lifetimes:
-    """A trace strung together, each time with other sizes and ends; one buffer in 100 stays on."""
+    """Repetitions of a trace with perturbed sizes and ends; one buffer in 100 lives longer."""
     random = np.random.default_rng(seed)
     span, parts, start = int(base["upper"].max()), [], 0
     while sum(part.shape[1] for part in parts) < count:
@@ -83,7 +80,7 @@ def read(path: Path) -> Lifetimes:
 
 
 def instances(folder: Path, large: bool) -> Iterator[tuple[str, Lifetimes, int | None]]:
-    """(name, buffers, capacity)."""
+    """Yields (name, buffers, capacity)."""
     files = sorted(folder.glob("*.csv"))
     for path in files:
         _, _, number = path.stem.rpartition(".")
@@ -140,19 +137,17 @@ def measure(name: str, buffers: Lifetimes, capacity: int | None, limit: float) -
 
 def print_table(rows: list[Row]) -> None:
     algorithms = list(dict.fromkeys(row.algorithm for row in rows))
-    table = Table(title="peak / lower bound, CPU seconds", title_justify="left", box=None)
-    for name in ("instance", "buffers", *algorithms):
-        table.add_column(name, justify="left" if name == "instance" else "right")
+    lines = []
     for name in dict.fromkeys(row.instance for row in rows):
-        mine = {row.algorithm: row for row in rows if row.instance == name}
-        cells = []
-        for algorithm in algorithms:
-            row = mine.get(algorithm)
-            mark = "" if row is None else "!" if row.fits is False else "=" if row.optimal else " "
+        of_instance = {row.algorithm: row for row in rows if row.instance == name}
+        cells = [name, str(next(iter(of_instance.values())).buffers)]
+        for row in map(of_instance.get, algorithms):
+            mark = "" if row is None else "!" if row.fits is False else "=" if row.optimal else ""
             cells.append(f"{row.ratio:.4f}{mark} {row.cpu_seconds:6.2f}" if row else "")
-        table.add_row(name, str(next(iter(mine.values())).buffers), *cells)
+        lines.append(cells)
+    print("peak / lower bound, CPU seconds")
+    print(table(["instance", "buffers", *algorithms], lines))
     fitted = [row for row in rows if row.capacity is not None]
-    Console(width=150).print(table)
     if fitted:
         spent = sum(row.cpu_seconds for row in fitted)
         done = sum(bool(row.fits) for row in fitted)
@@ -160,23 +155,17 @@ def print_table(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=DATA)
-    parser.add_argument("--large", action="store_true", help="up to 62 000 buffers")
-    parser.add_argument("--time-limit", type=float, default=10.0)
-    parser.add_argument("--csv", type=Path, default=Path("build/placement.csv"))
-    args = parser.parse_args()
+    command = parser(__doc__, "build/placement.csv")
+    command.add_argument("folder", type=Path, nargs="?", default=DATA)
+    command.add_argument("--large", action="store_true", help="up to 62 000 buffers")
+    command.add_argument("--time-limit", type=float, default=10.0)
+    args = command.parse_args()
     place([0, 0], [1, 1], [1, 1], time_limit=1)
-    rows = []
+    rows: list[Row] = []
     for name, buffers, capacity in instances(args.folder, args.large):
         rows += measure(name, buffers, capacity, args.time_limit)
     print_table(rows)
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    with args.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    print(f"{len(rows)} rows in {args.csv}")
+    write_csv(args.csv, [field.name for field in fields(Row)], map(vars, rows))
 
 
 if __name__ == "__main__":

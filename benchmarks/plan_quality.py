@@ -1,4 +1,4 @@
-"""Plan quality: graphs × budgets × methods, each plan verified, as a table and as CSV.
+"""Plan quality by graph, budget and method; every plan is verified.
 
     python -m benchmarks.plan_quality [FOLDER] [--methods coop,coop-offline] [--shares 0.5,0.3] ...
     python -m benchmarks.plan_quality --leave-one-out [--graphs a,b,c]
@@ -6,25 +6,22 @@
 
 A graph `hard:FAMILY:SEED[:OPS]` is made by `benchmarks.hard_graphs`.
 
-Overheads are in percent of the step's compute time; `free` is Coop's own measure of fragmentation
-(mean share of the budget that is free at forced evictions, online methods only); CPU seconds are of
-this process, after one plan that loads the compiled kernels. A method's own proved bound stands
-beside its overhead in parentheses, with `any` where it holds in any order of first runs; beside
-that of the others, what it is to the best bound that was proved for the point. `--leave-one-out`
-gives coop-offline one scoring rule only, the best on the other graphs, next to its whole portfolio.
+Overheads are in percent of the step's compute time. `free` is Coop's own measure of fragmentation:
+the mean share of the budget that is free at forced evictions (online methods only). CPU seconds are
+of this process, after one plan that loads the compiled kernels. A proved bound follows its overhead
+in parentheses, with `any` if it holds for any order of first runs; without a bound of its own an
+overhead is followed by its ratio to the best one. `--leave-one-out` compares coop-offline's
+portfolio with the one scoring rule that is best on the other graphs.
 """
 
 import argparse
-import csv
 import math
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.hard_graphs import parse_name
+from benchmarks.report import parser, table, write_csv
 from coop_plan.planner import METHODS, InfeasibleBudgetError, plan
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
@@ -43,7 +40,7 @@ TRACED_PEAKS = {
     "unroll_gan": 260_367_872,
     "lstm": 5_595_133_440,
 }
-"""Bytes; what shares of the real traces refer to. Other graphs: the peak of keep-everything."""
+"""Traced peaks in bytes, of which budgets are shares; of other graphs: keep-everything's peak."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Row:
 def measure(
     graph: Graph, peak: int, share: str, method: str, off: tuple[str, ...], args: argparse.Namespace
 ) -> Row:
-    """One point of the table; an infeasible budget has no overhead."""
+    """One row of the CSV file; an infeasible budget has no overhead."""
     budget = "min" if share == "min" else int(float(share) * peak)
     began = time.process_time()
     minimum = overhead = bound = model = recomputed = fragmentation = free = evictions = None
@@ -117,7 +114,7 @@ def measure(
 
 
 def variants(args: argparse.Namespace) -> list[tuple[str, tuple[str, ...]]]:
-    """The methods to run, with each of their switches off as well under --ablate."""
+    """The methods to run; under --ablate also with each of their switches off."""
     chosen = args.methods.split(",")
     rows: list[tuple[str, tuple[str, ...]]] = []
     for method in chosen:
@@ -130,41 +127,35 @@ def variants(args: argparse.Namespace) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def show(rows: list[Row]) -> None:
-    """A block per graph: methods down, shares across."""
+    """Print a graph's table: methods down, shares across."""
     shares = list(dict.fromkeys(row.share for row in rows))
-    for graph in dict.fromkeys(row.graph for row in rows):
-        mine = [row for row in rows if row.graph == graph]
-        bounds: dict[str, float] = {}
-        for row in mine:
-            if row.share != "min" and row.overhead_bound is not None:
-                bounds[row.share] = max(bounds.get(row.share, 0.0), row.overhead_bound)
-        table = Table(title=f"{graph}, {mine[0].ops} ops", title_justify="left", box=None)
-        table.add_column("overhead %")
-        for share in shares:
-            table.add_column(share, justify="right")
-        for name in ("fragm. %", "free %", "evicted", "CPU s", "µs/op"):
-            table.add_column(name, justify="right")
-        for method in dict.fromkeys(row.method for row in mine):
-            line = [row for row in mine if row.method == method]
-            cells = [_cell(row, bounds) for share in shares for row in line if row.share == share]
-            fragments = [r.fragmentation for r in line if r.fragmentation is not None]
-            free = [r.free_at_evictions for r in line if r.free_at_evictions is not None]
-            evicted = [r.evictions for r in line if r.evictions is not None]
-            seconds = [row.cpu_seconds for row in line if row.share != "min"] or [0.0]
-            table.add_row(
-                method,
-                *cells,
-                f"{100 * max(fragments):.2f}" if fragments else "",
-                f"{100 * sum(free) / len(free):.1f}" if free else "",
-                f"{sum(evicted) / len(evicted):.0f}" if evicted else "",
-                f"{sum(seconds) / len(seconds):.2f}",
-                f"{sum(seconds) / len(seconds) / mine[0].ops * 1e6:.0f}",
-            )
-        Console(width=120, highlight=False).print(table)
+    bounds: dict[str, float] = {}
+    for row in rows:
+        if row.share != "min" and row.overhead_bound is not None:
+            bounds[row.share] = max(bounds.get(row.share, 0.0), row.overhead_bound)
+    lines = []
+    for method in dict.fromkeys(row.method for row in rows):
+        line = [row for row in rows if row.method == method]
+        cells = [_cell(row, bounds) for share in shares for row in line if row.share == share]
+        fragments = [r.fragmentation for r in line if r.fragmentation is not None]
+        free = [r.free_at_evictions for r in line if r.free_at_evictions is not None]
+        evicted = [r.evictions for r in line if r.evictions is not None]
+        seconds = [row.cpu_seconds for row in line if row.share != "min"] or [0.0]
+        cells += [
+            f"{100 * max(fragments):.2f}" if fragments else "",
+            f"{100 * sum(free) / len(free):.1f}" if free else "",
+            f"{sum(evicted) / len(evicted):.0f}" if evicted else "",
+            f"{sum(seconds) / len(seconds):.2f}",
+            f"{sum(seconds) / len(seconds) / rows[0].ops * 1e6:.0f}",
+        ]
+        lines.append([method, *cells])
+    heads = ["overhead %", *shares, "fragm. %", "free %", "evicted", "CPU s", "µs/op"]
+    print(f"{rows[0].graph}, {rows[0].ops} ops")
+    print(table(heads, lines))
 
 
 def _cell(row: Row, bounds: dict[str, float]) -> str:
-    """The overhead, and its own bound or what it is to the best of the point's (shares → bound)."""
+    """Overhead with its own bound, else its ratio to the best bound of the share."""
     if row.overhead is None:
         return "-"
     at = "" if row.min_feasible_share is None else f" @{row.min_feasible_share:.3f}"
@@ -176,7 +167,7 @@ def _cell(row: Row, bounds: dict[str, float]) -> str:
 
 
 def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace) -> None:
-    """Each graph with the one rule that is best on the others, and with the whole portfolio."""
+    """Print each graph with the one rule that is best on the others, and with the portfolio."""
     shares = [float(share) for share in args.shares.split(",") if share != "min"]
 
     def overheads(name: str, rules: tuple[Rule, ...]) -> list[float]:
@@ -195,9 +186,7 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
 
     rules = DEFAULTS.portfolio.rules
     single = {name: {rule: overheads(name, (rule,)) for rule in rules} for name in graphs}
-    table = Table(title="leave one out: overhead %", title_justify="left", box=None)
-    for column in ("graph", "rule (alpha, cap, foresee)", *map(str, shares)):
-        table.add_column(column)
+    lines = []
     for name in graphs:
         others = [other for other in graphs if other != name]
         rule = min(
@@ -205,35 +194,35 @@ def leave_one_out(graphs: dict[str, tuple[Graph, int]], args: argparse.Namespace
             key=lambda rule: sum(min(x, 10.0) for other in others for x in single[other][rule]),
         )
         for label, found in ((str(rule), single[name][rule]), ("all", overheads(name, rules))):
-            table.add_row(name, label, *(f"{100 * x:.2f}" for x in found))
-    Console(width=120, highlight=False).print(table)
+            lines.append([name, label, *(f"{100 * x:.2f}" for x in found)])
+    print("leave one out: overhead %")
+    print(table(["graph", "rule (alpha, cap, foresee)", *map(str, shares)], lines))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="plan_quality", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
-    parser.add_argument("--graphs", help="names, by commas, of files or hard:FAMILY:SEED[:OPS]")
-    parser.add_argument("--methods", default="coop-offline,coop,dtr,dte")
-    parser.add_argument("--shares", default="0.8,0.6,0.5,0.4,0.3,min", help="of the peak")
-    parser.add_argument("--outputs", choices=["outside", "arena"], default="arena")
-    parser.add_argument("--alignment", type=int, default=512)
-    parser.add_argument("--ablate", action="store_true", help="each switch of a method off as well")
-    parser.add_argument("--time-limit", type=float, help="seconds a plan")
-    parser.add_argument("--leave-one-out", action="store_true")
-    parser.add_argument("--csv", type=Path, default=Path("build/plan_quality.csv"))
-    args = parser.parse_args()
+    command = parser(__doc__, "build/plan_quality.csv")
+    command.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
+    command.add_argument("--graphs", help="names, by commas, of files or hard:FAMILY:SEED[:OPS]")
+    command.add_argument("--methods", default="coop-offline,coop,dtr,dte")
+    command.add_argument("--shares", default="0.8,0.6,0.5,0.4,0.3,min", help="of the peak")
+    command.add_argument("--outputs", choices=["outside", "arena"], default="arena")
+    command.add_argument("--alignment", type=int, default=512)
+    command.add_argument("--ablate", action="store_true", help="also with each switch off")
+    command.add_argument("--time-limit", type=float, help="seconds a plan")
+    command.add_argument("--leave-one-out", action="store_true")
+    args = command.parse_args()
     unknown = set(args.methods.split(",")) - set(METHODS)
     if unknown:
-        parser.error(f"no such method: {', '.join(sorted(unknown))}")
+        command.error(f"no such method: {', '.join(sorted(unknown))}")
     wanted = args.graphs.split(",") if args.graphs else None
     paths = [p for p in sorted(args.folder.glob("*.json")) if not wanted or p.stem in wanted]
     steps = {p.stem: load_graph(str(p)) for p in paths}
     try:
         steps |= {name: parse_name(name) for name in wanted or () if name.startswith("hard:")}
     except ValueError as error:
-        parser.error(str(error))
+        command.error(str(error))
     if not steps:
-        parser.error(f"no graphs in {args.folder}")
+        command.error(f"no graphs in {args.folder}")
     graphs = {}
     for name, step in steps.items():
         graph = step.model_copy(update={"name": name})
@@ -251,12 +240,8 @@ def main() -> None:
                 measure(graph, peak, share, method, off, args) for share in args.shares.split(",")
             ]
         show([row for row in rows if row.graph == name])
-    args.csv.parent.mkdir(parents=True, exist_ok=True)
-    with args.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    print(f"shares of the peak, outputs {args.outputs}; {len(rows)} rows in {args.csv}")
+    print(f"shares of the peak, outputs {args.outputs}; {len(rows)} rows")
+    write_csv(args.csv, [field.name for field in fields(Row)], map(vars, rows))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """
-DTR in plain Python, as a yardstick for planning time: what a simulation of this kind costs.
+DTR in plain Python, the reference for planning time.
 
 Memory is a byte count without addresses, as in the simulator published with the paper; the
 heuristic is e* / (bytes × staleness) with union-find components (Kirisame et al., Dynamic Tensor
@@ -21,7 +21,7 @@ class PythonDtr:
         self.used, self.clock = 0, 0.0
         self.parent = list(range(count))
         self.total = [0.0] * count
-        self.gone = [False] * count
+        self.evicted = [False] * count
         near: list[set[int]] = [set() for _ in range(count)]
         for op in range(problem.op_count):
             for made in problem.makes[op]:
@@ -56,10 +56,10 @@ class PythonDtr:
             if t not in self.live:
                 self.live[t] = None
                 self.used += problem.size[t]
-                if self.gone[t]:
+                if self.evicted[t]:
                     root = self.root(t)
                     self.total[root] = max(0.0, self.total[root] - problem.cost[op])
-                    self.gone[t] = False
+                    self.evicted[t] = False
             self.last[t] = self.clock
         for t in problem.reads[op]:
             self.pins[t] -= 1
@@ -70,18 +70,18 @@ class PythonDtr:
 
     def cost(self, t: int) -> float:
         total = self.problem.cost[self.problem.producer[t]]
-        roots = {self.root(other) for other in self.near[t] if self.gone[other]}
+        roots = {self.root(other) for other in self.near[t] if self.evicted[other]}
         total += sum(self.total[root] for root in roots)
         return total / (self.problem.size[t] * max(self.clock - self.last[t], 1e-3))
 
     def evict(self, t: int) -> None:
         del self.live[t]
         self.used -= self.problem.size[t]
-        self.gone[t] = True
+        self.evicted[t] = True
         self.parent[t] = t
         self.total[t] = self.problem.cost[self.problem.producer[t]]
         for other in self.near[t]:
-            if self.gone[other]:
+            if self.evicted[other]:
                 root, joined = self.root(t), self.root(other)
                 if root != joined:
                     self.parent[joined] = root

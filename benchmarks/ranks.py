@@ -1,13 +1,12 @@
-"""Ranks that train together over gloo: each one within its budget, and eager's numbers.
+"""Ranks that train together over gloo, each within its budget and with eager's numbers.
 
     python -m benchmarks.ranks [--ranks 2 4] [--starts 20] [--budget 60%]
 
-Every start is new processes, rank 0's cache warm from the second start on and those of the others
-cold, each start the other way round. A line tells of one start: the largest of measured peak and
-budget of any rank in bytes, and whether all numbers are equal. Beyond two ranks DDP is compared
-with `aot_eager`: it fills its buckets as gradients come, in eager one by one, and more than two
-numbers are added in an order that the place in a bucket decides. Exits 1 if a start breaks its
-promise.
+Every start uses new processes. One cache is warm from the second start on, in turn that of rank 0
+and that of the last rank; the others are cold. A line reports one start. The first start and failed
+ones list each rank's measured peak and budget in bytes, and whether its numbers are equal. Beyond
+two ranks DDP is compared with `aot_eager`: it fills its buckets in the order of the gradients, and
+that order decides the order of the sums. Exits 1 if a start fails.
 """
 
 import argparse
@@ -34,7 +33,7 @@ STEPS = 4
 
 
 class Block(nn.Module):
-    """What is sharded as one."""
+    """Unit of sharding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,13 +92,13 @@ def train(model: nn.Module, called: Any, rank: int) -> list[torch.Tensor]:
 
 
 def whole(value: Any) -> torch.Tensor:
-    """A tensor, or what the ranks have of it together."""
+    """The whole tensor, gathered from all ranks if it is sharded."""
     made: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
     return made
 
 
 def one_rank(rank: int, count: int, folder: Path, budget: str) -> int:
-    """Train eager and compiled here; print what this rank took."""
+    """Train eager and compiled in this process; print the figures of this rank."""
     from coop_plan import runtime
 
     warnings.simplefilter("ignore")
@@ -129,27 +128,17 @@ def one_rank(rank: int, count: int, folder: Path, budget: str) -> int:
 
 
 def start(count: int, budget: str, caches: list[Path]) -> tuple[bool, list[str]]:
-    """One start of all ranks: whether it kept its promises, and what they printed."""
+    """Start all ranks once; returns whether all held, and their output."""
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank in range(count):
-            environment = os.environ | {
-                "GLOO_SOCKET_IFNAME": "lo",
-                "OMP_NUM_THREADS": "1",
-                "XDG_CACHE_HOME": str(caches[rank]),
-            }
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            environment["XDG_CACHE_HOME"] = str(caches[rank])
             command = [sys.executable, "-m", "benchmarks.ranks", "--rank", str(rank)]
             command += ["--ranks", str(count), "--folder", folder, "--budget", budget]
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
+            processes.append(process)
         ended = [process.communicate(timeout=600) for process in processes]
     fine = not any(process.returncode for process in processes)
     lines = [line for out, _ in ended for line in out.splitlines()]
@@ -159,14 +148,14 @@ def start(count: int, budget: str, caches: list[Path]) -> tuple[bool, list[str]]
 
 
 def cold(folder: Path, built: Path) -> Path:
-    """A cache with nothing in it but the compiled extension."""
+    """A cache with the compiled extension alone."""
     (folder / "coop-plan").mkdir(parents=True)
     (folder / "coop-plan" / built.name).symlink_to(built)
     return folder
 
 
 def main() -> int:
-    """Start the ranks that the command line asks for."""
+    """Returns 1 unless every start held."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--starts", type=int, default=20)

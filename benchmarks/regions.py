@@ -1,25 +1,26 @@
-"""Step times of blocks that are compiled one by one, beside one graph of all and eager.
+"""Step times of blocks that are compiled one by one, compared with one graph and with eager.
 
     python -m benchmarks.regions [--model gpt2 residual] [--budget 100%] [--turns 8]
 
-The three train one model in turns of six steps. Of each turn the first two are not counted: in them
-the arena's pages come back, which the others' turn has taken. A figure is the median of ratios of
-steps in the same place of a turn. Exits 1 where gradients differ from eager's in a bit, or a
-measured peak is beyond the budget.
+The three train one model alternately, six steps a turn. The first two steps of a turn are not
+counted: they map the arena's pages again. A figure is the median of ratios of steps at the same
+position of a turn. Exits 1 if gradients differ from eager's in a bit, or a measured peak exceeds
+the budget.
 """
 
-import argparse
 import copy
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from benchmarks.loops import Block
+from benchmarks.report import Column, Report, parser
 from coop_plan import runtime
 
 UNCOUNTED, COUNTED = 2, 4
@@ -50,15 +51,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 def train(
     model: nn.Module, called: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
 ) -> float:
-    """One step; its seconds."""
+    """Run one step and return its seconds."""
     begin = time.perf_counter()
     model.zero_grad()
     called(x).square().mean().backward()
     return time.perf_counter() - begin
 
 
-def measure(name: str, budget: str, turns: int) -> bool:
-    """Print a model's line; whether it kept its promises."""
+def measure(name: str, budget: str, turns: int) -> dict[str, Any]:
+    """Returns the row of a model."""
     make, shape = MODELS[name]
     torch._dynamo.reset()
     runtime.clear_reports()
@@ -71,7 +72,7 @@ def measure(name: str, budget: str, turns: int) -> bool:
     for block in models["by blocks"]:
         block.compile(backend="coop", options=options)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for turn in range(1 + turns):  # plans are made, and made anew, in the first
+    for turn in range(1 + turns):  # the first turn plans and re-plans
         for way in WAYS:
             taken = [train(models[way], called[way], x) for _ in range(UNCOUNTED + COUNTED)]
             times[way] += taken[UNCOUNTED:] if turn else []
@@ -83,27 +84,35 @@ def measure(name: str, budget: str, turns: int) -> bool:
     whole = [first, *(report for report in others if report.name.startswith("iteration"))]
     within = all(r.measured_peak_bytes <= r.budget_bytes for r in whole)
 
-    def ratio(way: str, to: str) -> str:
-        return f"{statistics.median(a / b for a, b in zip(times[way], times[to], strict=True)):.3f}"
+    def ratio(way: str, to: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[way], times[to], strict=True))
 
-    print(
-        f"{name} at {budget}: one graph {ratio('one graph', 'eager')} of eager, by blocks"
-        f" {ratio('by blocks', 'eager')}, by blocks {ratio('by blocks', 'one graph')} of one graph;"
-        f" gradients {'equal' if equal else 'DIFFERENT'}, peaks {'within' if within else 'BEYOND'}",
-        flush=True,
-    )
-    return equal and within
+    figures = {"whole": ratio("one graph", "eager"), "blocks": ratio("by blocks", "eager")}
+    figures["blocks_to_whole"] = ratio("by blocks", "one graph")
+    return dict(model=name, budget=budget, gradients=equal, peaks=within, **figures)
+
+
+COLUMNS = (
+    *("model", "budget", Column("whole", "one graph ÷ eager", ".3f")),
+    Column("blocks", "by blocks ÷ eager", ".3f"),
+    Column("blocks_to_whole", "by blocks ÷ one graph", ".3f"),
+    Column("gradients", form=lambda equal: "equal" if equal else "DIFFERENT"),
+    Column("peaks", form=lambda within: "within" if within else "BEYOND"),
+)
 
 
 def main() -> int:
-    """Measure the models that the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
-    parser.add_argument("--budget", default="100%")
-    parser.add_argument("--turns", type=int, default=8)
-    asked = parser.parse_args()
-    kept = [measure(name, asked.budget, asked.turns) for name in asked.model]
-    return int(not all(kept))
+    """Returns 1 unless every model held."""
+    command = parser(__doc__)
+    command.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
+    command.add_argument("--budget", default="100%")
+    command.add_argument("--turns", type=int, default=8)
+    asked = command.parse_args()
+    report = Report(*COLUMNS, progress=True)
+    for name in asked.model:
+        report.add(**measure(name, asked.budget, asked.turns))
+    report.finish(asked.csv)
+    return int(not all(row["gradients"] and row["peaks"] for row in report.rows))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""How far a roofline is from measured op times, on the CPU here: three architectures.
+"""Error of a roofline against op times measured on this CPU: three architectures.
 
     python -m benchmarks.roofline_error [--device FILE]
 
-The device is measured first (`coop-plan calibrate`), or is that of FILE. Each step is captured
-twice, measured and modelled; the ratio of an op is modelled ÷ measured, or its inverse where that
-is larger, and of a step the sums'. Ops that are measured below a launch are left out.
+The device is measured first (`coop-plan calibrate`), or read from FILE. Each step is captured
+twice, measured and modelled. The ratio of an op is modelled ÷ measured, or its inverse if that is
+larger; the ratio of a step is that of the sums. Ops shorter than a launch are left out.
 """
 
-import argparse
 from statistics import median, quantiles
 
 import torch
 
 from benchmarks.papers import networks
+from benchmarks.report import Column, Report, parser
 from coop_plan.runtime.offline_capture.calibrate import calibrate
 from coop_plan.runtime.offline_capture.devices import device
 from coop_plan.runtime.offline_capture.roofline import Roofline
@@ -20,16 +20,17 @@ from coop_plan.runtime.offline_capture.target import capture
 from coop_plan.runtime.torch_internals.fakes import FakeTensorMode
 
 STEPS = {"resnet50": 2, "gpt2": 1, "swin_t": 2}
-"""Networks of the papers, and batches that a CPU has time for."""
+"""Networks of the papers, with batches small enough for a CPU."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--device")
+    args = command.parse_args()
     spec = device(args.device) if args.device else calibrate("cpu")
-    print("| network | ops | median | 90th percentile | step, modelled ÷ measured |")
-    print("| --- | --- | --- | --- | --- |")
+    heads = {"median": "median", "tail": "90th percentile", "step": "step, modelled ÷ measured"}
+    columns = (Column(field, head, ".2f") for field, head in heads.items())
+    report = Report("network", "ops", *columns, progress=True)
     for name, batch in STEPS.items():
         torch.manual_seed(0)
         here = capture(*getattr(networks, name)(batch))
@@ -43,8 +44,9 @@ def main() -> None:
         ]
         ratios = [max(m / t, t / m) for m, t in pairs if m]
         total = sum(m for m, _ in pairs) / sum(t for _, t in pairs)
-        tail = quantiles(ratios, n=10)[-1]
-        print(f"| {name} | {len(ratios)} | {median(ratios):.2f} | {tail:.2f} | {total:.2f} |")
+        figures = {"median": median(ratios), "tail": quantiles(ratios, n=10)[-1], "step": total}
+        report.add(network=name, ops=len(ratios), **figures)
+    report.finish(args.csv)
 
 
 if __name__ == "__main__":

@@ -1,35 +1,33 @@
-"""Peak and time of a training step: eager, checkpoints, PyTorch's memory budget, and coop.
+"""Peak and time of a training step: eager, checkpointing, PyTorch's memory budget, and coop.
 
     python -m benchmarks.runtime_peers [--model llama] [--rounds 5] [--budgets 10] [--csv FILE]
 
-All modes train the same model in lockstep, so that a noisy machine slows them alike; a time is the
-median over the rounds of the ratio to eager's step of the same round. The peak of a step is what
-the process allocates between the start of its forward and the end of its backward, gradients
-included, parameters not, counted by the arena's allocator; an arena counts whole.
+All modes train the same model in lockstep, so a noisy machine slows them equally. A time is the
+median over the rounds of the ratio to eager's step of the same round. The peak of a step is the
+most that the process allocates between the start of its forward and the end of its backward,
+counted by the arena's allocator: gradients included, parameters not; an arena counts whole.
 
 Modes: `eager`; `joint`: AOTAutograd's joint graph op by op (backend aot_eager); `checkpoint`:
 torch.utils.checkpoint on every layer; `memory budget`: backend aot_eager_decomp_partition with
 torch._functorch.config.activation_memory_budget; `coop`: at 100 %, at the peaks the others reach,
-and at even steps down to the smallest feasible budget. Exits 1 when a coop step exceeds its budget,
+and at even steps down to the smallest feasible budget. Exits 1 if a coop step exceeds its budget,
 differs from eager in a bit, or misses the slots of its plan.
 """
 
 import argparse
 import contextlib
 import copy
-import csv
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.demo import build_model, loss_of
+from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.runtime import clear_reports, reports
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.reports import StepReport
@@ -38,7 +36,7 @@ Step = Callable[[], torch.Tensor]
 
 
 def llama(layers: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
-    """The configuration of the issue: hidden 256, 8 heads, batch 4 x 256."""
+    """Llama of width 256 with 8 heads, batch 4 x 256."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -51,14 +49,12 @@ def llama(layers: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any
         use_cache=False,
     )
     ids = torch.randint(0, 2000, (4, 256))
-    return LlamaForCausalLM(config).train(), _language_loss, ids
+    return LlamaForCausalLM(config).train(), loss_of, ids
 
 
 def gpt2(layers: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
     """GPT-2 of the demo: width 256, batch 4 x 256, dropout 0.1."""
-    from benchmarks.demo import build_model
-
-    return build_model(layers, 256, 256), _language_loss, torch.randint(0, 2000, (4, 256))
+    return build_model(layers, 256, 256), loss_of, torch.randint(0, 2000, (4, 256))
 
 
 def resnet50(_: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]:
@@ -67,14 +63,6 @@ def resnet50(_: int) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Any],
 
     model = ResNetForImageClassification(ResNetConfig(num_labels=100)).train()
     return model, _image_loss, torch.randn(4, 3, 128, 128)
-
-
-def _language_loss(model: torch.nn.Module) -> Any:
-    def loss(ids: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=ids, use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-    return loss
 
 
 def _image_loss(model: torch.nn.Module) -> Any:
@@ -90,14 +78,14 @@ MODELS = {"llama": llama, "gpt2": gpt2, "resnet50": resnet50}
 
 @dataclass
 class Trainer:
-    """One mode: a model of its own, and what was seen of its steps."""
+    """One mode: its own copy of the model, and the figures of its steps."""
 
     mode: str
     model: torch.nn.Module
     run: Callable[[Any], torch.Tensor]
     random_state: torch.Tensor
     limit: int | None = None
-    """Bytes that the peak may reach."""
+    """Largest allowed peak in bytes."""
     report: StepReport | None = None
     compile_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
@@ -134,7 +122,7 @@ def _memory_budget(share: float | None) -> Iterator[None]:
 
 
 class Comparison:
-    """All modes of one model, made one after the other and then trained in lockstep."""
+    """All modes of one model, created one by one, then trained in lockstep."""
 
     def __init__(self, model: str, layers: int, rounds: int) -> None:
         torch.manual_seed(0)
@@ -144,7 +132,7 @@ class Comparison:
         self.trainers: list[Trainer] = []
 
     def add(self, mode: str, *, share: float | None = None, **compiled: Any) -> Trainer:
-        """A mode, its first step (which compiles) taken."""
+        """Add a mode and run its first step, which compiles."""
         model = copy.deepcopy(self.origin)
         if mode == "checkpoint":
             model.gradient_checkpointing_enable(  # type: ignore[operator]
@@ -152,7 +140,7 @@ class Comparison:
             )
         run = self.loss_of(model)
         if compiled:
-            # A code object of its own: Dynamo would take what another mode compiled.
+            # Its own code object: otherwise Dynamo reuses the code compiled for another mode.
             run.__code__ = run.__code__.replace(co_name=f"loss_{len(self.trainers)}")
             run = torch.compile(run, dynamic=False, **compiled)
         trainer = Trainer(mode, model, run, self.random_state)
@@ -170,7 +158,7 @@ class Comparison:
         return trainer
 
     def coop(self, mode: str, budget: int | str) -> Trainer:
-        """Ours; a budget in bytes is that of the peak, without what lies there before the step."""
+        """Add our mode; a budget in bytes excludes the bytes allocated before the step."""
         before = next((t.report.resident_bytes for t in self.trainers if t.report is not None), 0)
         asked = budget + before if isinstance(budget, int) else budget
         trainer = self.add(mode, backend="coop", options={"budget": asked})
@@ -179,13 +167,13 @@ class Comparison:
         return trainer
 
     def lockstep(self) -> None:
-        """Train."""
+        """Train all modes round by round."""
         for _ in range(self.rounds):
             for trainer in self.trainers:
                 trainer.step(self.batch)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A record per mode: bytes, seconds, ratios."""
+        """Returns a record per mode: bytes, seconds, ratios."""
         eager = self.trainers[0]
         rows = []
         for trainer in self.trainers:
@@ -211,7 +199,7 @@ class Comparison:
 
 
 def compare(arguments: argparse.Namespace) -> Comparison:
-    """Make the modes, train them."""
+    """Create the modes and train them."""
     found = Comparison(arguments.model, arguments.layers, arguments.rounds)
     process_bytes()  # from here on every allocation is counted
     found.add("eager")
@@ -236,53 +224,40 @@ def compare(arguments: argparse.Namespace) -> Comparison:
     return found
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """The rows as a table on stdout, by peak."""
-    table = Table(title=title)
-    heads = ("mode", "peak MB", "at most", "step", "x eager", "planned", "in step", "compile")
-    for head in (*heads, "bitwise"):
-        table.add_column(head, justify="left" if head == "mode" else "right")
-    for row in sorted(rows, key=lambda row: -row["peak_bytes"]):
-        planned = row.get("planned_overhead")
-        limit = row["limit_bytes"]
-        table.add_row(
-            row["mode"],
-            f"{row['peak_bytes'] / 1e6:.2f}",
-            "" if limit is None else f"{limit / 1e6:.2f}",
-            f"{row['step_seconds']:.3f} s",
-            f"{row['step_ratio_to_eager']:.3f}",
-            "" if planned is None else f"{planned:.1%}",
-            "" if planned is None else f"{row['measured_overhead']:.1%}",
-            f"{row['compile_seconds']:.1f} s",
-            "equal" if row["bitwise"] else "different",
-        )
-    Console(width=130).print(table)
+MB = scaled(1e-6, ".2f")
+COLUMNS = (
+    "mode",
+    Column("peak_bytes", "peak MB", MB),
+    Column("limit_bytes", "at most", MB),
+    Column("step_seconds", "step s", ".3f"),
+    Column("step_ratio_to_eager", "x eager", ".3f"),
+    Column("planned_overhead", "planned", ".1%"),
+    Column("measured_overhead", "in step", ".1%"),
+    Column("compile_seconds", "compile s", ".1f"),
+    Column("bitwise", form=lambda equal: "equal" if equal else "different"),
+    Column("outside_bytes", ""),
+)
 
 
 def main() -> int:
-    """Run the comparison; the exit code says whether coop's promises held."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="llama")
-    parser.add_argument("--layers", type=int, default=8, help="of llama and gpt2")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budgets", type=int, default=10, help="of coop, 100%% to min")
-    parser.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
-    parser.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
-    parser.add_argument("--csv", type=Path)
-    arguments = parser.parse_args()
+    """Returns 1 unless every coop step held."""
+    command = parser(__doc__)
+    command.add_argument("--model", choices=MODELS, default="llama")
+    command.add_argument("--layers", type=int, default=8, help="of llama and gpt2")
+    command.add_argument("--rounds", type=int, default=5)
+    command.add_argument("--budgets", type=int, default=10, help="of coop, 100%% to min")
+    command.add_argument("--shares", type=float, nargs="*", default=[1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    command.add_argument("--threads", type=int, default=1, help="two contend on a shared machine")
+    arguments = command.parse_args()
     torch.set_num_threads(arguments.threads)
-    rows = compare(arguments).rows()
-    show(f"{arguments.model}: one training step, gradients included", rows)
-    if arguments.csv is not None:
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        with arguments.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
-    ours = [row for row in rows if row["limit_bytes"] is not None]
+    report = Report(*COLUMNS, title=f"{arguments.model}: one step, gradients included")
+    for row in sorted(compare(arguments).rows(), key=lambda row: -row["peak_bytes"]):
+        report.add(**row)
+    report.finish(arguments.csv)
     held = all(
         row["bitwise"] and row["peak_bytes"] <= row["limit_bytes"] and not row["outside_bytes"]
-        for row in ours
+        for row in report.rows
+        if row["limit_bytes"] is not None
     )
     if not held:
         print("NOT HELD: see the table", file=sys.stderr)

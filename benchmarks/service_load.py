@@ -1,11 +1,11 @@
 """
-1 000 identical requests from 100 connections to a cluster, in the middle of which parts of it die.
+Load on a cluster whose parts are killed: 1 000 identical requests from 100 connections.
 
     python -m benchmarks.service_load
 
-Each line is a question of its own, asked of two servers with two workers. `solves` counts how often
-a worker began one. A client whose connection breaks, or that is told to come back, asks the other
-server. The exit status is 1 where there was an error, a plan that differs, or too many solves.
+Each line is a new question to two servers with two workers. `solves` counts the leases of its job.
+A client whose connection breaks, or that gets a 503, asks the other server. Exits 1 after an error,
+a plan that differs, or too many solves.
 """
 
 import argparse
@@ -37,7 +37,7 @@ JOBS = "coop-plan:job:" + "?" * 32
 
 @dataclass
 class Outcome:
-    """What clients were told: digests of plans, errors, how often they asked again, seconds."""
+    """Answers to the clients: digests of plans, errors, repeated requests, seconds."""
 
     plans: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
@@ -45,7 +45,6 @@ class Outcome:
     seconds: list[float] = field(default_factory=list)
 
     def line(self) -> str:
-        """In one line."""
         longest = max(self.seconds, default=0.0)
         half = statistics.median(self.seconds) if self.seconds else 0.0
         return (
@@ -55,13 +54,13 @@ class Outcome:
 
 
 def example() -> dict[str, Any]:
-    """The example of the repository as a question."""
+    """A request for the repository's example."""
     path = Path(__file__).parents[1] / "examples" / "graph.json"
     return {"graph": json.loads(path.read_text()), "budget": "50%"}
 
 
 def question(seed: int, seconds: float) -> dict[str, Any]:
-    """A graph that a solver does not finish in time, so that there is a middle to die in."""
+    """A request whose solve lasts until its time limit."""
     draw = random.Random(seed)
     layers = 60
     tensors: list[dict[str, Any]] = [{"id": 0, "bytes": 4096, "kind": "input"}]
@@ -92,24 +91,24 @@ async def ask(client: httpx.AsyncClient, urls: list[str], content: bytes, to: Ou
     """One request, again and elsewhere until it is answered; the first address is asked first."""
     began = time.monotonic()
     headers = {"Content-Type": "application/json", "Prefer": "wait=60, respond-async"}
-    said = ""
+    problem = ""
     for _ in range(ATTEMPTS):
         try:
             answer = await client.post(f"{urls[0]}/plan", content=content, headers=headers)
         except httpx.TransportError as error:
-            said = repr(error)
+            problem = repr(error)
             urls.append(urls.pop(0))
         else:
             if answer.status_code == 200:
                 to.plans.add(hashlib.sha256(answer.content).hexdigest())
                 to.seconds.append(time.monotonic() - began)
                 return
-            said = f"{answer.status_code} {answer.text[:200]}"
+            problem = f"{answer.status_code} {answer.text[:200]}"
             if answer.status_code not in (202, 503):
                 break
         to.again += 1
         await asyncio.sleep(0.1 + random.random() * 0.2)
-    to.errors.append(said)
+    to.errors.append(problem)
 
 
 async def ask_many(
@@ -120,7 +119,7 @@ async def ask_many(
     connections: int,
     meanwhile: Callable[[], Awaitable[None]] | None = None,
 ) -> Outcome:
-    """So many identical requests, while something happens."""
+    """Send identical requests while `meanwhile` runs."""
     outcome, content = Outcome(), json.dumps(body).encode()
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
 
@@ -146,7 +145,7 @@ class Load:
         self._broker = redis.Redis.from_url(cluster.broker_address)
 
     async def solving(self) -> None:
-        """Return when a worker is in the middle of a solve."""
+        """Wait until a worker solves."""
         while not self._broker.zcard("coop-plan:running"):
             await asyncio.sleep(0.05)
         await asyncio.sleep(1.0)
@@ -159,7 +158,7 @@ class Load:
         *,
         most_solves: int = 1,
     ) -> bool:
-        """One scenario, in a line; whether it went as it must."""
+        """Run one scenario and print its line; returns whether it held."""
         before = set(self._broker.scan_iter(JOBS))
         outcome = asyncio.run(
             ask_many(
@@ -182,7 +181,7 @@ class Load:
         return good
 
     def solver(self) -> Process:
-        """The worker that solves: the one that has taken up more tasks than it has ended."""
+        """The worker that solves: it has received more tasks than it has finished."""
         for worker in self.cluster.workers:
             if worker.process.poll() is None and _open_tasks(worker) > 0:
                 return worker
@@ -197,14 +196,14 @@ class Load:
         self.cluster.workers.append(self.cluster.start_worker())
 
     async def kill_solver(self) -> None:
-        """kill -9 of the process that solves, as the system does when memory is short."""
+        """kill -9 of the solving process, as the kernel does when memory is short."""
         await self.solving()
         for child in children(self.solver().process.pid):
             for solver in children(child):
                 os.kill(solver, signal.SIGKILL)
 
     async def stop_worker(self) -> None:
-        """SIGTERM to the worker that solves: it hands its job back."""
+        """SIGTERM to the worker that solves: it releases its lease."""
         await self.solving()
         worker = self.solver()
         seconds = await asyncio.to_thread(worker.stop)
@@ -213,7 +212,7 @@ class Load:
         self.cluster.workers.append(self.cluster.start_worker())
 
     def cancel(self, body: dict[str, Any]) -> None:
-        """How long after `DELETE` the process of a solve is there."""
+        """Print the seconds between `DELETE` and the end of the solve's process."""
         url = self.cluster.urls[-1]
         headers = {"Prefer": "wait=0, respond-async"}
         job = httpx.post(f"{url}/plan", json=body, headers=headers).headers["location"]
@@ -239,7 +238,7 @@ class Load:
         self.cluster.replicas[0].kill()
 
     async def restart_broker(self) -> None:
-        """Redis is killed and comes back a second later."""
+        """Kill Redis and start it a second later."""
         await self.solving()
         self.cluster.broker.kill()
         await asyncio.sleep(1.0)

@@ -1,11 +1,11 @@
-"""Loops as people write them, for minutes: nothing wrong, and resident memory flat.
+"""Soak test of the runtime: two threads train for minutes, and resident memory must stay flat.
 
     python -m benchmarks.soak [--minutes 30] [--budget min]
 
-Two threads train a model of one class each, beside an eager twin: random lengths, evaluation in
-between without `no_grad`, exceptions thrown in, gradients kept, a model called twice for one loss,
-children forked that allocate. Exits 1 if a number differs from eager's, a child fails, or resident
-memory grew by more than a tenth from the second third of the time to the last.
+Each thread trains a model and an eager twin: random lengths, evaluation without `no_grad`, raised
+exceptions, kept gradients, a model called twice for one loss, forked children that allocate. Exits
+1 if a number differs from eager's, a child fails, or resident memory grew by more than a tenth from
+the second third of the time to the last.
 """
 
 import argparse
@@ -28,7 +28,7 @@ GROWTH = 1.1
 
 
 class Net(nn.Sequential):
-    """Without dropout: threads share one stream of random numbers."""
+    """A model without dropout, since threads share one stream of random numbers."""
 
     def __init__(self) -> None:
         layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -36,12 +36,12 @@ class Net(nn.Sequential):
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def fork_a_child() -> bool:
-    """Whether a forked child can allocate and end."""
+    """True if a forked child allocates and exits."""
     child = os.fork()
     if child == 0:
         torch.empty(1 << 16).fill_(1)
@@ -50,7 +50,7 @@ def fork_a_child() -> bool:
 
 
 def watched(seed: int, budget: str, until: float, faults: list[str]) -> None:
-    """Train, and add what is raised to `faults`."""
+    """Train, and append an exception to `faults`."""
     try:
         train(seed, budget, until, faults)
     except BaseException as error:
@@ -59,7 +59,7 @@ def watched(seed: int, budget: str, until: float, faults: list[str]) -> None:
 
 
 def train(seed: int, budget: str, until: float, faults: list[str]) -> None:
-    """One thread's training; what goes wrong is added to `faults`."""
+    """Train in one thread; differences are appended to `faults`."""
     source, torch_source = random.Random(seed), torch.Generator().manual_seed(seed)
     eager = Net()
     planned = copy.deepcopy(eager)
@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--budget", default="min")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    # PyTorch's list of backends is not made to be filled by two threads at once.
+    # PyTorch's list of backends is not thread-safe while it is filled.
     torch.compile(Net(), backend="coop", options={"budget": arguments.budget})
     began = time.monotonic()
     until, faults = began + 60 * arguments.minutes, list[str]()

@@ -1,15 +1,14 @@
-"""Training with tensors moved to the host: eager's numbers, and what was planned beside measured.
+"""Training with transfers to the host: compared with eager, and planned with measured.
 
     python -m benchmarks.swap_runtime [--model gpt2] [--budgets 40%,min] [--link 2GB/s] [--steps 7]
 
-On the CPU, where threads copy no faster than the link. Eager and the planned step train two copies
-of a model on the same batches. Ops are profiled anew, as machines are not as fast on every day.
-Times are medians over the steps but the first, of time inside ops and waiting for copies; `hidden`
-is the time of copies in which the ops went on, of the last step. Exits 1 when a step differs from
-eager in a bit, or runs at other addresses than planned.
+Runs on the CPU, where threads copy no faster than the link. Eager and the planned step train two
+copies of a model on the same batches. Ops are profiled again in each run. Times are medians over
+all steps but the first: time inside ops and in waits for copies. `hidden` is the copy time of the
+last step that overlapped with ops. Exits 1 if a step differs from eager in a bit, or runs at other
+addresses than planned.
 """
 
-import argparse
 import copy
 import os
 import statistics
@@ -19,10 +18,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch._dynamo.exc import BackendCompilerFailed
 
+from benchmarks.demo import build_model, loss_of
+from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.runtime import clear_reports, reports
 from coop_plan.runtime.reports import StepReport
@@ -32,10 +31,7 @@ Built = tuple[torch.nn.Module, Callable[[torch.nn.Module], Any], Any]
 
 def gpt2() -> Built:
     """GPT-2 of four layers, width 256, batch 4 x 256, dropout 0.1."""
-    from benchmarks.demo import build_model
-    from benchmarks.runtime_peers import _language_loss
-
-    return build_model(4, 256, 256), _language_loss, torch.randint(0, 2000, (4, 256))
+    return build_model(4, 256, 256), loss_of, torch.randint(0, 2000, (4, 256))
 
 
 def unet() -> Built:
@@ -56,7 +52,7 @@ MODELS = {"gpt2": gpt2, "unet": unet}
 def train(
     model: torch.nn.Module, step: Any, batch: Any, steps: int
 ) -> tuple[list[float], list[float]]:
-    """Steps of SGD; the losses, and the makespan of each step if it is a planned one, µs."""
+    """Train by SGD; returns the losses and the makespans (µs) of planned steps."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     losses, makespans = [], []
@@ -70,31 +66,39 @@ def train(
     return losses, makespans
 
 
+MS = scaled(1e-3, ".1f")
+COLUMNS = (
+    *("model", "budget", Column("swapped", "swapped MB", scaled(1e-6, ".1f"))),
+    *("recomputed", "arena", "host_arena", "outside"),
+    Column("planned_us", "planned ms", MS),
+    Column("measured_us", "measured ms", MS),
+    Column("planned_stall_us", "stall, planned ms", MS),
+    Column("stall_us", "stall, measured ms", MS),
+    Column("hidden_us", "hidden ms", MS),
+    Column("equal", "as eager"),
+)
+
+
 def main() -> int:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=MODELS, action="append")
-    parser.add_argument("--budgets", default="40%,min")
-    parser.add_argument("--link", default="2GB/s")
-    parser.add_argument("--steps", type=int, default=7)
-    arguments = parser.parse_args()
+    """Returns 1 unless every step held."""
+    command = parser(__doc__)
+    command.add_argument("--model", choices=MODELS, action="append")
+    command.add_argument("--budgets", default="40%,min")
+    command.add_argument("--link", default="2GB/s")
+    command.add_argument("--steps", type=int, default=7)
+    arguments = command.parse_args()
     torch.set_num_threads(1)
-    table = Table(box=None)
-    for name in ("model", "budget", "swapped", "recomputed", "arena", "host arena", "outside"):
-        table.add_column(name)
-    for name in ("planned ms", "measured", "stall planned", "measured", "hidden", "as eager"):
-        table.add_column(name, justify="right")
-    held = True
+    report, held = Report(*COLUMNS), True
     with TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         for name in arguments.model or list(MODELS):
             for budget in arguments.budgets.split(","):
-                held &= _compare(name, budget, arguments.link, arguments.steps, table)
-    Console(width=180).print(table)
+                held &= _compare(name, budget, arguments.link, arguments.steps, report)
+    report.finish(arguments.csv)
     return 0 if held else 1
 
 
-def _compare(name: str, budget: str, link: str, steps: int, table: Table) -> bool:
+def _compare(name: str, budget: str, link: str, steps: int, rows: Report) -> bool:
     torch.manual_seed(0)
     torch._dynamo.reset()
     clear_reports()
@@ -108,7 +112,7 @@ def _compare(name: str, budget: str, link: str, steps: int, table: Table) -> boo
     except BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, InfeasibleBudgetError):
             raise
-        table.add_row(name, budget, "cannot be met")
+        rows.add(model=name, budget=budget, equal="cannot be met")
         return True
     (report,) = reports()
     plan = report.plan
@@ -118,29 +122,26 @@ def _compare(name: str, budget: str, link: str, steps: int, table: Table) -> boo
         and report.measured_host_arena_bytes == plan.host_arena_bytes
         and not report.outside_bytes
     )
-    measured = statistics.median(makespans[1:])
-    stalls = plan.offload_stall_us + plan.prefetch_stall_us
-    table.add_row(
-        *(name, budget, f"{plan.swapped_bytes / 1e6:.1f} MB", str(plan.recomputed_ops)),
-        f"{report.measured_arena_bytes}/{plan.arena_bytes}",
-        f"{report.measured_host_arena_bytes}/{plan.host_arena_bytes}",
-        str(report.outside_bytes),
-        f"{plan.cost_us / 1e3:.1f}",
-        f"{measured / 1e3:.1f} ({measured / plan.cost_us - 1:+.1%})",
-        f"{stalls / 1e3:.1f}",
-        f"{_stall_us(report) / 1e3:.1f}",
-        f"{_hidden_us(report) / 1e3:.1f}",
-        "yes" if same else "NO",
+    rows.add(
+        model=name,
+        budget=budget,
+        swapped=plan.swapped_bytes,
+        recomputed=plan.recomputed_ops,
+        arena=f"{report.measured_arena_bytes}/{plan.arena_bytes}",
+        host_arena=f"{report.measured_host_arena_bytes}/{plan.host_arena_bytes}",
+        outside=report.outside_bytes,
+        planned_us=plan.cost_us,
+        measured_us=statistics.median(makespans[1:]),
+        planned_stall_us=plan.offload_stall_us + plan.prefetch_stall_us,
+        stall_us=_stall_us(report),
+        hidden_us=sum(span.end_us - span.begin_us for span in report.copies) - _stall_us(report),
+        equal="yes" if same else "NO",
     )
     return same and exact
 
 
 def _stall_us(report: StepReport) -> float:
     return report.measured_offload_stall_us + report.measured_prefetch_stall_us
-
-
-def _hidden_us(report: StepReport) -> float:
-    return sum(span.end_us - span.begin_us for span in report.copies) - _stall_us(report)
 
 
 if __name__ == "__main__":

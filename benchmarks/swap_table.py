@@ -1,15 +1,15 @@
-"""What a link to the host is worth: overhead with it beside recompute-only, graphs × budgets.
+"""Overhead with a link to the host, compared with recomputation alone, by graph and budget.
 
     python -m benchmarks.swap_table [FOLDER] [--graphs a,b] [--links 12,25,50] [--method M]
     python -m benchmarks.swap_table --grid --graphs resnet32,unet
 
-Overheads are in percent of the step's compute time, of plans that have passed the verifier; the
-makespan of the prototypes' joint search (`PROTOTYPE`) stands beside each in brackets, and a plan
-that costs more than that is marked with `!`. CPU seconds are of this process, after one plan that
-loads the compiled kernels. Links are in GB/s each way.
+Overheads are in percent of the step's compute time; every plan is verified. The overhead of the
+prototypes' joint search (`PROTOTYPE`) follows in brackets; `!` marks a plan that costs more. CPU
+seconds are of this process, after one plan that loads the compiled kernels. Links are in GB/s each
+way.
 
-`--grid` plans at many budgets and links instead, and counts cells that cost more than one with a
-smaller budget or a slower link.
+`--grid` plans at many budgets and links instead, and counts the cells that cost more than one with
+a smaller budget or a slower link.
 """
 
 import argparse
@@ -17,10 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.plan_quality import DATA, TRACED_PEAKS
+from benchmarks.report import Report, parser, table
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.schemas import Graph, load_graph
 
@@ -39,8 +37,7 @@ PROTOTYPE: dict[tuple[str, float], tuple[float, dict[float, float]]] = {
     ("roofline_unet", 0.5): (12.87, {12: 12.06, 25: 10.5, 50: 8.31}),
     ("roofline_resnet18", 0.5): (12.09, {12: 11.53, 25: 10.54, 50: 9.64}),
 }
-"""By graph and share: overhead % of the design's prototypes, recompute-only and by link, GB/s."""
-
+"""By graph and share: overhead % of the prototypes, recompute-only and by link (GB/s)."""
 
 GRID_LINKS = (0.0, 3.0, 6.0, 12.0, 18.0, 25.0, 35.0, 50.0, 100.0)
 GRID_SHARES = (0.3, 0.4, 0.5, 0.6, 0.8)
@@ -56,7 +53,7 @@ class Point:
 
 
 def measure(graph: Graph, budget: int, link: float, args: argparse.Namespace) -> Point:
-    """A plan at this budget with so many GB/s each way."""
+    """Plan at this budget with so many GB/s each way."""
     began = time.process_time()
     try:
         made = plan(
@@ -88,16 +85,14 @@ def cell(point: Point, aim: float | None) -> str:
     if aim is None:
         return f"{point.overhead:.2f}{bound}"
     short = "!" if point.overhead > aim + 0.005 else ""
-    return f"{point.overhead:.2f}{short}{bound} \\[{aim:.2f}]"
+    return f"{point.overhead:.2f}{short}{bound} [{aim:.2f}]"
 
 
-def grid(name: str, args: argparse.Namespace) -> Table:
-    """Overheads at many budgets and links, `!` where one costs more than with less."""
+def grid(name: str, args: argparse.Namespace) -> None:
+    """Print overheads by budget and link; `!` marks one that costs more than with less."""
     graph, peak = load(name, args)
-    table = Table(title=name, title_justify="left", box=None)
-    for column in ("share", *(f"{link:g} GB/s" for link in GRID_LINKS)):
-        table.add_column(column, justify="right")
     worse = 0
+    lines = []
     above = [float("inf")] * len(GRID_LINKS)
     for share in GRID_SHARES:
         row: list[float] = []
@@ -108,14 +103,15 @@ def grid(name: str, args: argparse.Namespace) -> Table:
             short = row[-1] > min([less, *row[:-1]]) + 1e-9
             worse += short
             cells.append("-" if found is None else f"{found:.2f}{'!' * short}")
-        table.add_row(f"{share:g}", *cells)
+        lines.append([f"{share:g}", *cells])
         above = row
-    table.caption = f"{worse} of {len(GRID_SHARES) * len(GRID_LINKS)} cost more than with less"
-    return table
+    print(name)
+    print(table(["share", *(f"{link:g} GB/s" for link in GRID_LINKS)], lines))
+    print(f"{worse} of {len(GRID_SHARES) * len(GRID_LINKS)} cost more than with less")
 
 
 def load(name: str, args: argparse.Namespace) -> tuple[Graph, int]:
-    """A graph, and the bytes that shares are of."""
+    """Returns a graph, and the peak in bytes that its shares refer to."""
     graph = load_graph(str(args.folder / f"{name}.json"))
     peak = TRACED_PEAKS.get(name)
     if peak is None:
@@ -124,43 +120,37 @@ def load(name: str, args: argparse.Namespace) -> tuple[Graph, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="swap_table", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
-    parser.add_argument("--graphs", help="names, by commas; all of the table otherwise")
-    parser.add_argument("--shares", help="of the peak, by commas; all of the table otherwise")
-    parser.add_argument("--links", default="12,25,50", help="GB/s each way, by commas")
-    parser.add_argument("--method", default="coop-offline")
-    parser.add_argument("--time-limit", type=float, help="seconds a plan")
-    parser.add_argument("--alignment", type=int, default=512)
-    parser.add_argument("--grid", action="store_true", help="many budgets and links")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("folder", nargs="?", type=Path, default=DATA, help="of graphs (*.json)")
+    command.add_argument("--graphs", help="names, by commas [default: all of the table]")
+    command.add_argument("--shares", help="of the peak, by commas [default: all of the table]")
+    command.add_argument("--links", default="12,25,50", help="GB/s each way, by commas")
+    command.add_argument("--method", default="coop-offline")
+    command.add_argument("--time-limit", type=float, help="seconds a plan")
+    command.add_argument("--alignment", type=int, default=512)
+    command.add_argument("--grid", action="store_true", help="many budgets and links")
+    args = command.parse_args()
     if args.grid:
         for name in (args.graphs or "resnet32,unet,transformer,densenet121").split(","):
-            Console(width=140, highlight=False).print(grid(name, args))
+            grid(name, args)
         return
     links = [float(link) for link in args.links.split(",")]
     wanted = args.graphs.split(",") if args.graphs else None
     shares = [float(share) for share in args.shares.split(",")] if args.shares else None
-    table = Table(title="overhead %", title_justify="left", box=None)
-    for name in ("graph, share", "recompute only", *(f"{link:g} GB/s" for link in links), "CPU s"):
-        table.add_column(name, justify="right" if table.columns else "left")
-    warm = True
+    heads = ["graph, share", "recompute only", *(f"{link:g} GB/s" for link in links), "CPU s"]
+    report = Report(*heads, title="overhead %", progress=True)
     for (name, share), (alone, aims) in PROTOTYPE.items():
         if (wanted and name not in wanted) or (shares and share not in shares):
             continue
         graph, peak = load(name, args)
-        if warm:
-            measure(graph, int(share * peak), links[-1], args)
-            warm = False
+        if not report.rows:
+            measure(graph, int(share * peak), links[-1], args)  # loads the kernels
         points = [measure(graph, int(share * peak), link, args) for link in (0, *links)]
-        cells = [cell(points[0], alone)]
-        cells += [
-            cell(point, aims.get(link)) for point, link in zip(points[1:], links, strict=True)
-        ]
-        spent = "/".join(f"{point.cpu_seconds:.1f}" for point in points)
-        table.add_row(f"{name} {share:g}", *cells, spent)
-        Console(width=140, highlight=False, stderr=True).print(f"{name} {share:g}", *cells, spent)
-    Console(width=140, highlight=False).print(table)
+        expected = [alone, *map(aims.get, links)]
+        cells = [f"{name} {share:g}", *map(cell, points, expected)]
+        cells.append("/".join(f"{point.cpu_seconds:.1f}" for point in points))
+        report.add(**dict(zip(heads, cells, strict=True)))
+    report.finish(args.csv)
 
 
 if __name__ == "__main__":

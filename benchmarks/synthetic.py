@@ -31,17 +31,8 @@ class Builder:
         cost = max(flops / FLOPS_PER_US, traffic / BYTES_PER_US)
         if inplace:
             fields["inplace"] = [[outputs[0], inputs[0]]]
-        self.ops.append(
-            {
-                "id": len(self.ops),
-                "name": name,
-                "phase": self.phase,
-                "inputs": inputs,
-                "outputs": outputs,
-                "cost_us": cost,
-                **fields,
-            }
-        )
+        about = {"id": len(self.ops), "name": name, "phase": self.phase, "cost_us": cost}
+        self.ops.append({**about, "inputs": inputs, "outputs": outputs, **fields})
         return outputs
 
 

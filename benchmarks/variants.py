@@ -1,18 +1,18 @@
 """
 Operator variants, off and on, at budgets: `python -m benchmarks.variants ../shared/data/graphs`.
 
-Step times (ms) of verified plans: variants and recomputation chosen jointly with the proved bound
-(`auto`), variants alone (every op runs once) and recomputation alone (default variants), beside
-MONeT's own published solutions evaluated in the same profiles. `--leave-one-out` says what each
-kind of variant was worth: the step without it, in the same time. `--headline` prints instead what
-MONeT's headline is held against (3 times less memory at 16 % at most): the step at a third of what
-keeping everything takes, in two accountings of that.
+Step times (ms) of verified plans: variants and recomputation chosen jointly, with the proved bound
+(`auto`). `--halves` adds variants alone (every op runs once) and recomputation alone (default
+variants). MONeT's own published solutions are evaluated in the same profiles. `--leave-one-out`
+adds the step without each kind of variant, in the same time. `--headline` compares with MONeT's
+headline instead (3 times less memory at 16 % at most): the step at a third of the memory of keeping
+everything, in two accountings.
 """
 
-import argparse
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.report import Report, parser
 from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 from coop_plan.schemas import Compute, Graph, Plan, load_graph
 
@@ -39,14 +39,14 @@ def without(graph: Graph, *, kinds: tuple[str, ...] = (), again: bool = True) ->
 
 
 DEFAULTS = "default variants"
-"""Keeping everything as profiled: an activation's gradient reads what the activation read."""
+"""Keep-everything as profiled: an activation's gradient reads the activation's input."""
 
 OUTPUTS = "gradients from outputs"
-"""As PyTorch does: where a gradient can read the activation's output, its input is not kept."""
+"""As PyTorch: the input is not kept if the gradient can read the activation's output."""
 
 
 def by_outputs(graph: Graph) -> Graph:
-    """The graph without variants whose gradients read outputs where they can (MONeT's `output`)."""
+    """The graph without variants, whose gradients read outputs if they can (MONeT's `output`)."""
     ops = []
     for op in graph.ops:
         variant = next((v for v in op.variants if v.name == "output"), op)
@@ -58,7 +58,7 @@ def by_outputs(graph: Graph) -> Graph:
 
 
 def headline(graph: Graph, accounting: str, seconds: float) -> list[str]:
-    """Memory of keeping everything (GiB), a third of it, and overheads there: ours, and the least.
+    """Returns memory of keep-everything (GiB), a third of it, our overhead and its bound there.
 
     Parameters, inputs, gradients of parameters and workspaces are counted, at the best placement.
     """
@@ -75,7 +75,7 @@ def headline(graph: Graph, accounting: str, seconds: float) -> list[str]:
 
 
 def planned(graph: Graph, gib: float, method: str, seconds: float) -> Plan | None:
-    """A plan at a budget in GiB, outputs in the arena, alignment 1; None where none was found."""
+    """Plan at a budget in GiB, outputs in the arena, alignment 1; None if none was found."""
     budget = int(gib * 2**30)
     try:
         return plan(graph, budget, method=method, time_limit=seconds, alignment=1, outputs="arena")
@@ -89,59 +89,64 @@ def ms(made: Plan | None) -> str:
 
 
 def kinds_of(made: Plan) -> dict[str, int]:
-    """How often each kind of variant runs: names without their numbers."""
+    """Runs of each kind of variant; kinds are names without numbers."""
     names = (step.variant for step in made.steps if isinstance(step, Compute))
     return dict(sorted(Counter(name.rstrip("0123456789") for name in names if name).items()))
 
 
-def print_headline(graphs: Path, names: list[str], seconds: float) -> None:
-    """Print both accountings of networks."""
-    print("| graph | keeping everything | GiB | a third | overhead there | at least |")
-    print("|" + " --- |" * 6)
-    for name in names:
-        graph = load_graph(graphs / f"{name}.json")
-        for accounting in (DEFAULTS, OUTPUTS):
-            print(
-                "| " + " | ".join([name, *headline(graph, accounting, seconds)]) + " |", flush=True
-            )
-
-
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("graphs", type=Path)
-    parser.add_argument("--only", choices=MONET, action="append")
-    parser.add_argument("--budgets", type=float, nargs="*", help="GiB")
-    parser.add_argument("--seconds", type=float, default=150.0, help="of each plan")
-    parser.add_argument("--halves", action="store_true", help="variants alone, recompute alone")
-    parser.add_argument("--leave-one-out", action="store_true")
-    parser.add_argument("--headline", action="store_true", help="a third of the memory, at what?")
-    asked = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("graphs", type=Path)
+    command.add_argument("--only", choices=MONET, action="append")
+    command.add_argument("--budgets", type=float, nargs="*", help="GiB")
+    command.add_argument("--seconds", type=float, default=150.0, help="of each plan")
+    command.add_argument("--halves", action="store_true", help="variants alone, recompute alone")
+    command.add_argument("--leave-one-out", action="store_true", help="without each kind")
+    command.add_argument("--headline", action="store_true", help="at a third of the memory")
+    asked = command.parse_args()
+    names, seconds = asked.only or list(MONET), asked.seconds
     if asked.headline:
-        print_headline(asked.graphs, asked.only or list(MONET), asked.seconds)
+        heads = ["keeping everything", "GiB", "a third", "overhead there", "at least"]
+        report = Report("graph", *heads, progress=True)
+        for name in names:
+            graph = load_graph(asked.graphs / f"{name}.json")
+            for accounting in (DEFAULTS, OUTPUTS):
+                cells = headline(graph, accounting, seconds)
+                report.add(graph=name, **dict(zip(heads, cells, strict=True)))
+        report.finish(asked.csv)
         return
-    halves = "variants alone | recompute alone | " if asked.halves else ""
-    print(f"| graph | GiB | MONeT | both | bound | gap % | {halves}variants chosen |")
-    print("|" + " --- |" * (7 + 2 * asked.halves))
-    for name in asked.only or MONET:
+    halves = ["variants alone", "recompute alone"] * asked.halves
+    left_out = ["without each kind"] * asked.leave_one_out
+    heads = ["graph", "GiB", "MONeT", "both", "bound", "gap %", *halves, "variants chosen"]
+    report = Report(*heads, *left_out, progress=True)
+    for name in names:
         graph = load_graph(asked.graphs / f"{name}.json")
         for gib in asked.budgets or MONET[name]:
-            made = planned(graph, gib, "auto", asked.seconds)
+            made = planned(graph, gib, "auto", seconds)
             bound = made.lower_bound_us if made is not None else None
-            cells = [name, f"{gib:g}", str(MONET[name].get(gib, "-")), ms(made)]
-            cells += ["-", "-"]
+            row = {
+                "graph": name,
+                "GiB": f"{gib:g}",
+                "MONeT": MONET[name].get(gib),
+                "both": ms(made),
+            }
             if made is not None and bound is not None:
-                cells[-2:] = [f"{bound / 1e3:.1f}", f"{(made.cost_us / bound - 1) * 100:.2f}"]
+                row |= {"bound": f"{bound / 1e3:.1f}"}
+                row |= {"gap %": f"{(made.cost_us / bound - 1) * 100:.2f}"}
             if asked.halves:
-                alone = planned(without(graph, again=False), gib, "coop-offline", asked.seconds)
-                none = planned(without(graph, kinds=("",)), gib, "coop-offline", asked.seconds)
-                cells += [ms(alone), ms(none)]
+                alone = planned(without(graph, again=False), gib, "coop-offline", seconds)
+                none = planned(without(graph, kinds=("",)), gib, "coop-offline", seconds)
+                row |= {"variants alone": ms(alone), "recompute alone": ms(none)}
             chosen = {} if made is None else kinds_of(made)
-            cells.append(", ".join(f"{kind} {count}" for kind, count in chosen.items()))
-            print("| " + " | ".join(cells) + " |", flush=True)
-            for kind in chosen if asked.leave_one_out else ():
-                left = planned(without(graph, kinds=(kind,)), gib, "coop-offline", asked.seconds)
-                print(f"  without {kind}: {ms(left)}", flush=True)
+            row["variants chosen"] = ", ".join(f"{kind} {count}" for kind, count in chosen.items())
+            if asked.leave_one_out:
+                rest = {
+                    kind: planned(without(graph, kinds=(kind,)), gib, "coop-offline", seconds)
+                    for kind in chosen
+                }
+                row[left_out[0]] = ", ".join(f"{kind} {ms(plan)}" for kind, plan in rest.items())
+            report.add(**row)
+    report.finish(asked.csv)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compile every kernel once, while the image is built."""
+"""Compiles every kernel once while the image is built."""
 
 from coop_plan.api.service.app import EXAMPLE
 from coop_plan.planner import plan

@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LONGEST = 10
+CHECKED = ("coop_plan", "benchmarks", "docs", "examples")
 
 FREE_RELATIVE = re.compile(r"(?:What|Where|Whether|Who|Which|How|When|Why)(?:ever)?\b")
 
@@ -117,7 +118,7 @@ def sentences(text: str) -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m docs.wording", description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit with 1 if a count is not 0")
-    parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "coop_plan"])
+    parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / name for name in CHECKED])
     arguments = parser.parse_args()
     openings, names, long = [], [], []
     files = [f for p in arguments.paths for f in (sorted(p.rglob("*.py")) if p.is_dir() else [p])]

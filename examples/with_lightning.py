@@ -22,7 +22,7 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        """What makes the steps."""
+        """Returns the optimizer."""
         return torch.optim.AdamW(self.parameters())
 
 

@@ -1,4 +1,4 @@
-"""What is promised of steps on a device, each checked by a function of (device, small)."""
+"""Guarantees of steps on a device, each checked by a function of (device, small)."""
 
 import copy
 import itertools
@@ -29,9 +29,9 @@ from benchmarks.gpu.training import (
 
 ROOT = Path(__file__).parents[2]
 NOISE = 4
-"""A step may differ from the joint graph's by so many times what that differs from itself."""
+"""Allowed difference from the joint graph, as a multiple of its own between two runs."""
 SLACK_BYTES = 64 << 20
-"""What a process may take beside its tensors: PyTorch rounds blocks, cuBLAS has a workspace."""
+"""Bytes of a process beyond its tensors: PyTorch rounds blocks, cuBLAS has a workspace."""
 
 
 def model(name: str, device: str, small: bool, micro: int = 1) -> Result:
@@ -43,7 +43,7 @@ def model(name: str, device: str, small: bool, micro: int = 1) -> Result:
     joint["difference"] = difference(joint["numbers"], eager["numbers"])  # not demanded
     rows, faults, tolerance = [eager, joint], [], TOLERANCE
     if torch.is_deterministic_algorithms_warn_only_enabled():
-        # Where kernels have no order of their own, two runs of the same code tell how far they go.
+        # Without deterministic kernels, two runs of the same code give the tolerance.
         again = train(device, task, "joint again", steps, micro, backend="aot_eager")
         again["difference"] = difference(again["numbers"], joint["numbers"])
         tolerance = max(TOLERANCE, NOISE * again["difference"])
@@ -51,7 +51,7 @@ def model(name: str, device: str, small: bool, micro: int = 1) -> Result:
     references = list(rows)
     for budget in ("100%", "60%", "40%", "min"):
         row = within(device, task, f"coop {budget}", steps, micro, budget=budget)
-        faults += [] if "said" in row else held(row, *references, tolerance=tolerance)
+        faults += [] if "note" in row else held(row, *references, tolerance=tolerance)
         rows.append(row)
     return rows, faults
 
@@ -106,8 +106,8 @@ def attention(device: str, small: bool) -> Result:
         try:
             eager = train(device, task, mode, 4)
         except RuntimeError as error:
-            said = f"PyTorch has no such kernel for these inputs: {str(error).splitlines()[0]}"
-            rows.append({"mode": mode, "said": said})
+            note = f"PyTorch has no such kernel for these inputs: {str(error).splitlines()[0]}"
+            rows.append({"mode": mode, "note": note})
             continue
         joint = train(device, task, mode, 4, backend="aot_eager")
         row = train(device, task, mode, 4, backend="coop", options={"budget": "min"})
@@ -117,9 +117,9 @@ def attention(device: str, small: bool) -> Result:
 
 
 def fraction(device: str, small: bool) -> Result:
-    """The first step too, compiling included, where the process may have the budget alone.
+    """Training, the compiling first step included, in a process that may use only the budget.
 
-    And less: that ends in PyTorch's own error, and what comes after it is as if it had not been.
+    With less, PyTorch's own error is raised, and later steps are not affected.
     """
     torch.manual_seed(0)
     task, total = TASKS["gpt2-bf16"](small), torch.cuda.mem_get_info()[1]
@@ -137,7 +137,7 @@ def fraction(device: str, small: bool) -> Result:
             faults += [] if limit == enough else ["trained where it should not have"]
             faults += [] if row["reserved"] <= limit else ["reserved memory above the limit"]
         except torch.OutOfMemoryError as error:
-            row = {"mode": f"60%, {mode}", "said": str(error).splitlines()[0]}
+            row = {"mode": f"60%, {mode}", "note": str(error).splitlines()[0]}
             faults += ["out of memory where the budget fits"] if limit == enough else []
         rows.append(row)
     return rows, faults
@@ -225,10 +225,10 @@ def peers(device: str, small: bool) -> Result:
 
 
 def run(command: list[str]) -> Result:
-    """A command's own verdict, with the end of what it said."""
+    """Verdict of a command by its exit code, with the end of its output."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
-    row = {"mode": " ".join(Path(part).name for part in command[:4]), "said": said}
+    note = "\n".join((done.stdout + done.stderr).splitlines()[-30:])
+    row = {"mode": " ".join(Path(part).name for part in command[:4]), "note": note}
     return [row], [] if done.returncode == 0 else [f"exit code {done.returncode}"]
 
 
@@ -257,8 +257,8 @@ def settings(device: str, small: bool) -> Result:
     return rows, faults
 
 
-def tried(device: str, small: bool) -> Result:
-    """ResNet-50 where the user wants cuDNN to try its kernels."""
+def cudnn_benchmark(device: str, small: bool) -> Result:
+    """ResNet-50 with cuDNN's benchmark mode requested by the user."""
     torch.backends.cudnn.benchmark = True
     return model("resnet50", device, small)
 
@@ -271,7 +271,7 @@ CHECKS: dict[str, Callable[[str, bool], Result]] = {
     "fraction": fraction,
     "peers": peers,
     "settings": settings,
-    "tried": tried,
+    "tried": cudnn_benchmark,
     "device-tests": device_tests,
     "sanitizer": sanitizer,
 }

@@ -1,4 +1,4 @@
-"""What the papers and the models say, beside what a device does: methods, sizes, links, times."""
+"""Comparisons of a device with the papers and with our models: methods, sizes, links, times."""
 
 import copy
 import fcntl
@@ -40,15 +40,15 @@ def methods(device: str, small: bool) -> Result:
         row = within(device, task, f"{method} 50%", steps, budget="50%", method=method)
         # The first plan's numbers are compared with the joint graph's by the check of the model.
         references = [each for each in rows if "numbers" in each]
-        faults += [] if "said" in row else held(row, *references)
+        faults += [] if "note" in row else held(row, *references)
         rows.append(row)
     return rows, faults
 
 
 def roofline(device: str, small: bool) -> Result:
-    """What a device file made by `calibrate` says of op times, beside the measured ones."""
+    """Op times modelled with a device file of `calibrate`, compared with measured ones."""
     spec = calibrate(device)
-    rows: list[Row] = [{"mode": "device file", "said": msgspec.json.encode(spec).decode()}]
+    rows: list[Row] = [{"mode": "device file", "note": msgspec.json.encode(spec).decode()}]
     for name in TASKS:
         if name == "gpt2-fp32":
             continue
@@ -63,29 +63,29 @@ def roofline(device: str, small: bool) -> Result:
         given = (batch.to(device),)
         measured, modelled = capture(step, given), capture(step, given, model=Roofline(spec))
         pairs = [
-            (said.cost_us, took.cost_us, took.name)
-            for said, took in zip(modelled.ops, measured.ops, strict=True)
-            if took.cost_us > spec.launch_us and said.cost_us
+            (model.cost_us, real.cost_us, real.name)
+            for model, real in zip(modelled.ops, measured.ops, strict=True)
+            if real.cost_us > spec.launch_us and model.cost_us
         ]
-        ratios = sorted(max(said / took, took / said) for said, took, _ in pairs)
-        total = sum(said for said, *_ in pairs) / sum(took for _, took, _ in pairs)
+        ratios = sorted(max(model / real, real / model) for model, real, _ in pairs)
+        total = sum(model for model, *_ in pairs) / sum(real for _, real, _ in pairs)
         far = sorted(set(pairs), key=lambda pair: -abs(pair[0] - pair[1]))[:10]
-        listed = ", ".join(f"{name} {said:.0f} for {took:.0f}" for said, took, name in far)
-        said = (
+        listed = ", ".join(f"{name} {model:.0f} for {real:.0f}" for model, real, name in far)
+        note = (
             f"{len(ratios)} ops; modelled and measured times differ by a factor of"
             f" {statistics.median(ratios):.2f} (median), {ratios[len(ratios) * 9 // 10]:.2f}"
             f" (90th percentile); sum of all modelled / measured {total:.2f};"
             f" farthest, us: {listed}"
         )
-        rows.append({"mode": name, "said": said})
+        rows.append({"mode": name, "note": note})
         del network, measured, modelled
         gc.collect()
     return rows, []
 
 
 LAYERS = 72
-"""Of a Llama, so many are planned without the device to need the memory of an H100: peaks of 22.2
-and 28.8 GiB with 8 and 16 layers, recomputed alone, and 2 GiB for the context and for rounding."""
+"""Depth of the Llama that `fit` finds for an H100: peaks of 22.2 and 28.8 GiB with 8 and 16 layers,
+by recomputation alone, and 2 GiB for the context and for rounding."""
 
 
 def largest_step(device: str, small: bool, layers: int, steps: int, **compiled: Any) -> Row:
@@ -128,10 +128,9 @@ def largest_step(device: str, small: bool, layers: int, steps: int, **compiled: 
 
 
 def largest(device: str, small: bool) -> Result:
-    """The deepest Llama that trains in the device's memory, without and with us.
+    """The deepest Llama that trains in the device's memory, in eager and planned.
 
-    Without: from the peaks of two shallow ones, and one layer more at a time until it is too much.
-    With: what `fit` found for the device without it (`LAYERS`).
+    Eager's depth is extrapolated from two shallow models; the planned one is `LAYERS`.
     """
     rows: list[Row] = []
     faults: list[str] = []
@@ -161,20 +160,20 @@ def largest(device: str, small: bool) -> Result:
         try:
             row = largest_step(device, small, layers, 3, **given)
         except torch.OutOfMemoryError as error:
-            said = f"{layers} layers: out of memory ({str(error).splitlines()[0][:60]})"
-            rows.append({"mode": mode, "said": said})
+            note = f"{layers} layers: out of memory ({str(error).splitlines()[0][:60]})"
+            rows.append({"mode": mode, "note": note})
             faults += ["coop: out of memory"] if given else []
             continue
         except torch._dynamo.exc.BackendCompilerFailed as error:
-            said = f"{layers} layers: {str(error.inner_exception).splitlines()[0]}"
-            rows.append({"mode": mode, "said": said})
+            note = f"{layers} layers: {str(error.inner_exception).splitlines()[0]}"
+            rows.append({"mode": mode, "note": note})
             faults.append(f"{mode}: {layers} layers do not fit")
             continue
-        said = (
+        note = (
             f"{layers} layers, {row['billions']:.2f} G parameters, {row['seconds']:.2f} s a step,"
             f" peak {row['peak'] / 2**30:.2f} GiB"
         )
-        rows += [{"mode": mode, **row}, {"mode": mode, "said": said}]
+        rows += [{"mode": mode, **row}, {"mode": mode, "note": note}]
         faults += [] if row["finite"] else [f"{mode}: a loss is not finite"]
         print(rows[-1], flush=True)
     return rows, faults
@@ -194,10 +193,10 @@ def batches(device: str, small: bool) -> Result:
         options: dict[str, Any] = {} if host is None else {"host_budget": 0}
         row = within(device, (model, loss, batch), mode, 6, budget=str(budget), **options)
         rows.append(row)
-        if "said" not in row:
+        if "note" not in row:
             each = row["seconds"] / times / rows[0]["seconds"]
-            said = f"{row['swapped'] / MEGA:.0f} MB moved; {each:.3f} x eager's time an image"
-            rows.append({"mode": mode, "said": said})
+            note = f"{row['swapped'] / MEGA:.0f} MB moved; {each:.3f} x eager's time an image"
+            rows.append({"mode": mode, "note": note})
     return rows, []
 
 
@@ -214,7 +213,7 @@ def swap(device: str, small: bool) -> Result:
         mode = f"coop {budget}"
         rows.append(within(device, task, f"{mode}, recomputed", 6, budget=budget, host_budget=0))
         row = within(device, task, mode, 6, budget=budget)
-        if "said" in row:
+        if "note" in row:
             rows.append(row)
             continue
         faults += held(row, eager, joint)
@@ -222,14 +221,14 @@ def swap(device: str, small: bool) -> Result:
         plan, link = report.plan, report.graph.device
         makespan = report.measured_makespan_us or 0.0
         away, back = (link.d2h_bytes_per_s or 0) / 1e9, (link.h2d_bytes_per_s or 0) / 1e9
-        said = (
+        note = (
             f"link {away:.1f} and {back:.1f} GB/s; {plan.swapped_bytes / MEGA:.0f} MB moved;"
             f" makespan planned {plan.cost_us / 1e3:.2f} ms, measured {makespan / 1e3:.2f}"
             f" ({makespan / plan.cost_us - 1:+.1%}), waits"
             f" {report.measured_offload_stall_us / 1e3:.2f}"
             f" + {report.measured_prefetch_stall_us / 1e3:.2f} ms"
         )
-        rows += [row, {"mode": mode, "said": said}]
+        rows += [row, {"mode": mode, "note": note}]
     model, batch = copy.deepcopy(task[0]).to(device), task[2].to(device)
 
     def step(batch: torch.Tensor) -> torch.Tensor:
@@ -248,13 +247,13 @@ def swap(device: str, small: bool) -> Result:
             (copies if "Memcpy" in event.name and "D2D" not in event.name else kernels).append(span)
     copied = sum(end - begin for begin, end in copies)
     both = sum(_within(span, kernels) for span in copies)
-    said = f"{len(copies)} copies, {copied / 1e3:.2f} ms, {both / max(copied, 1e-9):.0%} beside ops"
-    rows.append({"mode": "coop 55%, profiled", "said": said})
+    note = f"{len(copies)} copies, {copied / 1e3:.2f} ms, {both / max(copied, 1e-9):.0%} beside ops"
+    rows.append({"mode": "coop 55%, profiled", "note": note})
     return rows, faults
 
 
 def _within(span: tuple[float, float], others: list[tuple[float, float]]) -> float:
-    """How much of a span has one of the others, which do not overlap, beside it."""
+    """Length of the part of a span that overlaps with `others`, which are disjoint."""
     return sum(max(0.0, min(span[1], end) - max(span[0], begin)) for begin, end in others)
 
 

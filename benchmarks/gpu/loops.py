@@ -1,4 +1,4 @@
-"""Training loops that are not one step after the other: eager's numbers come of them, too."""
+"""Training loops beyond one step after another; their numbers must be eager's."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,7 +41,7 @@ def scaled(device: str, small: bool) -> Result:
 
 
 def _three() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Eager, the joint graph, and ours under little."""
+    """Yields eager, the joint graph, and ours under half of the peak."""
     yield "eager", {}
     yield "joint", {"backend": "aot_eager"}
     yield "coop 50%", {"backend": "coop", "options": {"budget": "50%"}}
@@ -50,12 +50,12 @@ def _three() -> Iterator[tuple[str, dict[str, Any]]]:
 def _compared(found: dict[str, list[torch.Tensor]]) -> Result:
     ours = found["coop 50%"]
     least = min(difference(ours, found[mode]) for mode in ("eager", "joint"))
-    said = f"numbers, states and scales differ from eager's or the joint graph's by {least:.1e}"
-    return [{"mode": "coop 50%", "said": said}], [] if least <= TOLERANCE else ["numbers"]
+    note = f"numbers, states and scales differ from eager's or the joint graph's by {least:.1e}"
+    return [{"mode": "coop 50%", "note": note}], [] if least <= TOLERANCE else ["numbers"]
 
 
 def loops(device: str, small: bool) -> Result:
-    """Two models by turns, batches copied on a side stream, a kept gradient, the generator."""
+    """Two models trained alternately; batches copied on a side stream, gradients kept."""
     found: dict[str, list[torch.Tensor]] = {}
     for mode, given in _three():
         fresh(device)

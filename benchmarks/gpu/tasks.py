@@ -1,4 +1,4 @@
-"""The models that train on a device, full size or small: as they are trained on GPUs."""
+"""Models that train on a device, full size or small."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ Task = tuple[nn.Module, Callable[[nn.Module, torch.Tensor], torch.Tensor], torch
 def causal(
     name: str, config: Any, batch: int, tokens: int, half: torch.dtype | None = None
 ) -> Task:
-    """A language model of transformers that says the next of the ids; `half` is autocast's."""
+    """A causal language model of transformers; `half` is autocast's dtype."""
     import transformers
 
     def loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def gpt2(small: bool, half: torch.dtype | None = None, dropout: float = 0.1) -> 
 
 
 def sizes(width: int, inner: int, layers: int, heads: int, words: int) -> dict[str, int]:
-    """As transformers calls them."""
+    """Sizes by the names of transformers."""
     return {
         "hidden_size": width,
         "intermediate_size": inner,
@@ -65,7 +65,7 @@ def llama(small: bool) -> Task:
 
 
 def llama_of(layers: int, small: bool) -> Task:
-    """The sizes of Llama-3-8B but for its depth, bf16, one sequence of 8192 tokens; made there."""
+    """The sizes of Llama-3-8B but for its depth, bf16, one sequence of 8192 tokens."""
     from transformers import LlamaConfig
 
     given = TINY if small else sizes(4096, 14336, layers, 32, 128_256)

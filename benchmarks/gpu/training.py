@@ -1,4 +1,4 @@
-"""Training a task in a mode: what it came to, what it took, and whether that is as promised."""
+"""Training of a task in a mode: its numbers, its cost, and the check of our guarantees."""
 
 import contextlib
 import copy
@@ -23,15 +23,15 @@ MEGA = 1e6
 
 Row = dict[str, Any]
 Result = tuple[list[Row], list[str]]
-"""Figures ready for JSON but for `numbers`, one row a mode; and what did not hold, in words."""
+"""Rows, one a mode, ready for JSON except `numbers`; and descriptions of the faults."""
 
 TURNS = "COOP_GPU_TURNS"
-"""Environment variable with a folder by which checks side by side take turns."""
+"""Environment variable with the folder of the locks that parallel checks share."""
 
 
 @contextlib.contextmanager
 def turn(name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold what is called so alone, or with others (`LOCK_SH`)."""
+    """Hold the lock of this name, exclusively or shared (`LOCK_SH`)."""
     folder = os.environ.get(TURNS)
     if folder is None:
         yield
@@ -42,17 +42,17 @@ def turn(name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 
 def alone() -> contextlib.AbstractContextManager[None]:
-    """The device for oneself: checks plan side by side, and nothing disturbs what one times."""
+    """Exclusive use of the device, so that nothing disturbs timed steps."""
     return turn("device")
 
 
 def memory(how: int) -> contextlib.AbstractContextManager[None]:
-    """The device's memory: every check shares it; who needs all of it has it alone."""
+    """Lock of the device's memory: shared by checks, exclusive for one that needs all of it."""
     return turn("memory", how)
 
 
 def bytes_and_peak(device: str) -> tuple[int, int]:
-    """Bytes on the device as they were asked for, now and at the highest since it was reset."""
+    """Requested bytes on the device: now, and the peak since the last reset."""
     if device == "cpu":
         return process_bytes()
     stats = torch.cuda.memory_stats()
@@ -67,7 +67,7 @@ def now(device: str) -> float:
 
 
 def fresh(device: str) -> None:
-    """Nothing of the mode before is left, its arena neither."""
+    """Release everything of the mode before, its arena included."""
     clear_reports()
     torch._dynamo.reset()
     gc.collect()
@@ -76,7 +76,7 @@ def fresh(device: str) -> None:
 
 
 def train(device: str, task: Task, mode: str, steps: int, micro: int = 1, **compiled: Any) -> Row:
-    """As `_train`, with deterministic kernels; where there are none, with others from here on."""
+    """As `_train` with deterministic kernels; if there are none, with others from then on."""
     try:
         return _train(device, task, mode, steps, micro, **compiled)
     except RuntimeError as error:
@@ -88,10 +88,10 @@ def train(device: str, task: Task, mode: str, steps: int, micro: int = 1, **comp
 
 
 def _train(device: str, task: Task, mode: str, steps: int, micro: int = 1, **compiled: Any) -> Row:
-    """Train a copy of the model by SGD: the row of a mode, and the numbers it came to.
+    """Train a copy of the model by SGD; returns the row of the mode with its numbers.
 
-    `micro` backwards go into each step of the optimizer. `host` is the time until everything was
-    handed to the device.
+    `micro` backwards go into each step of the optimizer. `host` is the time until all work
+    is queued on the device.
     """
     fresh(device)
     model, batch = copy.deepcopy(task[0]).to(device), task[2].to(device)
@@ -100,7 +100,7 @@ def _train(device: str, task: Task, mode: str, steps: int, micro: int = 1, **com
     def step(batch: torch.Tensor) -> torch.Tensor:
         return task[1](model, batch)
 
-    # A code object of its own: Dynamo would take what another mode compiled.
+    # Its own code object: otherwise Dynamo reuses the code compiled for another mode.
     step.__code__ = step.__code__.replace(co_name=f"step_{time.monotonic_ns()}")
     run: Any = torch.compile(step, dynamic=False, fullgraph=True, **compiled) if compiled else step
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -129,37 +129,32 @@ def _train(device: str, task: Task, mode: str, steps: int, micro: int = 1, **com
 
 
 def reported() -> Row:
-    """What the step says of itself, if it is one of ours."""
+    """Figures of the step's report; empty if the step is not planned."""
     report = reports()[0] if reports() else None
     if report is None:
         return {}
-    return {
-        "budget": report.budget_bytes,
-        "arena": report.measured_arena_bytes,
-        "planned": report.planned_overhead,
-        "in_step": report.measured_overhead,
-        "outside": report.outside_bytes,
-        "outside_plan": report.outside_plan,
-        "own_peak": report.measured_peak_bytes,
+    fields = {"budget": "budget_bytes", "arena": "measured_arena_bytes"}
+    fields |= {"planned": "planned_overhead", "in_step": "measured_overhead"}
+    fields |= {"outside": "outside_bytes", "outside_plan": "outside_plan"}
+    fields |= {"own_peak": "measured_peak_bytes", "profiled_s": "profile_seconds"}
+    fields |= {"planned_s": "plan_seconds", "compiled_s": "compile_seconds"}
+    return {name: getattr(report, field) for name, field in fields.items()} | {
         "arena_as_planned": report.measured_arena_bytes == report.planned_arena_bytes,
         "recomputed": report.plan.recomputed_ops,
         "swapped": report.plan.swapped_bytes,
         "copies": sum(step.do in ("offload", "prefetch") for step in report.plan.steps),
         "ops": len(report.graph.ops),
-        "profiled_s": report.profile_seconds,
-        "planned_s": report.plan_seconds,
-        "compiled_s": report.compile_seconds,
     }
 
 
 def difference(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
-    """The largest, relative to its tensor's largest number or 1; 0: equal to the last bit."""
+    """Largest difference relative to its tensor's largest number or 1; 0: equal to the last bit."""
     apart = [(a.double(), b.double()) for a, b in zip(one, other, strict=True)]
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in apart)
 
 
 def held(row: Row, *references: Row, tolerance: float = TOLERANCE) -> list[str]:
-    """What of a step's promises did not hold; its numbers must be those of one reference."""
+    """Returns the broken guarantees of a step; its numbers must equal one reference's."""
     row["difference"] = min(difference(row["numbers"], one["numbers"]) for one in references)
     promises = {
         "numbers": row["difference"] <= tolerance,
@@ -175,10 +170,10 @@ def held(row: Row, *references: Row, tolerance: float = TOLERANCE) -> list[str]:
 
 
 def within(device: str, task: Task, mode: str, steps: int, micro: int = 1, **options: Any) -> Row:
-    """`train` under a budget; where it cannot be met, a row that says so."""
+    """`train` under a budget; a row with a note if it cannot be met."""
     try:
         return train(device, task, mode, steps, micro, backend="coop", options=options)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, InfeasibleBudgetError):
             raise
-        return {"mode": mode, "said": str(error.inner_exception).splitlines()[0]}
+        return {"mode": mode, "note": str(error.inner_exception).splitlines()[0]}

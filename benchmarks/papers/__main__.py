@@ -1,9 +1,9 @@
-"""The papers' figures beside ours, as Markdown: what `make papers` writes to docs/papers.md.
+"""Page of the papers' figures with ours, docs/papers.md; `make papers` writes it.
 
     python -m benchmarks.papers [--only SECTION,...] [--quick] [--output FILE]
 
-Steps are captured for devices that are not here, so a machine without a GPU will do. Two processes
-share the rows. --quick takes the first row of each section, and half of the time for its searches.
+Steps are captured for absent devices, so no GPU is needed. Two processes share the rows. --quick
+measures the first row of each section, with half of the search time.
 """
 
 import argparse
@@ -19,35 +19,36 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.papers import measures
+from benchmarks.report import table
 from benchmarks.variants import DEFAULTS, MONET, OUTPUTS
 
 INTRO = """# The papers' figures
 
-What the papers that coop-plan follows claim, and what its plans reach on the same networks. All of
-this page is printed by `make papers`; each section names the command that makes it alone.
+Published figures of the papers that coop-plan follows, and its own results on the same networks.
+`make papers` prints this page; each section names its own command.
 
-*Overhead* is the cost of a plan ÷ that of every op once, minus 1. *Peak* is that of keep-everything
-at its best placement, parameters, gradients and batch included, and a *share* is of it; no
-optimizer's state is counted. Coop's authors take shares of the largest threshold that they swept
-and overheads against the best time of all methods: ours are of the graph itself. Costs are
-[rooflines](cli.md), not measured times, so overheads compare methods and say nothing of seconds. A
-dash in *published* means that we know of no figure for that row.
+*Overhead* is the cost of a plan ÷ the cost of every op once, minus 1. *Peak* is that of
+keep-everything at its best placement: parameters, gradients and batch included, optimizer states
+not. A *share* refers to that peak. Coop's authors take shares of their largest threshold, and
+overheads against the best time of all methods; ours refer to the graph itself. Costs are
+[rooflines](cli.md), not measured times, so overheads compare methods and predict no seconds. A dash
+in *published* means that no figure for that row is known to us.
 """
 
 NOT_FILLED = """## Not filled
 
 - Coop's own search latency, overheads and fragmentation are curves and bars in the paper, without
   numbers.
-- T-Control (ASPLOS 2026): neither its method nor its ratios could be had from public text.
+- T-Control (ASPLOS 2026): public text has neither its method nor its ratios.
 """
 
 LONGEST = "delta"
-"""Its rows take minutes each: last, they would leave one process without work."""
+"""Section that starts first: its rows take minutes each."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table: `rows` are what the worker processes call."""
+    """Table of the page; the worker processes call `rows`."""
 
     name: str
     title: str
@@ -69,8 +70,8 @@ SECTIONS = (
         "coop",
         "Coop (NeurIPS 2023): methods on its networks",
         "Captured for an A100 in float32. Overheads at half of the peak; `arena` is the"
-        " fragmentation of coop-offline's there, `free at evictions` the mean share of the budget"
-        " that is free when `coop` has to evict, Coop's own metric."
+        " fragmentation of coop-offline's plan, `free at evictions` the mean share of the budget"
+        " that is free when `coop` must evict, Coop's own metric."
         " Published: up to twice the memory saved, with less overhead, latency and fragmentation"
         " than DTR and DTE (abstract); we have no figure per network.",
         (
@@ -83,8 +84,8 @@ SECTIONS = (
         "shares",
         "Coop's networks from 80 % down to 30 %",
         "An A100 roofline, coop-offline. `arena` is its worst fragmentation at these shares;"
-        " `smallest` the least share that it meets, `proved` the share below which no schedule at"
-        " all has a peak, `fixed` what no plan can give back: parameters, gradients and batch.",
+        " `smallest` the smallest feasible share, `proved` a lower bound on it for every schedule,"
+        " `fixed` the share of parameters, gradients and batch, which no plan evicts.",
         (
             *("network", *(f"{share} %" for share in measures.SHARES)),
             *("arena", "smallest", "proved", "fixed"),
@@ -171,8 +172,8 @@ SECTIONS = (
     Section(
         "monet",
         "MONeT (ICLR 2021): operator variants",
-        "Steps in ms with MONeT's measured variants on a P100, beside the solutions that its"
-        f" authors published, which took up to a day each; ours have {measures.MONET_SECONDS:.0f}"
+        "Steps in ms with MONeT's measured variants on a P100, compared with its authors'"
+        f" published solutions, which took up to a day each; ours have {measures.MONET_SECONDS:.0f}"
         " s. `ratio` is theirs ÷ ours.",
         ("graph", "GiB", "MONeT", "optimal", "bound", "ratio"),
         tuple(
@@ -186,9 +187,9 @@ SECTIONS = (
         "MONeT (ICLR 2021): a third of the memory",
         "The paper's headline is 3 times less memory than PyTorch at 9 to 16 % of overhead. Peaks"
         " have parameters, batch, gradients of parameters and workspaces in them, at the best"
-        " placement of keeping everything; overheads are against its step. *Default bodies* keep"
-        " what the profiled ones read; *gradients from outputs* is what PyTorch keeps, which reads"
-        " an activation's output for its gradient: nearest to what the paper compares with."
+        " placement of keeping everything; overheads are against its step. *Default variants* save"
+        " the inputs that the profiled ones read. *Gradients from outputs* saves an activation's"
+        " output for its gradient, as PyTorch does: the paper's nearest reference."
         f" `auto`, {measures.MONET_SECONDS:.0f} s a plan; one whose first runs leave the program's"
         " order, for less than that order's bound, has the bound of every op once.",
         ("graph", "keeping everything", "GiB", "a third", "overhead there", "at least"),
@@ -252,11 +253,9 @@ def _tables(page: str) -> dict[str, str]:
 
 def _table(section: Section, rows: list[list[str]], *, quick: bool) -> str:
     command = f"python -m benchmarks.papers --only {section.name}" + " --quick" * quick
-    lines = [section.heads, ["---"] * len(section.heads), *rows]
-    table = ["| " + " | ".join(line) + " |" for line in lines]
     half = " Searches had half of that time." * quick
     text = textwrap.fill(f"`{command}`. {section.text}{half}", 100, break_long_words=False)
-    return "\n".join([f"## {section.title}", "", text, "", *table, ""])
+    return "\n".join([f"## {section.title}", "", text, "", table(section.heads, rows), ""])
 
 
 if __name__ == "__main__":

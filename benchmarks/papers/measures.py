@@ -1,4 +1,4 @@
-"""What `benchmarks.papers` measures: each function makes one row of a table."""
+"""Rows of the tables of `benchmarks.papers`, one function a row."""
 
 import inspect
 import os
@@ -17,7 +17,7 @@ from coop_plan.runtime.offline_capture.fake_device import CaptureRequest, captur
 from coop_plan.schemas import Graph, InvalidInputError, Plan, format_bytes, load_graph
 
 CONTEXT_BYTES = 512 << 20
-"""About what a process on CUDA takes before it has any tensor, as `coop-plan fit` has it."""
+"""Memory of a process on CUDA before its first tensor, about, as in `coop-plan fit`."""
 
 CHECKMATE_BYTES = 16 * 10**9
 """The V100 of Checkmate's authors: `p32xlarge` in experiments/common/profile/platforms.py of
@@ -135,16 +135,16 @@ def saved(network: str, batch: int, link: int) -> list[str]:
 
 
 SAVED = (60, 50, 40, 30)
-"""What is left, in percent of the peak."""
+"""Budgets in percent of the peak."""
 
 
 def latency(network: str, spec: str) -> list[str]:
-    """What each method takes to plan at half of the peak, in seconds of one core."""
+    """Planning time of each method at half of the peak, in seconds of one core."""
     graph = captured(network, spec)
     half = plan(graph, "100%", method="keep-all").peak_bytes // 2
     cells = [network, str(len(graph.ops))]
     for method in ("dtr", "dte", "coop", "coop-offline"):
-        _planned(graph, half, method)  # whose kernels may have to be loaded
+        _planned(graph, half, method)  # loads the kernels
         begun = time.process_time()
         made = _planned(graph, half, method)
         cells.append("does not fit" if made is None else f"{time.process_time() - begun:.2f}")

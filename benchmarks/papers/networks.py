@@ -340,7 +340,7 @@ def densenet121(batch: int = 64) -> Made:
 
 
 class Branches(nn.Module):
-    """What branches make of one input, side by side."""
+    """Concatenated outputs of parallel branches of one input."""
 
     def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
