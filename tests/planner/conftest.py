@@ -7,7 +7,7 @@ from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.heuristic import coop_offline, weight_annealing
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.heuristic.params import ClimbParams, CoopOfflineParams
+from coop_plan.planner.heuristic.params import HillClimbParams, CoopOfflineParams
 from coop_plan.planner.search.compute import annealing
 
 
@@ -47,7 +47,7 @@ def process():
 @pytest.fixture(scope="module")
 def short_climb():
     """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
-    short = CoopOfflineParams(climb=ClimbParams(ops=1000))
+    short = CoopOfflineParams(hill_climb=HillClimbParams(ops=1000))
     with pytest.MonkeyPatch.context() as patch:
         for module in (optimal, coop_offline):
             patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))

@@ -192,7 +192,7 @@ def test_real_traces_reach_the_prototypes_figures(name):
 
 def test_a_run_in_pieces_is_the_same_run():
     problem = Problem.from_graph(training_graph(12), 1)
-    pieces = replace(DEFAULTS, clairvoyant=replace(DEFAULTS.clairvoyant, chunk_events=1))
+    pieces = replace(DEFAULTS, eviction=replace(DEFAULTS.eviction, chunk_events=1))
     for arena in (1000, 1500, 2500):
         whole, cut = (Portfolio(problem, Request(arena), p) for p in (DEFAULTS, pieces))
         for settings_ in whole.settings:
@@ -206,7 +206,7 @@ def test_a_run_in_pieces_is_the_same_run():
 def test_a_run_ends_at_the_deadline(clock):
     """Within a run, too: one of a large graph may take longer than there is time for."""
     problem = Problem.from_graph(training_graph(60), 1)
-    pieces = replace(DEFAULTS, clairvoyant=replace(DEFAULTS.clairvoyant, chunk_events=10))
+    pieces = replace(DEFAULTS, eviction=replace(DEFAULTS.eviction, chunk_events=10))
     deadline = clock.now + 20 * clock.TICK
     method = CoopOffline(problem, Request(3000, deadline=deadline), pieces)
     method.begin()

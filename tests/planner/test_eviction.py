@@ -16,14 +16,14 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
 from coop_plan.planner.heuristic.eviction_state import AT, HEAP_COUNT
 from coop_plan.planner.heuristic.eviction_state import HEAP as ORDERED
-from coop_plan.planner.heuristic.params import ClairvoyantParams
+from coop_plan.planner.heuristic.params import EvictionParams
 from coop_plan.planner.heuristic.score_heap import put_in, take_out
 
-SCAN = ClairvoyantParams(pool_from=1 << 40)
+SCAN = EvictionParams(pool_from=1 << 40)
 ORDER = replace(SCAN, pool_from=0, heap_from=0, pool=4096)
 
 
-def run(problem: Problem, params: ClairvoyantParams, share: float, settings: Settings):
+def run(problem: Problem, params: EvictionParams, share: float, settings: Settings):
     program = Schedule.of(problem, np.arange(problem.op_count))
     runner = Runner(to_arrays(problem), params, lambda: False)
     return runner(int(share * program.blocks().live), settings)

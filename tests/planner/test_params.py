@@ -8,7 +8,7 @@ from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.heuristic.params import (
     DEFAULTS,
-    ClimbParams,
+    HillClimbParams,
     PortfolioParams,
 )
 from coop_plan.planner.method import Request
@@ -56,9 +56,9 @@ def test_a_number_outside_its_range_is_refused_by_name(group, name, bad):
         (PortfolioParams, {"rules": ((0.0, True),)}),
         (PortfolioParams, {"grid_windows": ((8, -8),)}),
         (PortfolioParams, {"grid_ratio": 1.0}),
-        (ClimbParams, {"fewest_steps": 9, "most_steps": 8}),
+        (HillClimbParams, {"fewest_steps": 9, "most_steps": 8}),
         (OrderParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
-        (OrderParams, {"kept_rarely": 1.1}),
+        (OrderParams, {"resident_rarely": 1.1}),
         (MarkParams, {"recompute_chance": 0.5, "fetch_chance": 0.4}),
         (GreedyParams, {"orders": ("TX",)}),
         (GreedyParams, {"orders": ()}),

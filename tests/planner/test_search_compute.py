@@ -20,10 +20,10 @@ from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import verified_plan
-from coop_plan.planner.search.compute.annealing import Resequencing
-from coop_plan.planner.search.compute.metropolis import measured, walk
+from coop_plan.planner.search.compute.annealing import OrderAnnealing
+from coop_plan.planner.search.compute.metropolis import measured, metropolis_search
 from coop_plan.planner.search.compute.params import DEFAULTS
-from coop_plan.planner.search.compute.sequence import go_to, here, leave_room, start
+from coop_plan.planner.search.compute.sequence import set_sequence, current_sequence, reserve_margin, start
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -47,7 +47,7 @@ def portfolio(problem):
 
 def check(problem, program, state, arena):
     """The sequence is a schedule that may run, and it is known what it costs and needs."""
-    ops = here(state)
+    ops = current_sequence(state)
     first = list(dict.fromkeys(ops.tolist()))
     assert sorted(first) == list(range(problem.op_count))
     if state.numbers.first_chance == 0:
@@ -89,11 +89,11 @@ def test_what_it_says_of_memory_is_so(graph, outputs, seed, first_chance):
         if run is None or not run.ops.size:
             continue
         state = start(problem, 3 * run.ops.size + 20, replace(DEFAULTS, first_chance=first_chance))
-        go_to(state, run.ops)
+        set_sequence(state, run.ops)
         check(problem, program, state, budget)
         for _ in range(8):
             arena = largest_working_set(problem).bytes
-            walk(program, state, 30, arena, 5.0, STEEP, int(random.integers(1 << 31)))
+            metropolis_search(program, state, 30, arena, 5.0, STEEP, int(random.integers(1 << 31)))
             check(problem, program, state, arena)
 
 
@@ -101,11 +101,11 @@ def test_what_fits_keeps_fitting(portfolio):
     """Steep enough, no step may need more than there is, anywhere."""
     program, arena = to_program(portfolio.arrays), portfolio.request.arena_bytes
     state = start(portfolio.problem, 3000, DEFAULTS)
-    go_to(state, portfolio.best.found.run.ops)
+    set_sequence(state, portfolio.best.found.run.ops)
     cost, over = measured(program, state, arena)
     assert over == 0
     for seed in range(8):
-        walk(program, state, 300, arena, 0.0, 1e12, seed)
+        metropolis_search(program, state, 300, arena, 0.0, 1e12, seed)
         assert measured(program, state, arena)[1] == 0
         assert measured(program, state, arena)[0] <= cost * (1 + 1e-9)
         cost = measured(program, state, arena)[0]
@@ -119,13 +119,13 @@ def test_small_blocks_that_run_full(portfolio):
     state = start(portfolio.problem, 3000, replace(DEFAULTS, insertion=4))
     row, kept = (np.ascontiguousarray(each[:, :12]) for each in (state.row, state.kept))
     state = state._replace(row=row, kept=kept)
-    go_to(state, portfolio.best.found.run.ops)
+    set_sequence(state, portfolio.best.found.run.ops)
     over = []
     for seed in range(40):
         heat = base * [0.0, 0.01, 0.1][seed % 3]
-        found = walk(program, state, 200, int(arena * [1.0, 0.9][seed % 2]), heat, base, seed)
+        found = metropolis_search(program, state, 200, int(arena * [1.0, 0.9][seed % 2]), heat, base, seed)
         if seed % 5 == 0:
-            leave_room(state, seed, arena // 10)
+            reserve_margin(state, seed, arena // 10)
         else:
             at = int(arena * [1.0, 0.9][seed % 2])
             assert measured(program, state, at) == pytest.approx(found)
@@ -137,7 +137,7 @@ def test_small_blocks_that_run_full(portfolio):
 def test_plans_get_cheaper_and_fit(portfolio, clock):
     before = portfolio.best.cost_us
     found = portfolio.best.found
-    search = Resequencing(portfolio, found.run.ops, clock.now + 60)
+    search = OrderAnnealing(portfolio, found.run.ops, clock.now + 60)
     search.run(lambda: portfolio.best.found is not found)
     assert portfolio.best.cost_us < before
     schedule = portfolio.solution().placed
@@ -147,7 +147,7 @@ def test_plans_get_cheaper_and_fit(portfolio, clock):
 
 def test_it_ends_at_its_deadline(portfolio, clock):
     deadline = clock.now + 3
-    Resequencing(portfolio, portfolio.best.found.run.ops, deadline).run(lambda: False)
+    OrderAnnealing(portfolio, portfolio.best.found.run.ops, deadline).run(lambda: False)
     assert deadline <= clock.now < deadline + 20 * clock.TICK
 
 
@@ -214,8 +214,8 @@ def walks():
     """The walk is compiled: that is no part of a time limit below."""
     problem = Problem.from_graph(make_graph(BRANCHES["tensors"], BRANCHES["ops"]), 1)
     state = start(problem, 40, DEFAULTS)
-    go_to(state, np.arange(5))
-    walk(to_program(to_arrays(problem)), state, 1, 1 << 20, 5.0, STEEP, 0)
+    set_sequence(state, np.arange(5))
+    metropolis_search(to_program(to_arrays(problem)), state, 1, 1 << 20, 5.0, STEEP, 0)
 
 
 @pytest.mark.usefixtures("walks")
@@ -302,10 +302,10 @@ def test_what_has_an_effect_or_another_phase_stays_behind_what_it_follows(what):
         ops[1]["phase"] = "forward"
     problem = Problem.from_graph(make_graph(BRANCHES["tensors"], ops), 1)
     program, state = to_program(to_arrays(problem)), start(problem, 40, DEFAULTS)
-    go_to(state, np.arange(5))
+    set_sequence(state, np.arange(5))
     for seed in range(20):
-        walk(program, state, 50, 1 << 20, 5.0, STEEP, seed)
-        first = list(dict.fromkeys(here(state).tolist()))
+        metropolis_search(program, state, 50, 1 << 20, 5.0, STEEP, seed)
+        first = list(dict.fromkeys(current_sequence(state).tolist()))
         assert first.index(1) < first.index(2)
 
 

@@ -12,11 +12,11 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.inspect.link_report import unused_link_reason
 from coop_plan.planner.method import Request
 from coop_plan.planner.search.makespan.annealing import JointSearch, run_beside
-from coop_plan.planner.search.makespan.metropolis import measured, walk
+from coop_plan.planner.search.makespan.metropolis import measured, metropolis_search
 from coop_plan.planner.search.makespan.params import MarkParams
 from coop_plan.planner.search.makespan.sequence import (
     AHEAD,
-    go_to,
+    set_sequence,
     start,
     to_closed_program,
     to_events,
@@ -94,11 +94,11 @@ def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share,
     assume(problem.op_count)
     program = to_closed_program(problem)
     state = start(problem, program, 400, MarkParams())
-    go_to(state, np.arange(problem.op_count))
+    set_sequence(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
     for number in range(20):
-        walk(
+        metropolis_search(
             program,
             state,
             20,
@@ -130,16 +130,16 @@ def test_cold_steps_make_nothing_dearer_or_too_large(graph, seed, share, speeds)
     assume(problem.op_count)
     program = to_closed_program(problem)
     state = start(problem, program, 400, MarkParams())
-    go_to(state, np.arange(problem.op_count))
+    set_sequence(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
     random = np.random.default_rng(seed)
     for number in range(6):
-        walk(program, state, 60, arena, 40, 3.0, 300.0, 10 * seed + number)
+        metropolis_search(program, state, 60, arena, 40, 3.0, 300.0, 10 * seed + number)
         before, over = measured(program, state, arena, 40)
         for _ in range(8 if over == 0 else 0):
             drawn = int(random.integers(1 << 31))
-            kept = walk(program, state, 30, arena, 40, 0.0, 1e12, drawn)
+            kept = metropolis_search(program, state, 30, arena, 40, 0.0, 1e12, drawn)
             after, over = measured(program, state, arena, 40)
             assert kept == pytest.approx((after, over))  # step by step, and anew
             assert over == 0
@@ -233,7 +233,7 @@ def test_a_mark_says_what_is_copied_there_and_back():
     problem = Problem.from_graph(linked(pyramid(3), 10.0), 1)
     program = to_closed_program(problem)
     state = start(problem, program, 400, MarkParams())
-    go_to(state, np.array([0, 1, 2, 3, 4, program.ops + 1, 5]))
+    set_sequence(state, np.array([0, 1, 2, 3, 4, program.ops + 1, 5]))
     cost, over = measured(program, state, 1000, -1)
     assert (cost, over) == (problem.base_cost_us, 0)
     do, what = to_events(state)
@@ -248,7 +248,7 @@ def test_compute_waits_for_bytes_that_are_leaving_only_where_there_is_no_other_r
     n, m = problem.op_count, program.ops
     stalls = []
     for capacity in (800, 210):
-        go_to(state, np.array([*range(n - 3), m + 3, n - 3, m + 2, n - 2, m + 1, n - 1]))
+        set_sequence(state, np.array([*range(n - 3), m + 3, n - 3, m + 2, n - 2, m + 1, n - 1]))
         cost, _ = measured(program, state, capacity, -1)
         schedule = Schedule.of_events(problem, *to_events(state))
         assert schedule.cost_us == pytest.approx(cost)
@@ -268,7 +268,7 @@ def test_a_fetch_waits_where_it_fits_now_but_not_beside_what_comes_before_its_re
     problem = Problem.from_graph(linked(make_graph(tensors, ops), 4.0), 1)
     program = to_closed_program(problem)
     state = start(problem, program, 400, MarkParams())
-    go_to(state, np.array([0, 1, 2, 3, program.ops, 4]))
+    set_sequence(state, np.array([0, 1, 2, 3, program.ops, 4]))
     cost, over = measured(program, state, 24, -1)
     assert (cost, over > 0) == (10.0, True)
     state.flow[AHEAD] = 1

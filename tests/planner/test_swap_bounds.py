@@ -21,7 +21,7 @@ from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
 from coop_plan.planner.exact.solver.jobs import SolveMilp
 from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.heuristic.params import ClimbParams, CoopOfflineParams
+from coop_plan.planner.heuristic.params import HillClimbParams, CoopOfflineParams
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest
@@ -94,7 +94,7 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
     proof is right, and the verifier's clock ends where the planner's does.
     """
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
-    short = CoopOfflineParams(climb=ClimbParams(ops=1000))
+    short = CoopOfflineParams(hill_climb=HillClimbParams(ops=1000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimal, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
         try:

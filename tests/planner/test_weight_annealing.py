@@ -69,8 +69,8 @@ def test_nothing_to_keep_is_no_trouble():
 
 
 def test_plans_get_cheaper_and_fit(problem, request_):
-    at_once = replace(DEFAULTS.resequencing, settling_steps=1)
-    method = CoopOffline(problem, request_, replace(DEFAULTS, resequencing=at_once))
+    at_once = replace(DEFAULTS.order_annealing, fixed_steps=1)
+    method = CoopOffline(problem, request_, replace(DEFAULTS, order_annealing=at_once))
     method.begin()
     before = method.solution().placed.cost_us
     method.improve(time.monotonic() + FAR, after(2000))
@@ -80,7 +80,7 @@ def test_plans_get_cheaper_and_fit(problem, request_):
 
 
 def test_it_comes_back_from_where_nothing_fits(problem, request_):
-    too_little = replace(DEFAULTS.annealing, steep=0.3)
+    too_little = replace(DEFAULTS.annealing, penalty=0.3)
     portfolio = Portfolio(problem, request_, replace(DEFAULTS, annealing=too_little))
     settings, budget = portfolio.settings[0], int(1.2 * request_.arena_bytes)
     found = portfolio.candidate(budget, settings)

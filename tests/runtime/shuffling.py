@@ -13,7 +13,7 @@ from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.metropolis import walk
 from coop_plan.planner.search.compute.params import DEFAULTS
-from coop_plan.planner.search.compute.sequence import go_to, here, start
+from coop_plan.planner.search.compute.sequence import set_sequence, current_sequence, start
 
 ANYWHERE = replace(DEFAULTS, first_chance=0.7, stray_chance=1.0)
 
@@ -25,10 +25,10 @@ def shuffled_plan(graph, options, *, seed=0):
     problem = Problem.from_graph(graph, options.alignment, options.outputs)
     program = np.arange(problem.op_count)
     state = start(problem, 3 * program.size + 100, ANYWHERE)
-    go_to(state, program)
+    set_sequence(state, program)
     heat = problem.base_cost_us / problem.op_count
     walk(to_program(to_arrays(problem)), state, STEPS, 1 << 60, heat, 1.0, seed)
-    placed, _ = lay_out(Schedule.of(problem, here(state)), work=0)
+    placed, _ = lay_out(Schedule.of(problem, current_sequence(state)), work=0)
     budget = problem.fixed_bytes + placed.arena_bytes
     return verified_plan(graph, Solution(placed), options, budget, time.monotonic())
 

@@ -1,5 +1,5 @@
 """
-The method coop-offline: portfolio, a climb of fixed length, annealings until the deadline.
+The method coop-offline: portfolio, hill climbing of fixed length, annealing until the deadline.
 
 Where there is a link to the host, the joint search of recomputes and transfers (`planner.search.makespan`)
 goes on from there; what it finds counts only if it costs less.
@@ -20,11 +20,11 @@ from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.search.makespan.annealing import JointSearch, run_beside
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.heuristic.weight_annealing import Annealing, alike
-from coop_plan.planner.heuristic.hill_climb import climb
+from coop_plan.planner.heuristic.weight_annealing import Annealing, repeated_groups
+from coop_plan.planner.heuristic.hill_climb import hill_climb
 from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.heuristic.portfolio import Portfolio
-from coop_plan.planner.search.compute.annealing import Resequencing
+from coop_plan.planner.search.compute.annealing import OrderAnnealing
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.run import OnlineRun, TooDearError
 
@@ -47,52 +47,52 @@ class CoopOffline:
         self._online: OnlineRun | None = None
         self._swapped: PlacedSchedule | None = None
         self._links = "transfers" in problem.beyond_recomputation
-        self._walks = "walk" not in request.off
+        self._searches_orders = "walk" not in request.off
         self._sequence: Ints | None = None
         self._joint_searches = 0
 
     def begin(self) -> None:
-        """What the method does on its request."""
+        """Run the method on its request: portfolio, hill climbing, annealing until the deadline."""
         portfolio, request = self.portfolio, self.request
         portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_the_unplaced()
         if not self._links:
-            self._squeeze()
+            self._find_feasible()
         if request.any_schedule:
             if portfolio.best.found is None and self._links:
                 self._search_jointly(request.deadline)
-                self._squeeze()
+                self._find_feasible()
             if portfolio.best.found is not None or self._swapped is not None:
                 return
         with contextlib.suppress(DoesNotFitError, TimeLimitError, TooDearError):
             quiet = replace(request, progress=None, off=frozenset())
             self._online = run_coop(self.problem, quiet, cost_limit=portfolio.best.cost_us)
         if portfolio.best.found is not None:
-            climb(portfolio)
+            hill_climb(portfolio)
             portfolio.place_the_unplaced()
-            if request.deadline is None and self._walks:
-                Resequencing(portfolio, portfolio.best.found.run.ops).settle()
+            if request.deadline is None and self._searches_orders:
+                OrderAnnealing(portfolio, portfolio.best.found.run.ops).run_fixed_length()
         if request.deadline is not None:
             self.improve(request.deadline)
         elif self._links:
-            self._search_jointly(None)  # a walk as well
+            self._search_jointly(None)  # a search as well
         if self._links:
-            self._squeeze()
+            self._find_feasible()
 
-    def _squeeze(self) -> None:
-        """Where nothing was found that fits, walk to it from the leanest run."""
+    def _find_feasible(self) -> None:
+        """Search a sequence that fits from the run of the lowest peak, if none was found yet."""
         portfolio = self.portfolio
         found = portfolio.best.found is not None or self._swapped is not None
-        if found or not self._walks or self.request.out_of_time():
+        if found or not self._searches_orders or self.request.out_of_time():
             return
         lean = portfolio.leanest
         ops = np.arange(self.problem.op_count) if lean is None else lean.run.ops
-        Resequencing(portfolio, ops).squeeze()
+        OrderAnnealing(portfolio, ops).find_feasible()
 
     @cached_property
-    def _alike(self) -> Ints:
-        return alike(self.problem, self.portfolio.arrays)
+    def _repeated_groups(self) -> Ints:
+        return repeated_groups(self.problem, self.portfolio.arrays)
 
     def improve(self, deadline: float, enough: Callable[[], bool] = lambda: False) -> None:
         """
@@ -103,7 +103,7 @@ class CoopOffline:
         portfolio = self.portfolio
         portfolio.request = replace(portfolio.request, deadline=deadline)
 
-        worth = min(self.params.annealing.worth_placing, self.params.resequencing.worth_placing)
+        worth = min(self.params.annealing.worth_placing, self.params.order_annealing.worth_placing)
 
         def done() -> bool:
             # What saves less is not placed, and no run costs less than every op once.
@@ -116,9 +116,9 @@ class CoopOffline:
         until = now + (1 - joint) * (deadline - now)
         if portfolio.best.found is not None and now < until and not done():
             weights = now + self.params.weights_share * (until - now)
-            Annealing(portfolio, self._alike, weights if self._walks else until).run(done)
-            if self._walks:
-                Resequencing(portfolio, portfolio.best.found.run.ops, until).run(done)
+            Annealing(portfolio, self._repeated_groups, weights if self._searches_orders else until).run(done)
+            if self._searches_orders:
+                OrderAnnealing(portfolio, portfolio.best.found.run.ops, until).run(done)
         if self._links and time.monotonic() < deadline and not done():
             self._search_jointly(deadline, enough)
 

@@ -1,5 +1,5 @@
 """
-The clairvoyant step: runs the program at a logical budget and evicts what is cheapest to miss.
+The eviction step: runs the program at a logical budget and evicts what is cheapest to miss.
 
 Nothing has an address yet. Memory is exact: a tensor is freed after its last use, unless an evicted
 one will need it to be recomputed. When an op does not fit, the live tensor of least
@@ -67,13 +67,13 @@ from coop_plan.planner.heuristic.eviction_state import (
     STORED,
     USED,
     WRITES,
-    ClairvoyantState,
+    EvictionState,
 )
 
 
 @njit
-def run_clairvoyant(
-    a: Arrays, s: ClairvoyantState, position: int, cost: float, cost_limit: float, events: int
+def run_eviction(
+    a: Arrays, s: EvictionState, position: int, cost: float, cost_limit: float, events: int
 ) -> tuple[int, int, float]:
     """
     Go on with a run from a program position and its cost (µs) so far, for about so many events.
@@ -102,7 +102,7 @@ def run_clairvoyant(
 
 
 @inlined
-def _note_what_is_paid(a: Arrays, s: ClairvoyantState, position: int) -> None:
+def _note_what_is_paid(a: Arrays, s: EvictionState, position: int) -> None:
     """Note what each evicted input of the op at hand takes to be there again."""
     for k in range(a.reads_ptr[position], a.reads_ptr[position + 1]):
         t = a.reads[k]
@@ -114,7 +114,7 @@ def _note_what_is_paid(a: Arrays, s: ClairvoyantState, position: int) -> None:
 
 
 @inlined
-def _order(a: Arrays, s: ClairvoyantState, goal: int) -> int:
+def _order(a: Arrays, s: EvictionState, goal: int) -> int:
     """
     List the ops to run for `goal`, itself last, with their inputs pinned; returns how many.
 
@@ -149,7 +149,7 @@ def _order(a: Arrays, s: ClairvoyantState, goal: int) -> int:
 
 
 @inlined
-def _choose_inplace(a: Arrays, s: ClairvoyantState, op: int, position: int) -> int:
+def _choose_inplace(a: Arrays, s: EvictionState, op: int, position: int) -> int:
     """
     List the in-place writes of `op`; returns the bytes it needs beside its inputs.
 
@@ -184,7 +184,7 @@ def _choose_inplace(a: Arrays, s: ClairvoyantState, op: int, position: int) -> i
 
 
 @inlined
-def _make_room(a: Arrays, s: ClairvoyantState, need: int, position: int) -> bool:
+def _make_room(a: Arrays, s: EvictionState, need: int, position: int) -> bool:
     """Evict until `need` bytes are free; False when nothing more can be evicted."""
     while s.counts[USED] + need > s.budget:
         victim = _victim(a, s, s.counts[USED] + need - s.budget, position)
@@ -200,7 +200,7 @@ def _make_room(a: Arrays, s: ClairvoyantState, need: int, position: int) -> bool
 
 
 @inlined
-def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
+def _victim(a: Arrays, s: EvictionState, short: int, position: int) -> int:
     """
     The tensor of least score: of the pool and what changed since, of all large ones, of all.
 
@@ -247,7 +247,7 @@ def _victim(a: Arrays, s: ClairvoyantState, short: int, position: int) -> int:
 
 
 @inner
-def _fill(a: Arrays, s: ClairvoyantState, short: int, position: int, small: bool) -> None:
+def _fill(a: Arrays, s: EvictionState, short: int, position: int, small: bool) -> None:
     """
     Fill the pool with the least scores of the heap, of large tensors or, where none can go, of all.
 
@@ -287,7 +287,7 @@ def _fill(a: Arrays, s: ClairvoyantState, short: int, position: int, small: bool
 
 
 @inner
-def _renew(a: Arrays, s: ClairvoyantState, position: int) -> None:
+def _renew(a: Arrays, s: EvictionState, position: int) -> None:
     """Forget what changed, or put it into the heap by its score now, the first time all of it."""
     live = s.counts[LARGE_COUNT] + s.counts[SMALL_COUNT]
     if s.counts[HEAPED] == 0 and not s.cap and live > s.heap_from:
@@ -309,7 +309,7 @@ def _renew(a: Arrays, s: ClairvoyantState, position: int) -> None:
 
 
 @inlined
-def _keep(s: ClairvoyantState, t: int, score: float) -> float:
+def _keep(s: EvictionState, t: int, score: float) -> float:
     """Sort `t` into the pool; returns the score above which the pool takes no more."""
     at = min(s.counts[POOL_COUNT], s.pool.size - 1)
     while at > 0 and s.pool_score[at - 1] > score:
@@ -325,7 +325,7 @@ def _keep(s: ClairvoyantState, t: int, score: float) -> float:
 
 
 @inlined
-def _score(a: Arrays, s: ClairvoyantState, t: int, short: int, position: int) -> float:
+def _score(a: Arrays, s: EvictionState, t: int, short: int, position: int) -> float:
     """Closure cost x weight / (bytes x distance^alpha), for `short` bytes to be freed."""
     if s.tensor[DIRTY, t] == 1:
         s.tensor[DIRTY, t] = 0
@@ -354,7 +354,7 @@ def _score(a: Arrays, s: ClairvoyantState, t: int, short: int, position: int) ->
 
 
 @inlined
-def _drop(a: Arrays, s: ClairvoyantState, t: int) -> None:
+def _drop(a: Arrays, s: EvictionState, t: int) -> None:
     """End live tensor `t`."""
     _take_off(a, s, t)
     s.tensor[LIVE, t] = 0
@@ -362,7 +362,7 @@ def _drop(a: Arrays, s: ClairvoyantState, t: int) -> None:
 
 
 @inlined
-def _take_off(a: Arrays, s: ClairvoyantState, t: int) -> None:
+def _take_off(a: Arrays, s: EvictionState, t: int) -> None:
     """Take `t` off its list of live tensors."""
     place = s.tensor[PLACE, t]
     if place < 0:
@@ -377,7 +377,7 @@ def _take_off(a: Arrays, s: ClairvoyantState, t: int) -> None:
 
 
 @inlined
-def _run(a: Arrays, s: ClairvoyantState, op: int, position: int) -> None:
+def _run(a: Arrays, s: EvictionState, op: int, position: int) -> None:
     """Record the event, end what is overwritten, bring the outputs to life, unpin the inputs."""
     s.event[s.counts[EVENTS]] = op
     s.counts[EVENTS] += 1
@@ -408,7 +408,7 @@ def _run(a: Arrays, s: ClairvoyantState, op: int, position: int) -> None:
 
 
 @inlined
-def _release(a: Arrays, s: ClairvoyantState, op: int, position: int, is_goal: bool) -> None:
+def _release(a: Arrays, s: EvictionState, op: int, position: int, is_goal: bool) -> None:
     """Let go of what `op` touched and nothing will read."""
     reads = a.reads_ptr[op + 1] - a.reads_ptr[op]
     makes = a.makes_ptr[op + 1] - a.makes_ptr[op]
@@ -430,7 +430,7 @@ def _release(a: Arrays, s: ClairvoyantState, op: int, position: int, is_goal: bo
 
 
 @inlined
-def _release_retained(a: Arrays, s: ClairvoyantState, position: int) -> None:
+def _release_retained(a: Arrays, s: EvictionState, position: int) -> None:
     """Let go of tensors that cannot be recomputed once no evicted one needs them."""
     for t in range(a.size.size):
         if s.tensor[RETAINED, t] == 0 or s.tensor[LIVE, t] == 0 or s.tensor[PINS, t] > 0:

@@ -1,4 +1,4 @@
-"""One clairvoyant run with its settings and its record."""
+"""One eviction run with its settings and its record."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
 from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
-from coop_plan.planner.heuristic.eviction import run_clairvoyant
-from coop_plan.planner.heuristic.params import ClairvoyantParams
+from coop_plan.planner.heuristic.eviction import run_eviction
+from coop_plan.planner.heuristic.params import EvictionParams
 from coop_plan.planner.heuristic.eviction_state import (
     AT,
     DIRTY,
@@ -20,14 +20,14 @@ from coop_plan.planner.heuristic.eviction_state import (
     PLACE,
     SLOT,
     STORED,
-    ClairvoyantState,
+    EvictionState,
 )
 
 
 @dataclass(frozen=True)
 class Settings:
     """
-    What the score of a victim is made of; see `planner.heuristic.eviction`.
+    Weights and switches of the eviction score; see `planner.heuristic.eviction`.
 
     `price` is a prefix sum over program positions, n + 1 entries; `weight` a factor per entry of
     `Arrays.uses`, plus one.
@@ -43,7 +43,7 @@ class Settings:
 @dataclass(frozen=True)
 class Record:
     """
-    What a run that completed comes to: its cost (µs) and the ops in the order they ran.
+    Cost (µs) of a completed run, and its ops in the order in which they ran.
 
     `expected` and `paid`, for each entry of `Arrays.uses` and one more: the weighted cost (µs) of
     what was evicted until that use when it was evicted, and what its closure took then; 0 if it
@@ -73,16 +73,16 @@ class Record:
         return np.full(self.ops.size, RUN, dtype=np.int64)
 
     def blocks(self, arrays: Arrays) -> Blocks:
-        """What is placed of it; each buffer ends with its last touch, not when it was evicted."""
+        """Blocks to place; each buffer ends with its last access, not at its eviction."""
         made = trace(arrays, self._kinds, self.ops)
         return blocks_of(arrays, self._kinds, self.ops, made)
 
 
 class Runner:
-    """Makes clairvoyant runs of one problem, reusing their record buffers, until `out_of_time`."""
+    """Makes eviction runs of one problem, reusing their record buffers, until `out_of_time`."""
 
     def __init__(
-        self, arrays: Arrays, params: ClairvoyantParams, out_of_time: Callable[[], bool]
+        self, arrays: Arrays, params: EvictionParams, out_of_time: Callable[[], bool]
     ) -> None:
         self.arrays = arrays
         self.params = params
@@ -95,7 +95,7 @@ class Runner:
         self._pair = np.empty((2, pairs), dtype=np.int64)
         self.failed_op = -1
         self.cut_short = False
-        """Whether time was up in a run; a small graph's run is over before anybody looks."""
+        """True if the deadline ended a run; runs of small graphs end before the clock is read."""
 
     def __call__(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
@@ -107,7 +107,7 @@ class Runner:
         """
         params = self.params
         n, count = self.arrays.ops, self.arrays.size.size
-        state = ClairvoyantState(
+        state = EvictionState(
             budget=budget,
             small=budget // params.small_divisor,
             alpha=settings.alpha,
@@ -142,7 +142,7 @@ class Runner:
             if position and self.out_of_time():
                 self.cut_short = True
                 return None
-            self.failed_op, position, cost = run_clairvoyant(
+            self.failed_op, position, cost = run_eviction(
                 self.arrays, state, position, cost, cost_limit, params.chunk_events
             )
             if self.failed_op >= 0:

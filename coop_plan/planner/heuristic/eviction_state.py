@@ -1,4 +1,4 @@
-"""The state of one clairvoyant run, as arrays that compiled code can share."""
+"""The state of one eviction run, as arrays that compiled code can share."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from coop_plan.planner.core.arrays import Floats, Ints
 NEVER = 1 << 40
 """A next use that does not come."""
 
-# Entries of `ClairvoyantState.counts`.
+# Entries of `EvictionState.counts`.
 (
     USED,
     EVENTS,
@@ -24,7 +24,7 @@ NEVER = 1 << 40
     HEAP_COUNT,
 ) = range(13)
 
-# Rows of `ClairvoyantState.tensor`. LARGE, SMALL, CHANGED and ASIDE are lists, MARK and LISTED are
+# Rows of `EvictionState.tensor`. LARGE, SMALL, CHANGED and ASIDE are lists, MARK and LISTED are
 # marks, HEAP is what `planner.heuristic.score_heap` keeps in order and AT where in it a tensor is.
 (
     LIVE,
@@ -47,26 +47,26 @@ NEVER = 1 << 40
     ASIDE,
 ) = range(18)
 
-# Rows of `ClairvoyantState.value`: closure cost × weight / bytes, closure cost × weight in µs, and
+# Rows of `EvictionState.value`: closure cost × weight / bytes, closure cost × weight in µs, and
 # the score by which a tensor is in the heap.
 MERIT, CLOSURE, KEY = range(3)
 
-# Rows of `ClairvoyantState.op`.
+# Rows of `EvictionState.op`.
 SEEN, ORDER = range(2)
 
-# Rows of `ClairvoyantState.pair`, of which `counts[WRITES]` are those of the op at hand.
+# Rows of `EvictionState.pair`, of which `counts[WRITES]` are those of the op at hand.
 INPLACE_OUT, INPLACE_SOURCE = range(2)
 
 
-class ClairvoyantState(NamedTuple):
+class EvictionState(NamedTuple):
     """
-    What a run is asked, where it stands, and its record.
+    State of an eviction run in compiled code: its settings, its position and its record.
 
     `budget` and `small` are bytes; `price` is a prefix sum per program position, `weight` a factor
     per entry of `Arrays.uses` and one more for tensors without a further use. `cap` counts no more
     bytes of a victim than are short, `foresee` what the program will not need as gone; tensors
     below `small` bytes are looked at last. The five after `foresee` are those of
-    `ClairvoyantParams`, and `pool` is as long as it says. `expected` and `paid` are as of
+    `EvictionParams`, and `pool` is as long as it says. `expected` and `paid` are as of
     `planner.heuristic.eviction_run.Record`.
     """
 

@@ -13,41 +13,41 @@ from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.heuristic.eviction_run import Settings
 
 
-def climb(portfolio: Portfolio) -> None:
+def hill_climb(portfolio: Portfolio) -> None:
     """
     Climbs around the arena in turn, each of them as often; their plans go to the portfolio.
 
     From each start there are two: one perturbs the weights, the other learns, too, from what its
     evictions took. Each has its own steps, so that neither takes from the other.
     """
-    params = portfolio.params.climb
+    params = portfolio.params.hill_climb
     ops = max(1, portfolio.problem.op_count)
     most = min(params.most_steps, params.steps_per_op * ops)
     steps = max(params.fewest_steps, min(most, params.ops // ops))
-    climbs = _starts(portfolio)
-    turns = -(-steps // max(1, len(climbs) // 2))
-    for done, one in enumerate(climbs * turns):
+    starts = _starts(portfolio)
+    turns = -(-steps // max(1, len(starts) // 2))
+    for done, one in enumerate(starts * turns):
         if portfolio.request.out_of_time():
             return
         if done % params.report_steps == 0:
-            portfolio.report(done / (turns * len(climbs)))
+            portfolio.report(done / (turns * len(starts)))
         one.step(portfolio)
 
 
 def _starts(portfolio: Portfolio) -> list["HillClimb"]:
     """Climbs from the grid steps whose plans need about as much as there is."""
     assert portfolio.best.found is not None
-    params = portfolio.params.climb
+    params = portfolio.params.hill_climb
     spacing, rank = params.spacing, params.rank_steps
     middle = portfolio.step(portfolio.best.found.budget) // spacing * spacing
     # Ranked at a coarser step, so that neighbouring arenas agree on the rules.
     rules = portfolio.best_rules(middle // rank * rank)
-    climbs = []
-    for number in range(-params.climbs_below, params.climbs_above + 1):
+    starts = []
+    for number in range(-params.starts_below, params.starts_above + 1):
         one = HillClimb.start(portfolio, middle + number * spacing, rules)
         if one is not None:
-            climbs.append(one)
-    return [*climbs, *(one.that_learns(portfolio) for one in climbs)]
+            starts.append(one)
+    return [*starts, *(one.that_learns(portfolio) for one in starts)]
 
 
 @dataclass
@@ -57,8 +57,8 @@ class HillClimb:
 
     Neighbouring arenas make the same climbs and so see the same plans, of which each takes the
     cheapest that fits; that is what keeps overhead from rising with the budget. `slope` is what a
-    factor e of memory is worth, in µs, around the start; `lesson` the factors by which the weights
-    were wrong where it stands, of which a step makes use with `lesson_chance`.
+    factor e of memory is worth, in µs, around the start; `correction` the factors by which the weights
+    were wrong where it stands, of which a step makes use with `correction_chance`.
     """
 
     seed: int
@@ -67,8 +67,8 @@ class HillClimb:
     budget: int
     value: float
     slope: float
-    lesson: Floats
-    lesson_chance: float = 0.0
+    correction: Floats
+    correction_chance: float = 0.0
 
     @classmethod
     def start(cls, portfolio: Portfolio, step: int, rules: list[int]) -> "HillClimb | None":
@@ -80,7 +80,7 @@ class HillClimb:
         cost, number, run = found[0]
         settings = portfolio.settings[number]
         ends = []
-        slope_steps = portfolio.params.climb.slope_steps
+        slope_steps = portfolio.params.hill_climb.slope_steps
         for side in (-slope_steps, slope_steps):
             at = portfolio.runner(portfolio.budget(step + side), settings)
             if at is not None:
@@ -91,14 +91,14 @@ class HillClimb:
         value = cost + slope * _level(run.blocks(portfolio.arrays).live)
         seed = max(step, 0)
         random = np.random.default_rng([portfolio.request.seed, seed])
-        lesson = run.corrections(portfolio.params.perturbation.most_learned)
-        return cls(seed, random, settings, budget, value, slope, lesson)
+        correction = run.corrections(portfolio.params.perturbation.most_learned)
+        return cls(seed, random, settings, budget, value, slope, correction)
 
     def that_learns(self, portfolio: Portfolio) -> "HillClimb":
         """Another one from the same start, with lessons."""
         random = np.random.default_rng([portfolio.request.seed, self.seed, 1])
-        chance = portfolio.params.perturbation.lesson_chance
-        return replace(self, random=random, lesson_chance=chance)
+        chance = portfolio.params.perturbation.correction_chance
+        return replace(self, random=random, correction_chance=chance)
 
     def step(self, portfolio: Portfolio) -> None:
         """
@@ -107,14 +107,14 @@ class HillClimb:
         Weights are perturbed, or follow what evictions took in the run that is stood upon.
         """
         random, base, params = self.random, self.settings, portfolio.params.perturbation
-        if self.lesson_chance > 0 and random.random() < self.lesson_chance:
-            touched = random.random(base.weight.size) < random.choice(params.lesson_touched)
-            factor = self.lesson ** random.random()
+        if self.correction_chance > 0 and random.random() < self.correction_chance:
+            touched = random.random(base.weight.size) < random.choice(params.corrected_shares)
+            factor = self.correction ** random.random()
         else:
             spread = random.choice(params.spreads)
             touched = random.random(base.weight.size) < random.choice(params.touched)
             factor = np.exp(random.normal(0.0, spread, base.weight.size))
-        chance = portfolio.params.climb.exponent_chance
+        chance = portfolio.params.hill_climb.exponent_chance
         settings = replace(
             base,
             weight=np.where(touched, base.weight * factor, base.weight),
@@ -131,7 +131,7 @@ class HillClimb:
         value = found.cost_us + self.slope * _level(found.peak)
         if value < self.value:
             self.settings, self.budget, self.value = settings, budget, value
-            self.lesson = found.run.corrections(params.most_learned)
+            self.correction = found.run.corrections(params.most_learned)
 
 
 def _level(peak: int) -> float:

@@ -31,8 +31,8 @@ EXPONENTS = (0.25, 0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
-class ClairvoyantParams(Params):
-    """The clairvoyant step (`planner.heuristic.eviction`)."""
+class EvictionParams(Params):
+    """The eviction step (`planner.heuristic.eviction`)."""
 
     closure_ops: Count = 64
     """Ops after which the estimate of a closure's cost stops growing."""
@@ -101,7 +101,7 @@ class PortfolioParams(Params):
 
 @dataclass(frozen=True)
 class PerturbationParams(Params):
-    """How the settings of a run are perturbed, in the climb and in the annealing of weights."""
+    """Perturbation of a run's settings, in hill climbing and in the annealing of weights."""
 
     spreads: tuple[Ratio, ...] = (0.1, 0.3, 1.0)
     """Standard deviations of a weight's logarithm, of which one is drawn."""
@@ -115,22 +115,22 @@ class PerturbationParams(Params):
     exponents: tuple[Positive, ...] = EXPONENTS
     """Exponents of the distance, of which one is drawn now and then."""
 
-    lesson_chance: Share = 0.5
-    """Chance of a step to set weights by what evictions took instead of at random."""
+    correction_chance: Share = 0.5
+    """Chance of a step to set weights by learned corrections instead of at random."""
 
-    lesson_touched: tuple[Share, ...] = (0.1, 0.5, 1.0)
-    """Shares of the weights that it sets, of which one is drawn."""
+    corrected_shares: tuple[Share, ...] = (0.1, 0.5, 1.0)
+    """Shares of the weights that such a step sets, of which one is drawn."""
 
     most_learned: Factor = 10.0
     """The most by which it changes one, either way."""
 
 
 @dataclass(frozen=True)
-class ClimbParams(Params):
-    """The hill climb over the weights of retention intervals (`planner.heuristic.hill_climb`)."""
+class HillClimbParams(Params):
+    """Hill climbing over the weights of retention intervals (`planner.heuristic.hill_climb`)."""
 
     ops: Size = 100_000
-    """The climb's length, as simulated ops in all."""
+    """Length of hill climbing: simulated ops in all, ≥ 0."""
 
     fewest_steps: Size = 20
     """The same as steps, at least."""
@@ -142,10 +142,10 @@ class ClimbParams(Params):
     spacing: Count = 2
     """Grid steps between the starts of neighbouring climbs."""
 
-    climbs_below: Size = 2
+    starts_below: Size = 2
     """Climbs that start below the incumbent's own grid step."""
 
-    climbs_above: Size = 1
+    starts_above: Size = 1
     """Climbs that start above it."""
 
     slope_steps: Count = 3
@@ -177,11 +177,11 @@ class AnnealingParams(Params):
     As a share of the base cost.
     """
 
-    steep: Positive = 5.0
-    """What an arena that is too small by a factor e costs at least, in base costs."""
+    penalty: Positive = 5.0
+    """Lower bound on the penalty for live bytes of e times the arena, in base costs."""
 
-    steeper: Factor = 1.3
-    """Factor on that while nothing fits."""
+    penalty_growth: Factor = 1.3
+    """Factor on the penalty while nothing fits."""
 
     layout_share: Share = 0.3
     """Share of the time for layouts that the greedy placements do not find."""
@@ -209,14 +209,14 @@ class AnnealingParams(Params):
     exponent_chance: Share = 0.05
     """Chance of a step to draw another exponent of the distance."""
 
-    alike_chance: Share = 0.5
-    """Chance of a step to change the copies of an interval in repeated blocks alike."""
+    group_chance: Share = 0.5
+    """Chance of a step to change all copies of an interval in repeated blocks by one factor."""
 
     few_chance: Share = 0.2
     """Chance of a step to change a few weights instead of a share of them."""
 
     few: Count = 7
-    """How many those are at most."""
+    """Upper bound on such a few weights."""
 
     stretch_chance: Share = 0.5
     """Chance of a step to stay within a stretch of the program."""
@@ -234,10 +234,10 @@ class AnnealingParams(Params):
 
 
 @dataclass(frozen=True)
-class ResequencingParams(Params):
+class OrderAnnealingParams(Params):
     """The annealing of sequences (`planner.search.compute.annealing`)."""
 
-    heat: Ratio = 0.4
+    temperature: Ratio = 0.4
     """Temperature at the beginning, in mean costs of an op."""
 
     cooling: Ratio = 2.0
@@ -256,16 +256,16 @@ class ResequencingParams(Params):
     """Steps a second, before any are measured."""
 
     pace_share: PositiveShare = 0.2
-    """What the last chunk counts in the pace."""
+    """Weight of the last chunk in the moving average of steps a second."""
 
-    steep: Positive = 5.0
-    """What an arena that is too small by a factor e costs at least, in base costs."""
+    penalty: Positive = 5.0
+    """Lower bound on the penalty for live bytes of e times the arena, in base costs."""
 
-    steeper: Factor = 1.01
-    """Factor on that where a sequence does not fit."""
+    penalty_growth: Factor = 1.01
+    """Factor on the penalty after a chunk whose sequence does not fit."""
 
-    less_steep: Factor = 1.007
-    """Divisor of it where one does."""
+    penalty_decay: Factor = 1.007
+    """Divisor of the penalty after a chunk whose sequence fits."""
 
     patience: Size = 50
     """Chunks after which it goes back to the last sequence that fitted."""
@@ -286,40 +286,40 @@ class ResequencingParams(Params):
     worth_placing: Share = 1e-4
     """Share of the incumbent's cost that a sequence must save to have its layout tried."""
 
-    settling_steps: Count = 30_000
-    settling_steps_per_event: Count = 400
-    """Each of the walks that end every search without a deadline has so many steps at most."""
+    fixed_steps: Count = 30_000
+    fixed_steps_per_event: Count = 400
+    """Upper bounds on the steps of each final search without a deadline."""
 
-    settling_chunks: Count = 40
-    """Looks at the result in each of them."""
+    fixed_chunks: Count = 40
+    """Chunks of each of them; the result is inspected after each."""
 
-    settling_blocks: Count = 100_000
+    fixed_layout_blocks: Count = 100_000
     """Layouts times events, at most, but for one at the end."""
 
-    settling_heats: tuple[Ratio, ...] = (0.2, 0.8)
+    fixed_temperatures: tuple[Ratio, ...] = (0.2, 0.8)
     """Their temperatures at the beginning, in mean costs of an op."""
 
     narrower: Share = 4e-3
     """Share of what may be live at once by which it gets less where a layout fails."""
 
-    settling_steeper: Factor = 1.5
-    """Factor on the price of memory where a look finds too much."""
+    fixed_penalty_growth: Factor = 1.5
+    """Factor on the penalty after a chunk whose sequence does not fit."""
 
-    squeezing_steps: Count = 10_000
-    squeezing_steps_per_event: Count = 100
-    """So many steps at most has a walk to a sequence that fits, where no run does."""
+    feasibility_steps: Count = 10_000
+    feasibility_steps_per_event: Count = 100
+    """Upper bounds on the steps of the search for a first sequence that fits."""
 
-    squeezing_layouts: Count = 3
-    """Layouts that it searches."""
+    feasibility_layouts: Count = 3
+    """Layouts that this search tries."""
 
-    squeezing_chunks: Count = 20
-    """Looks at the result in these."""
+    feasibility_chunks: Count = 20
+    """Chunks of this search."""
 
-    squeezing_patience: Count = 6
-    """So many of them in a row that find no less to need than before are the last."""
+    feasibility_patience: Count = 6
+    """Chunks in a row without a smaller excess, after which this search ends."""
 
-    squeezing_steep: Positive = 50.0
-    """What an arena that is too small by a factor e costs there, in base costs."""
+    feasibility_penalty: Positive = 50.0
+    """Penalty for live bytes of e times the arena in that search, in base costs."""
 
     check_chunks: Count = 64
     """Chunks from one question whether it is enough to the next."""
@@ -332,19 +332,19 @@ class ResequencingParams(Params):
 class CoopOfflineParams(Params):
     """All of coop-offline's parameters; see the groups."""
 
-    clairvoyant: ClairvoyantParams = ClairvoyantParams()
+    eviction: EvictionParams = EvictionParams()
     portfolio: PortfolioParams = PortfolioParams()
     perturbation: PerturbationParams = PerturbationParams()
-    climb: ClimbParams = ClimbParams()
+    hill_climb: HillClimbParams = HillClimbParams()
     annealing: AnnealingParams = AnnealingParams()
     moves: OrderParams = ORDERS
-    resequencing: ResequencingParams = ResequencingParams()
+    order_annealing: OrderAnnealingParams = OrderAnnealingParams()
 
     joint: JointParams = JOINT
 
     between: tuple[Share, ...] = (0.25, 0.5, 0.75)
     """
-    Where between the arena and all that could be kept there are more sequences to start it from.
+    Logical budgets of further start sequences: shares of the way from the arena to keep-everything.
     """
 
     weights_share: Share = 0.25

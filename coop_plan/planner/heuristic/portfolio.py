@@ -1,5 +1,5 @@
 """
-The portfolio: clairvoyant runs under many rules at many logical budgets, and the best that fits.
+The portfolio: eviction runs under many rules at many logical budgets, and the best that fits.
 
 A run at a logical budget gives a cost and lifetimes; placement gives the arena they need. Lifetimes
 end at the last touch, so a run may stay within the arena although its logical budget is larger, and
@@ -62,7 +62,7 @@ class Portfolio:
         self.request = request
         self.params = params
         self.arrays: Arrays = to_arrays(problem)
-        self.runner = Runner(self.arrays, params.clairvoyant, lambda: self.request.out_of_time())
+        self.runner = Runner(self.arrays, params.eviction, lambda: self.request.out_of_time())
         price = np.arange(problem.op_count + 1, dtype=np.float64)
         weight = np.ones(self.arrays.uses.size + 1)
         rules = params.portfolio.rules
@@ -128,7 +128,7 @@ class Portfolio:
         self, budget: int, rules: Iterable[int], most: int | None = None
     ) -> list[tuple[float, int, Record]]:
         """
-        What rules that complete make of a logical budget: cost (µs), number, run; cheapest first.
+        Runs of the rules that complete at a logical budget: (cost in µs, number, run), cheapest first.
 
         Only the `most` cheapest, none like another: a run that costs more than so many others is
         given up.
@@ -152,12 +152,12 @@ class Portfolio:
     def sweep(self) -> None:
         """Every rule at the arena's own size, then the best rules over the grid around it."""
         params = self.params.portfolio
-        here = self.step(self.request.arena_bytes)
+        current_sequence = self.step(self.request.arena_bytes)
         if self.request.deadline is not None:  # there may be no time for more than one run
-            self.consider(self.budget(here), self.settings[0])
-        rules = self.best_rules(here)
+            self.consider(self.budget(current_sequence), self.settings[0])
+        rules = self.best_rules(current_sequence)
         for low, high in params.grid_windows:
-            for step in range(here + high, here + low, -1):
+            for step in range(current_sequence + high, current_sequence + low, -1):
                 for number in rules:
                     self.consider(self.budget(step), self.settings[number])
                     enough = self.request.any_schedule or self.request.out_of_time()

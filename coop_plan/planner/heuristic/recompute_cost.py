@@ -1,5 +1,5 @@
 """
-What hangs together through tensors that are gone: closures, next uses, and who needs what.
+Closures, next uses and dependants of tensors through evicted tensors.
 
 A closure is all the ops to run again for a tensor as things are now. An evicted tensor that is to
 be there again by a position passes that demand on to what it is made from. Both change only with
@@ -24,12 +24,12 @@ from coop_plan.planner.heuristic.eviction_state import (
     SEEN,
     STAMP,
     STORED,
-    ClairvoyantState,
+    EvictionState,
 )
 
 
 @inlined
-def changed(s: ClairvoyantState, t: int) -> None:
+def changed(s: EvictionState, t: int) -> None:
     """The closure or the next use of `t` may not be what they were."""
     s.tensor[DIRTY, t] = 1
     if s.tensor[LISTED, t] == 0 and (s.counts[POOL_COUNT] > 0 or s.counts[HEAPED] == 1):
@@ -39,7 +39,7 @@ def changed(s: ClairvoyantState, t: int) -> None:
 
 
 @inlined
-def next_demand(a: Arrays, s: ClairvoyantState, t: int, position: int) -> int:
+def next_demand(a: Arrays, s: EvictionState, t: int, position: int) -> int:
     """First position at which an evicted tensor made from `t` is to be there again."""
     found = NEVER
     for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
@@ -59,7 +59,7 @@ def next_demand(a: Arrays, s: ClairvoyantState, t: int, position: int) -> int:
 
 
 @inlined
-def announce(a: Arrays, s: ClairvoyantState, t: int, position: int) -> None:
+def announce(a: Arrays, s: EvictionState, t: int, position: int) -> None:
     """Tensor `t` is gone until its next use: gone tensors it is made from are needed by then."""
     due = s.tensor[DUE, t]
     s.tensor[STORED, t] = due
@@ -78,7 +78,7 @@ def announce(a: Arrays, s: ClairvoyantState, t: int, position: int) -> None:
 
 
 @inlined
-def mark_relatives(a: Arrays, s: ClairvoyantState, t: int, position: int) -> None:
+def mark_relatives(a: Arrays, s: EvictionState, t: int, position: int) -> None:
     """
     Tensor `t` came or went: mark live tensors whose closure or next use may have changed.
 
@@ -86,10 +86,10 @@ def mark_relatives(a: Arrays, s: ClairvoyantState, t: int, position: int) -> Non
     """
     for down in range(2):
         s.counts[STAMP] += 1
-        here = s.counts[STAMP]
+        current_sequence = s.counts[STAMP]
         depth = 0
         s.stack[0] = t
-        s.tensor[MARK, t] = here
+        s.tensor[MARK, t] = current_sequence
         while depth >= 0:
             x = s.stack[depth]
             depth -= 1
@@ -102,8 +102,8 @@ def mark_relatives(a: Arrays, s: ClairvoyantState, t: int, position: int) -> Non
                         child = a.makes[j]
                         if s.tensor[LIVE, child] == 1:
                             changed(s, child)
-                        elif s.tensor[MARK, child] != here and a.last_use[child] > position:
-                            s.tensor[MARK, child] = here
+                        elif s.tensor[MARK, child] != current_sequence and a.last_use[child] > position:
+                            s.tensor[MARK, child] = current_sequence
                             depth += 1
                             s.stack[depth] = child
             else:
@@ -112,14 +112,14 @@ def mark_relatives(a: Arrays, s: ClairvoyantState, t: int, position: int) -> Non
                     source = a.reads[k]
                     if s.tensor[LIVE, source] == 1:
                         changed(s, source)
-                    elif s.tensor[MARK, source] != here:
-                        s.tensor[MARK, source] = here
+                    elif s.tensor[MARK, source] != current_sequence:
+                        s.tensor[MARK, source] = current_sequence
                         depth += 1
                         s.stack[depth] = source
 
 
 @inlined
-def closure_cost(a: Arrays, s: ClairvoyantState, t: int, due: int) -> float:
+def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
     """
     Cost in µs of the ops to run again for `t` as things are now.
 
@@ -143,10 +143,10 @@ def closure_cost(a: Arrays, s: ClairvoyantState, t: int, due: int) -> float:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             source = a.reads[k]
             p = a.producer[source]
-            gone = s.tensor[LIVE, source] == 0 or (
+            evicted = s.tensor[LIVE, source] == 0 or (
                 a.last_use[source] < due and s.tensor[EVICTABLE, source] == 1
             )
-            if gone and s.op[SEEN, p] != stamp:
+            if evicted and s.op[SEEN, p] != stamp:
                 s.op[SEEN, p] = stamp
                 depth += 1
                 s.stack[depth] = p
@@ -154,7 +154,7 @@ def closure_cost(a: Arrays, s: ClairvoyantState, t: int, due: int) -> float:
 
 
 @inlined
-def banish(a: Arrays, s: ClairvoyantState, t: int, position: int) -> bool:
+def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
     """
     Let go of `t`, which cannot be recomputed, if no dropped tensor will need it.
 
@@ -162,10 +162,10 @@ def banish(a: Arrays, s: ClairvoyantState, t: int, position: int) -> bool:
     """
     for mark in range(2):  # look first, then mark
         s.counts[STAMP] += 1
-        here = s.counts[STAMP]
+        current_sequence = s.counts[STAMP]
         depth = 0
         s.stack[0] = t
-        s.tensor[MARK, t] = here
+        s.tensor[MARK, t] = current_sequence
         while depth >= 0:
             parent = s.stack[depth]
             depth -= 1
@@ -175,9 +175,9 @@ def banish(a: Arrays, s: ClairvoyantState, t: int, position: int) -> bool:
                     break
                 for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                     child = a.makes[j]
-                    if s.tensor[MARK, child] == here or a.is_output[child] == 1:
+                    if s.tensor[MARK, child] == current_sequence or a.is_output[child] == 1:
                         continue
-                    s.tensor[MARK, child] = here
+                    s.tensor[MARK, child] = current_sequence
                     if s.tensor[LIVE, child] == 1:
                         if mark == 1:
                             s.tensor[EVICTABLE, child] = 0

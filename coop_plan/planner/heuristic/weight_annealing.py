@@ -25,7 +25,7 @@ class Annealing:
     """
     Improves a portfolio's incumbent until a deadline (a `time.monotonic` value, s).
 
-    `kinds` is what `alike` returns.
+    `kinds` is what `repeated_groups` returns.
     """
 
     def __init__(self, portfolio: Portfolio, kinds: Ints, deadline: float) -> None:
@@ -36,22 +36,22 @@ class Annealing:
         self.kinds = kinds
         self.where = np.append(portfolio.arrays.uses, portfolio.problem.op_count)
         self.over = 1.0  # layout over live peak, as it turned out
-        self.steep = self.params.steep
+        self.penalty = self.params.penalty
         self.idle = 0
         self.layouts = 0.0  # seconds
 
     def run(self, enough: Callable[[], bool]) -> None:
         """Steps from the incumbent until the deadline or `enough`."""
-        params, portfolio, here = self.params, self.portfolio, self.portfolio.best.found
-        assert here is not None
+        params, portfolio, current_sequence = self.params, self.portfolio, self.portfolio.best.found
+        assert current_sequence is not None
         base_cost = portfolio.problem.base_cost_us
         step = 0
         while (now := time.monotonic()) < self.deadline:
-            heat = ((self.deadline - now) / (self.deadline - self.begin)) ** params.cooling
-            worse = heat * params.temperature * base_cost * self.random.exponential()
-            found = self._neighbour(here, self._value(here) + worse)
+            temperature = ((self.deadline - now) / (self.deadline - self.begin)) ** params.cooling
+            worse = temperature * params.temperature * base_cost * self.random.exponential()
+            found = self._neighbour(current_sequence, self._value(current_sequence) + worse)
             if found is not None:
-                here = found
+                current_sequence = found
             if step % params.check_steps == 0:
                 if enough():
                     return
@@ -61,24 +61,24 @@ class Annealing:
     def _value(self, found: Candidate) -> float:
         excess = np.log(found.peak * self.over / self.portfolio.request.arena_bytes)
         return float(
-            found.cost_us + self.steep * self.portfolio.problem.base_cost_us * max(0.0, excess)
+            found.cost_us + self.penalty * self.portfolio.problem.base_cost_us * max(0.0, excess)
         )
 
-    def _neighbour(self, here: Candidate, limit: float) -> Candidate | None:
+    def _neighbour(self, current_sequence: Candidate, limit: float) -> Candidate | None:
         """Perturb a run and offer what comes of it; None where that fails or is over the limit."""
         params, portfolio, random = self.params, self.portfolio, self.random
-        settings, budget = self._perturbed(here), here.budget
+        settings, budget = self._perturbed(current_sequence), current_sequence.budget
         if random.random() < params.budget_chance:
             spread = portfolio.params.perturbation.budget_spread
             budget = int(budget * np.exp(random.normal(0.0, spread)))
         found = portfolio.candidate(budget, settings, limit)
         if found is None:
-            self._idle(here)
+            self._idle(current_sequence)
             return None
         worthy = found.cost_us < portfolio.best.cost_us * (1 - params.worth_placing)
         if worthy and found.peak * self.over <= portfolio.request.arena_bytes:
             self.idle = 0
-            self.steep = max(params.steep, self.steep / params.steeper)
+            self.penalty = max(params.penalty, self.penalty / params.penalty_growth)
             before = portfolio.best.found
             portfolio.offer(found)
             now = time.monotonic()
@@ -91,23 +91,23 @@ class Annealing:
             else:
                 self.over = max(1.0, self.over / params.looser)
         else:
-            self._idle(here)
+            self._idle(current_sequence)
         return found if self._value(found) < limit else None
 
-    def _idle(self, here: Candidate) -> None:
+    def _idle(self, current_sequence: Candidate) -> None:
         """Note a run that was not worth a layout; after some of them, judge them otherwise."""
         self.idle += 1
         if self.idle > self.params.idle_steps:
             self.idle = 0
-            if here.peak * self.over > self.portfolio.request.arena_bytes:
-                self.steep *= self.params.steeper
+            if current_sequence.peak * self.over > self.portfolio.request.arena_bytes:
+                self.penalty *= self.params.penalty_growth
             else:
                 self.over = max(1.0, self.over / self.params.tighter)
 
-    def _perturbed(self, here: Candidate) -> Settings:
+    def _perturbed(self, current_sequence: Candidate) -> Settings:
         random, params, perturbation = self.random, self.params, self.portfolio.params.perturbation
-        base = here.settings
-        kind = self.kinds if random.random() < params.alike_chance else np.arange(self.kinds.size)
+        base = current_sequence.settings
+        kind = self.kinds if random.random() < params.group_chance else np.arange(self.kinds.size)
         kinds = int(kind.max()) + 1
         if random.random() < params.few_chance:
             touched = np.isin(kind, random.choice(kinds, random.integers(1, params.few + 1)))
@@ -119,8 +119,8 @@ class Annealing:
             width = random.integers(n // shortest + 1, n // longest + 2)
             low = random.integers(-width, n)
             touched &= (self.where >= low) & (self.where < low + width)
-        if random.random() < perturbation.lesson_chance:
-            factor = here.run.corrections(perturbation.most_learned) ** random.random()
+        if random.random() < perturbation.correction_chance:
+            factor = current_sequence.run.corrections(perturbation.most_learned) ** random.random()
         else:
             factor = np.exp(random.normal(0.0, random.choice(perturbation.spreads), kinds))[kind]
         weight: Floats = np.where(touched, base.weight * factor, base.weight)
@@ -130,7 +130,7 @@ class Annealing:
         return replace(base, weight=weight, alpha=alpha)
 
 
-def alike(problem: Problem, arrays: Arrays) -> Ints:
+def repeated_groups(problem: Problem, arrays: Arrays) -> Ints:
     """
     A number per entry of `Settings.weight`, the same for copies of it in repeated blocks.
 

@@ -1,5 +1,5 @@
 """
-What evicting a tensor would cost, DTR's e*: its own cost and its evicted neighbours'.
+DTR's e*: cost of evicting a tensor, its own plus that of its evicted neighbours.
 
 Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 4.1 and appendix C.2: evicted
 tensors that depend on each other form components, kept approximately in a union-find whose sums

@@ -7,7 +7,7 @@ from coop_plan.planner.core.params import Count, Params, Positive, Share, Size
 
 @dataclass(frozen=True)
 class OnlineParams(Params):
-    """What `coop`, `dtr` and `dte` leave open."""
+    """Parameters that the papers of `coop`, `dtr` and `dte` leave open."""
 
     min_staleness_us: Positive = 1e-3
     """A tensor touched just now has no staleness; this keeps its cost finite. µs."""

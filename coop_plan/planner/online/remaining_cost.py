@@ -1,4 +1,4 @@
-"""What a run that is under way costs at least."""
+"""Lower bound on the cost of an unfinished run."""
 
 import numpy as np
 
@@ -10,28 +10,28 @@ from coop_plan.planner.online.state import CLOCK, LIVE, WRITTEN, ArenaState
 @njit
 def least_cost(a: Arrays, s: ArenaState, position: int) -> float:
     """
-    µs that a run without transfers costs at least which has come to op `position`.
+    Lower bound (µs) on the cost of a run without transfers that has reached op `position`.
 
-    All so far, the ops to come, and each op once that makes what is gone and will be read, or what
-    is gone and that is made of.
+    The bound is the cost so far, plus the remaining ops, plus one recompute of each op in the
+    closure of an evicted tensor that is read later.
     """
     total = float(s.total[CLOCK])
     for op in range(position, a.ops):
         total += a.cost[op]
     again = np.zeros(a.ops, np.bool_)
     for t in range(a.size.size):
-        if a.last_use[t] >= position and _gone(a, s, t):
+        if a.last_use[t] >= position and _is_evicted(a, s, t):
             again[a.producer[t]] = True
     for op in range(position - 1, -1, -1):  # whatever an op reads was made before it
         if again[op]:
             total += a.cost[op]
             for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-                if _gone(a, s, a.reads[k]):
+                if _is_evicted(a, s, a.reads[k]):
                     again[a.producer[a.reads[k]]] = True
     return total
 
 
 @inlined
-def _gone(a: Arrays, s: ArenaState, t: int) -> bool:
-    """Whether it was made, is no more, and would be made anew in the arena."""
+def _is_evicted(a: Arrays, s: ArenaState, t: int) -> bool:
+    """True if `t` was produced in the arena and is evicted now."""
     return bool(a.outside[t] == 0 and s.tensor[WRITTEN, t] == 1 and s.tensor[LIVE, t] == 0)

@@ -102,8 +102,8 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
             t = a.reads[k]
             s.tensor[PINS, t] += 1
             producer = a.producer[t]
-            gone = s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0
-            if gone and s.op[SEEN, producer] != stamp:
+            evicted = s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0
+            if evicted and s.op[SEEN, producer] != stamp:
                 s.op[SEEN, producer] = stamp
                 s.stack[depth] = producer
                 depth += 1
@@ -437,7 +437,7 @@ def _forget_retained(s: ArenaState, t: int) -> None:
 @inner
 def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
     """
-    Whether no evicted tensor needs `t`; live ones made from it may then no longer be evicted.
+    True if no evicted tensor needs `t`; live ones made from it may then no longer be evicted.
 
     It looks at the descendants of `t`, through those that are gone.
     """

@@ -100,8 +100,8 @@ def _hole(s: ArenaState, size: int, at: int) -> int:
     low, high = 0, s.counts[HOLES]
     while low < high:
         middle = (low + high) // 2
-        here = s.block[HOLE_SIZE, middle]
-        if here < size or (here == size and s.block[HOLE_AT, middle] < at):
+        current_sequence = s.block[HOLE_SIZE, middle]
+        if current_sequence < size or (current_sequence == size and s.block[HOLE_AT, middle] < at):
             low = middle + 1
         else:
             high = middle

@@ -193,7 +193,7 @@ def _neighbours(problem: Problem, *, dependents: bool) -> tuple[Ints, Ints]:
 
 def _expensive(problem: Problem) -> Flags:
     """
-    Which ops' outputs are expensive: cost density above that of the whole program.
+    Flags of ops with expensive outputs: cost density above that of the whole program.
 
     Cost density is cost / output bytes (Coop, section 3.3).
     """

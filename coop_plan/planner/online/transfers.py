@@ -31,7 +31,7 @@ from coop_plan.planner.online.state import (
 )
 
 SWAPS_OUT, DIRECTS, RECOMPUTES, FILTERS, PREFETCHES, OVERLAPS = 1, 2, 4, 8, 16, 32
-"""What a method with transfers does, as flags: see `planner.online.delta`."""
+"""Flags of a method with transfers; see `planner.online.delta`."""
 
 
 @inlined
@@ -89,7 +89,7 @@ def end_fetch(s: ArenaState, t: int) -> None:
 
 @inner
 def swap_us(a: Arrays, s: ArenaState, t: int) -> float:
-    """What copying `t` to the host and back takes, µs; infinite where that may not be."""
+    """Time (µs) to copy `t` to the host and back; infinite if `t` may not be offloaded."""
     if s.tensor[HOSTED, t] == 1:
         return float(s.in_us[t])
     full = s.host_budget >= 0 and s.counts[HOST_BYTES] + a.size[t] > s.host_budget

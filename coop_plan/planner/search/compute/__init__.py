@@ -1,9 +1,9 @@
 """
-Orders of runs, and the one walk among them.
+Metropolis search over event orders; the objective is the sum of op costs.
 
-A `sequence` is a list of ops that run. `lives` knows from when to when each copy of a tensor is
-there, `edit` puts events in and takes them out, or back, `measure` tells what a trial costs and the
-memory it needs, `moves` change it, `repair` makes room, and `walk` is a Metropolis walk over such
-changes: a step costs what it touches, and one look over all events. Where tensors may be moved to
-the host, `planner.search.makespan` has moves and a measure of its own.
+A `sequence` lists the ops that run. `liveness` holds the lifetime of each copy of a tensor, `edits`
+inserts and removes events and undoes both, `objective` computes cost and excess memory of a
+candidate, `moves` change it, `repair` frees memory, and `metropolis` accepts or rejects. A step
+costs the events that it changes and one pass over the blocks. `planner.search.makespan` has the
+moves and the objective with transfers.
 """

@@ -1,7 +1,7 @@
 """
-Editing the trial: events put in, taken out and moved; then accepted as current, or undone.
+Editing the candidate: events put in, taken out and moved; then accepted as current, or undone.
 
-What a change costs follows what it touches.
+What a change costs follows what it accesses.
 """
 
 from coop_plan.planner.core.arrays import Program
@@ -17,7 +17,7 @@ from coop_plan.planner.search.compute.event_list import (
     spread,
     take_back,
 )
-from coop_plan.planner.search.compute.liveness import link, renews, settle, unlink, wanted, withdraw
+from coop_plan.planner.search.compute.liveness import link, renews, run_fixed_length, unlink, wanted, undo_access
 from coop_plan.planner.search.compute.sequence import (
     ACCEPTED,
     ALONG,
@@ -33,11 +33,11 @@ from coop_plan.planner.search.compute.sequence import (
     FIRST_RUN,
     FREE,
     FREE_COUNT,
-    FREE_TOUCH,
-    FREE_TOUCHES,
+    FREE_ACCESS,
+    FREE_ACCESSES,
     FULL,
-    GONE,
-    GONE_COUNT,
+    REMOVED,
+    REMOVED_COUNT,
     HEAD,
     LAST,
     LENGTH,
@@ -57,15 +57,15 @@ from coop_plan.planner.search.compute.sequence import (
     STALE_COUNT,
     TAIL,
     TENSOR,
-    TOUCHES,
+    ACCESSES,
     UP,
-    WalkState,
+    SearchState,
 )
 
 
 @inner
-def enter(a: Program, s: WalkState) -> bool:
-    """Make the sequence the current one and the trial; false where it is no schedule."""
+def enter(a: Program, s: SearchState) -> bool:
+    """Make the sequence the current one and the candidate; false where it is no schedule."""
     room, size = s.sequence.size, s.counts[LENGTH]
     for t in range(a.size.size):
         s.tensor[t, HEAD] = s.tensor[t, TAIL] = NONE
@@ -74,12 +74,12 @@ def enter(a: Program, s: WalkState) -> bool:
         s.op[op] = NONE
     for e in range(room):
         s.lists[FREE, e] = room - 1 - e
-    touches = s.touch.shape[0]
-    for x in range(touches):
-        s.touch[x, ALONG] = x + 1
-    s.touch[touches - 1, ALONG] = NONE
-    s.counts[FREE_COUNT], s.counts[FREE_TOUCH], s.counts[FREE_TOUCHES] = room, 0, touches
-    s.counts[BORN_COUNT] = s.counts[GONE_COUNT] = s.counts[MOVED_COUNT] = 0
+    accesses = s.access.shape[0]
+    for x in range(accesses):
+        s.access[x, ALONG] = x + 1
+    s.access[accesses - 1, ALONG] = NONE
+    s.counts[FREE_COUNT], s.counts[FREE_ACCESS], s.counts[FREE_ACCESSES] = room, 0, accesses
+    s.counts[BORN_COUNT] = s.counts[REMOVED_COUNT] = s.counts[MOVED_COUNT] = 0
     s.counts[STALE_COUNT] = s.counts[QUEUE_COUNT] = s.counts[DIFFER_COUNT] = 0
     s.bytes[room, UP] = s.bytes[room, DOWN] = s.bytes[room, ONCE] = s.bytes[room, SAVED] = 0
     s.sums[COMPUTE] = 0.0
@@ -91,14 +91,14 @@ def enter(a: Program, s: WalkState) -> bool:
     spread(s, size)
     for at in range(size):
         _attach(a, s, s.lists[MOVED, at])
-    if not settle(a, s):
+    if not run_fixed_length(a, s):
         return False
     accept(s)
     return True
 
 
 @inner
-def leave(s: WalkState) -> None:
+def leave(s: SearchState) -> None:
     """The current sequence is the one at hand."""
     listed(s)
     s.counts[LENGTH] = length(s)
@@ -107,22 +107,22 @@ def leave(s: WalkState) -> None:
 
 
 @inner
-def accept(s: WalkState) -> None:
-    """The trial becomes the current sequence."""
+def accept(s: SearchState) -> None:
+    """The candidate becomes the current sequence."""
     keep_changes(s)
     for i in range(s.counts[BORN_COUNT]):
         s.event[s.lists[BORN, i], NEW] = 0
         if s.event[s.lists[BORN, i], PRESENT] == 0:
             _free(s, s.lists[BORN, i])
-    for i in range(s.counts[GONE_COUNT]):
-        _free(s, s.lists[GONE, i])
+    for i in range(s.counts[REMOVED_COUNT]):
+        _free(s, s.lists[REMOVED, i])
     s.sums[ACCEPTED] = s.sums[COMPUTE]
     _forget(s)
 
 
 @inner
-def undo(a: Program, s: WalkState) -> None:
-    """The trial is the current sequence again."""
+def undo(a: Program, s: SearchState) -> None:
+    """The candidate is the current sequence again."""
     for i in range(s.counts[BORN_COUNT]):
         e = s.lists[BORN, i]
         if s.event[e, PRESENT] == 1:
@@ -136,17 +136,17 @@ def undo(a: Program, s: WalkState) -> None:
         e = s.lists[MOVED, i]
         if s.event[e, PRESENT] == 0 and s.event[e, NEW] == 0:
             _attach(a, s, e)
-    for i in range(s.counts[GONE_COUNT]):
-        if s.event[s.lists[GONE, i], PRESENT] == 0:
-            _attach(a, s, s.lists[GONE, i])
-    settle(a, s)
+    for i in range(s.counts[REMOVED_COUNT]):
+        if s.event[s.lists[REMOVED, i], PRESENT] == 0:
+            _attach(a, s, s.lists[REMOVED, i])
+    run_fixed_length(a, s)
     s.sums[COMPUTE] = s.sums[ACCEPTED]
     _forget(s)
 
 
 @inlined
-def end_step(a: Program, s: WalkState, taken: bool) -> None:
-    """The trial is the current sequence, as it has become or as it was, and has room again."""
+def end_step(a: Program, s: SearchState, taken: bool) -> None:
+    """The candidate is the current sequence, as it has become or as it was, and has room again."""
     if taken:
         accept(s)
     elif s.counts[DIFFER_COUNT] > 0 or s.counts[BORN_COUNT] > 0:
@@ -156,36 +156,36 @@ def end_step(a: Program, s: WalkState, taken: bool) -> None:
 
 
 @inlined
-def _forget(s: WalkState) -> None:
-    s.counts[BORN_COUNT] = s.counts[GONE_COUNT] = s.counts[MOVED_COUNT] = 0
+def _forget(s: SearchState) -> None:
+    s.counts[BORN_COUNT] = s.counts[REMOVED_COUNT] = s.counts[MOVED_COUNT] = 0
     for i in range(s.counts[QUEUE_COUNT]):
         s.tensor[s.lists[QUEUE, i], QUEUED] = 0
     s.counts[QUEUE_COUNT] = 0
 
 
 @inlined
-def _new(a: Program, s: WalkState, code: int) -> int:
-    """An event that is not in the trial yet; NONE where there is no room for another one."""
+def _new(a: Program, s: SearchState, code: int) -> int:
+    """An event that is not in the candidate yet; NONE where there is no room for another one."""
     count = a.reads_ptr[code + 1] - a.reads_ptr[code]
     count += a.makes_ptr[code + 1] - a.makes_ptr[code]
-    if s.counts[FREE_COUNT] == 0 or s.counts[FREE_TOUCHES] < count:
+    if s.counts[FREE_COUNT] == 0 or s.counts[FREE_ACCESSES] < count:
         return NONE
     s.counts[FREE_COUNT] -= 1
     e = int(s.lists[FREE, s.counts[FREE_COUNT]])
-    s.event[e, CODE], s.event[e, TOUCHES], s.event[e, PRESENT] = code, NONE, 0
+    s.event[e, CODE], s.event[e, ACCESSES], s.event[e, PRESENT] = code, NONE, 0
     s.event[e, FIRST_RUN] = s.event[e, NEW] = 0
     s.bytes[e, UP] = s.bytes[e, DOWN] = s.bytes[e, ONCE] = s.bytes[e, SAVED] = 0
     first = s.op[code] == NONE
     if first:
         s.op[code], s.event[e, FIRST_RUN] = e, 1
     once = a.workspace[code]
-    # The last touch is the first one in the event's list: what it makes comes first.
+    # The last access is the first one in the event's list: what it makes comes first.
     for k in range(a.reads_ptr[code], a.reads_ptr[code + 1]):
-        _new_touch(s, e, a.reads[k], READ)
+        _new_access(s, e, a.reads[k], READ)
     for k in range(a.makes_ptr[code + 1] - 1, a.makes_ptr[code] - 1, -1):
         t = a.makes[k]
         if a.outside[t] == 0:
-            _new_touch(s, e, t, MAKE)
+            _new_access(s, e, t, MAKE)
         if not first and (a.outside[t] == 1 or a.overwritten[t] == 1):
             once += a.size[t]
     s.bytes[e, ONCE] = once
@@ -193,56 +193,56 @@ def _new(a: Program, s: WalkState, code: int) -> int:
 
 
 @inlined
-def _new_touch(s: WalkState, e: int, t: int, does: int) -> None:
-    x = s.counts[FREE_TOUCH]
-    s.counts[FREE_TOUCH] = s.touch[x, ALONG]
-    s.counts[FREE_TOUCHES] -= 1
-    s.touch[x, TENSOR], s.touch[x, DOES], s.touch[x, EVENT] = t, does, e
-    s.touch[x, COPY] = NONE
-    s.touch[x, ALONG] = s.event[e, TOUCHES]
-    s.event[e, TOUCHES] = x
+def _new_access(s: SearchState, e: int, t: int, does: int) -> None:
+    x = s.counts[FREE_ACCESS]
+    s.counts[FREE_ACCESS] = s.access[x, ALONG]
+    s.counts[FREE_ACCESSES] -= 1
+    s.access[x, TENSOR], s.access[x, DOES], s.access[x, EVENT] = t, does, e
+    s.access[x, COPY] = NONE
+    s.access[x, ALONG] = s.event[e, ACCESSES]
+    s.event[e, ACCESSES] = x
 
 
 @inlined
-def _free(s: WalkState, e: int) -> None:
-    """An event that is not in the trial is no more."""
-    x = s.event[e, TOUCHES]
+def _free(s: SearchState, e: int) -> None:
+    """An event that is not in the candidate is no more."""
+    x = s.event[e, ACCESSES]
     while x != NONE:
-        following = s.touch[x, ALONG]
-        s.touch[x, ALONG] = s.counts[FREE_TOUCH]
-        s.counts[FREE_TOUCH] = x
-        s.counts[FREE_TOUCHES] += 1
+        following = s.access[x, ALONG]
+        s.access[x, ALONG] = s.counts[FREE_ACCESS]
+        s.counts[FREE_ACCESS] = x
+        s.counts[FREE_ACCESSES] += 1
         x = following
     s.lists[FREE, s.counts[FREE_COUNT]] = e
     s.counts[FREE_COUNT] += 1
 
 
 @inlined
-def _attach(a: Program, s: WalkState, e: int) -> None:
-    """An event is in the trial, at its place."""
-    x = s.event[e, TOUCHES]
+def _attach(a: Program, s: SearchState, e: int) -> None:
+    """An event is in the candidate, at its place."""
+    x = s.event[e, ACCESSES]
     while x != NONE:
-        withdraw(s, s.touch[x, TENSOR])
+        undo_access(s, s.access[x, TENSOR])
         link(s, x)
-        x = s.touch[x, ALONG]
+        x = s.access[x, ALONG]
     s.event[e, PRESENT] = 1
     s.sums[COMPUTE] += a.cost[s.event[e, CODE]]
 
 
 @inlined
-def _detach(a: Program, s: WalkState, e: int) -> None:
-    """An event is not in the trial any more."""
-    x = s.event[e, TOUCHES]
+def _detach(a: Program, s: SearchState, e: int) -> None:
+    """An event is not in the candidate any more."""
+    x = s.event[e, ACCESSES]
     while x != NONE:
-        withdraw(s, s.touch[x, TENSOR])
+        undo_access(s, s.access[x, TENSOR])
         unlink(a, s, x)
-        x = s.touch[x, ALONG]
+        x = s.access[x, ALONG]
     s.event[e, PRESENT] = 0
     s.sums[COMPUTE] -= a.cost[s.event[e, CODE]]
 
 
 @inner
-def put_in(a: Program, s: WalkState, codes: int, at: int) -> bool:
+def put_in(a: Program, s: SearchState, codes: int, at: int) -> bool:
     """Put the first `codes` of `inserted` before event `at`; false where there is no room."""
     count = 0
     if length(s) + codes > s.sequence.size:
@@ -265,7 +265,7 @@ def put_in(a: Program, s: WalkState, codes: int, at: int) -> bool:
 
 
 @inner
-def move(a: Program, s: WalkState, begin: int, end: int, to: int) -> bool:
+def move(a: Program, s: SearchState, begin: int, end: int, to: int) -> bool:
     """
     Move the events `begin` to `end` - 1 so that the first of them is event `to` then.
 
@@ -288,18 +288,18 @@ def move(a: Program, s: WalkState, begin: int, end: int, to: int) -> bool:
 
 
 @inner
-def take_out(a: Program, s: WalkState, e: int) -> None:
+def take_out(a: Program, s: SearchState, e: int) -> None:
     """Take an event out."""
     _detach(a, s, e)
     remove(s, e)
     if s.event[e, NEW] == 0:
-        s.lists[GONE, s.counts[GONE_COUNT]] = e
-        s.counts[GONE_COUNT] += 1
+        s.lists[REMOVED, s.counts[REMOVED_COUNT]] = e
+        s.counts[REMOVED_COUNT] += 1
 
 
 @inner
-def collect(a: Program, s: WalkState) -> None:
-    """Take events out of the trial that serve nothing."""
+def collect(a: Program, s: SearchState) -> None:
+    """Take events out of the candidate that serve nothing."""
     while s.counts[QUEUE_COUNT] > 0:
         s.counts[QUEUE_COUNT] -= 1
         t = s.lists[QUEUE, s.counts[QUEUE_COUNT]]
@@ -307,7 +307,7 @@ def collect(a: Program, s: WalkState) -> None:
         needed = bool(s.needed[t] == 1)
         x = s.tensor[t, TAIL]
         while x != NONE:
-            e, does, last = s.touch[x, EVENT], s.touch[x, DOES], s.touch[x, LAST]
+            e, does, last = s.access[x, EVENT], s.access[x, DOES], s.access[x, LAST]
             if s.event[e, PRESENT] == 0:
                 pass  # an event that reads and makes the tensor, taken out just now
             elif does == READ:
@@ -322,11 +322,11 @@ def collect(a: Program, s: WalkState) -> None:
 
 
 @inlined
-def _serves(a: Program, s: WalkState, e: int) -> bool:
-    """Whether a run makes something that is needed after it, and was not kept anyway."""
-    x, found = s.event[e, TOUCHES], False
+def _serves(a: Program, s: SearchState, e: int) -> bool:
+    """True if any output of this run is read before it is produced again."""
+    x, found = s.event[e, ACCESSES], False
     while x != NONE and not found:
-        if s.touch[x, DOES] == MAKE and renews(a, s, x):
+        if s.access[x, DOES] == MAKE and renews(a, s, x):
             found = wanted(a, s, x)
-        x = s.touch[x, ALONG]
+        x = s.access[x, ALONG]
     return found

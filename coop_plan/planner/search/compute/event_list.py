@@ -1,5 +1,5 @@
 """
-The trial's events in blocks: where each is, and what changes there; then kept, or taken back.
+The candidate's events in blocks: where each is, and what changes there; then kept, or taken back.
 
 A list of blocks of about the square root of its length: an event is put in or taken out in one
 block, and all later ones begin somewhere else.
@@ -18,31 +18,31 @@ from coop_plan.planner.search.compute.sequence import (
     KEPT,
     MOVED,
     NONE,
-    WalkState,
+    SearchState,
 )
 
 
 @inlined
-def place(s: WalkState, e: int) -> int:
-    """Where an event of the trial, or its end, is."""
+def place(s: SearchState, e: int) -> int:
+    """Position in the candidate of an event, or of the end."""
     return int(s.begin[s.event[e, BLOCK]] + s.event[e, INDEX])
 
 
 @inlined
-def length(s: WalkState) -> int:
-    """How many events the trial has."""
+def length(s: SearchState) -> int:
+    """Number of events in the candidate."""
     return int(s.begin[s.counts[BLOCKS]])
 
 
 @inlined
-def event_at(s: WalkState, at: int) -> int:
-    """The trial's event at a place."""
+def event_at(s: SearchState, at: int) -> int:
+    """The candidate's event at a place."""
     b = block_at(s, at)
     return int(s.row[b, at - s.begin[b]])
 
 
 @inlined
-def block_at(s: WalkState, at: int) -> int:
+def block_at(s: SearchState, at: int) -> int:
     """The block of a place; of the end, the last one."""
     low, high = 0, s.counts[BLOCKS] - 1
     while low < high:
@@ -55,13 +55,13 @@ def block_at(s: WalkState, at: int) -> int:
 
 
 @inlined
-def mark(s: WalkState, e: int) -> None:
-    """What an event's block needs must be found anew."""
+def mark(s: SearchState, e: int) -> None:
+    """Mark an event's block dirty: its memory figures must be recomputed."""
     s.block[s.event[e, BLOCK], DIRTY] = 1
 
 
 @inner
-def spread(s: WalkState, size: int) -> None:
+def spread(s: SearchState, size: int) -> None:
     """Put so many events, which the row `MOVED` of the lists has in order, into even blocks."""
     fill = max((s.row.shape[1] - s.inserted.size) // 2, -(-size // s.row.shape[0]))
     blocks = max(1, -(-size // fill))
@@ -78,29 +78,29 @@ def spread(s: WalkState, size: int) -> None:
 
 
 @inner
-def even(s: WalkState) -> None:
+def even(s: SearchState) -> None:
     """Make room in every block again, between two steps."""
     listed(s)
     spread(s, length(s))
 
 
 @inlined
-def listed(s: WalkState) -> None:
-    """List the trial's events in order, in the row `MOVED` of the lists; between two steps."""
+def listed(s: SearchState) -> None:
+    """List the candidate's events in order, in the row `MOVED` of the lists; between two steps."""
     for b in range(s.counts[BLOCKS]):
         for i in range(s.block[b, EVENTS]):
             s.lists[MOVED, s.begin[b] + i] = s.row[b, i]
 
 
 @inlined
-def _set(s: WalkState, b: int, i: int, e: int) -> None:
+def _set(s: SearchState, b: int, i: int, e: int) -> None:
     """An event has this place in a block."""
     s.row[b, i] = e
     s.event[e, BLOCK], s.event[e, INDEX] = b, i
 
 
 @inlined
-def _resize(s: WalkState, b: int, more: int) -> None:
+def _resize(s: SearchState, b: int, more: int) -> None:
     """A block has so many more events."""
     s.block[b, EVENTS] += more
     for later in range(b + 1, s.counts[BLOCKS] + 1):
@@ -108,7 +108,7 @@ def _resize(s: WalkState, b: int, more: int) -> None:
 
 
 @inlined
-def _differs(s: WalkState, b: int) -> None:
+def _differs(s: SearchState, b: int) -> None:
     """A block is about to change."""
     s.block[b, DIRTY] = 1
     if s.block[b, KEPT] != NONE:
@@ -121,7 +121,7 @@ def _differs(s: WalkState, b: int) -> None:
 
 
 @inner
-def insert(s: WalkState, events: int, first: int, count: int, at: int) -> bool:
+def insert(s: SearchState, events: int, first: int, count: int, at: int) -> bool:
     """
     Put `count` events, from the entry `first` of a row of the lists on, before the one at a place.
 
@@ -142,7 +142,7 @@ def insert(s: WalkState, events: int, first: int, count: int, at: int) -> bool:
 
 
 @inlined
-def remove(s: WalkState, e: int) -> None:
+def remove(s: SearchState, e: int) -> None:
     """Take an event out."""
     b = s.event[e, BLOCK]
     _differs(s, b)
@@ -152,7 +152,7 @@ def remove(s: WalkState, e: int) -> None:
 
 
 @inlined
-def keep_changes(s: WalkState) -> None:
+def keep_changes(s: SearchState) -> None:
     """The blocks are those of the current sequence."""
     for i in range(s.counts[DIFFER_COUNT]):
         s.block[s.lists[DIFFER, i], KEPT] = NONE
@@ -160,7 +160,7 @@ def keep_changes(s: WalkState) -> None:
 
 
 @inlined
-def take_back(s: WalkState) -> None:
+def take_back(s: SearchState) -> None:
     """The blocks are those of the current sequence again."""
     for i in range(s.counts[DIFFER_COUNT]):
         b = s.lists[DIFFER, i]

@@ -1,9 +1,9 @@
 """
-The walk: a random walk among orders of runs, by Metropolis' rule.
+Metropolis search over orders of runs.
 
-A step draws one of the moves (`planner.search.compute.moves`); what that does to memory is seen from the
-tensors that it touches (`planner.search.compute.liveness`, `measure`). After Metropolis et
-al., Equation of State Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
+A step draws one move (`planner.search.compute.moves`). Memory and cost are updated for the tensors
+that it accesses (`liveness`, `objective` of this folder). After Metropolis et al., Equation of State
+Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
 """
 
 import numpy as np
@@ -14,42 +14,42 @@ from coop_plan.planner.search.compute.edits import accept, collect, end_step, en
 from coop_plan.planner.search.compute.objective import cost_of, excess
 from coop_plan.planner.search.compute.moves import change, move_first
 from coop_plan.planner.search.compute.repair import repair
-from coop_plan.planner.search.compute.sequence import AREA, WalkState
+from coop_plan.planner.search.compute.sequence import AREA, SearchState
 
 
 @njit
-def measured(a: Program, s: WalkState, capacity: int) -> tuple[float, float]:
-    """Cost (µs) of the sequence at hand, and how much more than the capacity (bytes) it needs."""
+def measured(a: Program, s: SearchState, capacity: int) -> tuple[float, float]:
+    """Cost (µs) of the current sequence, and its excess over the capacity (bytes) as a share."""
     if not enter(a, s):
         return np.inf, np.inf
     return cost_of(a, s, np.inf), excess(s, capacity)
 
 
 @inlined
-def _strays(s: WalkState, area: float) -> bool:
+def _strays(s: SearchState, area: float) -> bool:
     """
-    Whether a first run was moved to no end.
+    True if a moved first run saved nothing and is not kept by chance.
 
-    An order that drifts freely ends where lives are long, and layouts are harder to find.
+    Orders that drift freely get longer lifetimes, for which layouts are harder to find.
     """
     return bool(s.sums[AREA] > area and np.random.random() >= s.numbers.stray_chance)
 
 
 @njit
-def walk(
+def metropolis_search(
     a: Program,
-    s: WalkState,
+    s: SearchState,
     steps: int,
     capacity: int,
-    heat: float,
-    steep: float,
+    temperature: float,
+    penalty: float,
     seed: int,
 ) -> tuple[float, float]:
     """
-    So many steps from the sequence at hand on; what `measured` says of where they end.
+    Run `steps` Metropolis steps from the current sequence; returns `measured` of the last one.
 
-    `heat` is by how much a step may make it worse on average (µs), `steep` what it costs (µs) to
-    need e times the capacity (bytes), roughly.
+    `temperature` is the mean increase (µs) that a step accepts. `penalty` is about the cost (µs) of
+    live bytes of e times the capacity (bytes).
     """
     np.random.seed(seed)
     if not enter(a, s):
@@ -58,7 +58,7 @@ def walk(
     accept(s)
     area = s.sums[AREA]
     for _ in range(steps):
-        limit = kept + steep * needs + heat * np.random.exponential()
+        limit = kept + penalty * needs + temperature * np.random.exponential()
         taken = False
         moved = np.random.random() < s.numbers.first_chance
         if move_first(a, s) if moved else change(a, s):
@@ -69,9 +69,9 @@ def walk(
                 if cost == np.inf:
                     break
                 over = excess(s, capacity)
-                worth = cost + steep * over
+                worth = cost + penalty * over
                 good = worth <= limit
-                if good and moved and worth >= kept + steep * needs and _strays(s, area):
+                if good and moved and worth >= kept + penalty * needs and _strays(s, area):
                     break
                 if good and not (eager and over > 0.0 and mended < s.numbers.repairs):
                     kept, needs, area, taken = cost, over, s.sums[AREA], True

@@ -1,7 +1,7 @@
 """
-The moves of the walk: recomputes are put in, moved, or taken out, and first runs moved.
+Moves of the Metropolis search: insert, move and remove recomputes, and move first runs.
 
-Events that serve nothing are collected (`planner.search.compute.edits`).
+Dead-code elimination removes events that serve nothing (`planner.search.compute.edits`).
 """
 
 import numpy as np
@@ -25,17 +25,17 @@ from coop_plan.planner.search.compute.sequence import (
     NONE,
     READ,
     TENSOR,
-    TOUCHES,
-    WalkState,
+    ACCESSES,
+    SearchState,
 )
 
 
 @inner
-def change(a: Program, s: WalkState) -> bool:
+def change(a: Program, s: SearchState) -> bool:
     """
-    Change the trial, which is the current sequence, at one of its events.
+    Change the candidate, which equals the current sequence, at one of its events.
 
-    False where the change drawn is none; the trial may have been changed in part then.
+    Returns False if the drawn change is impossible; the candidate may then be changed in part.
     """
     numbers, size = s.numbers, length(s)
     if size == 0:
@@ -56,13 +56,13 @@ def change(a: Program, s: WalkState) -> bool:
 
 
 @inlined
-def is_first(s: WalkState, at: int) -> bool:
+def is_first(s: SearchState, at: int) -> bool:
     return bool(s.event[event_at(s, at), FIRST_RUN] == 1)
 
 
 @inner
-def _serve(a: Program, s: WalkState, event: int) -> bool:
-    """Something that an event reads is computed again for it."""
+def _serve(a: Program, s: SearchState, event: int) -> bool:
+    """Insert a recompute of one input of an event."""
     op = s.event[event_at(s, event), CODE]
     count = a.reads_ptr[op + 1] - a.reads_ptr[op]
     if count == 0:
@@ -73,11 +73,11 @@ def _serve(a: Program, s: WalkState, event: int) -> bool:
         at -= int(s.numbers.earliest ** np.random.random())
     if s.again[maker] == 0 or at < 0 or at <= place(s, s.op[maker]):
         return False
-    return recompute(a, s, maker, at, gone_chance(s))
+    return recompute(a, s, maker, at, evicted_chance(s))
 
 
 @inner
-def _move(a: Program, s: WalkState, begin: int) -> bool:
+def _move(a: Program, s: SearchState, begin: int) -> bool:
     """Move a block of events that are no first runs."""
     size = length(s)
     more = s.numbers.moved_block if np.random.random() < s.numbers.moved_block_chance else 0.0
@@ -95,7 +95,7 @@ def _move(a: Program, s: WalkState, begin: int) -> bool:
 
 
 @inner
-def move_first(a: Program, s: WalkState) -> bool:
+def move_first(a: Program, s: SearchState) -> bool:
     """Move a first run to where data, effects and phases allow it; false where that is nowhere."""
     begin = NONE
     for _ in range(s.numbers.tries if length(s) > 0 else 0):
@@ -116,8 +116,8 @@ def move_first(a: Program, s: WalkState) -> bool:
 
 
 @inlined
-def _as_far_as(s: WalkState, begin: int, to: int) -> int:
-    """How far the first run at `begin` comes on its way to a place."""
+def _as_far_as(s: SearchState, begin: int, to: int) -> int:
+    """Position that the first run at `begin` can reach on its way to `to`."""
     e = event_at(s, begin)
     op, b, i = s.event[e, CODE], s.event[e, BLOCK], s.event[e, INDEX]
     step = 1 if to > begin else -1
@@ -132,23 +132,23 @@ def _as_far_as(s: WalkState, begin: int, to: int) -> int:
 
 
 @inlined
-def _bounds(s: WalkState, at: int) -> tuple[int, int]:
+def _bounds(s: SearchState, at: int) -> tuple[int, int]:
     """The first and the last place where the first run at `at` finds and leaves what is needed."""
     low, high = 0, length(s) - 1
-    x = s.event[event_at(s, at), TOUCHES]
+    x = s.event[event_at(s, at), ACCESSES]
     while x != NONE:
-        t = s.touch[x, TENSOR]
-        if s.touch[x, DOES] == READ:
-            low = max(low, place(s, s.touch[s.tensor[t, HEAD], EVENT]) + 1)
-        elif s.touch[x, NEXT] != NONE:
-            high = min(high, place(s, s.touch[s.touch[x, NEXT], EVENT]) - 1)
-        x = s.touch[x, ALONG]
+        t = s.access[x, TENSOR]
+        if s.access[x, DOES] == READ:
+            low = max(low, place(s, s.access[s.tensor[t, HEAD], EVENT]) + 1)
+        elif s.access[x, NEXT] != NONE:
+            high = min(high, place(s, s.access[s.access[x, NEXT], EVENT]) - 1)
+        x = s.access[x, ALONG]
     return low, high
 
 
 @inlined
-def _keeps(s: WalkState, op: int, e: int) -> bool:
-    """Whether the first run of an op must stay on its side of an event."""
+def _keeps(s: SearchState, op: int, e: int) -> bool:
+    """True if the first run of an op may not pass an event."""
     other, first = s.event[e, CODE], s.event[e, FIRST_RUN] == 1
     if first and s.phase[other] != s.phase[op]:
         return True
@@ -156,7 +156,7 @@ def _keeps(s: WalkState, op: int, e: int) -> bool:
 
 
 @inner
-def take_out_block(a: Program, s: WalkState, begin: int, more: float) -> bool:
+def take_out_block(a: Program, s: SearchState, begin: int, more: float) -> bool:
     """Take out a block of recomputes; see `block_end`."""
     for _ in range(begin, block_end(s, begin, more)):
         take_out(a, s, event_at(s, begin))
@@ -164,8 +164,8 @@ def take_out_block(a: Program, s: WalkState, begin: int, more: float) -> bool:
 
 
 @inlined
-def block_end(s: WalkState, begin: int, more: float) -> int:
-    """Where a block of events that are no first runs ends; each goes on with chance `more`."""
+def block_end(s: SearchState, begin: int, more: float) -> int:
+    """End of a block of recomputes from `begin`, which each further event joins with chance `more`."""
     end = begin + 1
     while np.random.random() < more and end < length(s) and not is_first(s, end):
         end += 1
@@ -173,21 +173,21 @@ def block_end(s: WalkState, begin: int, more: float) -> int:
 
 
 @inlined
-def gone_chance(s: WalkState) -> float:
-    """The chance with which what is not kept for a recompute is computed again with it."""
+def evicted_chance(s: SearchState) -> float:
+    """Chance to recompute also an input that is evicted at the place of a recompute."""
     usually = np.random.random() < s.numbers.usually
-    return s.numbers.gone_usually if usually else s.numbers.gone_rarely
+    return s.numbers.evicted_usually if usually else s.numbers.evicted_rarely
 
 
 @inner
-def recompute(a: Program, s: WalkState, op: int, at: int, gone: float) -> bool:
+def recompute(a: Program, s: SearchState, op: int, at: int, evicted: float) -> bool:
     """
-    Put `op` into the trial before event `at`; false where there is no room for more events.
+    Insert a recompute of `op` before event `at`; False if the candidate has no room for events.
 
-    What it reads and is not kept there is computed again with it, with chance `gone`, or kept.
+    Each evicted input is recomputed with it, with chance `evicted`, or kept until then.
     """
     n = s.numbers
-    kept = n.kept_usually if np.random.random() < n.usually else n.kept_rarely
+    kept = n.resident_usually if np.random.random() < n.usually else n.resident_rarely
     s.inserted[0] = op
     count = 1
     i = 0
@@ -196,7 +196,7 @@ def recompute(a: Program, s: WalkState, op: int, at: int, gone: float) -> bool:
         i += 1
         for k in range(a.reads_ptr[o], a.reads_ptr[o + 1]):
             maker = a.producer[a.reads[k]]
-            chance = kept if wanted_at(a, s, a.reads[k], at) else gone
+            chance = kept if wanted_at(a, s, a.reads[k], at) else evicted
             if s.again[maker] == 0 or count == s.inserted.size or np.random.random() >= chance:
                 continue
             count = gather(s, count, maker)
@@ -204,7 +204,7 @@ def recompute(a: Program, s: WalkState, op: int, at: int, gone: float) -> bool:
 
 
 @inlined
-def gather(s: WalkState, count: int, code: int) -> int:
+def gather(s: SearchState, count: int, code: int) -> int:
     """Have one more among the first `count` of `inserted`, if it is none of them; how many are."""
     for other in range(count):
         if s.inserted[other] == code:
@@ -214,7 +214,7 @@ def gather(s: WalkState, count: int, code: int) -> int:
 
 
 @inner
-def put_in_order(a: Program, s: WalkState, count: int, at: int) -> bool:
+def put_in_order(a: Program, s: SearchState, count: int, at: int) -> bool:
     """Put the first `count` of `inserted` in as `put_in` does: marks, then ops in program order."""
     for i in range(1, count):
         o, k = s.inserted[i], i

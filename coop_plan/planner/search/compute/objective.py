@@ -1,10 +1,10 @@
-"""What a trial costs, and how much more memory than there is it needs."""
+"""Objective of a candidate: the sum of its costs, and its excess memory."""
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.liveness import settle
+from coop_plan.planner.search.compute.liveness import run_fixed_length
 from coop_plan.planner.search.compute.sequence import (
     ALONG,
     AREA,
@@ -33,30 +33,30 @@ from coop_plan.planner.search.compute.sequence import (
     READ,
     SAVED,
     TENSOR,
-    TOUCHES,
+    ACCESSES,
     UP,
     WORST,
-    WalkState,
+    SearchState,
 )
 
 NOTHING = -(1 << 62)
-"""What an empty block needs, bytes."""
+"""Memory of an empty block, bytes."""
 
 
 @inlined
-def cost_of(a: Program, s: WalkState, limit: float) -> float:
-    """What the trial costs, µs; infinite if it is no schedule, or costs more than `limit`."""
-    if s.sums[COMPUTE] > limit or not settle(a, s):
+def cost_of(a: Program, s: SearchState, limit: float) -> float:
+    """Cost of the candidate, µs; infinite if it is no schedule or exceeds `limit`."""
+    if s.sums[COMPUTE] > limit or not run_fixed_length(a, s):
         return np.inf
     return float(s.sums[COMPUTE])
 
 
 @inner
-def excess(s: WalkState, capacity: int) -> float:
+def excess(s: SearchState, capacity: int) -> float:
     """
-    How much more than `capacity` (bytes) a trial needs, as a share; leaves the fullest event.
+    Excess of a candidate over `capacity` (bytes), as a share; also finds the fullest event.
 
-    The trial is one whose cost is finite.
+    The candidate is one whose cost is finite.
     """
     live, most, total, area = 0, -1, 0.0, 0.0
     margins, position = s.counts[MARGINS] > 0, 0
@@ -65,16 +65,16 @@ def excess(s: WalkState, capacity: int) -> float:
             look_at(s, b)
         tight = margins and s.tight[position] < s.tight[position + s.block[b, FIRSTS] + 1]
         if tight or live + s.block[b, MOST] > capacity:
-            within, here = live, position
+            within, current_sequence = live, position
             for i in range(s.block[b, EVENTS]):
                 e = s.row[b, i]
                 within += s.bytes[e, UP]
                 over = within + s.bytes[e, ONCE] - s.bytes[e, SAVED] - capacity
                 within -= s.bytes[e, DOWN]
                 if tight:
-                    if s.tight[here] < s.tight[here + 1]:
-                        over += _margin(s, here, s.event[e, CODE])
-                    here += s.event[e, FIRST_RUN]
+                    if s.tight[current_sequence] < s.tight[current_sequence + 1]:
+                        over += _margin(s, current_sequence, s.event[e, CODE])
+                    current_sequence += s.event[e, FIRST_RUN]
                 if over > 0:
                     total += over
                     if over > most:
@@ -90,7 +90,7 @@ def excess(s: WalkState, capacity: int) -> float:
 
 
 @inlined
-def look_at(s: WalkState, b: int) -> None:
+def look_at(s: SearchState, b: int) -> None:
     """Find what a block needs."""
     live = area = firsts = 0
     most, last = NOTHING, NONE
@@ -103,27 +103,27 @@ def look_at(s: WalkState, b: int) -> None:
         area += live
         live -= s.bytes[e, DOWN]
         firsts += s.event[e, FIRST_RUN]
-        x = s.event[e, TOUCHES]
-        while x != NONE and s.touch[x, DOES] != READ:
-            t, end = s.touch[x, TENSOR], s.event[s.touch[x, END], BLOCK]
-            if s.touch[x, COPY] == x and end != b and s.worth[t, 1] > 0.0:
-                s.touch[x, LATER] = NONE
+        x = s.event[e, ACCESSES]
+        while x != NONE and s.access[x, DOES] != READ:
+            t, end = s.access[x, TENSOR], s.event[s.access[x, END], BLOCK]
+            if s.access[x, COPY] == x and end != b and s.worth[t, 1] > 0.0:
+                s.access[x, LATER] = NONE
                 if last == NONE:
                     s.block[b, LONG] = x
                 else:
-                    s.touch[last, LATER] = x
+                    s.access[last, LATER] = x
                 last = x
                 s.block[b, REACH] = max(s.block[b, REACH], end)
                 wide += s.worth[t, 0]
                 narrow += s.worth[t, 1]
-            x = s.touch[x, ALONG]
+            x = s.access[x, ALONG]
     s.block[b, NET], s.block[b, MOST], s.block[b, LIVED] = live, most, area
     s.block[b, FIRSTS], s.block[b, DIRTY] = firsts, 0
     s.weight[b, 0], s.weight[b, 1] = wide, narrow
 
 
 @inlined
-def _margin(s: WalkState, position: int, op: int) -> int:
+def _margin(s: SearchState, position: int, op: int) -> int:
     """Bytes to leave free while the op runs for this position."""
     margin = 0
     for i in range(s.counts[MARGINS]):

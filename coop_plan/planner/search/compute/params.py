@@ -1,4 +1,4 @@
-"""The parameters of walks among sequences; the type of a field is its range."""
+"""Parameters of the Metropolis searches over sequences; the type of a field is its range."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,25 @@ from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Share, S
 
 @dataclass(frozen=True)
 class MoveParams(Params):
-    """A walk and its moves; the chances are those of orders of runs (`planner.search.compute`)."""
+    """Moves of a Metropolis search; the default chances are for recomputation alone (`planner.search.compute`)."""
 
     repairs: Size = 8
-    """How often a change is mended by another one, at most."""
+    """Upper bound on the repairs of one candidate."""
 
     least_excess: Ratio = 0.002
-    """What a byte too many counts at least, as a share of the capacity."""
+    """Lower bound on a positive excess, as a share of the capacity."""
 
     spread: Ratio = 0.2
-    """What a byte too many costs at every event, as a share of what it costs at the fullest one."""
+    """Weight of the excess of all events beside that of the fullest one."""
 
     mend_chance: Share = 0.3
-    """Chance that a change that needs too much is mended although it may be accepted."""
+    """Chance to repair a candidate that exceeds the memory although it would be accepted."""
 
     recompute_chance: Share = 0.2
-    """Chance of a change to compute something again for an event that reads it."""
+    """Chance of a move that inserts a recompute of an input of an event."""
 
     move_chance: Share = 0.2
-    """Chance of a change to move recomputes; what is left of 1 is to take some out."""
+    """Chance of a move that shifts recomputes; the rest of 1 is for removing some."""
 
     tries: Size = 50
     """Draws of an event until one is no first run, or is one where that is asked for."""
@@ -54,16 +54,16 @@ class MoveParams(Params):
     usually: Share = 0.7
     """Chance of the usual chances below instead of the rare ones."""
 
-    kept_usually: Share = 0.0
-    """Chance to compute again what an op put in reads and what is kept there anyway."""
+    resident_usually: Share = 0.0
+    """Chance to recompute also an input that is resident at the place of a recompute."""
 
-    kept_rarely: Share = 0.3
+    resident_rarely: Share = 0.3
     """The same, rarely."""
 
-    gone_usually: Share = 0.9
-    """Chance to compute again what an op put in reads and what is not kept there."""
+    evicted_usually: Share = 0.9
+    """Chance to recompute also an input that is evicted at the place of a recompute."""
 
-    gone_rarely: Share = 0.5
+    evicted_rarely: Share = 0.5
     """The same, rarely."""
 
     insertion: Count = 64
@@ -77,7 +77,7 @@ class MoveParams(Params):
 
 @dataclass(frozen=True)
 class OrderParams(MoveParams):
-    """The walk among orders of runs, which leaves memory free where it is asked to."""
+    """Parameters of the search over orders of runs, which reserves margins after failed layouts."""
 
     first_chance: Share = 0.25
     """Chance of a change to move a first run, where the order need not be the program's."""
@@ -86,10 +86,10 @@ class OrderParams(MoveParams):
     """Chance that it goes as far as it may, and not some events only."""
 
     stray_chance: Share = 0.1
-    """Chance to keep such a move although it saves nothing and tensors live longer."""
+    """Chance to keep such a move although it saves nothing and lengthens lifetimes."""
 
     margins: Size = 256
-    """Places at which memory may be asked to stay free."""
+    """Upper bound on the events with a reserved margin."""
 
 
 DEFAULTS = OrderParams()

@@ -1,4 +1,4 @@
-"""How room is made in a trial that needs too much: at its fullest event, by what is cheapest."""
+"""Repair of a candidate that exceeds the memory: the cheapest tensor at its fullest event is evicted."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.search.compute.event_list import block_at, place
 from coop_plan.planner.search.compute.liveness import next_read, wanted_at
-from coop_plan.planner.search.compute.moves import gone_chance, recompute
+from coop_plan.planner.search.compute.moves import evicted_chance, recompute
 from coop_plan.planner.search.compute.sequence import (
     ALONG,
     CODE,
@@ -21,9 +21,9 @@ from coop_plan.planner.search.compute.sequence import (
     REACH,
     READ,
     TENSOR,
-    TOUCHES,
+    ACCESSES,
     WORST,
-    WalkState,
+    SearchState,
 )
 
 DRAWS = 16
@@ -31,7 +31,7 @@ DRAWS = 16
 
 
 @inner
-def repair(a: Program, s: WalkState) -> bool:
+def repair(a: Program, s: SearchState) -> bool:
     """
     Something that is only kept at the fullest event for its next read is computed again for that.
 
@@ -41,18 +41,18 @@ def repair(a: Program, s: WalkState) -> bool:
     t = _drawn(a, s, worst)
     if t == NONE:
         return False
-    return recompute(a, s, a.producer[t], next_read(s, t, worst + 1), gone_there(a, s, t, worst))
+    return recompute(a, s, a.producer[t], next_read(s, t, worst + 1), evicted_chance_at(a, s, t, worst))
 
 
 @inlined
-def gone_there(a: Program, s: WalkState, t: int, worst: int) -> float:
+def evicted_chance_at(a: Program, s: SearchState, t: int, worst: int) -> float:
     """The chance with which what a tensor is made from is computed again with it; `gains`."""
     kept, again = gains(a, s, t, worst)
-    return 0.0 if np.random.random() * (kept + again) < kept else gone_chance(s)
+    return 0.0 if np.random.random() * (kept + again) < kept else evicted_chance(s)
 
 
 @inlined
-def _drawn(a: Program, s: WalkState, worst: int) -> int:
+def _drawn(a: Program, s: SearchState, worst: int) -> int:
     """
     A tensor that is only kept at the fullest event; NONE if there is none.
 
@@ -63,10 +63,10 @@ def _drawn(a: Program, s: WalkState, worst: int) -> int:
     op = s.event[s.row[last, worst - s.begin[last]], CODE]
     near, nearest = 0.0, NONE
     for i in range(worst - s.begin[last]):
-        x = s.event[s.row[last, i], TOUCHES]
-        while x != NONE and s.touch[x, DOES] != READ:
+        x = s.event[s.row[last, i], ACCESSES]
+        while x != NONE and s.access[x, DOES] != READ:
             near, nearest = _either(s, near, nearest, x, _worth(a, s, x, worst, op))
-            x = s.touch[x, ALONG]
+            x = s.access[x, ALONG]
     wide = narrow = 0.0
     for b in range(last):
         if s.block[b, REACH] >= last:
@@ -81,53 +81,53 @@ def _drawn(a: Program, s: WalkState, worst: int) -> int:
         x = _left_by_blocks(s, last, by, left / scale)
         if x == NONE:
             continue
-        most = scale * s.worth[s.touch[x, TENSOR], by]
+        most = scale * s.worth[s.access[x, TENSOR], by]
         if np.random.random() * most < _worth(a, s, x, worst, op):
-            return int(s.touch[x, TENSOR])
+            return int(s.access[x, TENSOR])
     for b in range(last):
         x = s.block[b, LONG]
         while x != NONE:
             near, nearest = _either(s, near, nearest, x, _worth(a, s, x, worst, op))
-            x = s.touch[x, LATER]
+            x = s.access[x, LATER]
     return int(nearest)
 
 
 @inlined
-def _either(s: WalkState, total: float, t: int, x: int, worth: float) -> tuple[float, int]:
+def _either(s: SearchState, total: float, t: int, x: int, worth: float) -> tuple[float, int]:
     """One tensor of those before, worth `total` together, and of one more; and what all are."""
     total += worth
     if worth > 0.0 and np.random.random() * total < worth:
-        t = s.touch[x, TENSOR]
+        t = s.access[x, TENSOR]
     return total, t
 
 
 @inlined
-def _left_by_blocks(s: WalkState, last: int, by: int, left: float) -> int:
-    """Where what the blocks before one leave up to it adds up to `left`; NONE if it is less."""
+def _left_by_blocks(s: SearchState, last: int, by: int, left: float) -> int:
+    """Block at which the running sum over the blocks before one reaches `left`; NONE if it does not."""
     b = 0
     while b < last and (s.block[b, REACH] < last or left >= s.weight[b, by]):
         if s.block[b, REACH] >= last:
             left -= s.weight[b, by]
         b += 1
     x = s.block[b, LONG] if b < last else NONE
-    while x != NONE and left >= s.worth[s.touch[x, TENSOR], by]:
-        left -= s.worth[s.touch[x, TENSOR], by]
-        x = s.touch[x, LATER]
+    while x != NONE and left >= s.worth[s.access[x, TENSOR], by]:
+        left -= s.worth[s.access[x, TENSOR], by]
+        x = s.access[x, LATER]
     return int(x)
 
 
 @inlined
-def _worth(a: Program, s: WalkState, x: int, worst: int, op: int) -> float:
-    """What it is worth not to keep the copy that a touch began while an op runs: bytes a µs."""
-    t = s.touch[x, TENSOR]
-    ended = s.touch[x, COPY] != x or place(s, s.touch[x, END]) <= worst
+def _worth(a: Program, s: SearchState, x: int, worst: int, op: int) -> float:
+    """Bytes freed per µs of recomputation if the copy of this access is evicted at the peak."""
+    t = s.access[x, TENSOR]
+    ended = s.access[x, COPY] != x or place(s, s.access[x, END]) <= worst
     if ended or s.worth[t, 1] == 0.0 or _held(a, op, t):
         return 0.0
     return max(*gains(a, s, t, worst))
 
 
 @inlined
-def gains(a: Program, s: WalkState, t: int, worst: int) -> tuple[float, float]:
+def gains(a: Program, s: SearchState, t: int, worst: int) -> tuple[float, float]:
     """
     Bytes a µs where a tensor is computed again instead of kept at an event.
 
@@ -146,7 +146,7 @@ def gains(a: Program, s: WalkState, t: int, worst: int) -> tuple[float, float]:
 
 @inlined
 def _held(a: Program, op: int, t: int) -> bool:
-    """Whether an event reads a tensor and does not write over it."""
+    """True if an event reads a tensor and does not overwrite it."""
     held = False
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         held = held or a.reads[k] == t

@@ -1,5 +1,5 @@
 """
-An order of runs: which ops run, one after the other.
+Sequence of runs, and the state of a search over sequences.
 
 An event reads the latest copy of each input, and a copy lives until its last read. Every sequence
 whose reads find what they need is a schedule, if `Problem.chained` ops and those of different
@@ -17,62 +17,62 @@ from coop_plan.planner.core.arrays import Flags, Ints, Program, to_arrays, to_pr
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.search.compute.params import OrderParams
 
-# Columns of `WalkState.event`: the op that runs; its block, and its place among those of the block;
-# the first of its touches; whether it is in the trial; whether it is the op's first run; whether
+# Columns of `SearchState.event`: the op that runs; its block, and its place among those of the block;
+# the first of its accesses; whether it is in the candidate; whether it is the op's first run; whether
 # the current sequence does not have it.
-CODE, BLOCK, INDEX, TOUCHES, PRESENT, FIRST_RUN, NEW = range(7)
-# Columns of `WalkState.bytes`, per event: of copies that begin with it, of those that end with it,
+CODE, BLOCK, INDEX, ACCESSES, PRESENT, FIRST_RUN, NEW = range(7)
+# Columns of `SearchState.bytes`, per event: of copies that begin with it, of those that end with it,
 # of what is live for it only, of what it needs less because an output takes the place of an input.
 UP, DOWN, ONCE, SAVED = range(4)
-# Columns of `WalkState.block`: its events, and how many they were in the current sequence if it has
+# Columns of `SearchState.block`: its events, and how many they were in the current sequence if it has
 # changed, else NONE; whether what follows must be found anew: by how many bytes more are live after
 # it than before it; what an event of it needs at most and what lives in all its events, both beyond
-# what is live before it; how many of them are first runs; the first touch of those which begin a
+# what is live before it; how many of them are first runs; the first access of those which begin a
 # copy that outlives the block and could be spared, and the last block in which one ends.
 EVENTS, KEPT, DIRTY, NET, MOST, LIVED, FIRSTS, LONG, REACH = range(9)
-# Columns of `WalkState.touch`: tensor and event; what the event does to it, READ or MAKE; the next
-# and the last touch of the tensor, in the order of the trial; the next of the event; the touch that
+# Columns of `SearchState.access`: tensor and event; what the event does to it, READ or MAKE; the next
+# and the last access of the tensor, in the order of the candidate; the next of the event; the access that
 # began the copy it is of, and the event with which one that it began ends; the next one like this
 # of the block that outlives it.
 TENSOR, DOES, EVENT, NEXT, LAST, ALONG, COPY, END, LATER = range(9)
 READ, MAKE = range(2)
-# Columns of `WalkState.tensor`: the first and the last touch; whether its copies must be found
+# Columns of `SearchState.tensor`: the first and the last access; whether its copies must be found
 # anew, and whether its events may serve nothing.
 HEAD, TAIL, STALE, QUEUED = range(4)
-# Rows of `WalkState.lists`: events that are free; that the trial has and the current sequence has
+# Rows of `SearchState.lists`: events that are free; that the candidate has and the current sequence has
 # not, the other way round, and at another place; tensors that are stale, and queued; blocks in
-# which the trial differs from the current sequence.
-FREE, BORN, GONE, MOVED, STALES, QUEUE, DIFFER = range(7)
-# Entries of `WalkState.counts`: events of the sequence at hand; of the lists; blocks in use, and
-# whether one had no room; the free touch to be taken next; the fullest event and by how many bytes
+# which the candidate differs from the current sequence.
+FREE, BORN, REMOVED, MOVED, STALES, QUEUE, DIFFER = range(7)
+# Entries of `SearchState.counts`: events of the sequence at hand; of the lists; blocks in use, and
+# whether one had no room; the free access to be taken next; the fullest event and by how many bytes
 # it is too full.
 (
     LENGTH,
     FREE_COUNT,
     BORN_COUNT,
-    GONE_COUNT,
+    REMOVED_COUNT,
     MOVED_COUNT,
     STALE_COUNT,
     QUEUE_COUNT,
     DIFFER_COUNT,
     BLOCKS,
     FULL,
-    FREE_TOUCH,
-    FREE_TOUCHES,
+    FREE_ACCESS,
+    FREE_ACCESSES,
     WORST,
     OVER,
     MARGINS,
     COUNTS,
 ) = range(16)
-# Entries of `WalkState.sums`: what computes in the trial, and in the current sequence, µs; bytes
-# that live in the trial, from event to event, times events.
+# Entries of `SearchState.sums`: what computes in the candidate, and in the current sequence, µs; bytes
+# that live in the candidate, from event to event, times events.
 COMPUTE, ACCEPTED, AREA = range(3)
 NONE = -1
-"""No event, no touch."""
+"""No event, no access."""
 MIN_FILL = 16
 """Events that a block holds at least, if there are as many."""
 LEAST_US = 1e-9
-"""What costs less to compute again is as good as free."""
+"""Lower bound on a recompute cost, µs."""
 
 
 class MoveNumbers(NamedTuple):
@@ -96,10 +96,10 @@ class MoveNumbers(NamedTuple):
     earliest: float
     early_chance: float
     usually: float
-    kept_usually: float
-    kept_rarely: float
-    gone_usually: float
-    gone_rarely: float
+    resident_usually: float
+    resident_rarely: float
+    evicted_usually: float
+    evicted_rarely: float
     insertion: int
     margins: int
 
@@ -107,16 +107,16 @@ class MoveNumbers(NamedTuple):
 Numbers = npt.NDArray[np.int32]
 
 
-class WalkState(NamedTuple):
+class SearchState(NamedTuple):
     """
-    Where the walk is, and what it needs besides.
+    State of a Metropolis search in compiled code.
 
-    `sequence` is the one at hand as ops, of which `counts[LENGTH]` are in use. In a walk its
+    `sequence` is the current one as ops, of which `counts[LENGTH]` are in use. In a search its
     events have numbers, and `sequence.size` is the number of its end. They lie in blocks, a `row`
     of each with its events in order, so that a change and a look at what it did to memory cost the
     square root of their number: `begin` has the place of a block's first event, and that of the end
     last, `kept` what the row was before the step, and `weight` the sums of `worth` of what outlives
-    a block. `event`, `bytes`, `block`, `touch` and `tensor` know them and
+    a block. `event`, `bytes`, `block`, `access` and `tensor` know them and
     what they do to tensors; see above. `op` tells the event of its first run. `inserted` lists what
     one change puts in. `again` says of an op whether it may run anywhere after its first run,
     `needed` of a tensor whether it is there in the end, `worth` what it is worth not to keep it,
@@ -143,7 +143,7 @@ class WalkState(NamedTuple):
     weight: npt.NDArray[np.float64]
     event: Numbers
     bytes: Ints
-    touch: Numbers
+    access: Numbers
     tensor: Numbers
     op: Ints
     lists: Ints
@@ -154,8 +154,8 @@ class WalkState(NamedTuple):
     sums: npt.NDArray[np.float64]
 
 
-def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
-    """A walk at no sequence yet, with room for so many events."""
+def start(problem: Problem, room: int, params: OrderParams) -> SearchState:
+    """State for sequences of at most `room` events; the current one is empty."""
     arrays = to_arrays(problem)
     again = np.array(problem.rerunnable(problem.evictable), dtype=np.uint8)
     spare = (arrays.size > 0) & (arrays.evictable == 1) & (again[arrays.producer] == 1)
@@ -170,18 +170,18 @@ def start(problem: Problem, room: int, params: OrderParams) -> WalkState:
 
 def allocate(
     a: Program, room: int, params: OrderParams, again: Flags, worth: npt.NDArray[np.float64]
-) -> WalkState:
+) -> SearchState:
     """
     A state with room for so many events of a program; nothing is needed in the end, or chained.
 
-    `worth` is that of a byte of each tensor, as in `WalkState`.
+    `worth` is that of a byte of each tensor, as in `SearchState`.
     """
     codes, count = a.reads_ptr.size - 1, a.size.size
-    touches = int(a.reads_ptr[codes] + a.makes_ptr[codes])
+    accesses = int(a.reads_ptr[codes] + a.makes_ptr[codes])
     most = int((np.diff(a.reads_ptr) + np.diff(a.makes_ptr)).max(initial=1))
     fill = max(MIN_FILL, math.isqrt(room) // 2)
     blocks, width = room // fill + 2, 2 * fill + params.insertion
-    return WalkState(
+    return SearchState(
         numbers=MoveNumbers(**asdict(params)),
         again=again,
         needed=np.zeros(count, dtype=np.uint8),
@@ -198,7 +198,7 @@ def allocate(
         weight=np.zeros((blocks, 2)),
         event=np.zeros((room + 1, 7), dtype=np.int32),
         bytes=np.zeros((room + 1, 4), dtype=np.int64),
-        touch=np.zeros((min(room * most, 4 * touches + 64 * most + room), 9), dtype=np.int32),
+        access=np.zeros((min(room * most, 4 * accesses + 64 * most + room), 9), dtype=np.int32),
         tensor=np.zeros((count, 4), dtype=np.int32),
         op=np.zeros(codes, dtype=np.int64),
         lists=np.zeros((7, max(room + 2, count + 1)), dtype=np.int64),
@@ -210,19 +210,19 @@ def allocate(
     )
 
 
-def go_to(state: WalkState, sequence: Ints) -> None:
-    """Be at a sequence."""
+def set_sequence(state: SearchState, sequence: Ints) -> None:
+    """Make `sequence` the current one."""
     state.sequence[: sequence.size] = sequence
     state.counts[LENGTH] = sequence.size
 
 
-def here(state: WalkState) -> Ints:
-    """The sequence at hand."""
+def current_sequence(state: SearchState) -> Ints:
+    """Copy of the current sequence."""
     return state.sequence[: state.counts[LENGTH]].copy()
 
 
-def leave_room(state: WalkState, event: int, margin: int) -> None:
-    """From now on leave so many bytes free when the event's op runs for the same position."""
+def reserve_margin(state: SearchState, event: int, margin: int) -> None:
+    """Reserve `margin` bytes whenever the event's op runs at the same program position."""
     before = state.sequence[:event]
     position, op = np.unique(before).size, state.sequence[event]
     known = state.margin[:, : state.counts[MARGINS]]

@@ -17,9 +17,9 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.search.makespan.sequence import AHEAD, go_to, here, start, to_closed_program, to_events
+from coop_plan.planner.search.makespan.sequence import AHEAD, set_sequence, current_sequence, start, to_closed_program, to_events
 from coop_plan.planner.search.makespan.params import DEFAULTS, JointParams
-from coop_plan.planner.search.makespan.metropolis import measured, walk
+from coop_plan.planner.search.makespan.metropolis import measured, metropolis_search
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import Progress, Request
 
@@ -86,22 +86,22 @@ class JointSearch:
         """
         begin, params, turn = time.monotonic(), self.params, self.request.seed + number
         hotter = params.hotter[turn // 2 % len(params.hotter)]
-        first, last = len(self.starts), len(params.last_heats)
+        first, last = len(self.starts), len(params.last_temperatures)
         starts = self.starts * 2 if first == 1 else self.starts
         rounds: list[tuple[Ints | None, float, float]] = [
             *((sequence, params.start_share / len(starts), 1.0) for sequence in starts),
-            *((None, (1 - params.start_share) / last, heat) for heat in params.last_heats),
+            *((None, (1 - params.start_share) / last, temperature) for temperature in params.last_temperatures),
         ]
         ends: list[tuple[float, int, Ints, int]] = []
         spent = 0.0
-        for lap, (sequence, share, heat) in enumerate(rounds):
+        for lap, (sequence, share, temperature) in enumerate(rounds):
             spent += share
             until = None if deadline is None else begin + spent * (deadline - begin)
             ahead = (lap + turn) % 2
             if sequence is None:
                 *_, sequence, ahead = min(ends, key=lambda end: end[:2])
             self.state.flow[AHEAD] = ahead
-            value, end = self._anneal(sequence, share, heat * hotter, until, enough)
+            value, end = self._anneal(sequence, share, temperature * hotter, until, enough)
             ends.append((value, lap, end, ahead))
         cost, _, end, ahead = min(ends, key=lambda end: end[:2])
         if cost < self.cost_us and not enough():
@@ -112,18 +112,18 @@ class JointSearch:
         self,
         sequence: Ints,
         share: float,
-        heat: float,
+        temperature: float,
         deadline: float | None,
         enough: Callable[[], bool],
     ) -> tuple[float, Ints]:
         """Cool down from a sequence; the value (µs) and the sequence at which that ends."""
         params, state, begin = self.params, self.state, time.monotonic()
         base = self.problem.base_cost_us or 1.0  # no cost is no scale
-        heat *= params.heat * base / self.problem.op_count
-        steeper = 1.0
+        temperature *= params.temperature * base / self.problem.op_count
+        penalty_growth = 1.0
         steps = int(share * self.steps)
-        done = astray = 0
-        go_to(state, sequence)
+        done = infeasible_streak = 0
+        set_sequence(state, sequence)
         fits: tuple[float, Ints] | None = None
         self.failed, self.seconds = 0, 0.0
         cost, over = measured(self.program, state, int(self.capacity), self.host)
@@ -133,54 +133,54 @@ class JointSearch:
             else:
                 left = (deadline - time.monotonic()) / max(1e-9, deadline - begin)
             firmness = 1.0 if self.request.any_schedule else min(1.0, (1.0 - left) / params.softly)
-            steep = params.soft ** (1.0 - firmness) * params.steep**firmness * steeper
+            penalty = params.soft ** (1.0 - firmness) * params.penalty**firmness * penalty_growth
             if left <= 0 or (self.placed is not None and self.request.any_schedule):
                 break
-            cost, over = walk(
+            cost, over = metropolis_search(
                 self.program,
                 state,
                 self.chunk,
                 int(self.capacity),
                 self.host,
-                heat * left**params.cooling,
-                steep * base,
+                temperature * left**params.cooling,
+                penalty * base,
                 int(self.random.integers(1 << 31)),
             )
             done += self.chunk
             if over > 0:
                 if firmness == 1.0:
-                    steeper *= params.steepest if fits is None else params.steeper
-                astray += firmness == 1.0
-                if astray > params.patience and fits is not None:
-                    go_to(state, fits[1])
-                    astray = 0
+                    penalty_growth *= params.steepest if fits is None else params.penalty_growth
+                infeasible_streak += firmness == 1.0
+                if infeasible_streak > params.patience and fits is not None:
+                    set_sequence(state, fits[1])
+                    infeasible_streak = 0
                 continue
-            astray = 0
-            steeper = max(1.0, steeper / params.less_steep)
+            infeasible_streak = 0
+            penalty_growth = max(1.0, penalty_growth / params.penalty_decay)
             if fits is None or cost < fits[0]:
-                fits = cost, here(state)
+                fits = cost, current_sequence(state)
             if cost < self.cost_us * (1 - params.worth_placing) and (
                 self.failed < params.layouts
                 if deadline is None
                 else self.seconds <= params.layout_share * (time.monotonic() - begin)
             ):
-                self._place(here(state), WORK)
+                self._place(current_sequence(state), WORK)
             self._report()
         if fits is None:
-            return cost + params.steep * base * over, here(state)
+            return cost + params.penalty * base * over, current_sequence(state)
         if fits[0] < self.cost_us:
             self._place(fits[1], WORK)
         return fits
 
     def at_the_floor(self) -> bool:
-        """Whether no schedule of default variants costs less: every op once, and nobody waits."""
+        """True if no schedule of default variants costs less: every op runs once without a stall."""
         return self.cost_us <= self.problem.base_cost_us * (1 + 1e-9)
 
     def _place(self, sequence: Ints, work: int) -> None:
         """Keep a sequence if it has a layout, found with so much work; else plan within less."""
         problem, arena, params = self.problem, self.request.arena_bytes, self.params
         begin = time.monotonic()
-        go_to(self.state, sequence)
+        set_sequence(self.state, sequence)
         measured(self.program, self.state, int(self.capacity), self.host)
         schedule = Schedule.of_events(problem, *to_events(self.state))
         if schedule.cost_us >= self.cost_us:

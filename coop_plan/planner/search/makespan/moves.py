@@ -1,5 +1,5 @@
 """
-The moves of the walk: runs and marks are put in, moved, changed into each other, or taken out.
+The moves of the search: runs and marks are put in, moved, changed into each other, or taken out.
 
 A read may be served by what is kept, by a recompute, or by a fetch.
 """
@@ -8,14 +8,14 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.makespan.sequence import MarkState
+from coop_plan.planner.search.makespan.sequence import MarkerSearchState
 from coop_plan.planner.search.compute.event_list import event_at, length, place
 from coop_plan.planner.search.compute.edits import move, put_in, take_out
 from coop_plan.planner.search.compute.liveness import next_read, wanted_at
 from coop_plan.planner.search.compute.moves import (
     block_end,
     gather,
-    gone_chance,
+    evicted_chance,
     is_first,
     put_in_order,
     take_out_block,
@@ -24,11 +24,11 @@ from coop_plan.planner.search.compute.sequence import CODE
 
 
 @inner
-def change(a: Program, m: MarkState) -> bool:
+def change(a: Program, m: MarkerSearchState) -> bool:
     """
-    Change the trial, which is the current sequence, at one of its events.
+    Change the candidate, which is the current sequence, at one of its events.
 
-    False where the change drawn is none; the trial may have been changed in part then.
+    False where the change drawn is none; the candidate may have been changed in part then.
     """
     s, n = m.orders, m.numbers
     size = length(s)
@@ -52,7 +52,7 @@ def change(a: Program, m: MarkState) -> bool:
 
 
 @inner
-def _serve(a: Program, m: MarkState, at: int, by_link: bool) -> bool:
+def _serve(a: Program, m: MarkerSearchState, at: int, by_link: bool) -> bool:
     """Something that an event reads is computed again, or fetched, for it."""
     s = m.orders
     op = s.event[event_at(s, at), CODE]
@@ -66,12 +66,12 @@ def _serve(a: Program, m: MarkState, at: int, by_link: bool) -> bool:
         at -= int(m.numbers.earliest ** np.random.random())
     if s.again[maker] == 0 or at < 0 or at <= place(s, s.op[maker]):
         return False
-    return recompute(a, m, maker, at, gone_chance(s))
+    return recompute(a, m, maker, at, evicted_chance(s))
 
 
 @inner
-def _convert(a: Program, m: MarkState, at: int) -> bool:
-    """What is computed again is fetched instead, or the other way round."""
+def _convert(a: Program, m: MarkerSearchState, at: int) -> bool:
+    """Convert a recompute into a prefetch, or a prefetch into a recompute."""
     s = m.orders
     e = event_at(s, at)
     c = s.event[e, CODE]
@@ -86,11 +86,11 @@ def _convert(a: Program, m: MarkState, at: int) -> bool:
     take_out(a, s, e)
     if c < a.ops:
         return fetch(a, m, t, read - 1)
-    return recompute(a, m, maker, read - 1, gone_chance(s))
+    return recompute(a, m, maker, read - 1, evicted_chance(s))
 
 
 @inner
-def _move(a: Program, m: MarkState, begin: int) -> bool:
+def _move(a: Program, m: MarkerSearchState, begin: int) -> bool:
     """Move a block of events that are no first runs, none before its op's first run."""
     s, n = m.orders, m.numbers
     end = block_end(s, begin, n.moved_block if np.random.random() < n.moved_block_chance else 0.0)
@@ -110,21 +110,21 @@ def _move(a: Program, m: MarkState, begin: int) -> bool:
 
 
 @inlined
-def fetch(a: Program, m: MarkState, t: int, at: int) -> bool:
-    """Put a mark into the trial before event `at`; false where there is no room for more events."""
+def fetch(a: Program, m: MarkerSearchState, t: int, at: int) -> bool:
+    """Put a mark into the candidate before event `at`; false where there is no room for more events."""
     m.orders.inserted[0] = a.ops + t
     return put_in(a, m.orders, 1, at)
 
 
 @inner
-def recompute(a: Program, m: MarkState, op: int, at: int, gone: float) -> bool:
+def recompute(a: Program, m: MarkerSearchState, op: int, at: int, evicted: float) -> bool:
     """
-    Put `op` into the trial before event `at`; false where there is no room for more events.
+    Put `op` into the candidate before event `at`; false where there is no room for more events.
 
-    What it reads and is not kept there is computed again or fetched with it, with chance `gone`.
+    What it reads and is not kept there is computed again or fetched with it, with chance `evicted`.
     """
     s, n = m.orders, m.numbers
-    kept = n.kept_usually if np.random.random() < n.usually else n.kept_rarely
+    kept = n.resident_usually if np.random.random() < n.usually else n.resident_rarely
     s.inserted[0] = op
     count, i = 1, 0
     while i < count:
@@ -134,7 +134,7 @@ def recompute(a: Program, m: MarkState, op: int, at: int, gone: float) -> bool:
             t = a.reads[k]
             maker = a.producer[t]
             again, moves = s.again[maker] == 1 and a.evictable[t] == 1, m.movable[t] == 1
-            chance = kept if wanted_at(a, s, t, at) else gone
+            chance = kept if wanted_at(a, s, t, at) else evicted
             if not (again or moves) or count == n.insertion or np.random.random() >= chance:
                 continue
             code = maker

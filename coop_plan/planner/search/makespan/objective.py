@@ -1,5 +1,5 @@
 """
-When tensors leave the device and are fetched: what a sequence with marks costs and needs.
+Objective of a sequence with prefetch markers: makespan, memory, and the times of copies.
 
 The engines go by the rules of `planner.core.timeline`. Of the tensors that wait to be copied to the
 host, the one whose last read before its fetch comes first goes as soon as the engine is free, and
@@ -47,7 +47,7 @@ from coop_plan.planner.search.makespan.sequence import (
     SIZE,
     TRANSFERS,
     WHAT,
-    MarkState,
+    MarkerSearchState,
 )
 from coop_plan.planner.search.compute.event_list import place
 from coop_plan.planner.search.compute.objective import cost_of
@@ -70,7 +70,7 @@ from coop_plan.planner.search.compute.sequence import (
     READ,
     SAVED,
     TENSOR,
-    TOUCHES,
+    ACCESSES,
     UP,
     WORST,
 )
@@ -78,10 +78,10 @@ from coop_plan.planner.search.compute.sequence import (
 
 @inner
 def evaluate(
-    a: Program, m: MarkState, capacity: int, host: int, limit: float
+    a: Program, m: MarkerSearchState, capacity: int, host: int, limit: float
 ) -> tuple[float, float]:
     """
-    The trial's makespan, µs, and how much more than the capacities (bytes) it needs, as shares.
+    The candidate's makespan, µs, and how much more than the capacities (bytes) it needs, as shares.
 
     Infinite if the sequence is no schedule, or ends after `limit`. `host` below 0 is no limit.
     """
@@ -94,8 +94,8 @@ def evaluate(
 
 
 @inlined
-def _list_events(a: Program, m: MarkState) -> None:
-    """The trial's events in order, when they begin if nobody waits, and the marks that are read."""
+def _list_events(a: Program, m: MarkerSearchState) -> None:
+    """The candidate's events in order, when they begin if nobody waits, and the marks that are read."""
     s = m.orders
     now, at, fetches = 0.0, 0, 0
     for b in range(s.counts[BLOCKS]):
@@ -107,11 +107,11 @@ def _list_events(a: Program, m: MarkState) -> None:
             if code < a.ops:
                 now += a.cost[code]
                 continue
-            x = s.event[e, TOUCHES]
-            read = s.touch[x, NEXT]
-            if read == NONE or s.touch[read, DOES] != READ:
+            x = s.event[e, ACCESSES]
+            read = s.access[x, NEXT]
+            if read == NONE or s.access[read, DOES] != READ:
                 continue
-            first, k = place(s, s.touch[read, EVENT]), fetches
+            first, k = place(s, s.access[read, EVENT]), fetches
             while k > 0 and m.reader[k - 1] > first:
                 m.reader[k], m.fetched[k] = m.reader[k - 1], m.fetched[k - 1]
                 k -= 1
@@ -122,8 +122,8 @@ def _list_events(a: Program, m: MarkState) -> None:
 
 
 @inlined
-def _list_moved(m: MarkState) -> None:
-    """What the host gets, by the events that make it and that read last what was made."""
+def _list_moved(m: MarkerSearchState) -> None:
+    """Copies that are offloaded, by their producing event and their last read."""
     s, flow = m.orders, m.flow
     for i in range(flow[MOVED_COUNT]):
         t = m.moved[i]
@@ -131,12 +131,12 @@ def _list_moved(m: MarkState) -> None:
         m.mover[t, MOVES] = m.mover[t, LEFT] = 0
     flow[MOVED_COUNT] = 0
     for i in range(flow[FETCHES]):
-        t = s.touch[m.fetched[i], TENSOR]
+        t = s.access[m.fetched[i], TENSOR]
         m.mover[t, LAST_FETCH] = i
         if m.mover[t, MOVES] == 1:
             continue
         x = s.tensor[t, HEAD]
-        made, read = s.touch[x, EVENT], s.touch[x, END]
+        made, read = s.access[x, EVENT], s.access[x, END]
         m.mover[t, MOVES], m.mover[t, MADE], m.mover[t, LAST_READ] = 1, made, read
         m.mover[t, NEXT_MADE], m.first_of[made, MAKES] = m.first_of[made, MAKES], t
         m.mover[t, NEXT_READ], m.first_of[read, READS] = m.first_of[read, READS], t
@@ -145,25 +145,25 @@ def _list_moved(m: MarkState) -> None:
 
 
 @inlined
-def _find_latest(m: MarkState) -> None:
+def _find_latest(m: MarkerSearchState) -> None:
     """The places before which fetches begin so late that nobody waits."""
     at, late = m.flow[SIZE] - 1, np.inf
     for i in range(m.flow[FETCHES] - 1, -1, -1):
-        late = min(late, m.begins[m.reader[i]]) - m.in_us[m.orders.touch[m.fetched[i], TENSOR]]
+        late = min(late, m.begins[m.reader[i]]) - m.in_us[m.orders.access[m.fetched[i], TENSOR]]
         while at > 0 and m.begins[at] > late:
             at -= 1
         m.latest[i] = at
 
 
 @inner
-def _go(a: Program, m: MarkState, capacity: int, host: int, limit: float) -> tuple[float, float]:
+def _go(a: Program, m: MarkerSearchState, capacity: int, host: int, limit: float) -> tuple[float, float]:
     """Go through the events as the engines do; see `evaluate`."""
     s, clock, flow = m.orders, m.clock, m.flow
     s.counts[WORST], s.counts[OVER] = NONE, 0
     clock[:] = 0.0
     flow[:SIZE] = 0
     fetching = waited = most = 0
-    crowded = NONE
+    overfull = NONE
     total, end = 0.0, m.begins[flow[SIZE]]
     for at in range(flow[SIZE]):
         e = m.order[at]
@@ -179,17 +179,17 @@ def _go(a: Program, m: MarkState, capacity: int, host: int, limit: float) -> tup
             _leave(m, at, host, a.size)
         while fetching < flow[FETCHES] and m.latest[fetching] <= at:
             x = m.fetched[fetching]
-            t = s.touch[x, TENSOR]
+            t = s.access[x, TENSOR]
             if m.reader[fetching] > at:
-                if at <= crowded or m.mover[t, LEFT] == 0:
+                if at <= overfull or m.mover[t, LEFT] == 0:
                     break
                 if flow[LIVE] + needs + a.size[t] > capacity:
                     break
-                if place(s, s.touch[s.touch[x, LAST], EVENT]) >= at:
+                if place(s, s.access[s.access[x, LAST], EVENT]) >= at:
                     break
                 if flow[AHEAD] == 1:
-                    crowded = _crowded(a, m, at, m.reader[fetching], capacity - a.size[t])
-                    if at <= crowded:
+                    overfull = _last_overfull(a, m, at, m.reader[fetching], capacity - a.size[t])
+                    if at <= overfull:
                         break
             while m.mover[t, LEFT] == 0 and _may_leave(m):
                 _leave(m, at, host, a.size)
@@ -200,7 +200,7 @@ def _go(a: Program, m: MarkState, capacity: int, host: int, limit: float) -> tup
             fetching += 1
         _make_room(m, at, needs, capacity, host, a.size)
         while waited < fetching and m.reader[waited] == at:
-            t = s.touch[m.fetched[waited], TENSOR]
+            t = s.access[m.fetched[waited], TENSOR]
             clock[NOW] = max(clock[NOW], m.back[waited])
             _list(m, at, ARRIVE, t)
             flow[HOST_LIVE] -= a.size[t] if m.mover[t, LAST_FETCH] == waited else 0
@@ -232,7 +232,7 @@ def _go(a: Program, m: MarkState, capacity: int, host: int, limit: float) -> tup
 
 
 @inlined
-def _crowded(a: Program, m: MarkState, at: int, until: int, capacity: int) -> int:
+def _last_overfull(a: Program, m: MarkerSearchState, at: int, until: int, capacity: int) -> int:
     """The last of the events from one on at which too much will be live, or NONE.
 
     What waits to leave has left after the first of them.
@@ -250,44 +250,44 @@ def _crowded(a: Program, m: MarkState, at: int, until: int, capacity: int) -> in
 
 
 @inlined
-def _saved(a: Program, m: MarkState, e: int, code: int) -> int:
+def _saved(a: Program, m: MarkerSearchState, e: int, code: int) -> int:
     """Bytes that a run needs less as an output takes the place of an input that does not wait."""
     s, saved = m.orders, 0
     for k in range(a.pairs_ptr[code], a.pairs_ptr[code + 1]):
         t = a.pairs_in[k]
-        x = s.event[e, TOUCHES]
-        while x != NONE and (s.touch[x, TENSOR] != t or s.touch[x, DOES] != READ):
-            x = s.touch[x, ALONG]
-        x = s.touch[x, COPY] if x != NONE else NONE
+        x = s.event[e, ACCESSES]
+        while x != NONE and (s.access[x, TENSOR] != t or s.access[x, DOES] != READ):
+            x = s.access[x, ALONG]
+        x = s.access[x, COPY] if x != NONE else NONE
         waits = x == s.tensor[t, HEAD] and m.mover[t, MOVES] == 1 and m.mover[t, LEFT] == 0
-        if x != NONE and s.touch[x, END] == e and not waits:
+        if x != NONE and s.access[x, END] == e and not waits:
             saved = a.size[a.pairs_out[k]]
             break
     return saved
 
 
 @inlined
-def _share(m: MarkState, most: int, total: float, capacity: int) -> float:
+def _share(m: MarkerSearchState, most: int, total: float, capacity: int) -> float:
     if most <= 0:
         return 0.0
     return m.numbers.least_excess + (most + m.numbers.spread * total) / max(1, capacity)
 
 
 @inlined
-def _list(m: MarkState, at: int, kind: int, t: int) -> None:
+def _list(m: MarkerSearchState, at: int, kind: int, t: int) -> None:
     row = m.transfer[m.flow[TRANSFERS]]
     row[BEFORE], row[KIND], row[WHAT] = at, kind, t
     m.flow[TRANSFERS] += 1
 
 
 @inlined
-def _may_leave(m: MarkState) -> bool:
-    """Whether any tensor is being copied to the host, or waits for it."""
+def _may_leave(m: MarkerSearchState) -> bool:
+    """True if an offload is running or queued."""
     return bool(m.flow[LEFT_COUNT] < m.flow[LEAVING] or m.flow[QUEUED] > 0)
 
 
 @inlined
-def _make_room(m: MarkState, at: int, bytes_: int, capacity: int, host: int, size: Ints) -> None:
+def _make_room(m: MarkerSearchState, at: int, bytes_: int, capacity: int, host: int, size: Ints) -> None:
     """Before an event wait for as many bytes to leave as are missing, if that is enough."""
     flow = m.flow
     while flow[LIVE] + bytes_ > capacity >= flow[LIVE] + bytes_ - flow[HELD] and _may_leave(m):
@@ -295,7 +295,7 @@ def _make_room(m: MarkState, at: int, bytes_: int, capacity: int, host: int, siz
 
 
 @inlined
-def _leave(m: MarkState, at: int, host: int, size: Ints) -> None:
+def _leave(m: MarkerSearchState, at: int, host: int, size: Ints) -> None:
     """Before an event the next tensor has left: compute waits for that, if it has not yet."""
     flow = m.flow
     if flow[LEFT_COUNT] == flow[LEAVING]:
@@ -311,21 +311,21 @@ def _leave(m: MarkState, at: int, host: int, size: Ints) -> None:
 
 
 @inlined
-def _send(m: MarkState, at: int, host: int, size: Ints) -> None:
+def _send(m: MarkerSearchState, at: int, host: int, size: Ints) -> None:
     """The first of the queue begins to be copied to the host."""
     flow, clock = m.flow, m.clock
     flow[QUEUED] -= 1
     t, last = m.queue[0, 1], flow[QUEUED]
     key, moved = m.queue[last, 0], m.queue[last, 1]
-    here, below = 0, 1
+    current_sequence, below = 0, 1
     while below < last:
         if below + 1 < last and m.queue[below + 1, 0] < m.queue[below, 0]:
             below += 1
         if m.queue[below, 0] >= key:
             break
-        m.queue[here, 0], m.queue[here, 1] = m.queue[below, 0], m.queue[below, 1]
-        here, below = below, 2 * below + 1
-    m.queue[here, 0], m.queue[here, 1] = key, moved
+        m.queue[current_sequence, 0], m.queue[current_sequence, 1] = m.queue[below, 0], m.queue[below, 1]
+        current_sequence, below = below, 2 * below + 1
+    m.queue[current_sequence, 0], m.queue[current_sequence, 1] = key, moved
     clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + m.out_us[t]
     m.leaving[flow[LEAVING]], m.leaves[flow[LEAVING]] = t, clock[OUT_FREE]
     flow[LEAVING] += 1
@@ -337,7 +337,7 @@ def _send(m: MarkState, at: int, host: int, size: Ints) -> None:
 
 
 @inlined
-def _queue(m: MarkState, key: int, t: int) -> None:
+def _queue(m: MarkerSearchState, key: int, t: int) -> None:
     """A tensor waits to be copied to the host; the least key comes first."""
     at = m.flow[QUEUED]
     while at > 0 and m.queue[(at - 1) >> 1, 0] > key:

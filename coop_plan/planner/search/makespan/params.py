@@ -17,7 +17,7 @@ from coop_plan.planner.search.compute.params import MoveParams
 
 @dataclass(frozen=True)
 class MarkParams(MoveParams):
-    """The walk among sequences with marks, and its moves (`planner.search.makespan.metropolis`)."""
+    """The search among sequences with marks, and its moves (`planner.search.makespan.metropolis`)."""
 
     recompute_chance: Share = 0.12
     """Chance of a change to compute something again for an event that reads it."""
@@ -35,7 +35,7 @@ class MarkParams(MoveParams):
     """Chance to fetch what an op put in reads, instead of computing it again."""
 
     link_price: Ratio = 0.3
-    """What time of an engine is taken to be worth on average, of compute, where room is made."""
+    """Value of a copy engine's time in repairs, as a share of compute time."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +50,7 @@ class JointParams(Params):
 
     moves: MarkParams = MarkParams()
 
-    heat: Ratio = 0.15
+    temperature: Ratio = 0.15
     """Temperature at the beginning, in mean costs of an op."""
 
     cooling: Ratio = 2.0
@@ -81,7 +81,7 @@ class JointParams(Params):
     start_share: Share = 0.55
     """Share of the search for all of its starts, before the best one is annealed again:"""
 
-    last_heats: tuple[Positive, ...] = (1.0, 0.3)
+    last_temperatures: tuple[Positive, ...] = (1.0, 0.3)
     """once for each of these factors on the temperature."""
 
     chunk_events: Count = 400_000
@@ -98,24 +98,24 @@ class JointParams(Params):
 
     soft: Positive = 1e-3
     """
-    What an arena that is too small by a factor e costs to begin with, in base costs.
+    Initial penalty for live bytes of e times the arena, in base costs.
 
     So little that at first only room is made that costs next to nothing.
     """
 
     softly: PositiveShare = 0.5
-    """Share of an annealing until it costs `steep`."""
+    """Share of an annealing until it costs `penalty`."""
 
-    steep: Positive = 5.0
-    """What it costs at least from then on."""
+    penalty: Positive = 5.0
+    """Lower bound on the penalty afterwards."""
 
-    steeper: Factor = 1.01
+    penalty_growth: Factor = 1.01
     """Factor on that where a sequence does not fit;"""
 
     steepest: Factor = 1.3
     """where none did so far."""
 
-    less_steep: Factor = 1.007
+    penalty_decay: Factor = 1.007
     """Divisor of it where one does."""
 
     patience: Size = 50

@@ -1,15 +1,15 @@
-"""How room is made in a sequence that needs too much: at its fullest event, by what is cheapest."""
+"""Repair of a sequence that exceeds the memory: the cheapest tensor at its fullest event is evicted."""
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.makespan.sequence import MarkState
+from coop_plan.planner.search.makespan.sequence import MarkerSearchState
 from coop_plan.planner.search.makespan.moves import fetch, recompute
 from coop_plan.planner.search.compute.event_list import block_at, length, place
 from coop_plan.planner.search.compute.liveness import next_read
 from coop_plan.planner.search.compute.objective import look_at
-from coop_plan.planner.search.compute.repair import gains, gone_there
+from coop_plan.planner.search.compute.repair import gains, evicted_chance_at
 from coop_plan.planner.search.compute.sequence import (
     ALONG,
     CODE,
@@ -27,15 +27,15 @@ from coop_plan.planner.search.compute.sequence import (
     REACH,
     READ,
     TENSOR,
-    TOUCHES,
+    ACCESSES,
     WORST,
 )
 
 
 @inner
-def repair(a: Program, m: MarkState) -> bool:
+def repair(a: Program, m: MarkerSearchState) -> bool:
     """
-    Something that is only kept at the fullest event is not: the trial was just evaluated.
+    Something that is only kept at the fullest event is not: the candidate was just evaluated.
 
     For its next read it is computed again, or fetched. Each is as likely as what it costs a byte is
     low.
@@ -52,12 +52,12 @@ def repair(a: Program, m: MarkState) -> bool:
         x = s.block[b, LONG] if b < last and s.block[b, REACH] >= last else NONE
         while x != NONE:
             best, by_link, total = _either(a, m, x, worst, op, best, by_link, total)
-            x = s.touch[x, LATER]
+            x = s.access[x, LATER]
     for at in range(s.begin[last], worst):
-        x = s.event[m.order[at], TOUCHES]
-        while x != NONE and s.touch[x, DOES] != READ:
+        x = s.event[m.order[at], ACCESSES]
+        while x != NONE and s.access[x, DOES] != READ:
             best, by_link, total = _either(a, m, x, worst, op, best, by_link, total)
-            x = s.touch[x, ALONG]
+            x = s.access[x, ALONG]
     if best == NONE:
         return False
     read = next_read(s, best, worst + 1)
@@ -65,13 +65,13 @@ def repair(a: Program, m: MarkState) -> bool:
         return False
     if by_link:
         return fetch(a, m, best, read)
-    return recompute(a, m, a.producer[best], read, gone_there(a, s, best, worst))
+    return recompute(a, m, a.producer[best], read, evicted_chance_at(a, s, best, worst))
 
 
 @inlined
 def _either(
     a: Program,
-    m: MarkState,
+    m: MarkerSearchState,
     x: int,
     worst: int,
     op: int,
@@ -80,12 +80,12 @@ def _either(
     total: float,
 ) -> tuple[int, bool, float]:
     """One tensor of those before, worth `total` together, and of one more; and what all are."""
-    s, t = m.orders, m.orders.touch[x, TENSOR]
-    if s.touch[x, COPY] != x or s.worth[t, 1] == 0.0 or place(s, s.touch[x, END]) <= worst:
+    s, t = m.orders, m.orders.access[x, TENSOR]
+    if s.access[x, COPY] != x or s.worth[t, 1] == 0.0 or place(s, s.access[x, END]) <= worst:
         return best, by_link, total
     # What is fetched is there from its first read on, more or less.
-    fetched = s.event[s.touch[x, EVENT], CODE] >= a.ops
-    if fetched and place(s, s.touch[s.touch[x, NEXT], EVENT]) >= worst:
+    fetched = s.event[s.access[x, EVENT], CODE] >= a.ops
+    if fetched and place(s, s.access[s.access[x, NEXT], EVENT]) >= worst:
         return best, by_link, total
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         if a.reads[k] == t:

@@ -8,7 +8,7 @@ host once, after its first run, if any of its reads is marked. An event reads th
 each input, and a copy lives until its last read. Every sequence in which first runs come in program
 order and whose reads find what they need is a schedule.
 
-To a walk a mark is a run that makes its tensor of nothing, in no time (`planner.search.compute`). The last
+To a search a mark is a run that makes its tensor of nothing, in no time (`planner.search.compute`). The last
 op is none of the graph's: it reads the outputs of the step, so that these may be away until its
 end.
 """
@@ -25,20 +25,20 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.search.makespan.params import MarkParams
 from coop_plan.planner.search.compute import sequence
 from coop_plan.planner.search.compute.params import DEFAULTS as ORDERS
-from coop_plan.planner.search.compute.sequence import WalkState, allocate
+from coop_plan.planner.search.compute.sequence import SearchState, allocate
 
 Numbers = npt.NDArray[np.int32]
 
-# Columns of `MarkState.transfer`: the place of the event that it is listed before, what it is, and
+# Columns of `MarkerSearchState.transfer`: the place of the event that it is listed before, what it is, and
 # its tensor.
 BEFORE, KIND, WHAT = range(3)
 # What a transfer is: the begin of a copy to the host, the moment the tensor leaves the device, when
 # that is over, the begin of a copy back, and the wait for it.
 GO, LEAVE, FETCH, ARRIVE = range(4)
-# Entries of `MarkState.clock`, µs: when compute comes to the event at hand, and when the engines to
+# Entries of `MarkerSearchState.clock`, µs: when compute comes to the event at hand, and when the engines to
 # the host and back are free; and (bytes) what the host has too much at all begins of copies.
 NOW, OUT_FREE, IN_FREE, HOST_TOTAL = range(4)
-# Entries of `MarkState.flow`: bytes that are live, those of them that wait to leave and are of no
+# Entries of `MarkerSearchState.flow`: bytes that are live, those of them that wait to leave and are of no
 # use any more, bytes on the host, and by how many it has too much at most; the tensors queued,
 # those that have begun to leave and those of them that have left, and transfers; events, fetches,
 # and the tensors that are moved; and whether fetches wait for what comes before their reads.
@@ -57,11 +57,11 @@ NOW, OUT_FREE, IN_FREE, HOST_TOTAL = range(4)
     AHEAD,
     FLOWS,
 ) = range(13)
-# Columns of `MarkState.mover`, of a tensor: whether the host gets it, whether it has left the
+# Columns of `MarkerSearchState.mover`, of a tensor: whether the host gets it, whether it has left the
 # device, its last fetch; the event of its first run, and the last one that reads what that made;
 # the next tensor with the same one of the first and of the last.
 MOVES, LEFT, LAST_FETCH, MADE, LAST_READ, NEXT_MADE, NEXT_READ = range(7)
-# Columns of `MarkState.first_of`, of an event: the first tensor that is moved and made by it, and
+# Columns of `MarkerSearchState.first_of`, of an event: the first tensor that is moved and made by it, and
 # the first of which it is the last to read what was made.
 MAKES, READS = range(2)
 
@@ -86,22 +86,22 @@ class MarkNumbers(NamedTuple):
     earliest: float
     early_chance: float
     usually: float
-    kept_usually: float
-    kept_rarely: float
-    gone_usually: float
-    gone_rarely: float
+    resident_usually: float
+    resident_rarely: float
+    evicted_usually: float
+    evicted_rarely: float
     fetched_chance: float
     link_price: float
     insertion: int
 
 
-class MarkState(NamedTuple):
+class MarkerSearchState(NamedTuple):
     """
-    A walk among sequences of runs and marks, and what the engines do in the one evaluated last.
+    A search among sequences of runs and marks, and what the engines do in the one evaluated last.
 
-    `orders` is the walk. `movable` says of a tensor whether it may be copied to the host; `out_us`
-    and `in_us` are what its copies take. The rest is of the trial. `order` has the event of each
-    place, `begins` is when it begins if nobody waits, µs; `fetched` lists the touches of marks that
+    `orders` is the search. `movable` says of a tensor whether it may be copied to the host; `out_us`
+    and `in_us` are what its copies take. The rest is of the candidate. `order` has the event of each
+    place, `begins` is when it begins if nobody waits, µs; `fetched` lists the accesses of marks that
     are read, in the order of their first reads, and `reader` the places of these; `latest` has the
     places before which they begin to be fetched for nobody to wait, and `back` when they are there,
     µs. `moved` lists the tensors that the host gets, `mover` and `first_of` are about them. `queue`
@@ -110,7 +110,7 @@ class MarkState(NamedTuple):
     """
 
     numbers: MarkNumbers
-    orders: WalkState
+    orders: SearchState
     movable: Flags
     out_us: Floats
     in_us: Floats
@@ -161,7 +161,7 @@ def to_closed_program(problem: Problem) -> Program:
     )
 
 
-def start(problem: Problem, a: Program, room: int, params: MarkParams) -> MarkState:
+def start(problem: Problem, a: Program, room: int, params: MarkParams) -> MarkerSearchState:
     """A state at no sequence yet of a closed program, with room for so many events."""
     device, count, bytes_ = problem.device, a.size.size, to_arrays(problem).bytes
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
@@ -172,7 +172,7 @@ def start(problem: Problem, a: Program, room: int, params: MarkParams) -> MarkSt
     again = np.array([*problem.rerunnable(problem.rematerializable), False], dtype=np.uint8)
     made, orders = a.producer >= 0, replace(ORDERS, insertion=params.insertion)
     spare = made & ((movable == 1) | ((a.evictable == 1) & (again[a.producer] == 1)))
-    return MarkState(
+    return MarkerSearchState(
         numbers=MarkNumbers(**asdict(params)),
         orders=allocate(a, room, orders, again, spare * (a.size > 0) * 1.0),
         movable=movable,
@@ -196,18 +196,18 @@ def start(problem: Problem, a: Program, room: int, params: MarkParams) -> MarkSt
     )
 
 
-def go_to(state: MarkState, events: Ints) -> None:
+def set_sequence(state: MarkerSearchState, events: Ints) -> None:
     """Be at a sequence, or at one of runs without the last op, which is added."""
     last = state.orders.again.size - 1
-    sequence.go_to(state.orders, events if last in events else np.append(events, last))
+    sequence.set_sequence(state.orders, events if last in events else np.append(events, last))
 
 
-def here(state: MarkState) -> Ints:
+def current_sequence(state: MarkerSearchState) -> Ints:
     """The sequence at hand."""
-    return sequence.here(state.orders)
+    return sequence.current_sequence(state.orders)
 
 
-def to_events(state: MarkState) -> tuple[Ints, Ints]:
+def to_events(state: MarkerSearchState) -> tuple[Ints, Ints]:
     """
     Kinds and subjects of the events of the schedule at hand (`planner.core.lifetimes`).
 
@@ -219,7 +219,7 @@ def to_events(state: MarkState) -> tuple[Ints, Ints]:
     what: list[int] = []
     listed = iter(state.transfer[: state.flow[TRANSFERS]].tolist())
     following = next(listed, None)
-    for place, code in enumerate(here(state).tolist()):
+    for place, code in enumerate(current_sequence(state).tolist()):
         while following is not None and following[BEFORE] <= place:
             do.append(kinds[following[KIND]])
             what.append(following[WHAT])
