@@ -194,7 +194,7 @@ def _check_structure(graph: Graph) -> None:
     for op in graph.ops:
         total += max(op.workspace_bytes, *(v.workspace_bytes for v in op.variants), 0)
     if total > MAX_TOTAL:
-        message = f"the sizes of all tensors and workspaces exceed {MAX_TOTAL} bytes (1 EiB)"
+        message = f"the sizes add up to more than {MAX_TOTAL} bytes (1 EiB)"
         raise InvalidInputError(message, "/tensors")
 
 
@@ -214,7 +214,7 @@ def _check_ids(op: Op, at: str, tensors: dict[int, Tensor]) -> None:
         for index, tensor_id in enumerate(ids):
             if tensor_id not in tensors:
                 raise InvalidInputError(
-                    f"op {op.id} refers to tensor {tensor_id}, which `tensors` does not list",
+                    f"op {op.id} refers to the unknown tensor {tensor_id}: list it in `tensors`",
                     f"{at}/{field_name}/{index}",
                 )
     for index, tensor_id in enumerate(op.mutates):
