@@ -80,7 +80,7 @@ def test_an_address_that_nobody_thought_of_is_for_those_who_plan():
 
 def test_limits_of_a_caller():
     class Solve:
-        over = False
+        finished = False
 
     limits = TokenLimits(running_jobs=1, seconds=10.0, ops=5, bytes=100)
     caller, solve, other = Caller("a", limits), Solve(), Solve()
