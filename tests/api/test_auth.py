@@ -80,14 +80,14 @@ def test_an_address_that_nobody_thought_of_is_for_those_who_plan():
 
 def test_limits_of_a_caller():
     class Solve:
-        over = False
+        finished = False
 
     limits = TokenLimits(running_jobs=1, seconds=10.0, ops=5, bytes=100)
     caller, solve, other = Caller("a", limits), Solve(), Solve()
-    caller.check(Reply(ops=5, read=100))
+    caller.check_size(Reply(ops=5, read=100))
     for reply, name in [(Reply(ops=6), "too-many-ops"), (Reply(read=101), "body-too-large")]:
         with pytest.raises(ProblemError) as refused:
-            caller.check(reply)
+            caller.check_size(reply)
         assert refused.value.name == name
     assert [caller.check_time_limit(asked) for asked in (None, 3.0, 10.0)] == [10.0, 3.0, 10.0]
     with pytest.raises(ProblemError):

@@ -14,7 +14,7 @@ class FakeExecutor:
     def __init__(self):
         self.go = asyncio.Event()
         self.others, self.away = 0, False
-        self.begun, self.abandoned = [], []
+        self.begun, self.cancelled = [], []
 
     def admit(self, running):
         pass
@@ -26,7 +26,7 @@ class FakeExecutor:
         job.finish("done")
 
     def cancel_if_unwatched(self, job):
-        self.abandoned.append(job.plan)
+        self.cancelled.append(job.plan)
         job.finish("cancelled")
         job.task.cancel()
 
@@ -67,7 +67,7 @@ def test_plans_that_were_asked_for_are_improved_once_the_last_first():
         improver.on_hit(kept("a"))
         improver.on_hit(kept("e"))
         await until(lambda: executor.begun == ["a", "b", "e"])
-        assert executor.abandoned == []
+        assert executor.cancelled == []
 
     run(scenario)
 
@@ -77,14 +77,14 @@ def test_a_search_gives_way_and_comes_again():
         improver.on_hit(kept("a"))
         await until(lambda: jobs.states()["running"] == 1)
         executor.others = 1
-        await until(lambda: executor.abandoned == ["a"])
+        await until(lambda: executor.cancelled == ["a"])
         executor.others, executor.away = 0, True
         assert executor.begun == ["a"]
         executor.away = False
         await until(lambda: executor.begun == ["a", "a"])
         executor.go.set()
         await until(lambda: not jobs.states())
-        assert executor.abandoned == ["a"]
+        assert executor.cancelled == ["a"]
 
     run(scenario)
 
@@ -96,8 +96,8 @@ def test_who_joined_a_search_keeps_it():
         job = jobs.search("a", 5.0)
         executor.others = 1
         await until(lambda: job.waiting == 1)
-        assert (executor.begun, executor.abandoned, job.finished) == (["a"], [], False)
+        assert (executor.begun, executor.cancelled, job.finished) == (["a"], [], False)
         jobs.unsubscribe(job)
-        assert executor.abandoned == ["a"]
+        assert executor.cancelled == ["a"]
 
     run(scenario)

@@ -139,7 +139,7 @@ def test_a_bad_graph_ends_in_one_line_with_the_place(fault, run, folder, documen
         (["serve", "--max-time-limit", "nan"], "--max-time-limit"),
         ([], "no GRAPH"),
         (["verfy", "graph.json", "plan.json"], "did you mean 'verify'"),
-        (["verify", "-", "-"], "not both"),
+        (["verify", "-", "-"], "only one of GRAPH and PLAN"),
         (["graph.json", "--budget", "50%", "--outputs", "nowhere"], "--outputs"),
         (["graph.json", "--budget", "50%", "--nope"], "--nope"),
         (["none.json", "--budget", "50%"], "none.json"),

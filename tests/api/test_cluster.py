@@ -191,7 +191,10 @@ def test_missing_options_of_a_cluster_end_in_one_line(run, tmp_path):
     key = tmp_path / "key"
     for arguments, words in [
         (["serve", "--broker", broker, "--store", store], "needs --store-key"),
-        (["serve", "--broker", broker, "--store", broker, "--store-key", key], "are one Redis"),
+        (
+            ["serve", "--broker", broker, "--store", broker, "--store-key", key],
+            "are the same Redis",
+        ),
         (["serve", "--broker", "amqp://x", "--store", tmp_path / "p"], "redis://HOST:PORT/N"),
         (["worker", "--broker", broker, "--store", "redis://h:port"], "needs --store-key"),
         (["worker", "--store", tmp_path / "plans"], "Missing option '--broker'"),

@@ -46,7 +46,7 @@ def store(address, monkeypatch):
     monkeypatch.setattr(module, "RENEW_SECONDS", 0.02)
     made = JobStore(address, b"secret")
     made.redis.flushdb()
-    made.begin("a", "server", WORK, b"body", 9)
+    made.submit("a", "server", WORK, b"body", 9)
     yield made
     made.close()
 
@@ -112,14 +112,14 @@ def test_an_answer_that_comes_too_late_is_not_kept(store):
 
 
 def test_at_the_end_of_a_worker_its_job_is_handed_back(store):
-    leaving = threading.Event()
+    stopping = threading.Event()
 
     def leave():
-        leaving.set()
+        stopping.set()
         return False
 
     pool = FakePool(leave)
-    sent, view = do(store, pool, leaving.is_set)
+    sent, view = do(store, pool, stopping.is_set)
     assert pool.worker.killed.is_set()
     assert (sent, view.state) == (["a"], "queued")
     assert do(store, FakePool())[1].state == "done"

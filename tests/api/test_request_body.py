@@ -140,7 +140,7 @@ def test_a_slow_body_and_a_client_that_leaves_are_given_up(monkeypatch):
         with pytest.raises(ProblemError) as refused:
             read(held, request(part, *ending))
         assert refused.value.name == "slow-body"
-    assert held._held == 0
+    assert held._held_bytes == 0
     last = {"type": "http.request", "body": b"y", "more_body": False}
     assert read(held, request(part, last)) == b"x" * 10 + b"y"
-    assert held._held == 0
+    assert held._held_bytes == 0

@@ -303,7 +303,7 @@ def test_a_port_in_use_ends_in_one_line(run, tmp_path):
         port = taken.getsockname()[1]
         code, out, err = run("serve", "--port", port, "--store", tmp_path / "plans")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "cannot be listened on" in err
+    assert "cannot listen on" in err
 
 
 def test_a_client_that_leaves_takes_its_solve_along_and_sigterm_all_of_them(tmp_path):
