@@ -146,7 +146,7 @@ METHODS: Mapping[str, MethodInfo] = {
         MethodInfo(
             "delta",
             "online; a filter selects evictions, a director whether to swap or recompute",
-            "Tang et al., DELTA, arXiv 2203.15980, 2022; details it leaves open: planner.online.delta",
+            "Tang et al., DELTA, arXiv 2203.15980, 2022; open details: planner.online.delta",
             _delta,
             transfers=True,
             switches=DELTA_SWITCHES,

@@ -82,7 +82,7 @@ class Options:
         Raises:
             OptionsError: the budget is missing, or a name or a value is wrong.
         """
-        values = {"outputs": DEFAULT_OUTPUTS} | dict(given or {})
+        values = dict(given or {})
         if "budget" not in values and os.environ.get(VARIABLE):
             values["budget"] = os.environ[VARIABLE]
         own = [field.name for field in fields(cls) if field.name != "plan"]

@@ -7,8 +7,8 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from coop_plan.runtime import unplanned_calls
-from coop_plan.runtime.integrations.inplace import coop
 from coop_plan.runtime.errors import NothingPlannedError
+from coop_plan.runtime.integrations.inplace import coop
 
 P = ParamSpec("P")
 T = TypeVar("T")

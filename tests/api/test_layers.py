@@ -51,9 +51,9 @@ def test_a_package_imports_only_what_lies_below_it(package):
             if other in MAY_IMPORT:
                 assert other in MAY_IMPORT[package], f"{path} imports {name}"
             else:
-                assert other in ("environment", "web") or (rest in coop_plan.__all__ and not at_top), (
-                    f"{path} imports {name}: a public name, when a function is called"
-                )
+                assert other in ("environment", "web") or (
+                    rest in coop_plan.__all__ and not at_top
+                ), f"{path} imports {name}: a public name, when a function is called"
 
 
 @pytest.mark.parametrize("package", ["api", "planner", "runtime", "schemas", "web"])
@@ -140,7 +140,8 @@ def test_every_module_imports_without_what_it_must_not_need(packages, blocked):
 
 def test_the_command_starts_without_loading_what_it_does_not_use():
     heavy = ("torch", "numba", "numpy", "fastapi", "rich")
-    script = f"import sys, coop_plan.api.cli.main, coop_plan.__main__; print([m for m in {heavy} if m in sys.modules])"
+    names = "coop_plan.api.cli.main, coop_plan.__main__"
+    script = f"import sys, {names}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
     )

@@ -14,7 +14,7 @@ from coop_plan.api.jobs.request_handler import Figures, Limits, RefusedError, Re
 from coop_plan.api.service.graph_store import SqliteGraphStore
 from coop_plan.planner import find_faults
 from coop_plan.planner.method import Progress
-from coop_plan.planner.plan_cache.record import as_record, sign, read_signed
+from coop_plan.planner.plan_cache.record import as_record, read_signed, sign
 from coop_plan.planner.plan_cache.store import SqliteStore
 from coop_plan.schemas import InvalidInputError, parse_graph, parse_plan
 

@@ -7,7 +7,7 @@ from coop_plan.planner.exact import optimal
 from coop_plan.planner.exact.solver.process import SolverProcess
 from coop_plan.planner.heuristic import coop_offline, weight_annealing
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.heuristic.params import HillClimbParams, CoopOfflineParams
+from coop_plan.planner.heuristic.params import CoopOfflineParams, HillClimbParams
 from coop_plan.planner.search.compute import annealing
 
 

@@ -107,7 +107,9 @@ class Machine:
         if op.rng and op.id not in self.ran:
             earlier = random_before[: random_before.index(op.id)]
             self.rule(all(number in self.ran for number in earlier))
-        self.rule(len(step.reads) == len(variant.inputs) and len(step.writes) == len(variant.outputs))
+        self.rule(
+            len(step.reads) == len(variant.inputs) and len(step.writes) == len(variant.outputs)
+        )
         self.rule(step.workspace.bytes == variant.workspace_bytes)
         self.ran.append(op.id)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from benchmarks.synthetic import gpt
 from coop_plan.planner import Problem
 from coop_plan.planner.core import repeated_blocks
-from coop_plan.planner.core.repeated_blocks import Repetition, repetitions
 from coop_plan.planner.core.memory_bounds import largest_working_set
+from coop_plan.planner.core.repeated_blocks import Repetition, repetitions
 from coop_plan.planner.exact import refine
 from coop_plan.planner.exact.dual.background import BoundingProcess
 from coop_plan.planner.exact.dual.bounding import Bounding

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError
-from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.core.memory_bounds import largest_working_set
+from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.exact.checkmate import CheckmateModel, solve_checkmate
 from coop_plan.planner.exact.model import paths
 from coop_plan.planner.exact.model.milp import Milp, Outcome
@@ -129,9 +129,7 @@ def test_path_cuts_agree_with_exhaustive_search(graph, outputs, share, alignment
 
 @settings(SETTINGS, max_examples=60)
 @given(graph=graphs(max_ops=9), point=st.integers(0, 8), spare=st.booleans(), **BUDGETS)
-def test_fix_and_refine_returns_a_plan(
-    process, graph, point, spare, outputs, share, alignment
-):
+def test_fix_and_refine_returns_a_plan(process, graph, point, spare, outputs, share, alignment):
     """From next to no time points: repairs and windows give valid schedules that fit.
 
     Also where a layout needs some bytes more than what is live.

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.memory_bounds import largest_working_set, unrecomputable_residents
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.core.ssa import SsaForm
-from coop_plan.planner.core.memory_bounds import unrecomputable_residents
-from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact.checkmate import solve_checkmate
 from coop_plan.planner.exact.dual.bounding import Bounding
 from coop_plan.planner.exact.model.milp import Outcome
@@ -208,9 +207,7 @@ def test_checkmate_and_intervals_agree_with_exhaustive_search(
 
 @settings(SETTINGS, max_examples=30)
 @given(graph=GRAPHS, point=st.integers(0, 7), spare=st.booleans(), **BUDGETS)
-def test_fix_and_refine_returns_a_plan(
-    process, graph, point, spare, outputs, share, alignment
-):
+def test_fix_and_refine_returns_a_plan(process, graph, point, spare, outputs, share, alignment):
     """From next to no time points, also where a layout needs more than what is live."""
     problem, arena = overwriting(graph, outputs, share, alignment)
     program, best = Program.of(problem), cheapest(problem, arena)

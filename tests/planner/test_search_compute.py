@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from benchmarks.synthetic import gpt
 from coop_plan.planner import InfeasibleBudgetError, Problem, TimeLimitError, find_faults, plan
 from coop_plan.planner.core.arrays import to_arrays, to_program
-from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.core.memory_bounds import largest_working_set
+from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.method import Request, Solution
@@ -23,7 +23,12 @@ from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.annealing import OrderAnnealing
 from coop_plan.planner.search.compute.metropolis import measured, metropolis_search
 from coop_plan.planner.search.compute.params import DEFAULTS
-from coop_plan.planner.search.compute.sequence import set_sequence, current_sequence, reserve_margin, start
+from coop_plan.planner.search.compute.sequence import (
+    current_sequence,
+    reserve_margin,
+    set_sequence,
+    start,
+)
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -123,7 +128,9 @@ def test_small_blocks_that_run_full(portfolio):
     over = []
     for seed in range(40):
         heat = base * [0.0, 0.01, 0.1][seed % 3]
-        found = metropolis_search(program, state, 200, int(arena * [1.0, 0.9][seed % 2]), heat, base, seed)
+        found = metropolis_search(
+            program, state, 200, int(arena * [1.0, 0.9][seed % 2]), heat, base, seed
+        )
         if seed % 5 == 0:
             reserve_margin(state, seed, arena // 10)
         else:

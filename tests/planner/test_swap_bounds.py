@@ -21,7 +21,7 @@ from coop_plan.planner.exact.params import DEFAULTS, BoundingParams
 from coop_plan.planner.exact.solver.jobs import SolveMilp
 from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 from coop_plan.planner.heuristic.coop_offline import CoopOffline
-from coop_plan.planner.heuristic.params import HillClimbParams, CoopOfflineParams
+from coop_plan.planner.heuristic.params import CoopOfflineParams, HillClimbParams
 from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.registry import Request
 from tests.planner.brute_force import cheapest

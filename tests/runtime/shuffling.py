@@ -13,7 +13,7 @@ from coop_plan.planner.placement.layout import lay_out
 from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.metropolis import walk
 from coop_plan.planner.search.compute.params import DEFAULTS
-from coop_plan.planner.search.compute.sequence import set_sequence, current_sequence, start
+from coop_plan.planner.search.compute.sequence import current_sequence, set_sequence, start
 
 ANYWHERE = replace(DEFAULTS, first_chance=0.7, stray_chance=1.0)
 

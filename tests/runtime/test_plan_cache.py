@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from coop_plan.planner import find_faults
-from coop_plan.planner.plan_cache.record import StoredRefusal, sign, read_signed
+from coop_plan.planner.plan_cache.record import StoredRefusal, read_signed, sign
 from coop_plan.runtime.capture import profiler
 from coop_plan.runtime.op_profile import OpProfile
 from tests.runtime.starts import start

@@ -23,10 +23,10 @@ def renumbered(document, tensor_id, op_id):
         tensor["id"] = tensor_id(tensor["id"])
     for op in document["ops"]:
         op["id"] = op_id(op["id"])
-        for variant in (op, *op.get("variants", ())):
-            variant["inputs"] = [tensor_id(t) for t in variant["inputs"]]
-            variant["outputs"] = [tensor_id(t) for t in variant["outputs"]]
-            variant["inplace"] = [[tensor_id(a), tensor_id(b)] for a, b in variant.get("inplace", ())]
+        for form in (op, *op.get("variants", ())):
+            form["inputs"] = [tensor_id(t) for t in form["inputs"]]
+            form["outputs"] = [tensor_id(t) for t in form["outputs"]]
+            form["inplace"] = [[tensor_id(a), tensor_id(b)] for a, b in form.get("inplace", ())]
         op["mutates"] = [tensor_id(t) for t in op.get("mutates", ())]
     return document
 
@@ -45,8 +45,8 @@ def test_names_ids_costs_and_device_do_not_enter(graph, random):
     for op in other["ops"]:
         op["cost_us"] = random.random()
         random.shuffle(op["inplace"])
-        for variant in op["variants"]:
-            variant["cost_us"] = random.random()
+        for form in op["variants"]:
+            form["cost_us"] = random.random()
     assert fingerprint(parse_graph(other)) == fingerprint(graph)
 
 

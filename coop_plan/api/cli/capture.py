@@ -81,7 +81,7 @@ def capture(
 
 
 def captured(target: str, **options: Any) -> "Graph":
-    """Returns the graph of `coop_plan.capture`, whose errors pass; ends the command without PyTorch."""
+    """Returns the graph of `coop_plan.capture`; ends the command if PyTorch is missing."""
     try:
         from coop_plan import capture
 

@@ -22,8 +22,8 @@ from coop_plan.planner.plan_cache.record import (
 )
 from coop_plan.planner.plan_cache.store import Families, PlanStore, planner_version
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint
-from coop_plan.schemas.fingerprint import digest_of
 from coop_plan.schemas._parse import parse
+from coop_plan.schemas.fingerprint import digest_of
 
 T = TypeVar("T")
 
@@ -243,12 +243,16 @@ class RequestHandler:
                 continue
             if not isinstance(answer, Plan):
                 return infeasible_reply(key, answer), b""
-            usable = bool(made) or (isinstance(record, StoredPlan) and record.cost_compatible(graph, answer))
+            usable = bool(made) or (
+                isinstance(record, StoredPlan) and record.cost_compatible(graph, answer)
+            )
             if usable and (best is None or answer.cost_us < best.cost_us):
                 best = answer
         if best is not None:
             first = next(record for record in records if isinstance(record, StoredPlan))
-            found = msgspec.structs.replace(reply, found=True, seals=seals, settled=first.fully_refined)
+            found = msgspec.structs.replace(
+                reply, found=True, seals=seals, settled=first.fully_refined
+            )
             return found, best.to_json().encode()
         # If plans are stored but none matches these op costs, join the solve for exactly these.
         costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))

@@ -5,7 +5,6 @@ ids and costs.
 """
 
 import contextlib
-import hashlib
 import sqlite3
 import threading
 import time

@@ -118,7 +118,10 @@ class PlanService:
         cached = self._responses.get(name)
         if cached is not None:
             with contextlib.suppress(OSError, sqlite3.Error):
-                if await asyncio.to_thread(self._store.signatures, cached[0].key) == cached[0].seals:
+                if (
+                    await asyncio.to_thread(self._store.signatures, cached[0].key)
+                    == cached[0].seals
+                ):
                     self._on_hit(cached[0])
                     return cached
         reply, data = await self.call_reader(task, body)

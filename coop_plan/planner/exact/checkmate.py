@@ -23,9 +23,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact.model.milp import Outcome
 from coop_plan.planner.exact.model.program import Program
 from coop_plan.planner.exact.params import DEFAULTS, CheckmateParams

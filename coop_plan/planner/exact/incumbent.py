@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
-from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.exact.model.milp import INFINITY
 from coop_plan.planner.method import Progress, Solution
 from coop_plan.schemas import BoundModel

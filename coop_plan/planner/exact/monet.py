@@ -20,9 +20,9 @@ import time
 from dataclasses import dataclass, field, replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.exact.model.milp import INFINITY, Milp, Outcome, Terms
 from coop_plan.planner.exact.model.variants import VariantChoices
 from coop_plan.planner.exact.primal.packing import place_or_pack

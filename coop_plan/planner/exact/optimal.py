@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.jit import usable_cpus
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.dual.background import BoundingProcess

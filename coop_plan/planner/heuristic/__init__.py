@@ -1,20 +1,16 @@
 """
-coop-offline: plans the whole step first, places second, keeps what fits.
+coop-offline plans the whole step first and places second.
 
-`solve` is the method, and the order in which the files act:
+`coop_offline` is the method. Its parts act in this order:
 
-1. `portfolio` makes eviction runs under many rules at many logical budgets and keeps the best
-   that fits. A `run` fills a `state`; the compiled `eviction` step goes through the program
-   once, evicting by closure costs and next uses (`closures`). Its record is the ops in their
-   order, of which `planner.core.lifetimes` makes the blocks to place.
-2. `hill_climb` changes the weights of single retention intervals from there, at random or by what each
-   eviction took beside what it was expected to, without knowing the arena: so neighbouring arenas
-   see the same plans, and overhead does not rise with the budget.
-3. With a deadline, `anneal` perturbs the weights towards this one arena.
-4. `resequence` anneals the sequence of ops itself, by the search of `planner.search.compute`; with a link to
-   the host, `planner.search.makespan` has a search of recomputes and transfers.
+1. `portfolio` runs the offline `eviction` under many rules at many logical budgets, and keeps the
+   cheapest run that fits. An `eviction_run` fills an `eviction_state`; victims are chosen by
+   recompute cost (`recompute_cost`) and next use. The run's ops, in order, define the blocks.
+2. `hill_climb` changes weights of retention intervals of the best runs, at random or by learned
+   corrections. It does not know the arena, so neighbouring budgets see the same runs.
+3. With a deadline, `weight_annealing` perturbs the weights for this arena alone.
+4. `planner.search.compute` anneals the sequence of runs. With a link to the host,
+   `planner.search.makespan` searches recomputes and transfers jointly.
 
-The cheapest run's ops become a `planner.core.schedule.Schedule`, and its layout their addresses.
-Beside the portfolio, Coop's own plan (`planner.online`) is a candidate. `params` has a group of
-parameters for each of these parts.
+Coop's own plan (`planner.online`) is a candidate, too. `params` has one group of parameters a part.
 """

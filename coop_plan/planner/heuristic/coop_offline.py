@@ -1,8 +1,8 @@
 """
 The method coop-offline: portfolio, hill climbing of fixed length, annealing until the deadline.
 
-Where there is a link to the host, the joint search of recomputes and transfers (`planner.search.makespan`)
-goes on from there; what it finds counts only if it costs less.
+Where there is a link to the host, the joint search of recomputes and transfers
+(`planner.search.makespan`) goes on from there; what it finds counts only if it costs less.
 """
 
 import contextlib
@@ -15,18 +15,18 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
-from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.jit import usable_cpus
+from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.search.makespan.annealing import JointSearch, run_beside
-from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.heuristic.weight_annealing import Annealing, repeated_groups
 from coop_plan.planner.heuristic.hill_climb import hill_climb
 from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.heuristic.portfolio import Portfolio
-from coop_plan.planner.search.compute.annealing import OrderAnnealing
+from coop_plan.planner.heuristic.weight_annealing import Annealing, repeated_groups
+from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.run import OnlineRun, TooDearError
+from coop_plan.planner.search.compute.annealing import OrderAnnealing
+from coop_plan.planner.search.makespan.annealing import JointSearch, run_beside
 
 
 class CoopOffline:
@@ -116,7 +116,9 @@ class CoopOffline:
         until = now + (1 - joint) * (deadline - now)
         if portfolio.best.found is not None and now < until and not done():
             weights = now + self.params.weights_share * (until - now)
-            Annealing(portfolio, self._repeated_groups, weights if self._searches_orders else until).run(done)
+            Annealing(
+                portfolio, self._repeated_groups, weights if self._searches_orders else until
+            ).run(done)
             if self._searches_orders:
                 OrderAnnealing(portfolio, portfolio.best.found.run.ops, until).run(done)
         if self._links and time.monotonic() < deadline and not done():

@@ -20,15 +20,6 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner, njit
-from coop_plan.planner.heuristic.recompute_cost import (
-    announce,
-    banish,
-    changed,
-    closure_cost,
-    mark_relatives,
-    next_demand,
-)
-from coop_plan.planner.heuristic.score_heap import put_in, take_out
 from coop_plan.planner.heuristic.eviction_state import (
     ASIDE,
     CHANGED,
@@ -69,6 +60,15 @@ from coop_plan.planner.heuristic.eviction_state import (
     WRITES,
     EvictionState,
 )
+from coop_plan.planner.heuristic.recompute_cost import (
+    announce,
+    banish,
+    changed,
+    closure_cost,
+    mark_relatives,
+    next_demand,
+)
+from coop_plan.planner.heuristic.score_heap import put_in, take_out
 
 
 @njit

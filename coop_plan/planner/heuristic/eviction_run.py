@@ -9,7 +9,6 @@ import numpy as np
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
 from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
 from coop_plan.planner.heuristic.eviction import run_eviction
-from coop_plan.planner.heuristic.params import EvictionParams
 from coop_plan.planner.heuristic.eviction_state import (
     AT,
     DIRTY,
@@ -22,6 +21,7 @@ from coop_plan.planner.heuristic.eviction_state import (
     STORED,
     EvictionState,
 )
+from coop_plan.planner.heuristic.params import EvictionParams
 
 
 @dataclass(frozen=True)

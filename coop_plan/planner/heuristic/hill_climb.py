@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coop_plan.planner.core.arrays import Floats
-from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.heuristic.eviction_run import Settings
+from coop_plan.planner.heuristic.portfolio import Portfolio
 
 
 def hill_climb(portfolio: Portfolio) -> None:
@@ -57,8 +57,8 @@ class HillClimb:
 
     Neighbouring arenas make the same climbs and so see the same plans, of which each takes the
     cheapest that fits; that is what keeps overhead from rising with the budget. `slope` is what a
-    factor e of memory is worth, in µs, around the start; `correction` the factors by which the weights
-    were wrong where it stands, of which a step makes use with `correction_chance`.
+    factor e of memory is worth, in µs, around the start; `correction` the factors by which the
+    weights were wrong where it stands, of which a step makes use with `correction_chance`.
     """
 
     seed: int

@@ -19,10 +19,10 @@ from coop_plan.planner.core.params import (
     Size,
     Within,
 )
-from coop_plan.planner.search.makespan.params import DEFAULTS as JOINT
-from coop_plan.planner.search.makespan.params import JointParams
 from coop_plan.planner.search.compute.params import DEFAULTS as ORDERS
 from coop_plan.planner.search.compute.params import OrderParams
+from coop_plan.planner.search.makespan.params import DEFAULTS as JOINT
+from coop_plan.planner.search.makespan.params import JointParams
 
 Rule = tuple[Positive, bool, bool]
 """A scoring rule: the exponent of the distance, whether bytes are capped, whether it foresees."""

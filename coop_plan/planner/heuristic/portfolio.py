@@ -19,10 +19,10 @@ from coop_plan.planner.core.lifetimes import Blocks
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.placement.layout import WORK, fit
-from coop_plan.planner.method import Progress, Request, Solution
-from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
+from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
+from coop_plan.planner.method import Progress, Request, Solution
+from coop_plan.planner.placement.layout import WORK, fit
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ class Portfolio:
         self, budget: int, rules: Iterable[int], most: int | None = None
     ) -> list[tuple[float, int, Record]]:
         """
-        Runs of the rules that complete at a logical budget: (cost in µs, number, run), cheapest first.
+        Runs of the rules that complete at a logical budget: (cost in µs, number, run), cheapest
+        first.
 
         Only the `most` cheapest, none like another: a run that costs more than so many others is
         given up.
@@ -152,12 +153,12 @@ class Portfolio:
     def sweep(self) -> None:
         """Every rule at the arena's own size, then the best rules over the grid around it."""
         params = self.params.portfolio
-        current_sequence = self.step(self.request.arena_bytes)
+        own_step = self.step(self.request.arena_bytes)
         if self.request.deadline is not None:  # there may be no time for more than one run
-            self.consider(self.budget(current_sequence), self.settings[0])
-        rules = self.best_rules(current_sequence)
+            self.consider(self.budget(own_step), self.settings[0])
+        rules = self.best_rules(own_step)
         for low, high in params.grid_windows:
-            for step in range(current_sequence + high, current_sequence + low, -1):
+            for step in range(own_step + high, own_step + low, -1):
                 for number in rules:
                     self.consider(self.budget(step), self.settings[number])
                     enough = self.request.any_schedule or self.request.out_of_time()

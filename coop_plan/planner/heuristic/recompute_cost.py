@@ -86,10 +86,10 @@ def mark_relatives(a: Arrays, s: EvictionState, t: int, position: int) -> None:
     """
     for down in range(2):
         s.counts[STAMP] += 1
-        current_sequence = s.counts[STAMP]
+        stamp = s.counts[STAMP]
         depth = 0
         s.stack[0] = t
-        s.tensor[MARK, t] = current_sequence
+        s.tensor[MARK, t] = stamp
         while depth >= 0:
             x = s.stack[depth]
             depth -= 1
@@ -102,8 +102,8 @@ def mark_relatives(a: Arrays, s: EvictionState, t: int, position: int) -> None:
                         child = a.makes[j]
                         if s.tensor[LIVE, child] == 1:
                             changed(s, child)
-                        elif s.tensor[MARK, child] != current_sequence and a.last_use[child] > position:
-                            s.tensor[MARK, child] = current_sequence
+                        elif s.tensor[MARK, child] != stamp and a.last_use[child] > position:
+                            s.tensor[MARK, child] = stamp
                             depth += 1
                             s.stack[depth] = child
             else:
@@ -112,8 +112,8 @@ def mark_relatives(a: Arrays, s: EvictionState, t: int, position: int) -> None:
                     source = a.reads[k]
                     if s.tensor[LIVE, source] == 1:
                         changed(s, source)
-                    elif s.tensor[MARK, source] != current_sequence:
-                        s.tensor[MARK, source] = current_sequence
+                    elif s.tensor[MARK, source] != stamp:
+                        s.tensor[MARK, source] = stamp
                         depth += 1
                         s.stack[depth] = source
 
@@ -162,10 +162,10 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
     """
     for mark in range(2):  # look first, then mark
         s.counts[STAMP] += 1
-        current_sequence = s.counts[STAMP]
+        stamp = s.counts[STAMP]
         depth = 0
         s.stack[0] = t
-        s.tensor[MARK, t] = current_sequence
+        s.tensor[MARK, t] = stamp
         while depth >= 0:
             parent = s.stack[depth]
             depth -= 1
@@ -175,9 +175,9 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
                     break
                 for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                     child = a.makes[j]
-                    if s.tensor[MARK, child] == current_sequence or a.is_output[child] == 1:
+                    if s.tensor[MARK, child] == stamp or a.is_output[child] == 1:
                         continue
-                    s.tensor[MARK, child] = current_sequence
+                    s.tensor[MARK, child] = stamp
                     if s.tensor[LIVE, child] == 1:
                         if mark == 1:
                             s.tensor[EVICTABLE, child] = 0

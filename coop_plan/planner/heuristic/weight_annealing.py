@@ -15,10 +15,10 @@ from dataclasses import replace
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
-from coop_plan.planner.core.repeated_blocks import repetitions
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
+from coop_plan.planner.core.repeated_blocks import repetitions
 from coop_plan.planner.heuristic.eviction_run import Settings
+from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
 
 
 class Annealing:

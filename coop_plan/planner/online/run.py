@@ -12,8 +12,8 @@ from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
-from coop_plan.planner.online.remaining_cost import least_cost
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams
+from coop_plan.planner.online.remaining_cost import least_cost
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import (
     CLOCK,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from coop_plan.runtime.integrations.inplace import compile_method, coop
 from coop_plan.runtime.errors import RuntimeRefusalError
+from coop_plan.runtime.integrations.inplace import compile_method, coop
 from coop_plan.runtime.reports import reports
 
 LOGGING = ("log", "log_dict")

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from coop_plan.runtime.integrations.inplace import compile_module, coop
 from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
+from coop_plan.runtime.integrations.inplace import compile_module, coop
 from coop_plan.runtime.reports import reports
 
 

@@ -1,8 +1,8 @@
 """The course of one iteration: which steps are called, and in which order their halves run.
 
 An iteration lasts from a forward that finds nothing waiting to the next such forward. The first of
-its kind is recorded; those that follow run by the plan of the whole (`runtime.iteration.joint_plan`), as
-long as they keep to its order.
+its kind is recorded; those that follow run by the plan of the whole
+(`runtime.iteration.joint_plan`), as long as they keep to its order.
 """
 
 import logging

@@ -6,8 +6,11 @@ from hypothesis import strategies as st
 
 from benchmarks.hard_graphs import FAMILIES, hard_graph
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
-from coop_plan.planner.core.memory_bounds import arena_lower_bound, budget_lower_bound
-from coop_plan.planner.core.memory_bounds import largest_working_set
+from coop_plan.planner.core.memory_bounds import (
+    arena_lower_bound,
+    budget_lower_bound,
+    largest_working_set,
+)
 from coop_plan.planner.verifier import find_faults
 from tests.planner.brute_force import cheapest
 from tests.strategies import graphs

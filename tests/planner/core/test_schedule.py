@@ -62,7 +62,13 @@ def random_orders(problem, draw):
         again = [o for o in range(op) if repeatable[o]]
         for variant in draw(st.lists(st.sampled_from(again), max_size=3)) if again else ():
             run(variant)
-        run(draw(st.sampled_from([b for b, variant in enumerate(problem.variants) if variant.op == op])))
+        run(
+            draw(
+                st.sampled_from(
+                    [b for b, variant in enumerate(problem.variants) if variant.op == op]
+                )
+            )
+        )
         made += [t for t in problem.makes[op] if not overwritten[t]]
         for t in sorted(away | back):
             if draw(st.booleans()):

@@ -9,9 +9,9 @@ of those. A tensor that ops overwrite in the arena is one tensor per SSA version
 
 from dataclasses import dataclass
 
+from coop_plan.planner.core.memory_bounds import working_sets
 from coop_plan.planner.core.problem import Pair, Problem
 from coop_plan.planner.core.ssa import SsaForm
-from coop_plan.planner.core.memory_bounds import working_sets
 
 
 @dataclass(frozen=True)

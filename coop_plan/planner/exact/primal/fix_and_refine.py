@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.core.memory_bounds import working_sets
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.exact.model.milp import INFINITY, Outcome, Terms
 from coop_plan.planner.exact.model.point_selection import segment_of, worst_of_groups
 from coop_plan.planner.exact.model.program import Program

@@ -23,10 +23,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.memory_bounds import (
+    resident_output_bytes,
+    working_set_bound,
+    working_sets,
+)
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
-from coop_plan.planner.core.memory_bounds import resident_output_bytes
-from coop_plan.planner.core.memory_bounds import working_set_bound, working_sets
 from coop_plan.planner.exact.incumbent import OPTIMALITY_TOLERANCE, SOLVER_TOLERANCE
 from coop_plan.planner.exact.model.milp import INFINITY, Answer, Outcome
 from coop_plan.planner.exact.model.point_selection import worst_of_groups

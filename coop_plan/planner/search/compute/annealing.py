@@ -19,12 +19,17 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints, to_program
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
-from coop_plan.planner.placement.layout import WORK, WORK_PER_SECOND, fit
-from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
 from coop_plan.planner.heuristic.eviction_run import Record
-from coop_plan.planner.search.compute.sequence import set_sequence, current_sequence, reserve_margin, start
+from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
+from coop_plan.planner.method import Request, Solution
+from coop_plan.planner.placement.layout import WORK, WORK_PER_SECOND, fit
 from coop_plan.planner.search.compute.metropolis import metropolis_search
+from coop_plan.planner.search.compute.sequence import (
+    current_sequence,
+    reserve_margin,
+    set_sequence,
+    start,
+)
 
 
 class OrderAnnealing:
@@ -137,7 +142,9 @@ class OrderAnnealing:
 
     def _search(self, steps: int, temperature: float, penalty: float) -> tuple[float, float]:
         seed = int(self.random.integers(1 << 31))
-        return metropolis_search(self.program, self.state, steps, self.limit, temperature, penalty, seed)
+        return metropolis_search(
+            self.program, self.state, steps, self.limit, temperature, penalty, seed
+        )
 
     def _place(self, work: int) -> bool:
         """
@@ -179,7 +186,8 @@ def reordered(
 
     It begins at a `sequence` of ops, and ends at the deadline, which the request has, or where what
     it found costs no more than is known to be the least (`least_us`, else every op once); None
-    where it finds nothing, or where the sequence runs an op again that accesses what is overwritten.
+    where it finds nothing, or where the sequence runs an op again that accesses what is
+    overwritten.
     """
     assert request.deadline is not None
     runs = np.bincount(sequence, minlength=problem.op_count)
@@ -196,7 +204,7 @@ def reordered(
 
 
 def cheaper(problem: Problem, found: Solution, other: PlacedSchedule | None) -> Solution:
-    """The cheaper of a solution in program order and a schedule in any order, with a bound for it."""
+    """The cheaper of a solution in program order and a schedule in any order."""
     if other is None or other.cost_us >= found.placed.cost_us:
         return found
     bound, model = found.lower_bound_us, found.bound_model

@@ -17,9 +17,17 @@ from coop_plan.planner.search.compute.event_list import (
     spread,
     take_back,
 )
-from coop_plan.planner.search.compute.liveness import link, renews, run_fixed_length, unlink, wanted, undo_access
+from coop_plan.planner.search.compute.liveness import (
+    link,
+    renews,
+    run_fixed_length,
+    undo_access,
+    unlink,
+    wanted,
+)
 from coop_plan.planner.search.compute.sequence import (
     ACCEPTED,
+    ACCESSES,
     ALONG,
     BORN,
     BORN_COUNT,
@@ -32,12 +40,10 @@ from coop_plan.planner.search.compute.sequence import (
     EVENT,
     FIRST_RUN,
     FREE,
-    FREE_COUNT,
     FREE_ACCESS,
     FREE_ACCESSES,
+    FREE_COUNT,
     FULL,
-    REMOVED,
-    REMOVED_COUNT,
     HEAD,
     LAST,
     LENGTH,
@@ -52,12 +58,13 @@ from coop_plan.planner.search.compute.sequence import (
     QUEUE_COUNT,
     QUEUED,
     READ,
+    REMOVED,
+    REMOVED_COUNT,
     SAVED,
     STALE,
     STALE_COUNT,
     TAIL,
     TENSOR,
-    ACCESSES,
     UP,
     SearchState,
 )

@@ -2,15 +2,16 @@
 The lives of the copies of a tensor, from its accesses: what reads and makes it, in order.
 
 An event accesses the tensors that it reads and makes. The accesses of each tensor are linked in the
-order of the candidate, so what a change does to memory is found from the tensors it accesses alone. A
-access that is its own `COPY` began one, and what that needs is counted at its `END`, until both are
-found anew.
+order of the candidate, so what a change does to memory is found from the tensors it accesses alone.
+A access that is its own `COPY` began one, and what that needs is counted at its `END`, until both
+are found anew.
 """
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.search.compute.event_list import mark, place
 from coop_plan.planner.search.compute.sequence import (
+    ACCESSES,
     ALONG,
     CODE,
     COPY,
@@ -32,7 +33,6 @@ from coop_plan.planner.search.compute.sequence import (
     STALES,
     TAIL,
     TENSOR,
-    ACCESSES,
     UP,
     SearchState,
 )

@@ -2,8 +2,8 @@
 Metropolis search over orders of runs.
 
 A step draws one move (`planner.search.compute.moves`). Memory and cost are updated for the tensors
-that it accesses (`liveness`, `objective` of this folder). After Metropolis et al., Equation of State
-Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
+that it accesses (`liveness`, `objective` of this folder). After Metropolis et al., Equation of
+State Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
 """
 
 import numpy as np
@@ -11,8 +11,8 @@ import numpy as np
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, njit
 from coop_plan.planner.search.compute.edits import accept, collect, end_step, enter, leave
-from coop_plan.planner.search.compute.objective import cost_of, excess
 from coop_plan.planner.search.compute.moves import change, move_first
+from coop_plan.planner.search.compute.objective import cost_of, excess
 from coop_plan.planner.search.compute.repair import repair
 from coop_plan.planner.search.compute.sequence import AREA, SearchState
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.event_list import event_at, length, place
 from coop_plan.planner.search.compute.edits import move, put_in, take_out
+from coop_plan.planner.search.compute.event_list import event_at, length, place
 from coop_plan.planner.search.compute.liveness import wanted_at
 from coop_plan.planner.search.compute.sequence import (
+    ACCESSES,
     ALONG,
     BLOCK,
     CODE,
@@ -25,7 +26,6 @@ from coop_plan.planner.search.compute.sequence import (
     NONE,
     READ,
     TENSOR,
-    ACCESSES,
     SearchState,
 )
 
@@ -165,7 +165,7 @@ def take_out_block(a: Program, s: SearchState, begin: int, more: float) -> bool:
 
 @inlined
 def block_end(s: SearchState, begin: int, more: float) -> int:
-    """End of a block of recomputes from `begin`, which each further event joins with chance `more`."""
+    """End of a block of recomputes; each next event joins with chance `more`."""
     end = begin + 1
     while np.random.random() < more and end < length(s) and not is_first(s, end):
         end += 1

@@ -6,6 +6,7 @@ from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.search.compute.liveness import run_fixed_length
 from coop_plan.planner.search.compute.sequence import (
+    ACCESSES,
     ALONG,
     AREA,
     BLOCK,
@@ -33,7 +34,6 @@ from coop_plan.planner.search.compute.sequence import (
     READ,
     SAVED,
     TENSOR,
-    ACCESSES,
     UP,
     WORST,
     SearchState,

@@ -7,7 +7,10 @@ from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Share, S
 
 @dataclass(frozen=True)
 class MoveParams(Params):
-    """Moves of a Metropolis search; the default chances are for recomputation alone (`planner.search.compute`)."""
+    """
+    Moves of a Metropolis search; the default chances are for recomputation alone
+    (`planner.search.compute`).
+    """
 
     repairs: Size = 8
     """Upper bound on the repairs of one candidate."""

@@ -1,4 +1,4 @@
-"""Repair of a candidate that exceeds the memory: the cheapest tensor at its fullest event is evicted."""
+"""Repair of a candidate: the cheapest tensor at its fullest event is evicted."""
 
 import numpy as np
 
@@ -8,6 +8,7 @@ from coop_plan.planner.search.compute.event_list import block_at, place
 from coop_plan.planner.search.compute.liveness import next_read, wanted_at
 from coop_plan.planner.search.compute.moves import evicted_chance, recompute
 from coop_plan.planner.search.compute.sequence import (
+    ACCESSES,
     ALONG,
     CODE,
     COPY,
@@ -21,7 +22,6 @@ from coop_plan.planner.search.compute.sequence import (
     REACH,
     READ,
     TENSOR,
-    ACCESSES,
     WORST,
     SearchState,
 )
@@ -41,7 +41,9 @@ def repair(a: Program, s: SearchState) -> bool:
     t = _drawn(a, s, worst)
     if t == NONE:
         return False
-    return recompute(a, s, a.producer[t], next_read(s, t, worst + 1), evicted_chance_at(a, s, t, worst))
+    return recompute(
+        a, s, a.producer[t], next_read(s, t, worst + 1), evicted_chance_at(a, s, t, worst)
+    )
 
 
 @inlined
@@ -103,7 +105,7 @@ def _either(s: SearchState, total: float, t: int, x: int, worth: float) -> tuple
 
 @inlined
 def _left_by_blocks(s: SearchState, last: int, by: int, left: float) -> int:
-    """Block at which the running sum over the blocks before one reaches `left`; NONE if it does not."""
+    """Block at which the running sum over blocks reaches `left`, or NONE."""
     b = 0
     while b < last and (s.block[b, REACH] < last or left >= s.weight[b, by]):
         if s.block[b, REACH] >= last:

@@ -17,30 +17,31 @@ from coop_plan.planner.core.arrays import Flags, Ints, Program, to_arrays, to_pr
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.search.compute.params import OrderParams
 
-# Columns of `SearchState.event`: the op that runs; its block, and its place among those of the block;
-# the first of its accesses; whether it is in the candidate; whether it is the op's first run; whether
-# the current sequence does not have it.
+# Columns of `SearchState.event`: the op that runs; its block, and its place among those of the
+# block; the first of its accesses; whether it is in the candidate; whether it is the op's first
+# run; whether the current sequence does not have it.
 CODE, BLOCK, INDEX, ACCESSES, PRESENT, FIRST_RUN, NEW = range(7)
-# Columns of `SearchState.bytes`, per event: of copies that begin with it, of those that end with it,
-# of what is live for it only, of what it needs less because an output takes the place of an input.
+# Columns of `SearchState.bytes`, per event: of copies that begin with it, of those that end with
+# it, of what is live for it only, of what it needs less because an output takes the place of an
+# input.
 UP, DOWN, ONCE, SAVED = range(4)
-# Columns of `SearchState.block`: its events, and how many they were in the current sequence if it has
-# changed, else NONE; whether what follows must be found anew: by how many bytes more are live after
-# it than before it; what an event of it needs at most and what lives in all its events, both beyond
-# what is live before it; how many of them are first runs; the first access of those which begin a
-# copy that outlives the block and could be spared, and the last block in which one ends.
+# Columns of `SearchState.block`: its events, and how many they were in the current sequence if it
+# has changed, else NONE; whether what follows must be found anew: by how many bytes more are live
+# after it than before it; what an event of it needs at most and what lives in all its events, both
+# beyond what is live before it; how many of them are first runs; the first access of those which
+# begin a copy that outlives the block and could be spared, and the last block in which one ends.
 EVENTS, KEPT, DIRTY, NET, MOST, LIVED, FIRSTS, LONG, REACH = range(9)
-# Columns of `SearchState.access`: tensor and event; what the event does to it, READ or MAKE; the next
-# and the last access of the tensor, in the order of the candidate; the next of the event; the access that
-# began the copy it is of, and the event with which one that it began ends; the next one like this
-# of the block that outlives it.
+# Columns of `SearchState.access`: tensor and event; what the event does to it, READ or MAKE; the
+# next and the last access of the tensor, in the order of the candidate; the next of the event; the
+# access that began the copy it is of, and the event with which one that it began ends; the next one
+# like this of the block that outlives it.
 TENSOR, DOES, EVENT, NEXT, LAST, ALONG, COPY, END, LATER = range(9)
 READ, MAKE = range(2)
 # Columns of `SearchState.tensor`: the first and the last access; whether its copies must be found
 # anew, and whether its events may serve nothing.
 HEAD, TAIL, STALE, QUEUED = range(4)
-# Rows of `SearchState.lists`: events that are free; that the candidate has and the current sequence has
-# not, the other way round, and at another place; tensors that are stale, and queued; blocks in
+# Rows of `SearchState.lists`: events that are free; that the candidate has and the current sequence
+# has not, the other way round, and at another place; tensors that are stale, and queued; blocks in
 # which the candidate differs from the current sequence.
 FREE, BORN, REMOVED, MOVED, STALES, QUEUE, DIFFER = range(7)
 # Entries of `SearchState.counts`: events of the sequence at hand; of the lists; blocks in use, and
@@ -64,8 +65,8 @@ FREE, BORN, REMOVED, MOVED, STALES, QUEUE, DIFFER = range(7)
     MARGINS,
     COUNTS,
 ) = range(16)
-# Entries of `SearchState.sums`: what computes in the candidate, and in the current sequence, µs; bytes
-# that live in the candidate, from event to event, times events.
+# Entries of `SearchState.sums`: what computes in the candidate, and in the current sequence, µs;
+# bytes that live in the candidate, from event to event, times events.
 COMPUTE, ACCEPTED, AREA = range(3)
 NONE = -1
 """No event, no access."""

@@ -17,11 +17,18 @@ import numpy as np
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
-from coop_plan.planner.search.makespan.sequence import AHEAD, set_sequence, current_sequence, start, to_closed_program, to_events
-from coop_plan.planner.search.makespan.params import DEFAULTS, JointParams
-from coop_plan.planner.search.makespan.metropolis import measured, metropolis_search
-from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
 from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.search.makespan.metropolis import measured, metropolis_search
+from coop_plan.planner.search.makespan.params import DEFAULTS, JointParams
+from coop_plan.planner.search.makespan.sequence import (
+    AHEAD,
+    current_sequence,
+    set_sequence,
+    start,
+    to_closed_program,
+    to_events,
+)
 
 
 class JointSearch:
@@ -90,7 +97,10 @@ class JointSearch:
         starts = self.starts * 2 if first == 1 else self.starts
         rounds: list[tuple[Ints | None, float, float]] = [
             *((sequence, params.start_share / len(starts), 1.0) for sequence in starts),
-            *((None, (1 - params.start_share) / last, temperature) for temperature in params.last_temperatures),
+            *(
+                (None, (1 - params.start_share) / last, temperature)
+                for temperature in params.last_temperatures
+            ),
         ]
         ends: list[tuple[float, int, Ints, int]] = []
         spent = 0.0
@@ -173,7 +183,7 @@ class JointSearch:
         return fits
 
     def at_the_floor(self) -> bool:
-        """True if no schedule of default variants costs less: every op runs once without a stall."""
+        """True if no schedule of default variants costs less: no recompute, no stall."""
         return self.cost_us <= self.problem.base_cost_us * (1 + 1e-9)
 
     def _place(self, sequence: Ints, work: int) -> None:

@@ -1,22 +1,22 @@
 """
 The search: a random search among sequences with marks, by Metropolis' rule.
 
-A step draws one of the moves (`planner.search.makespan.moves`). What that does to the lives of tensors is
-seen from what it accesses (`planner.search.compute`); what the engines do then, by going through all events
-(`planner.search.makespan.objective`). After Metropolis et al., Equation of State Calculations by Fast Computing
-Machines, J. Chem. Phys. 1953.
+A step draws one of the moves (`planner.search.makespan.moves`). What that does to the lives of
+tensors is seen from what it accesses (`planner.search.compute`); what the engines do then, by going
+through all events (`planner.search.makespan.objective`). After Metropolis et al., Equation of State
+Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
 """
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inner, njit
-from coop_plan.planner.search.makespan.sequence import MarkerSearchState
-from coop_plan.planner.search.makespan.moves import change
-from coop_plan.planner.search.makespan.repair import repair
-from coop_plan.planner.search.makespan.objective import evaluate
 from coop_plan.planner.search.compute.edits import accept, collect, end_step, enter, leave
 from coop_plan.planner.search.compute.liveness import run_fixed_length, undo_access
+from coop_plan.planner.search.makespan.moves import change
+from coop_plan.planner.search.makespan.objective import evaluate
+from coop_plan.planner.search.makespan.repair import repair
+from coop_plan.planner.search.makespan.sequence import MarkerSearchState
 
 
 @inner
@@ -61,8 +61,8 @@ def metropolis_search(
     """
     So many steps from the sequence at hand on; what `measured` says of where they end.
 
-    `temperature` is by how much a step may make it worse on average (µs), `penalty` what it costs (µs) to
-    need e times the capacity (bytes), roughly. `host` below 0 is no limit.
+    `temperature` is by how much a step may make it worse on average (µs), `penalty` what it costs
+    (µs) to need e times the capacity (bytes), roughly. `host` below 0 is no limit.
     """
     np.random.seed(seed)
     s = m.orders

@@ -8,19 +8,19 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.makespan.sequence import MarkerSearchState
-from coop_plan.planner.search.compute.event_list import event_at, length, place
 from coop_plan.planner.search.compute.edits import move, put_in, take_out
+from coop_plan.planner.search.compute.event_list import event_at, length, place
 from coop_plan.planner.search.compute.liveness import next_read, wanted_at
 from coop_plan.planner.search.compute.moves import (
     block_end,
-    gather,
     evicted_chance,
+    gather,
     is_first,
     put_in_order,
     take_out_block,
 )
 from coop_plan.planner.search.compute.sequence import CODE
+from coop_plan.planner.search.makespan.sequence import MarkerSearchState
 
 
 @inner
@@ -111,7 +111,7 @@ def _move(a: Program, m: MarkerSearchState, begin: int) -> bool:
 
 @inlined
 def fetch(a: Program, m: MarkerSearchState, t: int, at: int) -> bool:
-    """Put a mark into the candidate before event `at`; false where there is no room for more events."""
+    """Insert a prefetch marker before event `at`; False if there is no room."""
     m.orders.inserted[0] = a.ops + t
     return put_in(a, m.orders, 1, at)
 

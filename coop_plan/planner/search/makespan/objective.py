@@ -14,6 +14,31 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Ints, Program
 from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.search.compute.event_list import place
+from coop_plan.planner.search.compute.objective import cost_of
+from coop_plan.planner.search.compute.sequence import (
+    ACCESSES,
+    ALONG,
+    BLOCKS,
+    CODE,
+    COPY,
+    DOES,
+    DOWN,
+    END,
+    EVENT,
+    EVENTS,
+    HEAD,
+    LAST,
+    NEXT,
+    NONE,
+    ONCE,
+    OVER,
+    READ,
+    SAVED,
+    TENSOR,
+    UP,
+    WORST,
+)
 from coop_plan.planner.search.makespan.sequence import (
     AHEAD,
     ARRIVE,
@@ -49,31 +74,6 @@ from coop_plan.planner.search.makespan.sequence import (
     WHAT,
     MarkerSearchState,
 )
-from coop_plan.planner.search.compute.event_list import place
-from coop_plan.planner.search.compute.objective import cost_of
-from coop_plan.planner.search.compute.sequence import (
-    ALONG,
-    BLOCKS,
-    CODE,
-    COPY,
-    DOES,
-    DOWN,
-    END,
-    EVENT,
-    EVENTS,
-    HEAD,
-    LAST,
-    NEXT,
-    NONE,
-    ONCE,
-    OVER,
-    READ,
-    SAVED,
-    TENSOR,
-    ACCESSES,
-    UP,
-    WORST,
-)
 
 
 @inner
@@ -95,7 +95,7 @@ def evaluate(
 
 @inlined
 def _list_events(a: Program, m: MarkerSearchState) -> None:
-    """The candidate's events in order, when they begin if nobody waits, and the marks that are read."""
+    """List events in order, their begins without stalls, and the markers that are read."""
     s = m.orders
     now, at, fetches = 0.0, 0, 0
     for b in range(s.counts[BLOCKS]):
@@ -156,7 +156,9 @@ def _find_latest(m: MarkerSearchState) -> None:
 
 
 @inner
-def _go(a: Program, m: MarkerSearchState, capacity: int, host: int, limit: float) -> tuple[float, float]:
+def _go(
+    a: Program, m: MarkerSearchState, capacity: int, host: int, limit: float
+) -> tuple[float, float]:
     """Go through the events as the engines do; see `evaluate`."""
     s, clock, flow = m.orders, m.clock, m.flow
     s.counts[WORST], s.counts[OVER] = NONE, 0
@@ -287,7 +289,9 @@ def _may_leave(m: MarkerSearchState) -> bool:
 
 
 @inlined
-def _make_room(m: MarkerSearchState, at: int, bytes_: int, capacity: int, host: int, size: Ints) -> None:
+def _make_room(
+    m: MarkerSearchState, at: int, bytes_: int, capacity: int, host: int, size: Ints
+) -> None:
     """Before an event wait for as many bytes to leave as are missing, if that is enough."""
     flow = m.flow
     while flow[LIVE] + bytes_ > capacity >= flow[LIVE] + bytes_ - flow[HELD] and _may_leave(m):
@@ -323,7 +327,10 @@ def _send(m: MarkerSearchState, at: int, host: int, size: Ints) -> None:
             below += 1
         if m.queue[below, 0] >= key:
             break
-        m.queue[current_sequence, 0], m.queue[current_sequence, 1] = m.queue[below, 0], m.queue[below, 1]
+        m.queue[current_sequence, 0], m.queue[current_sequence, 1] = (
+            m.queue[below, 0],
+            m.queue[below, 1],
+        )
         current_sequence, below = below, 2 * below + 1
     m.queue[current_sequence, 0], m.queue[current_sequence, 1] = key, moved
     clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + m.out_us[t]

@@ -17,7 +17,7 @@ from coop_plan.planner.search.compute.params import MoveParams
 
 @dataclass(frozen=True)
 class MarkParams(MoveParams):
-    """The search among sequences with marks, and its moves (`planner.search.makespan.metropolis`)."""
+    """Parameters of the search with prefetch markers, and of its moves."""
 
     recompute_chance: Share = 0.12
     """Chance of a change to compute something again for an event that reads it."""

@@ -1,16 +1,15 @@
-"""Repair of a sequence that exceeds the memory: the cheapest tensor at its fullest event is evicted."""
+"""Repair of a sequence: the cheapest tensor at its fullest event is evicted."""
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.makespan.sequence import MarkerSearchState
-from coop_plan.planner.search.makespan.moves import fetch, recompute
 from coop_plan.planner.search.compute.event_list import block_at, length, place
 from coop_plan.planner.search.compute.liveness import next_read
 from coop_plan.planner.search.compute.objective import look_at
-from coop_plan.planner.search.compute.repair import gains, evicted_chance_at
+from coop_plan.planner.search.compute.repair import evicted_chance_at, gains
 from coop_plan.planner.search.compute.sequence import (
+    ACCESSES,
     ALONG,
     CODE,
     COPY,
@@ -27,9 +26,10 @@ from coop_plan.planner.search.compute.sequence import (
     REACH,
     READ,
     TENSOR,
-    ACCESSES,
     WORST,
 )
+from coop_plan.planner.search.makespan.moves import fetch, recompute
+from coop_plan.planner.search.makespan.sequence import MarkerSearchState
 
 
 @inner

@@ -3,14 +3,14 @@ A sequence with marks: what runs in which order, and what is read from a copy ou
 
 Of a closed program of n ops, o < n is a run of op o, and n + t a mark: what is read of tensor t
 from there on is a copy that was fetched from the host. A mark says nothing of when: when tensors
-leave and are fetched follows from the sequence (`planner.search.makespan.objective`). A tensor is copied to the
-host once, after its first run, if any of its reads is marked. An event reads the latest copy of
-each input, and a copy lives until its last read. Every sequence in which first runs come in program
-order and whose reads find what they need is a schedule.
+leave and are fetched follows from the sequence (`planner.search.makespan.objective`). A tensor is
+copied to the host once, after its first run, if any of its reads is marked. An event reads the
+latest copy of each input, and a copy lives until its last read. Every sequence in which first runs
+come in program order and whose reads find what they need is a schedule.
 
-To a search a mark is a run that makes its tensor of nothing, in no time (`planner.search.compute`). The last
-op is none of the graph's: it reads the outputs of the step, so that these may be away until its
-end.
+To a search a mark is a run that makes its tensor of nothing, in no time (`planner.search.compute`).
+The last op is none of the graph's: it reads the outputs of the step, so that these may be away
+until its end.
 """
 
 from dataclasses import asdict, replace
@@ -22,26 +22,28 @@ import numpy.typing as npt
 from coop_plan.planner.core.arrays import Flags, Floats, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, RUN, WAIT
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.search.makespan.params import MarkParams
 from coop_plan.planner.search.compute import sequence
 from coop_plan.planner.search.compute.params import DEFAULTS as ORDERS
 from coop_plan.planner.search.compute.sequence import SearchState, allocate
+from coop_plan.planner.search.makespan.params import MarkParams
 
 Numbers = npt.NDArray[np.int32]
 
-# Columns of `MarkerSearchState.transfer`: the place of the event that it is listed before, what it is, and
-# its tensor.
+# Columns of `MarkerSearchState.transfer`: the place of the event that it is listed before, what it
+# is, and its tensor.
 BEFORE, KIND, WHAT = range(3)
 # What a transfer is: the begin of a copy to the host, the moment the tensor leaves the device, when
 # that is over, the begin of a copy back, and the wait for it.
 GO, LEAVE, FETCH, ARRIVE = range(4)
-# Entries of `MarkerSearchState.clock`, µs: when compute comes to the event at hand, and when the engines to
-# the host and back are free; and (bytes) what the host has too much at all begins of copies.
+# Entries of `MarkerSearchState.clock`, µs: when compute comes to the event at hand, and when the
+# engines to the host and back are free; and (bytes) what the host has too much at all begins of
+# copies.
 NOW, OUT_FREE, IN_FREE, HOST_TOTAL = range(4)
-# Entries of `MarkerSearchState.flow`: bytes that are live, those of them that wait to leave and are of no
-# use any more, bytes on the host, and by how many it has too much at most; the tensors queued,
-# those that have begun to leave and those of them that have left, and transfers; events, fetches,
-# and the tensors that are moved; and whether fetches wait for what comes before their reads.
+# Entries of `MarkerSearchState.flow`: bytes that are live, those of them that wait to leave and are
+# of no use any more, bytes on the host, and by how many it has too much at most; the tensors
+# queued, those that have begun to leave and those of them that have left, and transfers; events,
+# fetches, and the tensors that are moved; and whether fetches wait for what comes before their
+# reads.
 (
     LIVE,
     HELD,
@@ -57,12 +59,12 @@ NOW, OUT_FREE, IN_FREE, HOST_TOTAL = range(4)
     AHEAD,
     FLOWS,
 ) = range(13)
-# Columns of `MarkerSearchState.mover`, of a tensor: whether the host gets it, whether it has left the
-# device, its last fetch; the event of its first run, and the last one that reads what that made;
-# the next tensor with the same one of the first and of the last.
+# Columns of `MarkerSearchState.mover`, of a tensor: whether the host gets it, whether it has left
+# the device, its last fetch; the event of its first run, and the last one that reads what that
+# made; the next tensor with the same one of the first and of the last.
 MOVES, LEFT, LAST_FETCH, MADE, LAST_READ, NEXT_MADE, NEXT_READ = range(7)
-# Columns of `MarkerSearchState.first_of`, of an event: the first tensor that is moved and made by it, and
-# the first of which it is the last to read what was made.
+# Columns of `MarkerSearchState.first_of`, of an event: the first tensor that is moved and made by
+# it, and the first of which it is the last to read what was made.
 MAKES, READS = range(2)
 
 
@@ -99,14 +101,15 @@ class MarkerSearchState(NamedTuple):
     """
     A search among sequences of runs and marks, and what the engines do in the one evaluated last.
 
-    `orders` is the search. `movable` says of a tensor whether it may be copied to the host; `out_us`
-    and `in_us` are what its copies take. The rest is of the candidate. `order` has the event of each
-    place, `begins` is when it begins if nobody waits, µs; `fetched` lists the accesses of marks that
-    are read, in the order of their first reads, and `reader` the places of these; `latest` has the
-    places before which they begin to be fetched for nobody to wait, and `back` when they are there,
-    µs. `moved` lists the tensors that the host gets, `mover` and `first_of` are about them. `queue`
-    is a heap of those to be copied, by when that would be of use; `leaving` and `leaves` list those
-    that are being copied and when each is over, µs; `transfer` all that goes and comes.
+    `orders` is the search. `movable` says of a tensor whether it may be copied to the host;
+    `out_us` and `in_us` are what its copies take. The rest is of the candidate. `order` has the
+    event of each place, `begins` is when it begins if nobody waits, µs; `fetched` lists the
+    accesses of marks that are read, in the order of their first reads, and `reader` the places of
+    these; `latest` has the places before which they begin to be fetched for nobody to wait, and
+    `back` when they are there, µs. `moved` lists the tensors that the host gets, `mover` and
+    `first_of` are about them. `queue` is a heap of those to be copied, by when that would be of
+    use; `leaving` and `leaves` list those that are being copied and when each is over, µs;
+    `transfer` all that goes and comes.
     """
 
     numbers: MarkNumbers
