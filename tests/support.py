@@ -291,7 +291,7 @@ class PlanWriter:
         """Compute `op`, first whatever it needs."""
         if depth > 12 or len(self.steps) > 100 * len(self.graph.ops) + 100:
             raise StuckError
-        variant = next((v for v in op.variants if v.name == variant), op)
+        name, variant = variant, next((v for v in op.variants if v.name == variant), op)
         needs = [(t, self.needed[op.id, t]) for t in variant.inputs]
         for _ in range(3):
             for t, version in needs:
@@ -326,7 +326,7 @@ class PlanWriter:
         self.steps.append(
             Compute(
                 op=op.id,
-                variant=variant,
+                variant=name,
                 reads=reads,
                 writes=writes,
                 workspace=Workspace(offset=self.place(scratch, taken), bytes=scratch),

@@ -115,5 +115,5 @@ def test_a_redis_that_is_away_is_a_store_that_fails(monkeypatch):
 
 
 def test_an_address_that_is_none():
-    with pytest.raises(StoreError, match="no address"):
+    with pytest.raises(StoreError, match="is not the address of a Redis"):
         open_store("redis://127.0.0.1:port/0", SECRET)
