@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
-from coop_plan.runtime.iteration.recorder import Course
 from coop_plan.runtime.execute.invocation import Flight, in_flight
 from coop_plan.runtime.iteration.joint_plan import Call
+from coop_plan.runtime.iteration.recorder import Course
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals.autograd import inside_backward

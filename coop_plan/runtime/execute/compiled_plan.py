@@ -1,27 +1,27 @@
 """A plan of a step as code that runs in a memory."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.gradients.capture_adjust import TAKING, accumulate, hand_over
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
-from coop_plan.runtime.execute.transfers import Copies, Route, Transfers
 from coop_plan.runtime.execute.invocation import Flight
-from coop_plan.runtime.execute.rng_state import Generator, default_generator
 from coop_plan.runtime.execute.lower_to_fx import (
     FLIGHT,
     OCCURRENCE,
     Over,
-    final_sources,
     shared_places,
     split,
 )
-from coop_plan.schemas import Compute, Plan, Prefetch, Write
+from coop_plan.runtime.execute.plan_index import PlanIndex
+from coop_plan.runtime.execute.rng_state import Generator, default_generator
+from coop_plan.runtime.execute.transfers import Copies, Route
+from coop_plan.runtime.gradients.capture_adjust import TAKING, accumulate, hand_over
+from coop_plan.schemas import Compute, Plan
 
 
 class Code:
@@ -37,12 +37,10 @@ class Code:
     """
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
+        index = PlanIndex(captured.graph, plan)
         steps = [step for step in plan.steps if isinstance(step, Compute)]
-        seen: set[int] = set()
-        self._again = []
-        for step in steps:
-            self._again.append(step.op in seen)
-            seen.add(step.op)
+        firsts = set(index.first_run.values())
+        self._again = [at not in firsts for at in index.runs]
         self._graph = captured.graph
         self._ops = [step.op for step in steps]
         repeated = {op for op, again in zip(self._ops, self._again, strict=True) if again}
@@ -53,12 +51,14 @@ class Code:
         self.uncapturable = [
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
-        over = shared_places(captured, plan)
-        program = [
-            _slots(captured, step, over.get(number, ())) for number, step in enumerate(steps)
-        ]
-        self.slots = _gradient_slots(captured, steps, program, over)
-        self.left = _left(captured, plan)
+        over = shared_places(captured, plan, index)
+        program, slot_of = _slots(captured, steps, over)
+        # Homes are the second argument of `accumulate`, and what it reads is the gradient.
+        accumulated = [step for step in steps if captured.ops[step.op].target is accumulate]
+        self.slots: dict[int, int | None] = {
+            captured.ops[step.op].args[1]: slot_of.get(step.reads[0]) for step in accumulated
+        }
+        self.left = _left(captured, index)
         given = captured.output_args[captured.num_fwd_outputs :]
         self.used: Sequence[int] = [
             position
@@ -66,21 +66,22 @@ class Code:
             if isinstance(value, fx.Node) and value.target is hand_over
         ]
         self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
-        transfers = Transfers(plan)
-        arriving = [transfers.all[i] for i in transfers.arrivals()]
+        prefetched = [moved.buffer for moved in index.transfers if not moved.to_host]
         self.arena = Arena(
             plan.arena_bytes,
-            [*program, *([(moved.bytes, moved.offset)] for moved in arriving)],
-            [*self._again, *(False for _ in arriving)],
+            [*program, *([(buffer.bytes, buffer.offset)] for buffer in prefetched)],
+            [*self._again, *(False for _ in prefetched)],
             captured.device.index,
         )
         self._clock = clock
         self._route: Route | None = None
-        if transfers.all:
+        if index.transfers:
             device = captured.graph.device.with_link(plan.link_bytes_per_s)
             host = plan.host_arena_bytes
-            self._route = Route(transfers, host, self.arena, len(steps), device, captured.device)
-        halves = split(captured, plan, over)
+            self._route = Route(
+                *(index.transfers, host, self.arena, len(steps), device, captured.device)
+            )
+        halves = split(captured, plan, index, over)
         self.saved_inputs = halves.saved_inputs
         self.read = halves.read
         self.forward = self._code(captured.module, halves.forward)
@@ -148,79 +149,43 @@ def _take(box: list[Any], position: int) -> Any:
     return value
 
 
-def _gradient_slots(
-    captured: Captured,
-    steps: Sequence[Compute],
-    program: Sequence[Slots],
-    over: Mapping[int, Over],
-) -> dict[int, int | None]:
-    """The slot, counted over all occurrences, in which each lasting gradient is made, if it is."""
-    first = 0
-    made: dict[int, int] = {}
-    found: dict[int, int | None] = {}
-    for number, (step, slots) in enumerate(zip(steps, program, strict=True)):
-        node = captured.ops[step.op]
-        if node.target is accumulate:
-            position = node.args[1]
-            assert isinstance(position, int)
-            buffer = step.reads[0]
-            assert isinstance(buffer, int)
-            found[position] = made.get(buffer)
-        buffers = {captured.base[write.tensor][1]: write.buffer for write in step.writes}
-        taken = captured.running(step).facts.allocated_beside(over.get(number, ()))
-        for i, allocation in enumerate(taken):
-            if allocation.output in buffers:
-                made[buffers[allocation.output]] = first + i
-        first += len(slots)
-    return found
-
-
-def _left(captured: Captured, plan: Plan) -> dict[int, int]:
+def _left(captured: Captured, index: PlanIndex) -> dict[int, int]:
     """Positions of the gradients that lie in the arena when the step is over, by offset."""
-    final = final_sources(plan)
-    written: list[Write | Prefetch] = []
-    for step in plan.steps:
-        written += step.writes if isinstance(step, Compute) else []
-        written += [step] if isinstance(step, Prefetch) else []
-    offsets = {
-        write.tensor: place
-        for write in written
-        if (place := place_of(write)) is not None
-        and final.get(write.tensor) == ("buffer", write.buffer)
-    }
     found: dict[int, int] = {}
     for position, value in enumerate(captured.output_args[captured.num_fwd_outputs :]):
         if isinstance(value, fx.Node) and value.target not in TAKING:
             for t in captured.storages[value]:
-                if t in offsets:
-                    found[offsets[t]] = position
+                buffer = None if t is None else index.final.get(t)
+                if buffer is not None and buffer.place is not None:
+                    found[buffer.place] = position
     return found
 
 
-def place_of(write: Write | Prefetch) -> int | None:
-    """Where in the arena a tensor lies; None: outside it.
-
-    So does one without bytes, which a plan of several graphs makes of what only passes between them
-    (`runtime.iteration.joint_plan`).
+def _slots(
+    captured: Captured, steps: Sequence[Compute], over: Mapping[int, Over]
+) -> tuple[list[Slots], dict[int, int]]:
     """
-    return write.offset if write.bytes else None
+    Address of each allocation of each op occurrence, in the order the ops make them.
 
-
-def _slots(captured: Captured, step: Compute, over: Collection[int]) -> list[tuple[int, int]]:
+    Results `over` arguments are not allocated. Also returns the slot of each buffer, counted over
+    all occurrences.
     """
-    Where the allocations of one op occurrence go, in the order the op makes them.
-
-    There are none for results that lie `over` arguments.
-    """
-    profile = captured.running(step).facts
-    written = {captured.base[w.tensor][1]: place_of(w) for w in step.writes}
-    slots = []
-    for allocation in profile.allocated_beside(over):
-        if allocation.output >= 0:
-            offset = written[allocation.output]
+    program: list[Slots] = []
+    slot_of: dict[int, int] = {}
+    first = 0
+    for number, step in enumerate(steps):
+        written = {captured.base[write.tensor][1]: write for write in step.writes}
+        slots = []
+        allocations = captured.running(step).facts.allocated_beside(over.get(number, ()))
+        for i, allocation in enumerate(allocations, start=first):
+            offset = None
+            if allocation.output >= 0:
+                write = written[allocation.output]
+                slot_of[write.buffer] = i
+                offset = write.offset if write.bytes else None  # none: passed between joint graphs
+            elif allocation.output == -1:
+                offset = step.workspace.offset + allocation.offset
             slots.append((allocation.bytes, SERVED_OUTSIDE if offset is None else offset))
-        elif allocation.output == -1:
-            slots.append((allocation.bytes, step.workspace.offset + allocation.offset))
-        else:
-            slots.append((allocation.bytes, SERVED_OUTSIDE))
-    return slots
+        first += len(slots)
+        program.append(slots)
+    return program, slot_of

@@ -77,8 +77,8 @@ def _from_server(
     server: str, graph: Graph, options: Options, part: bool, others: Others | None
 ) -> Plan | None:
     try:
-        from coop_plan.client.protocol import ServerAwayError, ServerError
         from coop_plan.client.client import Client
+        from coop_plan.client.protocol import ServerAwayError, ServerError
     except ModuleNotFoundError as error:
         message = f"option 'server' needs {error.name}: pip install 'coop-plan[client]'"
         raise OptionsError(message) from None

@@ -17,8 +17,8 @@ import torch
 
 from coop_plan.runtime.device.arena import Arena, Counters, Memory, Run
 from coop_plan.runtime.errors import StepSpentError
-from coop_plan.runtime.execute.transfers import Copies
 from coop_plan.runtime.execute.rng_state import Generator
+from coop_plan.runtime.execute.transfers import Copies
 from coop_plan.runtime.torch_internals.autograd import give_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_version
 from coop_plan.schemas import Plan

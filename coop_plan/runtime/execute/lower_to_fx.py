@@ -17,15 +17,16 @@ from torch import fx
 
 from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.variants.inplace_outputs import write_over
-from coop_plan.runtime.execute.transfers import Transfers, offload, prefetch, wait
+from coop_plan.runtime.execute.plan_index import Buffer, PlanIndex
+from coop_plan.runtime.execute.transfers import offload, prefetch, wait
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import (
     SavedForBackwardsAOTOutput,
     is_primal,
     is_tangent,
 )
-from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, TensorRead, Wait
+from coop_plan.runtime.variants.inplace_outputs import write_over
+from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, TensorRead, Wait, Write
 
 Source = tuple[str, Any]
 """("buffer", id), ("outside", tensor id) or ("input", node: a primal or the copy of one)."""
@@ -70,15 +71,15 @@ def copied(captured: Captured) -> list[int]:
     return [inputs.index(node.all_input_nodes[0]) for node in inputs if SNAPSHOT in node.meta]
 
 
-Over = Mapping[int, fx.Node]
+Over = dict[int, fx.Node]
 """By result of an op the argument in whose place, which it gives up, the plan puts it."""
 
 
-def split(captured: Captured, plan: Plan, over: Mapping[int, Over]) -> Halves:
+def split(captured: Captured, plan: Plan, index: PlanIndex, over: Mapping[int, Over]) -> Halves:
     """The forward and the backward of `plan`; `over` are its `shared_places`."""
-    border = _border(captured, plan)
-    emitter = _Emitter(plan, over)
-    final = final_sources(plan)
+    border = _border(captured, plan, index)
+    emitter = _Emitter(plan, index, over)
+    final = {t: _source(t, buffer) for t, buffer in index.final.items()}
     forward = _Half(captured, None)
     inputs = inputs_of(captured)
     for node in inputs:
@@ -106,59 +107,41 @@ def split(captured: Captured, plan: Plan, over: Mapping[int, Over]) -> Halves:
     )
 
 
-def _border(captured: Captured, plan: Plan) -> int:
+def _border(captured: Captured, plan: Plan, index: PlanIndex) -> int:
     """How many steps of the plan are the forward's: to its last op, and what is copied right then.
 
     What waits, or takes over memory, is the backward's.
     """
-    seen: set[int] = set()
-    border = 0
-    for number, step in enumerate(plan.steps, start=1):
-        if isinstance(step, Compute):
-            if step.op < captured.forward_ops and step.op not in seen:
-                border = number
-            seen.add(step.op)
+    firsts = (at for op, at in index.first_run.items() if op < captured.forward_ops)
+    border = max(firsts, default=-1) + 1
     while border < len(plan.steps) and isinstance(plan.steps[border], Offload | Free):
         border += 1
     return border
 
 
-def shared_places(captured: Captured, plan: Plan) -> dict[int, Over]:
+def shared_places(captured: Captured, plan: Plan, index: PlanIndex) -> dict[int, Over]:
     """By op occurrence what the plan puts in the place of an argument."""
-    offset: dict[int, int] = {}
     found: dict[int, Over] = {}
-    number = 0
-    for step in plan.steps:
-        if isinstance(step, Prefetch):
-            offset[step.buffer] = step.offset
-        if not isinstance(step, Compute):
-            continue
-        form, node, _ = captured.running(step)
-        reads = dict(zip(form.inputs, step.reads, strict=True))
-        placed = {write.tensor: write.offset for write in step.writes}
-        over: dict[int, fx.Node] = {}
-        for made, source in form.inplace:
-            read = reads[source]
-            if isinstance(read, TensorRead) or placed.get(made) is None:
+    for number, at in enumerate(index.runs):
+        step = plan.steps[at]
+        assert isinstance(step, Compute)
+        for write in step.writes:
+            shares = index.buffers[write.buffer].shares
+            if shares is None:
                 continue
-            if placed[made] == offset.get(read):
-                arguments = tensor_args(node)
-                over[captured.base[made][1]] = next(
-                    a for a in arguments if captured.storages[a][0] == source
-                )
-        if over:
-            found[number] = over
-        offset |= {w.buffer: w.offset for w in step.writes if w.offset is not None}
-        number += 1
+            source = index.buffers[shares].tensor
+            arguments = tensor_args(captured.running(step).node)
+            argument = next(a for a in arguments if captured.storages[a][0] == source)
+            found.setdefault(number, {})[captured.base[write.tensor][1]] = argument
     return found
 
 
 class _Emitter:
     """Puts the steps of a plan into the halves, in order."""
 
-    def __init__(self, plan: Plan, over: Mapping[int, Over]) -> None:
+    def __init__(self, plan: Plan, index: PlanIndex, over: Mapping[int, Over]) -> None:
         self._steps = plan.steps
-        self._transfers = Transfers(plan)
+        self._transfer_of = index.transfer_of
         self._over = over
         self._occurrence = 0
 
@@ -170,7 +153,7 @@ class _Emitter:
                 half.emit(step, self._occurrence, self._over.get(self._occurrence, {}))
                 self._occurrence += 1
             elif not isinstance(step, Free):
-                half.transfer(step, self._transfers.of_step[number])
+                half.transfer(step, self._transfer_of[number])
 
 
 def stubs(
@@ -215,24 +198,10 @@ def _stub(graph: fx.Graph, arg: Any, placed: Mapping[fx.Node, fx.Node]) -> Any:
     return node
 
 
-def final_sources(plan: Plan) -> dict[int, Source]:
-    """Where each output is when the step is over.
-
-    It may have been made again after that, as a by-product of another output of its op: such a
-    buffer is freed, and its place taken.
-    """
-    freed = {b for step in plan.steps if isinstance(step, Free) for b in step.buffers}
-    found: dict[int, Source] = {}
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            for write in step.writes:
-                if write.offset is None:
-                    found[write.tensor] = ("outside", write.tensor)
-                elif write.buffer not in freed:
-                    found.setdefault(write.tensor, ("buffer", write.buffer))
-        elif isinstance(step, Prefetch) and step.buffer not in freed:
-            found.setdefault(step.tensor, ("buffer", step.buffer))
-    return found
+def _source(tensor: int, made: Buffer | Write) -> Source:
+    if made.offset is None:
+        return ("outside", tensor)
+    return ("buffer", made.id if isinstance(made, Buffer) else made.buffer)
 
 
 class _Half:
@@ -276,9 +245,7 @@ class _Half:
         if not step.writes:  # what it returns lies in none of the plan's tensors
             self.placed[node] = copy
         for write in step.writes:
-            source: Source = (
-                ("outside", write.tensor) if write.offset is None else ("buffer", write.buffer)
-            )
+            source = _source(write.tensor, write)
             self._made[source] = (copy, captured.base[write.tensor][1])
             self.tensor(source)  # at once, or a tuple would keep all that the op made
 

@@ -9,28 +9,28 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
-from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
+from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
-from coop_plan.runtime.execute.compiled_plan import Code
-from coop_plan.runtime.execute.transfers import Copies
-from coop_plan.runtime.iteration.recorder import TOLERANCE, addresses
-from coop_plan.runtime.execute.invocation import Flight, Runnable, flight_of, room
-from coop_plan.runtime.execute.rng_state import Generator, default_generator
-from coop_plan.runtime.execute.lower_to_fx import copied, inputs_of
 from coop_plan.runtime.execute.arena_pool import Pools, claim
-from coop_plan.runtime.iteration.joint_plan import Call
+from coop_plan.runtime.execute.compiled_plan import Code
+from coop_plan.runtime.execute.invocation import Flight, Runnable, flight_of, room
+from coop_plan.runtime.execute.lower_to_fx import copied, inputs_of
+from coop_plan.runtime.execute.rng_state import Generator, default_generator
+from coop_plan.runtime.execute.transfers import Copies
+from coop_plan.runtime.gradients import capture_adjust
+from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.gradients.held_gradients import Residents, handed_over, held_in_place
 from coop_plan.runtime.gradients.undefined import Undefined
-from coop_plan.runtime.source_lines import Lines
+from coop_plan.runtime.iteration.joint_plan import Call
+from coop_plan.runtime.iteration.recorder import TOLERANCE, addresses
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
+from coop_plan.runtime.source_lines import Lines
 from coop_plan.runtime.torch_internals.autograd import after_this_backward, makes_a_graph
 from coop_plan.runtime.torch_internals.joint_graphs import boxed
 from coop_plan.schemas import Plan, format_bytes

@@ -4,67 +4,18 @@ A tensor that comes back is a new one at its planned address, of the form that t
 it was copied away.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from coop_plan.runtime.device.arena import Arena, Memory
-from coop_plan.runtime.device.cuda import Clock
 from coop_plan.runtime.device.copy_engines import AWAY, BACK, Links, Ticket, links_of
+from coop_plan.runtime.device.cuda import Clock
 from coop_plan.runtime.errors import CopyError
+from coop_plan.runtime.execute.plan_index import Transfer
 from coop_plan.runtime.reports import CopySpan
-from coop_plan.schemas import Compute, Device, Offload, Plan, Prefetch, Wait
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One copy of a plan: where on the host, how many bytes, and the number of its step's buffer.
-
-    Of a prefetch `source` is the number of the transfer that it brings back, and `offset` the
-    address in the arena.
-    """
-
-    direction: int
-    buffer: int
-    bytes: int
-    host_offset: int
-    source: int | None = None
-    offset: int = 0
-
-
-class Transfers:
-    """The transfers of a plan in its order, and which of them each step begins or waits for."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.all: list[Transfer] = []
-        self.of_step: dict[int, int] = {}
-        """By the number of an offload, a prefetch or a wait among the plan's steps."""
-        steps = [step for step in plan.steps if isinstance(step, Compute)]
-        size = {write.buffer: write.bytes for step in steps for write in step.writes}
-        size |= {step.buffer: step.bytes for step in plan.steps if isinstance(step, Prefetch)}
-        last: dict[int, int] = {}
-        flying: dict[int, int] = {}
-        for number, step in enumerate(plan.steps):
-            if isinstance(step, Wait):
-                self.of_step[number] = flying[step.buffer]
-                continue
-            if isinstance(step, Offload):
-                assert step.host_offset is not None
-                last[step.buffer] = len(self.all)
-                moved = Transfer(AWAY, step.buffer, size[step.buffer], step.host_offset)
-            elif isinstance(step, Prefetch):
-                source = last[step.from_]
-                there = self.all[source].host_offset
-                moved = Transfer(BACK, step.buffer, step.bytes, there, source, step.offset)
-            else:
-                continue
-            self.of_step[number] = flying[step.buffer] = len(self.all)
-            self.all.append(moved)
-
-    def arrivals(self) -> list[int]:
-        """The transfers that make a tensor in the arena."""
-        return [i for i, transfer in enumerate(self.all) if transfer.direction == BACK]
+from coop_plan.schemas import Device
 
 
 class Route(NamedTuple):
@@ -74,7 +25,7 @@ class Route(NamedTuple):
     comes back; the others follow. `device` has the bandwidths, `where` is where tensors lie.
     """
 
-    transfers: Transfers
+    transfers: Sequence[Transfer]
     host_arena_bytes: int
     arena: Arena
     first_occurrence: int
@@ -86,14 +37,14 @@ class Copies:
     """Carries out the transfers of one flight; `clock` is that of a CUDA device."""
 
     def __init__(self, route: Route, clock: Clock | None) -> None:
-        self._transfers = route.transfers.all
+        self._transfers = route.transfers
         self._host_arena_bytes = route.host_arena_bytes
         self._arena, self._where, self._clock = route.arena, route.where, clock
-        arrivals = route.transfers.arrivals()
-        self._occurrence = {i: route.first_occurrence + k for k, i in enumerate(arrivals)}
+        prefetches = [i for i, moved in enumerate(self._transfers) if not moved.to_host]
+        self._occurrence = {i: route.first_occurrence + k for k, i in enumerate(prefetches)}
         rates = {AWAY: route.device.d2h_bytes_per_s, BACK: route.device.h2d_bytes_per_s}
         self._least_us = [
-            route.device.copy_latency_us + moved.bytes / rates[moved.direction] * 1e6
+            route.device.copy_latency_us + moved.buffer.bytes / rates[_direction(moved)] * 1e6
             for moved in self._transfers
         ]
         self._links: Links | None = None
@@ -125,10 +76,10 @@ class Copies:
         """Transfer `number` begins: all of the tensor's memory goes to the host."""
         self._arena.pause()
         moved, storage = self._transfers[number], tensor.untyped_storage()
-        if storage.nbytes() != moved.bytes:
+        if storage.nbytes() != moved.buffer.bytes:
             raise CopyError(
-                f"buffer {moved.buffer} has {storage.nbytes()} bytes and was planned with"
-                f" {moved.bytes}: it cannot be moved to the host"
+                f"buffer {moved.buffer.id} has {storage.nbytes()} bytes and was planned with"
+                f" {moved.buffer.bytes}: it cannot be moved to the host"
             )
         self._forms[number] = (
             *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
@@ -139,7 +90,7 @@ class Copies:
         """Transfer `number` begins; the tensor may be read after the wait for it."""
         self._arena.enter(self._occurrence[number])
         moved = self._transfers[number]
-        memory = torch.empty(moved.bytes, dtype=torch.uint8, device=self._where)
+        memory = torch.empty(moved.buffer.bytes, dtype=torch.uint8, device=self._where)
         self._arena.pause()
         assert moved.source is not None
         dtype, offset, size, stride = self._forms[moved.source]
@@ -154,7 +105,8 @@ class Copies:
         ticket = self._tickets.pop(number, None)
         if ticket is None:  # of no bytes
             return
-        direction = self._transfers[number].direction
+        moved = self._transfers[number]
+        direction = _direction(moved)
         if self._clock is not None:
             with self._clock.waiting(direction):
                 self._link.wait(ticket)
@@ -164,11 +116,9 @@ class Copies:
         except RuntimeError as error:
             raise CopyError(str(error)) from error
         if over is not None:
-            moved = self._transfers[number]
             self.stall_us[direction] += over.waited_us
-            away = direction == AWAY
-            span = CopySpan(moved.buffer, moved.bytes, away, over.begin_us, over.end_us)
-            self.spans.append(span)
+            buffer, times = moved.buffer, (over.begin_us, over.end_us)
+            self.spans.append(CopySpan(buffer.id, buffer.bytes, moved.to_host, *times))
 
     @property
     def _link(self) -> Links:
@@ -177,12 +127,16 @@ class Copies:
 
     def _begin(self, number: int, storage: torch.UntypedStorage) -> None:
         moved = self._transfers[number]
-        if not moved.bytes:
+        if not moved.buffer.bytes:
             return
-        self.host_high_water = max(self.host_high_water, moved.host_offset + moved.bytes)
+        self.host_high_water = max(self.host_high_water, moved.host_offset + moved.buffer.bytes)
         self._tickets[number] = self._link.copy(
-            moved.direction, storage, moved.host_offset, self._least_us[number]
+            _direction(moved), storage, moved.host_offset, self._least_us[number]
         )
+
+
+def _direction(moved: Transfer) -> int:
+    return AWAY if moved.to_host else BACK
 
 
 class InFlight(Protocol):

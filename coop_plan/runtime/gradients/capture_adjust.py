@@ -14,14 +14,16 @@ keeps must not be overwritten.
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import fx
 
-from coop_plan.runtime.capture.op_profile import OpProfile
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.schemas import parse_graph
+from coop_plan.runtime.capture.op_profile import OpProfile
+from coop_plan.schemas import Op
+from coop_plan.schemas.graph_editor import GraphEditor
 
 BYTES_PER_US = 1e4
 """At which three tensors are read or written: a model, as the op runs once whatever it costs."""
@@ -122,70 +124,55 @@ def under(captured: Captured, circumstances: Circumstances) -> Captured:
     lasting = {p: t for p, t in homes.items() if p in circumstances.lasting}
     at_once = circumstances.used - circumstances.beside - lasting.keys()
     used = {p: found for p, found in usable(captured).items() if p in at_once}
-    document = captured.graph.to_dict()
-    tensors: list[dict[str, Any]] = document["tensors"]
-    made_at = {t: op["id"] for op in document["ops"] for t in op["outputs"]}
-    last_read = {t: op["id"] for op in document["ops"] for t in op["inputs"]}
-    after: dict[int, list[tuple[int, int, int]]] = {}  # position, and the new op's two arguments
+    graph, editor = captured.graph, GraphEditor(captured.graph)
+    made_at = {t: op.id for op in graph.ops for t in op.outputs}
+    last_read = {t: op.id for op in graph.ops for t in op.inputs}
+    after: list[tuple[int, int, int, int]] = []  # (op, position, gradient, changed tensor)
     for position, t in lasting.items():
-        tensors[t]["kind"] = "activation"
-        home = _add(tensors, f"held gradient {position}", own[position])
-        after.setdefault(made_at[t], []).append((position, t, home))
-    there = [0] * (len(document["ops"]) + 1)  # bytes of those used that come with an op, and go
+        editor.change_tensor(t, kind="activation")
+        home = editor.add_tensor(f"held gradient {position}", own[position], "buffer")
+        after.append((made_at[t], position, t, home))
+    there = [0] * (len(graph.ops) + 1)  # bytes of those used that come with an op, and go
     for position, (t, leaf) in used.items():
-        tensors[t] |= {"kind": "activation", "bytes": 0}
+        editor.change_tensor(t, kind="activation", bytes=0)
         at = max(made_at[t], last_read.get(leaf, 0))
-        after.setdefault(at, []).append((position, t, leaf))
+        after.append((at, position, t, leaf))
         there[made_at[t]] += own[position]
         there[at + 1] -= own[position]
     beside = sum(own[p] for p in circumstances.beside - lasting.keys() if p in own)
     taken = beside + circumstances.reserve + max(itertools.accumulate(there))
     if taken:
-        _add(tensors, "held beside the plan", taken)
+        editor.add_tensor("held beside the plan", taken, "buffer")
     nodes = _nodes(captured, lasting, accumulate) | _nodes(captured, used, hand_over)
-    ops: list[dict[str, Any]] = []
-    new_ops: list[fx.Node] = []
-    profiles: list[OpProfile] = []
-    for op, node, profile in zip(document["ops"], captured.ops, captured.profiles, strict=True):
-        ops.append(op)
-        new_ops.append(node)
-        profiles.append(profile)
-        for position, gradient, changed in after.get(op["id"], ()):
-            cost = 3 * own[position] / BYTES_PER_US
-            name = "hand_over" if position in used else "accumulate"
-            ops.append(
-                {
-                    "name": f"coop_plan.{name}",
-                    "phase": "backward",
-                    "inputs": [gradient, changed],
-                    "outputs": [],
-                    "mutates": [changed],
-                    "recomputable": False,
-                    "cost_us": cost,
-                }
-            )
-            new_ops.append(nodes[position])
-            profiles.append(OpProfile(cost, (), (), 0, 0))
-    for i, op in enumerate(ops):
-        op["id"] = i
-    document["ops"] = ops
+    ops, profiles = list(captured.ops), list(captured.profiles)
+    # Backwards, so that positions before an insertion hold; ties end in the order of `after`.
+    for at, position, gradient, changed in sorted(after[::-1], key=itemgetter(0), reverse=True):
+        cost = 3 * own[position] / BYTES_PER_US
+        op = Op(
+            id=0,
+            name=f"coop_plan.{'hand_over' if position in used else 'accumulate'}",
+            phase="backward",
+            inputs=[gradient, changed],
+            outputs=[],
+            mutates=[changed],
+            recomputable=False,
+            cost_us=cost,
+        )
+        editor.add_op(op, at=at + 1)
+        ops.insert(at + 1, nodes[position])
+        profiles.insert(at + 1, OpProfile(cost, (), (), 0, 0))
     outputs = list(captured.output_args)
     for position, node in nodes.items():
         outputs[captured.num_fwd_outputs + position] = node
     return replace(
         captured,
-        graph=parse_graph(document, source="captured graph"),
-        ops=new_ops,
+        graph=editor.graph(),
+        ops=ops,
         profiles=profiles,
         storages={**captured.storages, **dict.fromkeys(nodes.values(), (None,))},
         output_args=outputs,
         resident_within=captured.resident_within + taken + sum(own[p] for p in lasting),
     )
-
-
-def _add(tensors: list[dict[str, Any]], name: str, size: int) -> int:
-    tensors.append({"id": len(tensors), "name": name, "bytes": size, "kind": "buffer"})
-    return len(tensors) - 1
 
 
 def _nodes(

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from coop_plan.planner import InfeasibleBudgetError
-from coop_plan.runtime.gradients import capture_adjust
-from coop_plan.runtime.distributed.collectives import group_of
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
-from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.device.arena import node_owners
+from coop_plan.runtime.distributed.collectives import group_of
+from coop_plan.runtime.dynamic_shapes.history import Others
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.gradients import capture_adjust
+from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals.autograd import (
     accumulate_node,

@@ -17,19 +17,21 @@ import torch
 from torch import fx
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError
-from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.capture.joint_graph import RUNTIME, Captured
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.compiled_plan import Code
+from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.execute.invocation import room
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, tangents_of
-from coop_plan.runtime.execute.find_plan import plan_for
+from coop_plan.runtime.execute.plan_index import PlanIndex
+from coop_plan.runtime.gradients import capture_adjust
+from coop_plan.runtime.gradients.capture_adjust import Circumstances
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
 from coop_plan.runtime.torch_internals.ranks import group_of_all
-from coop_plan.schemas import Compute, Free, Plan, format_bytes, parse_graph
+from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan, format_bytes
+from coop_plan.schemas.graph_editor import GraphEditor
 
 log = logging.getLogger("coop-plan")
 
@@ -155,10 +157,13 @@ class _Layout:
     ) -> None:
         self._calls = calls
         self._events = events
-        self._first: list[int] = []
         self._ops: list[tuple[int, int | None]] = []
         self._ends: list[int] = []
-        tensors: list[dict[str, Any]] = []
+        device = calls[0].captured.graph.device
+        no_link = Device(kind=device.kind, name=device.name)  # nothing is moved to the host
+        editor = GraphEditor(
+            Graph(schema_="coop-plan/graph/1", name="iteration", device=no_link, tensors=[], ops=[])
+        )
         there = {
             address
             for call in calls
@@ -167,88 +172,65 @@ class _Layout:
         }
         self.within = 0
         given = passed = 0
+        ids: list[dict[int, int]] = []
         leaving: list[dict[int, int]] = []
         for number, call in enumerate(calls):
             graph = call.captured.graph
-            leaving.append({})
-            if options.plan.outputs == "gradients":
-                leaving[number] = _leaving(call)
+            leaving.append(_leaving(call) if options.plan.outputs == "gradients" else {})
             shared = _shared(call, there)
             tangents = {t for node in tangents_of(call.captured) for t in stored(call, node)}
             back = _passed_back(call)
-            own = _made_within(call, first=number == 0)
-            self._first.append(len(tensors))
-            for t in graph.tensors:
-                size = 0 if t.id in shared | tangents | back else t.bytes
-                kind = "activation" if t.id in leaving[number] else t.kind
-                made = {"id": len(tensors), "name": t.name, "bytes": size, "kind": kind}
-                tensors.append(made)
-                self.within += size if t.id in own else 0
+            ids.append(editor.add_tensors(graph.tensors))
+            for t in shared | tangents | back:
+                editor.change_tensor(ids[number][t], bytes=0)
+            for t in leaving[number]:
+                editor.change_tensor(ids[number][t], kind="activation")
+            self.within += sum(
+                graph.tensors[t].bytes
+                for t in _made_within(call, first=number == 0) - shared - tangents - back
+            )
             given = max(given, sum(graph.tensors[t].bytes for t in tangents - shared))
             passed = max(passed, sum(graph.tensors[t].bytes for t in back))
         size = between + given + passed
         self.within += size
-        tensors.append({"id": len(tensors), "name": "between", "bytes": size, "kind": "input"})
-        ops: list[dict[str, Any]] = []
+        editor.add_tensor("between", size, "input")
+        self._own = [{new: t for t, new in of.items()} for of in ids]
         for event, (k, backward) in enumerate(events):
-            first = self._first[k]
             for i in _half(calls[k].captured, backward):
                 op = calls[k].captured.graph.ops[i]
+                if not leaving[k].keys().isdisjoint(op.outputs):
+                    op = op.model_copy(update={"recomputable": False})
                 self._ops.append((k, i))
-                ops.append(
-                    {
-                        "id": len(ops),
-                        "name": op.name,
-                        "phase": op.phase,
-                        "inputs": [first + t for t in op.inputs],
-                        "outputs": [first + t for t in op.outputs],
-                        "cost_us": op.cost_us,
-                        "workspace_bytes": op.workspace_bytes,
-                        "recomputable": op.recomputable
-                        and leaving[k].keys().isdisjoint(op.outputs),
-                        "rng": op.rng,
-                        "mutates": [first + t for t in op.mutates],
-                        "source": op.source,
-                    }
-                )
+                editor.add_op(op, ids[k])
             last = [
-                self._first[number] + t
+                ids[number][t]
                 for number, found in enumerate(leaving)
                 for t, end in found.items()
                 if end == event
             ]
             if last:
                 self._ops.append((k, None))
-                ops.append(
-                    {
-                        "id": len(ops),
-                        "name": LEFT,
-                        "phase": "backward" if backward else "forward",
-                        "inputs": last,
-                        "outputs": [],
-                        "cost_us": 0.0,
-                        "recomputable": False,
-                    }
+                left = Op(
+                    id=0,
+                    name=LEFT,
+                    phase="backward" if backward else "forward",
+                    inputs=last,
+                    outputs=[],
+                    cost_us=0.0,
+                    recomputable=False,
                 )
-            self._ends.append(len(ops))
-        device = calls[0].captured.graph.device
-        document = {
-            "schema": "coop-plan/graph/1",
-            "name": "iteration",
-            "device": {"kind": device.kind, "name": device.name},
-            "tensors": tensors,
-            "ops": ops,
-        }
-        self.graph = parse_graph(document, source="the graphs of an iteration")
+                editor.add_op(left)
+            self._ends.append(len(self._ops))
+        self.graph = editor.graph()
 
     def cut(self, whole: Plan) -> list[Plan] | None:
         """The steps of each call, in its own numbers; None if one is within another's half."""
-        steps = list(whole.steps)
-        turn = self._turns(steps)
+        index = PlanIndex(self.graph, whole)
+        turn = self._turns(index, len(whole.steps))
         parts: list[list[Any]] = [[] for _ in self._calls]
         owner: dict[int, int] = {}
         given: set[int] = set()  # buffers that the user's code is to have, and not the plan to free
-        for i, step in enumerate(steps):
+        for i, step in enumerate(whole.steps):
             if isinstance(step, Compute):
                 k, op = self._ops[step.op]
                 if k != turn[i]:
@@ -256,9 +238,8 @@ class _Layout:
                 if op is None:
                     given.update(read for read in step.reads if isinstance(read, int))
                     continue
-                first = self._first[k]
                 writes = [
-                    write.model_copy(update={"tensor": write.tensor - first})
+                    write.model_copy(update={"tensor": self._own[k][write.tensor]})
                     for write in step.writes
                 ]
                 owner |= {write.buffer: k for write in writes}
@@ -272,19 +253,15 @@ class _Layout:
                 return None  # a copy to the host
         return [whole.model_copy(update={"steps": part}) for part in parts]
 
-    def _turns(self, steps: Sequence[Any]) -> list[int]:
+    def _turns(self, index: PlanIndex, steps: int) -> list[int]:
         """Whose half each step falls into: a half ends with the last first run of its ops."""
-        firsts: dict[int, int] = {}
-        for i, step in enumerate(steps):
-            if isinstance(step, Compute):
-                firsts.setdefault(step.op, i)
         turns: list[int] = []
         first = 0
         for (k, _), last in zip(self._events, self._ends, strict=True):
-            end = max((firsts[o] + 1 for o in range(first, last)), default=0)
+            end = max((index.first_run[o] + 1 for o in range(first, last)), default=0)
             turns += [k] * (end - len(turns))
             first = last
-        return turns + [self._events[-1][0]] * (len(steps) - len(turns))
+        return turns + [self._events[-1][0]] * (steps - len(turns))
 
 
 def _as_found(call: Call) -> Captured:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.distributed.collectives import GROUP_THREADS
-from coop_plan.runtime.gradients.capture_adjust import Circumstances, movable
 from coop_plan.runtime.device.arena import Counters, Memory, Run
+from coop_plan.runtime.distributed.collectives import GROUP_THREADS
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.compiled_plan import Code
 from coop_plan.runtime.execute.invocation import Flight
-from coop_plan.runtime.iteration.joint_plan import Call, Event, Made, Regions, plan_regions, stored
+from coop_plan.runtime.gradients.capture_adjust import Circumstances, movable
 from coop_plan.runtime.gradients.held_gradients import MANY_PLANS, can_be_added_to
+from coop_plan.runtime.iteration.joint_plan import Call, Event, Made, Regions, plan_regions, stored
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import drop
 from coop_plan.runtime.torch_internals.ops import has_no_memory, when_gone
