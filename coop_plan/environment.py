@@ -15,6 +15,6 @@ def autoload() -> None:
 
     if os.environ.get(VARIABLE) and not _begun:
         _begun = True  # what follows imports PyTorch, which calls this again
-        from coop_plan.runtime.integrations.anything import plan_what_trains
+        from coop_plan.runtime.integrations.autoload import plan_all_training
 
-        plan_what_trains(os.environ[VARIABLE])
+        plan_all_training(os.environ[VARIABLE])

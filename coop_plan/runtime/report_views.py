@@ -1,46 +1,23 @@
-"""A report for people and for TensorBoard: planned beside measured."""
+"""Views of a report: table, notebook page and TensorBoard scalars."""
 
 import html
 from typing import Protocol
 
 from coop_plan.planner.inspect.drawing import drawing
-from coop_plan.schemas import Graph, Plan, format_bytes
+from coop_plan.runtime.reports import StepReport
+from coop_plan.schemas import format_bytes
 from coop_plan.web import page
 
 
-class Reported(Protocol):
-    """What is shown of a `runtime.reports.StepReport`."""
-
-    name: str
-    budget_bytes: int
-    peak_bytes: int
-    planned_arena_bytes: int
-    resident_bytes: int
-    planned_overhead: float
-    method: str
-    status: str
-    graph: Graph
-    plan: Plan
-    measured_arena_bytes: int
-    measured_peak_bytes: int
-    outside_bytes: int
-    measured_overhead: float | None
-    steps_run: int
-
-    @property
-    def measured_makespan_us(self) -> float | None:
-        """Time of the last step, µs."""
-
-
 class ScalarWriter(Protocol):
-    """What `torch.utils.tensorboard.SummaryWriter` has of what is used here."""
+    """Interface of `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
         """Write one number."""
 
 
-def rows(report: Reported) -> list[tuple[str, str, str]]:
-    """Per figure its name, what was planned and what was measured; empty where there is none."""
+def rows(report: StepReport) -> list[tuple[str, str, str]]:
+    """Rows of name, planned and measured figure; empty text stands for no figure."""
     overhead = report.measured_overhead
     makespan = report.measured_makespan_us
     return [
@@ -66,8 +43,8 @@ def rows(report: Reported) -> list[tuple[str, str, str]]:
     ]
 
 
-def print_report(report: Reported) -> None:
-    """A table on stdout."""
+def print_report(report: StepReport) -> None:
+    """Print the table of a report."""
     from rich.console import Console
     from rich.table import Table
 
@@ -79,8 +56,8 @@ def print_report(report: Reported) -> None:
     Console(highlight=False).print(table)
 
 
-def html_of(report: Reported) -> str:
-    """For a notebook: the table, and the memory map in a frame of its own."""
+def html_of(report: StepReport) -> str:
+    """Table and memory map of a report, for a notebook."""
     cells = "".join(
         "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>"
         for row in rows(report)
@@ -95,8 +72,8 @@ def html_of(report: Reported) -> str:
     )
 
 
-def write_scalars(report: Reported, writer: ScalarWriter, step: int) -> None:
-    """The last step's figures, in bytes, shares and µs, as `coop/{name}/...`."""
+def write_scalars(report: StepReport, writer: ScalarWriter, step: int) -> None:
+    """Write the last step's figures, in bytes, shares and µs, as `coop/{name}/...`."""
     scalars = {
         "budget_bytes": report.budget_bytes,
         "planned_peak_bytes": report.peak_bytes,
@@ -110,5 +87,5 @@ def write_scalars(report: Reported, writer: ScalarWriter, step: int) -> None:
             writer.add_scalar(f"coop/{report.name}/{name}", float(value), step)
 
 
-def _title(report: Reported) -> str:
+def _title(report: StepReport) -> str:
     return f"{report.name}: {report.method} ({report.status}), {report.steps_run} steps run"

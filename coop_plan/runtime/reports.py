@@ -1,4 +1,4 @@
-"""What was planned beside what was measured, one record per compiled step."""
+"""Reports: planned and measured figures, one record a compiled step."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CopySpan:
-    """When a copy of a step ran, µs of `time.perf_counter`; to the host (`away`) or back."""
+    """Time span of a transfer, µs of `time.perf_counter`; to the host (`away`) or back."""
 
     buffer: int
     bytes: int
@@ -23,11 +23,11 @@ class CopySpan:
 
 @dataclass
 class StepReport:
-    """Sizes in bytes, times as named.
+    """Figures of a compiled step; sizes in bytes.
 
-    `resident_bytes` are there before the step: parameters, buffers, inputs. `measured_overhead` is
-    time in recomputed ops and in waits for copies / time in first computations, taken inside the
-    last step; `outside_bytes` are planned allocations that were not served at their address in it.
+    `resident_bytes` exist before the step: parameters, buffers, inputs. `measured_overhead` is the
+    last step's time in recomputed ops and in waits for transfers, divided by the time in first
+    runs. `outside_bytes` are its planned allocations that were not served at their address.
     """
 
     name: str
@@ -42,52 +42,51 @@ class StepReport:
     plan: Plan = field(repr=False)
     measured_arena_bytes: int = 0
     measured_peak_bytes: int = 0
-    """Resident bytes and all that the process allocated from the last step's forward to the end of
-    its backward, at the highest; on CUDA all that the step's ops took."""
+    """Peak of resident bytes and all allocations of the process from the last step's forward to the
+    end of its backward; on CUDA of the allocations of the step's ops."""
     outside_bytes: int = 0
     held_bytes: int = 0
-    """Gradients that were there when the last step began; `measured_peak_bytes` contains them."""
+    """Gradients held when the last step began; `measured_peak_bytes` contains them."""
     outside_plan: str = ""
-    """What the process had beside the plan at its highest, in words, as it was last looked at: in
-    the first step of a plan, and in the one after a step that took more than its budget; and what
-    lies where the plan has something else by then."""
+    """Text on allocations outside the plan at the process's peak, and on tensors in places planned
+    for others. Measured in the first step of a plan, and after a step that exceeded its budget."""
     plans_made: int = 1
-    """The figures and documents here are of the last one."""
+    """Plans made so far; this report is of the last one."""
     measured_overhead: float | None = None
     steps_run: int = 0
     forwards_again: int = 0
-    """Forwards that ran a second time before their backward, because the budget did not allow them
-    to keep their memory beside others, or for a second backward."""
+    """Forwards that ran again before their backward, since the budget did not allow them to keep
+    their memory, or for a second backward."""
     profile_seconds: float = 0.0
     profiled_ops: int = 0
-    """Ops that had to be measured: neither this process nor one before it had met them."""
+    """Ops that had to be measured, since no profile of them was cached."""
     plan_cached: bool = False
-    """Whether the plan was read from the cache, and verified, and not made."""
+    """True if the plan was read from the cache and verified."""
     plan_seconds: float = 0.0
     compile_seconds: float = 0.0
-    """From Dynamo's graph to running code: AOTAutograd's tracing, profiling and planning in it."""
+    """From Dynamo's graph to a planned step, with AOTAutograd's tracing, profiling and planning."""
     last_step_us: float | None = None
-    """Time inside the ops of the last step, forward and backward, µs. On CUDA this and
-    `measured_overhead` are times on the device, of the last step that was over when one began; the
-    first steps are timed there, and then some."""
+    """Time in the ops of the last step, forward and backward, µs. On CUDA, this and
+    `measured_overhead` are device times of the last step that had finished when another began; the
+    first steps are timed there, and some later ones."""
 
     measured_host_arena_bytes: int = 0
-    """How far the slab on the host was used in the last step."""
+    """Bytes of the host arena that the last step used."""
     measured_offload_stall_us: float = 0.0
     measured_prefetch_stall_us: float = 0.0
-    """What the last step's ops waited for copies to the host, and for copies from there."""
+    """Waits of the last step's ops for transfers to the host, and for transfers from it."""
     copies: list[CopySpan] = field(default_factory=list, repr=False)
-    """When each copy of the last step ran, on the CPU."""
+    """Time span of each transfer of the last step, on the CPU."""
 
     @property
     def measured_makespan_us(self) -> float | None:
-        """Time of the last step in ops and in waits for copies, µs; `plan.cost_us` was planned."""
+        """Time of the last step in ops and in waits, µs; `plan.cost_us` is the planned time."""
         if self.last_step_us is None:
             return None
         return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
 
     def show(self) -> None:
-        """Print what was planned beside what was measured; a notebook draws the memory map, too."""
+        """Print a table of planned and measured figures; a notebook draws the memory map, too."""
         from coop_plan.runtime.report_views import print_report
 
         print_report(self)
@@ -104,7 +103,7 @@ class StepReport:
         return html_of(self)
 
     def replace_plan(self, captured: "Captured", plan: Plan, *, cached: bool) -> None:
-        """Another plan takes the place of the one that was reported."""
+        """Report another plan from now on."""
         self.budget_bytes, self.peak_bytes = plan.budget_bytes, plan.peak_bytes
         self.planned_arena_bytes = plan.arena_bytes
         self.resident_bytes = plan.resident_bytes - captured.resident_within
@@ -117,21 +116,21 @@ _reports: list[StepReport] = []
 
 
 def reports() -> list[StepReport]:
-    """The records of all steps compiled in this process, oldest first."""
+    """Reports of all steps compiled in this process, oldest first."""
     return list(_reports)
 
 
 def clear_reports() -> None:
-    """Forget the records so far; compiled steps keep running."""
+    """Remove all reports; compiled steps keep running."""
     _reports.clear()
 
 
 REPORT = "coop_report"
-"""Attribute of a compiled step's function: its record."""
+"""Attribute of a compiled step's function that has its report."""
 
 
 def drop(report: StepReport | None) -> None:
-    """Forget a record, as another takes its place or its step is gone."""
+    """Remove a report whose step was replaced or dropped."""
     for i, other in enumerate(_reports):
         if other is report:
             del _reports[i]
@@ -139,5 +138,5 @@ def drop(report: StepReport | None) -> None:
 
 
 def add(report: StepReport) -> None:
-    """Add a record."""
+    """Add a report."""
     _reports.append(report)

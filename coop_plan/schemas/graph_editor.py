@@ -69,7 +69,8 @@ def renumbered(op: Op, ids: Mapping[int, int]) -> Op:
     def listed(tensors: Iterable[int]) -> list[int]:
         return [ids.get(t, t) for t in tensors]
 
-    forms = [
+    forms: list[Any] = [op, *op.variants]
+    first, *variants = (
         form.model_copy(
             update={
                 "inputs": listed(form.inputs),
@@ -77,6 +78,7 @@ def renumbered(op: Op, ids: Mapping[int, int]) -> Op:
                 "inplace": [listed(pair) for pair in form.inplace],
             }
         )
-        for form in (op, *op.variants)
-    ]
-    return forms[0].model_copy(update={"mutates": listed(op.mutates), "variants": forms[1:]})
+        for form in forms
+    )
+    changed: Op = first.model_copy(update={"mutates": listed(op.mutates), "variants": variants})
+    return changed

@@ -12,8 +12,8 @@ from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.iteration import joint_plan, recorder
-from coop_plan.runtime.iteration.joint_plan import LEFT
-from coop_plan.runtime.iteration.recorder import FIRST_ORDERS
+from coop_plan.runtime.iteration.joint_plan import RELEASE
+from coop_plan.runtime.iteration.recorder import ORDERS_PLANNED_AT_ONCE
 from tests.runtime.stepping import backward_that_does_more_than_add, hooked
 from tests.runtime.test_invocation import forwards_again, model_itself
 from tests.runtime.test_loops import Broken, Unshared, assert_equal, both, data, state_of
@@ -44,7 +44,7 @@ def test_a_model_twice_for_one_loss_is_planned_as_one(budget):
     (report,) = iterations()
     assert report.steps_run >= 2
     assert report.measured_peak_bytes <= report.budget_bytes
-    ops = [op for op in report.graph.ops if op.name != LEFT]
+    ops = [op for op in report.graph.ops if op.name != RELEASE]
     assert len(ops) == 2 * len(runtime.reports()[0].graph.ops)
     assert forwards_again() == 1  # while it was recorded
 
@@ -57,11 +57,11 @@ def test_each_step_has_orders_of_its_own():
 
     there, model = set(map(id, steps())), Unshared()
     step = torch.compile(model, backend="coop", dynamic=False, options={"budget": "100%"})
-    for size in range(2, 4 + FIRST_ORDERS):
+    for size in range(2, 4 + ORDERS_PLANNED_AT_ONCE):
         for x, _ in data(3):
             loss = twice(model, step, x[:size])
             loss.backward()
-    assert [report.steps_run for report in iterations()] == [2] * (FIRST_ORDERS + 2)
+    assert [report.steps_run for report in iterations()] == [2] * (ORDERS_PLANNED_AT_ONCE + 2)
     kept = twice(model, step, x[:size])  # whose pool lasts as long
     torch._dynamo.reset()
     del step, loss

@@ -1,4 +1,4 @@
-"""A plan of a step as code that runs in a memory."""
+"""Compiled plan: the two halves of a plan as functions, with the slots of their allocations."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,31 +9,33 @@ from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
-from coop_plan.runtime.execute.invocation import Flight
+from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.execute.lower_to_fx import (
-    FLIGHT,
+    INVOCATION,
     OCCURRENCE,
-    Over,
+    SharedPlaces,
     shared_places,
     split,
 )
 from coop_plan.runtime.execute.plan_index import PlanIndex
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
-from coop_plan.runtime.execute.transfers import Copies, Route
-from coop_plan.runtime.gradients.capture_adjust import TAKING, accumulate, hand_over
+from coop_plan.runtime.execute.transfers import TransferProgram, TransferRunner
+from coop_plan.runtime.gradients.capture_adjust import GRADIENT_SINKS, accumulate, hand_over
 from coop_plan.schemas import Compute, Plan
 
 
-class Code:
-    """The two halves of `plan` as functions, and the slots of its ops in an arena.
+class CompiledPlan:
+    """The two halves of `plan` as functions, and the slots of its allocations in an arena.
 
-    `forward(flight, inputs)` returns outputs and saved tensors, `backward(flight, saved +
-    tangents)` gradients; each empties the list it is given, so that nothing lives longer than it is
-    needed. `saved_inputs` and `read` are as in `partition.Halves`. `replayed` are
-    the generators of the random ops that run more than once, by op. Gradients by their position
-    among the primals: `slots[position]` is the slot of one that is added to its home, None where
-    it has come back from the host by then; `used` are handed over once they are made; `left` is
-    where in the arena the others lie when the step is over.
+    `forward(invocation, inputs)` returns outputs and saved tensors; `backward(invocation, saved +
+    tangents)` returns gradients. Each empties its list, so that no tensor outlives its last use.
+    `saved_inputs` and `inputs_read` are as in `lower_to_fx.Halves`. `replayed` has the generators
+    of random ops that run more than once, by op.
+
+    Gradients are named by their position among the primals. `gradient_slots` has the slot of each
+    one that is added to a held gradient, None after a prefetch. Those in `consumed` are handed to
+    the hooks of their leaves at once. `final_gradients` has the position of each one that remains
+    in the arena after the step, by its offset.
     """
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
@@ -53,58 +55,63 @@ class Code:
         ]
         over = shared_places(captured, plan, index)
         program, slot_of = _slots(captured, steps, over)
-        # Homes are the second argument of `accumulate`, and what it reads is the gradient.
-        accumulated = [step for step in steps if captured.ops[step.op].target is accumulate]
-        self.slots: dict[int, int | None] = {
-            captured.ops[step.op].args[1]: slot_of.get(step.reads[0]) for step in accumulated
-        }
-        self.left = _left(captured, index)
+        self.gradient_slots: dict[int, int | None] = {}
+        for step in steps:
+            if captured.ops[step.op].target is accumulate:
+                position, gradient = captured.ops[step.op].args[1], step.reads[0]
+                assert isinstance(position, int) and isinstance(gradient, int)
+                self.gradient_slots[position] = slot_of.get(gradient)
+        self.final_gradients = _final_gradients(captured, index)
         given = captured.output_args[captured.num_fwd_outputs :]
-        self.used: Sequence[int] = [
+        self.consumed: Sequence[int] = [
             position
             for position, value in enumerate(given)
             if isinstance(value, fx.Node) and value.target is hand_over
         ]
-        self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
-        prefetched = [moved.buffer for moved in index.transfers if not moved.to_host]
+        self.measure_outside = captured.device.type == "cpu"  # in the next run
+        prefetched = [
+            [(moved.buffer.bytes, moved.buffer.offset or 0)]
+            for moved in index.transfers
+            if not moved.to_host
+        ]
         self.arena = Arena(
             plan.arena_bytes,
-            [*program, *([(buffer.bytes, buffer.offset)] for buffer in prefetched)],
+            [*program, *prefetched],
             [*self._again, *(False for _ in prefetched)],
             captured.device.index,
         )
         self._clock = clock
-        self._route: Route | None = None
+        self._program: TransferProgram | None = None
         if index.transfers:
             device = captured.graph.device.with_link(plan.link_bytes_per_s)
             host = plan.host_arena_bytes
-            self._route = Route(
+            self._program = TransferProgram(
                 *(index.transfers, host, self.arena, len(steps), device, captured.device)
             )
         halves = split(captured, plan, index, over)
         self.saved_inputs = halves.saved_inputs
-        self.read = halves.read
-        self.forward = self._code(captured.module, halves.forward)
-        self.backward = self._code(captured.module, halves.backward)
+        self.inputs_read = halves.inputs_read
+        self.forward = self._lower(captured.module, halves.forward)
+        self.backward = self._lower(captured.module, halves.backward)
 
-    def maker(self, slot: int) -> str:
-        """What takes a slot, in words."""
+    def producer(self, slot: int) -> str:
+        """The producer of the tensor in a slot, for messages."""
         number = self.arena.occurrence(slot)
         if number >= len(self._ops):
-            return "a tensor from the host"
+            return "a prefetched tensor"
         op = self._graph.ops[self._ops[number]]
-        return f"what '{op.name}' made" + (f" at {op.source}" if op.source else "")
+        return f"a result of '{op.name}'" + (f" at {op.source}" if op.source else "")
 
-    def copies(self) -> Copies | None:
-        """What carries out the plan's transfers for one flight, if it has any."""
-        return None if self._route is None else Copies(self._route, self._clock)
+    def transfer_runner(self) -> TransferRunner | None:
+        """Executor of the plan's transfers for one invocation; None without transfers."""
+        return None if self._program is None else TransferRunner(self._program, self._clock)
 
-    def _code(self, module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
-        """Straight-line code of a half: each op announced, random ops saved or replayed.
+    def _lower(self, module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
+        """Straight-line code of a half, with the constants of `module`.
 
-        `module` has the constants.
+        Each op enters its arena slots first; random ops save or restore their generator's state.
         """
-        flight = _boxed(graph)
+        invocation = _boxed(graph)
         kind: bool | None = None
         for node in list(graph.nodes):
             number = node.meta.get(OCCURRENCE)
@@ -116,24 +123,24 @@ class Code:
                     graph.call_function(self._clock.mark, (int(again),))
                     kind = again
                 if op in self.replayed:
-                    prepare = Flight.recall if again else Flight.save
-                    graph.call_function(prepare, (flight, op))
+                    prepare = Invocation.restore_generator if again else Invocation.save_generator
+                    graph.call_function(prepare, (invocation, op))
                 graph.call_function(self.arena.enter, (number,))
-            if node.target in TAKING:
-                node.args = (flight, *node.args[1:])
+            if node.target in GRADIENT_SINKS:
+                node.args = (invocation, *node.args[1:])
             if op in self.replayed and again:
                 with graph.inserting_after(node):
-                    graph.call_function(Flight.go_on, (flight,))
+                    graph.call_function(Invocation.resume_generator, (invocation,))
         code: Callable[..., Any] = fx.GraphModule(module, graph).forward
         return code
 
 
 def _boxed(graph: fx.Graph) -> fx.Node:
-    """Let the code take its inputs out of one list; the flight is returned, which stays beside."""
-    flight: fx.Node
-    flight, *inputs = graph.find_nodes(op="placeholder")
-    assert flight.name == FLIGHT
-    with graph.inserting_after(inputs[-1] if inputs else flight):
+    """Let the code take its inputs out of one list; returns the invocation's node."""
+    invocation: fx.Node
+    invocation, *inputs = graph.find_nodes(op="placeholder")
+    assert invocation.name == INVOCATION
+    with graph.inserting_after(inputs[-1] if inputs else invocation):
         box = graph.placeholder("box")
     after = box
     for i, node in enumerate(inputs):
@@ -141,7 +148,7 @@ def _boxed(graph: fx.Graph) -> fx.Node:
             after = graph.call_function(_take, (box, i))
         node.replace_all_uses_with(after)
         graph.erase_node(node)
-    return flight
+    return invocation
 
 
 def _take(box: list[Any], position: int) -> Any:
@@ -149,11 +156,11 @@ def _take(box: list[Any], position: int) -> Any:
     return value
 
 
-def _left(captured: Captured, index: PlanIndex) -> dict[int, int]:
-    """Positions of the gradients that lie in the arena when the step is over, by offset."""
+def _final_gradients(captured: Captured, index: PlanIndex) -> dict[int, int]:
+    """Positions of the gradients that remain in the arena after the step, by offset."""
     found: dict[int, int] = {}
     for position, value in enumerate(captured.output_args[captured.num_fwd_outputs :]):
-        if isinstance(value, fx.Node) and value.target not in TAKING:
+        if isinstance(value, fx.Node) and value.target not in GRADIENT_SINKS:
             for t in captured.storages[value]:
                 buffer = None if t is None else index.final.get(t)
                 if buffer is not None and buffer.place is not None:
@@ -162,13 +169,12 @@ def _left(captured: Captured, index: PlanIndex) -> dict[int, int]:
 
 
 def _slots(
-    captured: Captured, steps: Sequence[Compute], over: Mapping[int, Over]
+    captured: Captured, steps: Sequence[Compute], over: Mapping[int, SharedPlaces]
 ) -> tuple[list[Slots], dict[int, int]]:
-    """
-    Address of each allocation of each op occurrence, in the order the ops make them.
+    """Size and offset of each allocation of each run, in order, and the slot of each buffer.
 
-    Results `over` arguments are not allocated. Also returns the slot of each buffer, counted over
-    all occurrences.
+    Slots are counted over all runs. Results that share the place of an argument (`over`) are not
+    allocated.
     """
     program: list[Slots] = []
     slot_of: dict[int, int] = {}
@@ -182,7 +188,7 @@ def _slots(
             if allocation.output >= 0:
                 write = written[allocation.output]
                 slot_of[write.buffer] = i
-                offset = write.offset if write.bytes else None  # none: passed between joint graphs
+                offset = write.offset if write.bytes else None
             elif allocation.output == -1:
                 offset = step.workspace.offset + allocation.offset
             slots.append((allocation.bytes, SERVED_OUTSIDE if offset is None else offset))

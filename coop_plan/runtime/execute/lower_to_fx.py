@@ -1,11 +1,11 @@
-"""A plan as ordinary FX: one graph for the forward, one for the backward.
+"""Lowers a plan to two FX graphs: the forward and the backward.
 
-Every compute step becomes a copy of its op's node, with the arguments taken from the buffers the
-plan reads; views are made again from the tensor they are views of. The forward returns the tensors
-that later steps read, the backward starts from them.
+Each compute step becomes a copy of its op's node whose arguments are the buffers that the plan
+reads. Views are recomputed from their base. The forward returns the tensors that later steps read,
+and the backward takes them.
 
-What AOTAutograd sees of this is the same for every plan of a graph (`stubs`): a forward that saves
-one ticket, and a backward that takes it. So another plan can take the place of one that runs.
+AOTAutograd sees the same for every plan of a graph (`stubs`): a forward that saves one handle, and
+a backward that takes it. So a plan can be replaced while the step is in use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,49 +34,51 @@ Source = tuple[str, Any]
 OCCURRENCE = "coop_occurrence"
 """Key in `node.meta`: the number of the op occurrence among the plan's compute steps."""
 
-FLIGHT = "flight"
+INVOCATION = "invocation"
 """Name of the first input."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The two graphs of a plan; the first input of each is the flight that runs it.
+    """The two graphs of a plan; the first input of each is the invocation that runs it.
 
-    The forward then takes the inputs of the step, and returns its outputs and the saved tensors;
-    the backward takes these and the tangents. `inputs` are the primals and copies of them, in
-    order; `saved_inputs[i]` is the position of saved tensor i among them, None if it is made by the
-    forward; `read` are positions of the inputs that the forward reads.
+    The forward then takes the inputs of the step (`inputs_of`) and returns outputs and saved
+    tensors; the backward takes saved tensors and tangents. `saved_inputs[i]` is the position of
+    saved tensor i among the inputs, None if the forward makes it. `inputs_read` are the positions
+    of the inputs that the forward reads.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     saved_inputs: Sequence[int | None]
-    read: Sequence[int]
+    inputs_read: Sequence[int]
 
 
 def inputs_of(captured: Captured) -> list[fx.Node]:
-    """The primals of a step, then the copies of those that it overwrites."""
+    """Primals of a step, then the snapshots of those that it overwrites."""
     nodes = captured.module.graph.nodes
     return [*filter(is_primal, nodes), *(node for node in nodes if SNAPSHOT in node.meta)]
 
 
 def tangents_of(captured: Captured) -> list[fx.Node]:
-    """The gradients of its outputs that a step is given."""
+    """Gradients of its outputs that a step is given."""
     return list(filter(is_tangent, captured.module.graph.nodes))
 
 
-def copied(captured: Captured) -> list[int]:
-    """The primals that are copied when a step begins, by position, in the order of the copies."""
+def snapshot_positions(captured: Captured) -> list[int]:
+    """Positions of the primals that a step snapshots, in the order of the snapshots."""
     inputs = inputs_of(captured)
     return [inputs.index(node.all_input_nodes[0]) for node in inputs if SNAPSHOT in node.meta]
 
 
-Over = dict[int, fx.Node]
-"""By result of an op the argument in whose place, which it gives up, the plan puts it."""
+SharedPlaces = dict[int, fx.Node]
+"""By position of a result the argument whose place it takes."""
 
 
-def split(captured: Captured, plan: Plan, index: PlanIndex, over: Mapping[int, Over]) -> Halves:
-    """The forward and the backward of `plan`; `over` are its `shared_places`."""
+def split(
+    captured: Captured, plan: Plan, index: PlanIndex, over: Mapping[int, SharedPlaces]
+) -> Halves:
+    """Forward and backward of `plan`; `over` are its `shared_places`."""
     border = _border(captured, plan, index)
     emitter = _Emitter(plan, index, over)
     final = {t: _source(t, buffer) for t, buffer in index.final.items()}
@@ -93,7 +95,7 @@ def split(captured: Captured, plan: Plan, index: PlanIndex, over: Mapping[int, O
     cut = captured.num_fwd_outputs
     gradients = [backward.value(arg, final) for arg in captured.output_args[cut:]]
     results = [forward.value(arg, final) for arg in captured.output_args[:cut]]
-    read = [i for i, node in enumerate(inputs) if forward.placed[node].users]
+    inputs_read = [i for i, node in enumerate(inputs) if forward.placed[node].users]
     saved = [forward.tensor(source) for source in backward.saved]
     positions = {forward.placed[node]: i for i, node in enumerate(inputs)}
     for half, values in ((forward, [*results, *saved]), (backward, gradients)):
@@ -103,14 +105,14 @@ def split(captured: Captured, plan: Plan, index: PlanIndex, over: Mapping[int, O
         forward.graph,
         backward.graph,
         [positions.get(node) for node in saved],
-        read,
+        inputs_read,
     )
 
 
 def _border(captured: Captured, plan: Plan, index: PlanIndex) -> int:
-    """How many steps of the plan are the forward's: to its last op, and what is copied right then.
+    """Number of plan steps of the forward: up to its last first run, with offloads after it.
 
-    What waits, or takes over memory, is the backward's.
+    Waits, and steps that reuse memory, belong to the backward.
     """
     firsts = (at for op, at in index.first_run.items() if op < captured.forward_ops)
     border = max(firsts, default=-1) + 1
@@ -119,9 +121,9 @@ def _border(captured: Captured, plan: Plan, index: PlanIndex) -> int:
     return border
 
 
-def shared_places(captured: Captured, plan: Plan, index: PlanIndex) -> dict[int, Over]:
-    """By op occurrence what the plan puts in the place of an argument."""
-    found: dict[int, Over] = {}
+def shared_places(captured: Captured, plan: Plan, index: PlanIndex) -> dict[int, SharedPlaces]:
+    """Results that take the place of an argument, by run."""
+    found: dict[int, SharedPlaces] = {}
     for number, at in enumerate(index.runs):
         step = plan.steps[at]
         assert isinstance(step, Compute)
@@ -137,16 +139,16 @@ def shared_places(captured: Captured, plan: Plan, index: PlanIndex) -> dict[int,
 
 
 class _Emitter:
-    """Puts the steps of a plan into the halves, in order."""
+    """Emits the steps of a plan into the halves, in order."""
 
-    def __init__(self, plan: Plan, index: PlanIndex, over: Mapping[int, Over]) -> None:
+    def __init__(self, plan: Plan, index: PlanIndex, over: Mapping[int, SharedPlaces]) -> None:
         self._steps = plan.steps
         self._transfer_of = index.transfer_of
         self._over = over
         self._occurrence = 0
 
     def emit(self, half: "_Half", numbers: range) -> None:
-        """The steps with these numbers."""
+        """Emit the steps with these numbers."""
         for number in numbers:
             step = self._steps[number]
             if isinstance(step, Compute):
@@ -159,7 +161,7 @@ class _Emitter:
 def stubs(
     joint: fx.GraphModule, output_args: Sequence[Any], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The two graphs as AOTAutograd sees them: their inputs and outputs, and nothing between.
+    """The two graphs as AOTAutograd sees them: inputs and outputs without ops.
 
     `output_args` are the outputs of the joint graph, the first of which are the forward's. That is
     AOTAutograd's contract between partitioner and autograd function (functorch's partitioners,
@@ -174,11 +176,11 @@ def stubs(
     placed = {node: forward.node_copy(node) for node in primals}
     results = [_stub(forward, arg, placed) for arg in output_args[:cut]]
     issued = forward.call_function(int)
-    # For AOTAutograd an alias of an input: what is none it takes for a buffer that the backward may
-    # write to, and refuses to run a backward twice (collect_bw_donated_buffer_idxs).
+    # Its fake value aliases an input: AOTAutograd takes others for buffers that the backward may
+    # write to, and then refuses a second backward (collect_bw_donated_buffer_idxs).
     fakes = (node.meta["val"] for node in primals)
     issued.meta["val"] = next(value for value in fakes if isinstance(value, FakeTensor))
-    received = backward.placeholder("saved_ticket")
+    received = backward.placeholder("saved_handle")
     received.meta["val"] = issued.meta["val"]
     placed = {node: backward.node_copy(node) for node in tangents}
     gradients = [_stub(backward, arg, placed) for arg in output_args[cut:]]
@@ -213,18 +215,18 @@ class _Half:
         self.saved: list[Source] = []
         self.placed: dict[fx.Node, fx.Node] = {}
         self._before = before
-        self._flight = self._last_saved = self.graph.placeholder(FLIGHT)
+        self._invocation = self._last_saved = self.graph.placeholder(INVOCATION)
         self._made: dict[Source, tuple[fx.Node, int]] = {}
         self._tensors: dict[Source, fx.Node] = {}
         self._views: dict[tuple[fx.Node, tuple[Source, ...]], fx.Node] = {}
 
     def place(self, node: fx.Node) -> None:
-        """Let an input of the step be one of the graph."""
+        """Add an input of the step to the graph."""
         self.placed[node] = self.graph.placeholder(node.name)
         self.placed[node].meta = dict(node.meta)
 
-    def emit(self, step: Compute, number: int, over: Over) -> None:
-        """Copy the op of a compute step, of which some results lie `over` arguments."""
+    def emit(self, step: Compute, number: int, over: SharedPlaces) -> None:
+        """Copy the op of a compute step; results in `over` take the place of an argument."""
         captured = self.captured
         form, node, _ = captured.running(step)
         bind: dict[int, Source] = {}
@@ -242,35 +244,35 @@ class _Half:
             copy.args = (target, places, *copy.args)
             copy.target = write_over
         copy.meta[OCCURRENCE] = number
-        if not step.writes:  # what it returns lies in none of the plan's tensors
+        if not step.writes:  # its result is no tensor of the plan
             self.placed[node] = copy
         for write in step.writes:
             source = _source(write.tensor, write)
             self._made[source] = (copy, captured.base[write.tensor][1])
-            self.tensor(source)  # at once, or a tuple would keep all that the op made
+            self.tensor(source)  # now: a tuple would keep all results of the op alive
 
     def transfer(self, step: Offload | Prefetch | Wait, number: int) -> None:
-        """Begin transfer `number` of the plan, or wait for it."""
+        """Start transfer `number` of the plan, or wait for it."""
         if isinstance(step, Wait):
-            self.graph.call_function(wait, (self._flight, number))
+            self.graph.call_function(wait, (self._invocation, number))
         elif isinstance(step, Offload):
             source = self.tensor(("buffer", step.buffer))
-            self.graph.call_function(offload, (self._flight, number, source))
+            self.graph.call_function(offload, (self._invocation, number, source))
         else:
-            node = self.graph.call_function(prefetch, (self._flight, number))
+            node = self.graph.call_function(prefetch, (self._invocation, number))
             maker, position = self.captured.base[step.tensor]
             value = maker.meta["val"]
             node.meta["val"] = value if isinstance(value, torch.Tensor) else value[position]
             self._made["buffer", step.buffer] = (node, 0)
 
     def value(self, arg: Any, final: Mapping[int, Source]) -> Any:
-        """An output of the step in terms of this graph."""
+        """The value of an output of the step in this graph."""
         if not isinstance(arg, fx.Node):
             return arg
         return self._resolve(arg, final)
 
     def tensor(self, source: Source) -> fx.Node:
-        """The node that holds a whole buffer, outside tensor or primal."""
+        """The node of a whole buffer, outside tensor or primal."""
         kind, which = source
         if kind == "input":
             return self.placed[which]
@@ -290,7 +292,7 @@ class _Half:
         return self._tensors[source]
 
     def _receive(self, source: Source) -> fx.Node:
-        """A backward input for something that the forward has and returns as saved."""
+        """Add a backward input for a tensor that the forward returns as saved."""
         assert self._before is not None, f"{source} is read before it is made"
         origin = self._before.tensor(source)
         with self.graph.inserting_after(self._last_saved):
@@ -323,8 +325,8 @@ class _Half:
                 (t,) = self.captured.storages[node]
                 assert t is not None
                 return self.tensor(bind[t])
-        behind = {t for t in self.captured.storages[node] if t is not None}
-        key = (node, tuple(bind[t] for t in sorted(behind) if t in bind))
+        bases = {t for t in self.captured.storages[node] if t is not None}
+        key = (node, tuple(bind[t] for t in sorted(bases) if t in bind))
         if key not in self._views:
             self._views[key] = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
         return self._views[key]

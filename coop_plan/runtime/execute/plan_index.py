@@ -63,8 +63,8 @@ class PlanIndex:
                 case Compute():
                     self._run(graph, step, at)
                 case Free():
-                    for buffer in step.buffers:
-                        self.buffers[buffer].ends_at = at
+                    for freed in step.buffers:
+                        self.buffers[freed].ends_at = at
                 case Offload():
                     assert step.host_offset is not None
                     self.buffers[step.buffer].read_at.append(at)
@@ -109,6 +109,6 @@ class PlanIndex:
             buffer.read_at.append(at)
         made = {write.tensor: self._make(write, at) for write in step.writes}
         for output, source in form.inplace:
-            buffer, old = made.get(output), reads.get(source)
-            if buffer and old and buffer.place is not None and buffer.place == old.offset:
-                buffer.shares, old.ends_at = old.id, at
+            new, old = made.get(output), reads.get(source)
+            if new and old and new.place is not None and new.place == old.offset:
+                new.shares, old.ends_at = old.id, at

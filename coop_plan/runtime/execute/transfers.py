@@ -1,7 +1,7 @@
-"""The transfers of a plan as calls between its ops: away to the host, back, and the waits for them.
+"""Executor of a plan's transfers: offloads, prefetches and waits, called between its ops.
 
-A tensor that comes back is a new one at its planned address, of the form that the old one had when
-it was copied away.
+A prefetched tensor is a new one at its planned address, with the dtype, sizes and strides of the
+tensor that was offloaded.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from coop_plan.runtime.reports import CopySpan
 from coop_plan.schemas import Device
 
 
-class Route(NamedTuple):
-    """The transfers of a plan as its code carries them out.
+class TransferProgram(NamedTuple):
+    """The transfers of a plan and all that their execution depends on.
 
-    `first_occurrence` is the number of the arena's occurrence that takes the first tensor that
-    comes back; the others follow. `device` has the bandwidths, `where` is where tensors lie.
+    `first_occurrence` is the arena's occurrence for the first prefetch; the others follow. `device`
+    has the bandwidths; tensors are on `torch_device`.
     """
 
     transfers: Sequence[Transfer]
@@ -30,35 +30,35 @@ class Route(NamedTuple):
     arena: Arena
     first_occurrence: int
     device: Device
-    where: torch.device
+    torch_device: torch.device
 
 
-class Copies:
-    """Carries out the transfers of one flight; `clock` is that of a CUDA device."""
+class TransferRunner:
+    """Executes the transfers of one invocation; `clock` is given on CUDA."""
 
-    def __init__(self, route: Route, clock: Clock | None) -> None:
-        self._transfers = route.transfers
-        self._host_arena_bytes = route.host_arena_bytes
-        self._arena, self._where, self._clock = route.arena, route.where, clock
+    def __init__(self, program: TransferProgram, clock: Clock | None) -> None:
+        self._transfers = program.transfers
+        self._host_arena_bytes = program.host_arena_bytes
+        self._arena, self._device, self._clock = program.arena, program.torch_device, clock
         prefetches = [i for i, moved in enumerate(self._transfers) if not moved.to_host]
-        self._occurrence = {i: route.first_occurrence + k for k, i in enumerate(prefetches)}
-        rates = {AWAY: route.device.d2h_bytes_per_s, BACK: route.device.h2d_bytes_per_s}
-        self._least_us = [
-            route.device.copy_latency_us + moved.buffer.bytes / rates[_direction(moved)] * 1e6
+        self._occurrence = {i: program.first_occurrence + k for k, i in enumerate(prefetches)}
+        rates = {AWAY: program.device.d2h_bytes_per_s, BACK: program.device.h2d_bytes_per_s}
+        self._minimum_us = [
+            program.device.copy_latency_us + moved.buffer.bytes / rates[_direction(moved)] * 1e6
             for moved in self._transfers
         ]
         self._links: Links | None = None
-        self._forms: dict[int, Any] = {}
-        self._tickets: dict[int, Ticket] = {}
+        self._layouts: dict[int, Any] = {}
+        self._handles: dict[int, Ticket] = {}
         self.stall_us = [0.0, 0.0]
-        """What was waited for copies away, and back."""
+        """Time spent in waits for offloads, and for prefetches."""
         self.spans: list[CopySpan] = []
         self.host_high_water = 0
 
     def begin(self, memory: Memory | None) -> None:
-        """The forward begins in that memory; what another left in flight there is over first."""
+        """Start a forward in `memory`, after the transfers of an earlier invocation there."""
         assert memory is not None
-        self._links = links_of(memory, self._where)
+        self._links = links_of(memory, self._device)
         self.abandon()
         self._links.reserve(self._host_arena_bytes)
         self.stall_us = [0.0, 0.0]
@@ -66,58 +66,58 @@ class Copies:
         self.host_high_water = 0
 
     def abandon(self) -> None:
-        """The flight does not go on: nothing of it stays in flight."""
+        """Wait for all copies of an invocation that does not continue."""
         if self._links is not None:
             self._links.settle()
-        self._tickets.clear()
-        self._forms.clear()
+        self._handles.clear()
+        self._layouts.clear()
 
     def offload(self, number: int, tensor: torch.Tensor) -> None:
-        """Transfer `number` begins: all of the tensor's memory goes to the host."""
+        """Start transfer `number`: the whole storage is copied to the host."""
         self._arena.pause()
         moved, storage = self._transfers[number], tensor.untyped_storage()
         if storage.nbytes() != moved.buffer.bytes:
             raise CopyError(
-                f"buffer {moved.buffer.id} has {storage.nbytes()} bytes and was planned with"
-                f" {moved.buffer.bytes}: it cannot be moved to the host"
+                f"offload {number}: buffer {moved.buffer.id} has {storage.nbytes()} bytes and was"
+                f" planned with {moved.buffer.bytes}"
             )
-        self._forms[number] = (
+        self._layouts[number] = (
             *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
         )
         self._begin(number, storage)
 
     def prefetch(self, number: int) -> torch.Tensor:
-        """Transfer `number` begins; the tensor may be read after the wait for it."""
+        """Start transfer `number`; the tensor may be read after the wait for it."""
         self._arena.enter(self._occurrence[number])
         moved = self._transfers[number]
-        memory = torch.empty(moved.buffer.bytes, dtype=torch.uint8, device=self._where)
+        memory = torch.empty(moved.buffer.bytes, dtype=torch.uint8, device=self._device)
         self._arena.pause()
         assert moved.source is not None
-        dtype, offset, size, stride = self._forms[moved.source]
+        dtype, offset, size, stride = self._layouts[moved.source]
         storage = memory.untyped_storage()
         self._begin(number, storage)
-        tensor = torch.empty(0, dtype=dtype, device=self._where)
+        tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(storage, offset, size, stride)
 
     def wait(self, number: int) -> None:
-        """What comes next comes after transfer `number`."""
+        """Let later ops wait for transfer `number`."""
         self._arena.pause()
-        ticket = self._tickets.pop(number, None)
-        if ticket is None:  # of no bytes
+        handle = self._handles.pop(number, None)
+        if handle is None:  # a copy of 0 bytes
             return
         moved = self._transfers[number]
         direction = _direction(moved)
         if self._clock is not None:
             with self._clock.waiting(direction):
-                self._link.wait(ticket)
+                self._link.wait(handle)
             return
         try:
-            over = self._link.wait(ticket)
+            copied = self._link.wait(handle)
         except RuntimeError as error:
             raise CopyError(str(error)) from error
-        if over is not None:
-            self.stall_us[direction] += over.waited_us
-            buffer, times = moved.buffer, (over.begin_us, over.end_us)
+        if copied is not None:
+            self.stall_us[direction] += copied.waited_us
+            buffer, times = moved.buffer, (copied.begin_us, copied.end_us)
             self.spans.append(CopySpan(buffer.id, buffer.bytes, moved.to_host, *times))
 
     @property
@@ -130,8 +130,8 @@ class Copies:
         if not moved.buffer.bytes:
             return
         self.host_high_water = max(self.host_high_water, moved.host_offset + moved.buffer.bytes)
-        self._tickets[number] = self._link.copy(
-            _direction(moved), storage, moved.host_offset, self._least_us[number]
+        self._handles[number] = self._link.copy(
+            _direction(moved), storage, moved.host_offset, self._minimum_us[number]
         )
 
 
@@ -139,25 +139,25 @@ def _direction(moved: Transfer) -> int:
     return AWAY if moved.to_host else BACK
 
 
-class InFlight(Protocol):
-    """What has copies (runtime.execute.invocation)."""
+class HasTransfers(Protocol):
+    """Owner of a runner (`runtime.execute.invocation`)."""
 
-    copies: Copies | None
-
-
-def offload(flight: InFlight, number: int, tensor: torch.Tensor) -> None:
-    """`Copies.offload`, as a call in a graph."""
-    assert flight.copies is not None
-    flight.copies.offload(number, tensor)
+    transfers: TransferRunner | None
 
 
-def prefetch(flight: InFlight, number: int) -> torch.Tensor:
-    """`Copies.prefetch`, as a call in a graph."""
-    assert flight.copies is not None
-    return flight.copies.prefetch(number)
+def offload(invocation: HasTransfers, number: int, tensor: torch.Tensor) -> None:
+    """`TransferRunner.offload`, as a call in a graph."""
+    assert invocation.transfers is not None
+    invocation.transfers.offload(number, tensor)
 
 
-def wait(flight: InFlight, number: int) -> None:
-    """`Copies.wait`, as a call in a graph."""
-    assert flight.copies is not None
-    flight.copies.wait(number)
+def prefetch(invocation: HasTransfers, number: int) -> torch.Tensor:
+    """`TransferRunner.prefetch`, as a call in a graph."""
+    assert invocation.transfers is not None
+    return invocation.transfers.prefetch(number)
+
+
+def wait(invocation: HasTransfers, number: int) -> None:
+    """`TransferRunner.wait`, as a call in a graph."""
+    assert invocation.transfers is not None
+    invocation.transfers.wait(number)
