@@ -49,6 +49,33 @@ def test_a_model_twice_for_one_loss_is_planned_as_one(budget):
     assert forwards_again() == 1  # while it was recorded
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_joint_plan_keeps_variants_and_inplace_pairs(cut, monkeypatch):
+    """If its parts cannot be separated, the default variants are planned together."""
+
+    def cut_without_variants(layout, plan):
+        return None if any(op.variants for op in layout.graph.ops) else separate(layout, plan)
+
+    def loop(model, step):
+        for x, _ in data(5):
+            model.zero_grad()
+            twice(model, step, x).backward()
+        return state_of(model)
+
+    separate = joint_plan._Layout.cut
+    if not cut:
+        monkeypatch.setattr(joint_plan._Layout, "cut", cut_without_variants)
+    both(loop, Unshared, wrap=model_itself, options={"budget": "min", "variants": True})
+    (report,) = iterations()
+    alone = runtime.reports()[0].graph
+    for pairs in ("inplace", "variants"):
+        count = sum(len(getattr(op, pairs)) for op in report.graph.ops)
+        kept = cut or pairs == "inplace"
+        assert count == (2 * sum(len(getattr(op, pairs)) for op in alone.ops) if kept else 0)
+    assert any(op.variants for op in alone.ops)
+    assert report.steps_run >= 2
+
+
 def test_each_step_has_orders_of_its_own():
     """However many came before in this thread, of which none is kept alive."""
 

@@ -2,8 +2,8 @@
 
 A gradient that is alive when the next forward begins (micro-batches, `zero_grad` between forward
 and backward, a list of the user's) is held across steps, outside the arena. An op after the
-producer adds the new gradient to the held one, as `AccumulateGrad` would after the backward. If the held one
-was released meanwhile, the new gradient takes its place.
+producer adds the new gradient to the held one, as `AccumulateGrad` would after the backward. If the
+held one was released meanwhile, the new gradient takes its place.
 
 A gradient that a hook of its leaf consumes during the backward, as an optimizer there does, is
 handed over after the last op that reads the leaf. It lies outside the arena, since a tensor that a

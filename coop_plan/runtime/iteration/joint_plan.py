@@ -93,11 +93,10 @@ def plan_jointly(
     """
     if calls[0].captured.device.type == "cuda":
         options = options.on_cuda()
-    alone = [call.captured for call in calls]
-    calls = [replace(call, captured=_adjusted(call)) for call in calls]
+    recorded, calls = calls, [replace(call, captured=_adjusted(call)) for call in calls]
     layout = _Layout(calls, events, between, options)
-    for call, captured in zip(calls, alone, strict=True):
-        layout.resident_within += call.captured.resident_within - captured.resident_within
+    for call, alone in zip(calls, recorded, strict=True):
+        layout.resident_within += call.captured.resident_within - alone.captured.resident_within
     # Each run stays in its own call: the annealing searches might move it to another one.
     options = replace(options, plan=options.plan.without("reorder", "walk"))
     try:
@@ -115,6 +114,11 @@ def plan_jointly(
             *(len(calls), format_bytes(made.budget_bytes), reason),
         )
     parts = layout.cut(made)
+    if parts is None and any(op.variants for op in layout.graph.ops):
+        # The search over variants may place a run in another call; that over defaults does not.
+        return plan_jointly(
+            [_default_variants(call) for call in recorded], events, between, options
+        )
     if parts is None:
         log.warning(
             "%d graphs of one iteration are not planned together: method %s recomputes an op within"
@@ -280,6 +284,14 @@ def _adjusted(call: RecordedCall) -> Captured:
     if call.environment == MemoryEnvironment():
         return call.captured
     return capture_adjust.under(call.captured, call.environment)
+
+
+def _default_variants(call: RecordedCall) -> RecordedCall:
+    """A call whose ops have no variants."""
+    graph = call.captured.graph
+    ops = [op.model_copy(update={"variants": []}) for op in graph.ops]
+    graph = graph.model_copy(update={"ops": ops})
+    return replace(call, captured=replace(call.captured, graph=graph))
 
 
 def _ops_of_half(captured: Captured, backward: bool) -> range:
