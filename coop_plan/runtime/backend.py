@@ -261,17 +261,8 @@ def plan_captured(
             made, cached = plan_for(under.graph, options.within(error.budget_bytes))
         except InfeasibleBudgetError:
             raise error from None
-    report = StepReport(
-        name=f"step {len(reports())}",
-        budget_bytes=made.budget_bytes,
-        peak_bytes=made.peak_bytes,
-        planned_arena_bytes=made.arena_bytes,
-        resident_bytes=made.resident_bytes - under.resident_within,
-        planned_overhead=made.overhead,
-        method=made.method,
-        status=made.status,
-        graph=under.graph,
-        plan=made,
+    report = StepReport.of(
+        *(f"step {len(reports())}", under.graph, made, under.resident_within),
         profile_seconds=captured.profile_seconds,
         profiled_ops=captured.profiled_ops,
         plan_cached=cached,

@@ -1,13 +1,20 @@
 """Reports: planned and measured figures, one record a compiled step."""
 
+import html
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from coop_plan.schemas import Graph, Plan
+from coop_plan.schemas import Graph, Plan, format_bytes
 
 if TYPE_CHECKING:
     from coop_plan.runtime.capture.joint_graph import Captured
-    from coop_plan.runtime.report_views import ScalarWriter
+
+
+class ScalarWriter(Protocol):
+    """Interface of `torch.utils.tensorboard.SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write one number."""
 
 
 @dataclass(frozen=True)
@@ -87,29 +94,102 @@ class StepReport:
 
     def show(self) -> None:
         """Print a table of planned and measured figures; a notebook draws the memory map, too."""
-        from coop_plan.runtime.report_views import print_report
+        from rich.console import Console
+        from rich.table import Table
 
-        print_report(self)
+        table = Table(title=self._title(), box=None, pad_edge=False, title_justify="left")
+        for name in ("", "planned", "measured"):
+            table.add_column(name, justify="left" if not name else "right")
+        for row in self._rows():
+            table.add_row(*row)
+        Console(highlight=False).print(table)
 
-    def write_scalars(self, writer: "ScalarWriter", step: int) -> None:
+    def write_scalars(self, writer: ScalarWriter, step: int) -> None:
         """Write the figures to TensorBoard (`torch.utils.tensorboard.SummaryWriter`)."""
-        from coop_plan.runtime.report_views import write_scalars
-
-        write_scalars(self, writer, step)
+        scalars = {
+            "budget_bytes": self.budget_bytes,
+            "planned_peak_bytes": self.peak_bytes,
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "outside_bytes": self.outside_bytes,
+            "measured_overhead": self.measured_overhead,
+            "measured_makespan_us": self.measured_makespan_us,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                writer.add_scalar(f"coop/{self.name}/{name}", float(value), step)
 
     def _repr_html_(self) -> str:
-        from coop_plan.runtime.report_views import html_of
+        from coop_plan.planner.inspect.drawing import drawing
+        from coop_plan.web import page
 
-        return html_of(self)
+        cells = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>"
+            for row in self._rows()
+        )
+        drawn = drawing(self.graph, self.plan, self.name)
+        frame = html.escape(page("show.js", f"Memory of {self.name}", {"drawings": [drawn]}))
+        return (
+            f"<p>{html.escape(self._title())}</p>"
+            f"<table><tr><th></th><th>planned</th><th>measured</th></tr>{cells}</table>"
+            f'<iframe title="memory map" sandbox="allow-scripts" srcdoc="{frame}"'
+            ' style="width:100%;height:46rem;border:0"></iframe>'
+        )
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Rows of name, planned and measured figure; empty text stands for no figure."""
+        overhead = self.measured_overhead
+        makespan = self.measured_makespan_us
+        return [
+            ("budget", format_bytes(self.budget_bytes), ""),
+            ("peak", format_bytes(self.peak_bytes), format_bytes(self.measured_peak_bytes)),
+            (
+                "arena",
+                format_bytes(self.planned_arena_bytes),
+                format_bytes(self.measured_arena_bytes),
+            ),
+            ("resident", format_bytes(self.resident_bytes), ""),
+            ("outside the plan", "", format_bytes(self.outside_bytes)),
+            (
+                "overhead",
+                f"{self.planned_overhead:.2%}",
+                "" if overhead is None else f"{overhead:.2%}",
+            ),
+            (
+                "step",
+                f"{self.plan.cost_us / 1e3:.2f} ms",
+                "" if makespan is None else f"{makespan / 1e3:.2f} ms",
+            ),
+        ]
+
+    def _title(self) -> str:
+        return f"{self.name}: {self.method} ({self.status}), {self.steps_run} steps run"
+
+    @classmethod
+    def of(
+        cls, name: str, graph: Graph, plan: Plan, resident_within: int, **fields: Any
+    ) -> "StepReport":
+        """Report of a plan; `resident_within` of its resident bytes are allocated in the step."""
+        return cls(name=name, **_figures(graph, plan, resident_within), **fields)
 
     def replace_plan(self, captured: "Captured", plan: Plan, *, cached: bool) -> None:
         """Report another plan from now on."""
-        self.budget_bytes, self.peak_bytes = plan.budget_bytes, plan.peak_bytes
-        self.planned_arena_bytes = plan.arena_bytes
-        self.resident_bytes = plan.resident_bytes - captured.resident_within
-        self.planned_overhead, self.method, self.status = plan.overhead, plan.method, plan.status
-        self.graph, self.plan, self.plan_cached = captured.graph, plan, cached
+        vars(self).update(_figures(captured.graph, plan, captured.resident_within))
+        self.plan_cached = cached
         self.plans_made += 1
+
+
+def _figures(graph: Graph, plan: Plan, resident_within: int) -> dict[str, Any]:
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "planned_arena_bytes": plan.arena_bytes,
+        "resident_bytes": plan.resident_bytes - resident_within,
+        "planned_overhead": plan.overhead,
+        "method": plan.method,
+        "status": plan.status,
+        "graph": graph,
+        "plan": plan,
+    }
 
 
 _reports: list[StepReport] = []
@@ -118,6 +198,11 @@ _reports: list[StepReport] = []
 def reports() -> list[StepReport]:
     """Reports of all steps compiled in this process, oldest first."""
     return list(_reports)
+
+
+def steps_run() -> int:
+    """Number of planned steps that have run, by all reports."""
+    return sum(report.steps_run for report in _reports)
 
 
 def clear_reports() -> None:

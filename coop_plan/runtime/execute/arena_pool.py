@@ -7,7 +7,7 @@ from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
 from coop_plan.runtime.execute.invocation import Invocation, live_invocations
-from coop_plan.runtime.iteration.joint_plan import RecordedCall
+from coop_plan.runtime.iteration.joint_plan import Addresses, RecordedCall
 from coop_plan.runtime.iteration.recorder import IterationRecorder
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
@@ -36,7 +36,7 @@ class ArenaPool:
         invocation: Invocation,
         step: object,
         call: RecordedCall,
-        inputs: Callable[[], Sequence[int | None]],
+        inputs: Callable[[], Addresses],
     ) -> bool:
         """Record a new invocation as the next call of its iteration.
 

@@ -7,20 +7,23 @@ number in the handle, until autograd drops the handle: with the loss, or after t
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from coop_plan.runtime.device.arena import Arena, Counters, Memory, Run
+from coop_plan.runtime.device.arena import Memory, Run
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.rng_state import Generator
-from coop_plan.runtime.execute.transfers import TransferRunner
 from coop_plan.runtime.torch_internals.autograd import give_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_version
 from coop_plan.schemas import Plan
+
+if TYPE_CHECKING:
+    from coop_plan.runtime.execute.arena_pool import ArenaPool
+    from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 
 _numbers = itertools.count()
 _invocations: "dict[int, Invocation]" = {}
@@ -30,57 +33,6 @@ _invocations: "dict[int, Invocation]" = {}
 def room(plan: Plan) -> int:
     """Bytes of a plan's budget that are left for arenas."""
     return plan.budget_bytes - (plan.peak_bytes - plan.arena_bytes)
-
-
-class Runnable(Protocol):
-    """Compiled plan as an invocation sees it (`runtime.execute.compiled_plan`)."""
-
-    arena: Arena
-    replayed: Mapping[int, Generator]
-    saved_inputs: Sequence[int | None]
-    inputs_read: Sequence[int]
-    gradient_slots: dict[int, int | None]
-    final_gradients: dict[int, int]
-    consumed: Sequence[int]
-    measure_outside: bool
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-    def transfer_runner(self) -> TransferRunner | None:
-        """Executor of the transfers of one invocation; None without transfers."""
-
-
-class IterationRecorder(Protocol):
-    """Recorder of the iteration that an invocation is part of (`runtime.iteration.recorder`)."""
-
-    def backward(self, invocation: "Invocation") -> None:
-        """Record that its backward begins."""
-
-    def given(self, invocation: "Invocation", tangents: Sequence[Any]) -> None:
-        """Record the tangents of its backward."""
-
-    def returned(self, invocation: "Invocation", made: Sequence[Any]) -> None:
-        """Record the gradients that its backward made."""
-
-    def finished(
-        self,
-        invocation: "Invocation",
-        counters: Counters,
-        memory: Memory | None,
-        duplicated: Sequence[int],
-    ) -> None:
-        """Record that it finished and ran the joint plan, in this memory."""
-
-
-class ArenaOwner(Protocol):
-    """Owner of arenas (`runtime.execute.arena_pool`)."""
-
-    @property
-    def recorder(self) -> IterationRecorder:
-        """Recorder of the invocations that share the arenas."""
-
-    def allocate(self, invocation: "Invocation") -> None:
-        """Set the invocation's memory."""
 
 
 class Invocation:
@@ -103,8 +55,8 @@ class Invocation:
     def __init__(
         self,
         name: str,
-        compiled: Runnable,
-        owner: ArenaOwner,
+        compiled: "CompiledPlan",
+        owner: "ArenaPool",
         room: int,
         generators: Sequence[Generator],
     ) -> None:
@@ -129,12 +81,12 @@ class Invocation:
         self._versions: Sequence[int] = ()
         self._saved_versions: Sequence[int] = ()
 
-    def use_plan(self, compiled: Runnable, room: int) -> None:
+    def use_plan(self, compiled: "CompiledPlan", room: int) -> None:
         """Run both halves by this plan."""
         self.compiled, self.room, self.run = compiled, room, Run(compiled.arena)
         self.transfers = compiled.transfer_runner()
 
-    def use_own_plan(self, compiled: Runnable, room: int) -> None:
+    def use_own_plan(self, compiled: "CompiledPlan", room: int) -> None:
         """Run by this plan of its own, also after a joint plan was abandoned."""
         self._alone = compiled, room
         self.use_plan(compiled, room)

@@ -17,7 +17,7 @@ from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, take_saved
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
-from coop_plan.runtime.execute.invocation import Invocation, Runnable, invocation_of, room
+from coop_plan.runtime.execute.invocation import Invocation, invocation_of, room
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
 from coop_plan.runtime.execute.transfers import TransferRunner
@@ -75,7 +75,7 @@ class PlannedStep:
         self._strict = options.strict
         budget, name = plan.budget_bytes, report.name
         self._held_gradients = HeldGradients(captured, now, options, budget, name, history)
-        self._finished: tuple[weakref.ref[Memory], Runnable] | None = None
+        self._finished: tuple[weakref.ref[Memory], CompiledPlan] | None = None
         self._warned = False
         self._noted = False
         self._replan_failed = False

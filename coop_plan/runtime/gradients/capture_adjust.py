@@ -43,16 +43,14 @@ class MemoryEnvironment:
     reserve: int = 0
 
 
-def accumulate(invocation: Any, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+def accumulate(invocation: Any, position: int, gradient: torch.Tensor) -> Any:
     """Graph op: `invocation` adds a new gradient to the held one."""
-    found: torch.Tensor | None = invocation.accumulate(position, gradient)
-    return found
+    return invocation.accumulate(position, gradient)
 
 
-def hand_over(invocation: Any, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+def hand_over(invocation: Any, position: int, gradient: torch.Tensor) -> Any:
     """Graph op: `invocation` passes a gradient to the hooks of its leaf."""
-    found: torch.Tensor | None = invocation.hand_over(position, gradient)
-    return found
+    return invocation.hand_over(position, gradient)
 
 
 GRADIENT_SINKS = (accumulate, hand_over)
@@ -147,17 +145,12 @@ def under(captured: Captured, environment: MemoryEnvironment) -> Captured:
     after.sort(key=itemgetter(0))
     for at, position, gradient, changed in reversed(after):  # so that earlier positions stay
         cost = 3 * own[position] / BYTES_PER_US
+        name = f"coop_plan.{'hand_over' if position in consumed else 'accumulate'}"
         op = Op(
-            id=0,
-            name=f"coop_plan.{'hand_over' if position in consumed else 'accumulate'}",
-            phase="backward",
-            inputs=[gradient, changed],
-            outputs=[],
-            mutates=[changed],
-            recomputable=False,
-            cost_us=cost,
+            id=0, name=name, phase="backward", inputs=[gradient, changed], outputs=[], cost_us=cost
         )
-        editor.add_op(op, at=at + 1)
+        once = op.model_copy(update={"mutates": [changed], "recomputable": False})
+        editor.add_op(once, at=at + 1)
         ops.insert(at + 1, nodes[position])
         profiles.insert(at + 1, OpProfile(cost, (), (), 0, 0))
     outputs = list(captured.output_args)

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 
 from coop_plan.runtime.errors import RuntimeRefusalError
 from coop_plan.runtime.integrations.inplace import compile_method, coop
-from coop_plan.runtime.reports import reports
+from coop_plan.runtime.reports import steps_run
 
 LOGGING = ("log", "log_dict")
 
@@ -34,7 +34,7 @@ class Budget(Callback):
         self._before = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._before = _steps()
+        self._before = steps_run()
         # Logging cannot be traced; it runs after the planned graph.
         for name in LOGGING:
             untraced: Any = torch.compiler.disable
@@ -42,7 +42,7 @@ class Budget(Callback):
         self._undo = compile_method(pl_module, "training_step", self._arguments)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if self._before >= 0 and _steps() == self._before:
+        if self._before >= 0 and steps_run() == self._before:
             raise RuntimeRefusalError(
                 "the Trainer ran a batch in which nothing was planned: see the log for the reason"
             )
@@ -54,7 +54,3 @@ class Budget(Callback):
             self._undo = None
             for name in LOGGING:
                 delattr(pl_module, name)
-
-
-def _steps() -> int:
-    return sum(report.steps_run for report in reports())

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
 from coop_plan.runtime.integrations.inplace import compile_module, coop
-from coop_plan.runtime.reports import reports
+from coop_plan.runtime.reports import steps_run
 
 
 class Budget(TrainerCallback):
@@ -36,11 +36,11 @@ class Budget(TrainerCallback):
     ) -> None:
         if args.torch_compile:
             raise OptionsError("torch_compile=True compiles the model a second time: leave it out")
-        self._before = _steps()
+        self._before = steps_run()
         self._undo = compile_module(model, self._arguments)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._before >= 0 and _steps() == self._before:
+        if self._before >= 0 and steps_run() == self._before:
             raise RuntimeRefusalError(
                 "the Trainer made a step in which nothing was planned: see the log for the reason"
             )
@@ -50,7 +50,3 @@ class Budget(TrainerCallback):
         if self._undo is not None:
             self._undo()
             self._undo = None
-
-
-def _steps() -> int:
-    return sum(report.steps_run for report in reports())

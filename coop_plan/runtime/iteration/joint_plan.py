@@ -41,6 +41,11 @@ Event = tuple[int, bool]
 RELEASE = "coop_plan.left"
 """Name of the op whose inputs the user's code releases afterwards."""
 
+Addresses = Sequence[int | None]
+"""Storage addresses by position; None for values without memory."""
+
+PHASES = ("forward", "backward")
+
 HalfOutput = tuple[bool, int]
 """True for a gradient of a call, False for an output, and its position."""
 
@@ -65,8 +70,8 @@ class RecordedCall:
     environment: MemoryEnvironment = field(default_factory=MemoryEnvironment)
     released_at: dict[HalfOutput, int] = field(default_factory=dict)
     late: set[HalfOutput] = field(default_factory=set)
-    inputs: Sequence[int | None] = ()
-    tangents: Sequence[int | None] = ()
+    inputs: Addresses = ()
+    tangents: Addresses = ()
     made: list[int | None] = field(default_factory=list)
 
 
@@ -131,22 +136,9 @@ def plan_jointly(
         for call, part in zip(calls, parts, strict=True)
     ]
     for compiled in plans:
-        compiled.measure_outside = (
-            compiled.measure_outside and not between and group_of_all() is not None
-        )
-    report = StepReport(
-        name=f"iteration of {len(calls)} graphs {len(reports())}",
-        budget_bytes=made.budget_bytes,
-        peak_bytes=made.peak_bytes,
-        planned_arena_bytes=made.arena_bytes,
-        resident_bytes=made.resident_bytes - layout.resident_within,
-        planned_overhead=made.overhead,
-        method=made.method,
-        status=made.status,
-        graph=layout.graph,
-        plan=made,
-        plan_cached=cached,
-    )
+        compiled.measure_outside &= not between and group_of_all() is not None
+    name = f"iteration of {len(calls)} graphs {len(reports())}"
+    report = StepReport.of(name, layout.graph, made, layout.resident_within, plan_cached=cached)
     add(report)
     return JointPlan(plans, room(made), between, report)
 
@@ -225,16 +217,10 @@ class _Layout:
             ]
             if last:
                 self._ops.append((k, None))
-                left = Op(
-                    id=0,
-                    name=RELEASE,
-                    phase="backward" if backward else "forward",
-                    inputs=last,
-                    outputs=[],
-                    cost_us=0.0,
-                    recomputable=False,
+                op = Op(
+                    id=0, name=RELEASE, inputs=last, outputs=[], cost_us=0.0, recomputable=False
                 )
-                editor.add_op(left)
+                editor.add_op(op.model_copy(update={"phase": PHASES[backward]}))
             self._ends.append(len(self._ops))
         self.graph = editor.graph()
 

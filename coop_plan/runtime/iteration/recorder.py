@@ -21,6 +21,7 @@ from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, accumulable
 from coop_plan.runtime.gradients.held_gradients import MAX_GRADIENT_PLANS, can_be_added_to
 from coop_plan.runtime.iteration.joint_plan import (
+    Addresses,
     Event,
     HalfOutput,
     JointPlan,
@@ -119,7 +120,7 @@ class IterationRecorder:
         invocation: Invocation,
         step: object,
         call: RecordedCall,
-        inputs: Callable[[], Sequence[int | None]],
+        inputs: Callable[[], Addresses],
     ) -> CompiledPlan | None:
         """Record a forward; returns its plan if the iteration runs a joint plan.
 
@@ -136,7 +137,7 @@ class IterationRecorder:
         self._calls.append(call)
         return self._next(number, False)
 
-    def _continues(self, inputs: Callable[[], Sequence[int | None]]) -> bool:
+    def _continues(self, inputs: Callable[[], Addresses]) -> bool:
         """True if a forward reads a result of an unfinished call that released its memory.
 
         So an iteration includes a generator's backward after its critic's steps.
