@@ -160,6 +160,8 @@ class Run:
             return F.cross_entropy(model(x), y)
 
         self.step: Step = loss if whole else model
+        if options is not None:  # gradients outweigh activations in some of the models
+            options = {"outputs": "gradients", **options}
         if options is not None and name == "blocks":
             assert isinstance(model, Blocks)
             for block in model.blocks:

@@ -25,9 +25,9 @@ def autoload() -> None:
         reason = incomplete()
         if not reason:
             try:
-                from coop_plan.runtime.integrations.autoload import plan_what_trains
+                from coop_plan.runtime.integrations.autoload import plan_all_training
 
-                plan_what_trains(os.environ[VARIABLE])
+                plan_all_training(os.environ[VARIABLE])
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
         if reason:

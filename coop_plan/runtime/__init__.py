@@ -1,6 +1,6 @@
-"""Runs plans in PyTorch: capture, profile, arena, and the `coop` backend of `torch.compile`.
+"""Runtime: runs plans in PyTorch, with the `coop` backend of `torch.compile`.
 
-Importing this package does not import torch; its parts do.
+Importing this package does not import torch; its modules do.
 """
 
 from coop_plan.runtime.errors import (

@@ -17,29 +17,29 @@ from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.distributed.collectives import group_of
 from coop_plan.runtime.distributed.shared_plan import agree_on_plan
-from coop_plan.runtime.dynamic_shapes.dispatch import EveryLength
-from coop_plan.runtime.dynamic_shapes.history import Others
+from coop_plan.runtime.dynamic_shapes.dispatch import AllSizes
+from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.specialize import (
     SIGNATURE,
     AtSizes,
     ByShape,
-    FirstShapes,
-    first_shapes,
+    CallState,
+    call_state,
     function_of,
     is_symbolic,
     keep_recompiling,
     shape_of,
 )
 from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
-from coop_plan.runtime.execute.arena_pool import Pools, pools_of, rest
+from coop_plan.runtime.execute.arena_pool import ArenaPools, arena_pools_of, release_idle
 from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.gradients import capture_adjust
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
+from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
-from coop_plan.runtime.source_lines import Lines, lines_of
+from coop_plan.runtime.source_lines import SourceLines, source_lines_of
 from coop_plan.runtime.torch_internals import warn_of_version
 from coop_plan.runtime.torch_internals.autograd import all_leaves_have_only_post_hooks
 from coop_plan.runtime.torch_internals.dynamo import (
@@ -68,34 +68,34 @@ def coop(
 ) -> Callable[..., Any]:
     """Dynamo backend: plans the joint graph of `gm` within a budget and runs it in one arena.
 
-    Each input shape has a plan of its own, within the same budget (a share is of that shape's own
-    peak). With `shapes="eager"`, only the first shape of a function has one: others run as eager
-    autograd, with eager's numbers and NOT within the budget; a warning says so.
+    Each input shape has its own plan within the same budget; a share refers to that shape's peak.
+    With `shapes="eager"`, only the first shape of a function is planned: others run as eager
+    autograd, with eager's numbers, NOT within the budget, and with a warning.
 
-    Without gradients (`no_grad`, inference) the graph runs as it is: nothing is kept for a
-    backward, so there is nothing to plan.
+    Without gradients (`no_grad`, inference) the graph runs unplanned: nothing is saved for a
+    backward.
 
     Raises:
         OptionsError, CaptureError, planner.InfeasibleBudgetError: at the first call with a shape;
             inside Dynamo's own exception if the graph has no symbols in it.
     """
-    wanted = Options.parse(options)
-    first, function = first_shapes(compile_call() or options), function_of(gm)
-    pools = pools_of(wanted)  # held by the steps
-    lines, hooked = lines_of(gm), all_leaves_have_only_post_hooks(gm)
+    parsed = Options.parse(options)
+    first, function = call_state(compile_call() or options), function_of(gm)
+    pools = arena_pools_of(parsed)  # held by the steps
+    lines, hooked = source_lines_of(gm), all_leaves_have_only_post_hooks(gm)
     keep_recompiling(lines.begin)
 
     def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         shape = shape_of(graph, inputs)
         another = first.shapes.get(function, shape) != shape
-        if wanted.shapes == "eager" and another and torch.is_grad_enabled():
+        if parsed.shapes == "eager" and another and torch.is_grad_enabled():
             log.warning(
                 "%s: input sizes %s run as eager autograd, not within the budget",
                 *(lines.begin, shape),
             )
-            return unplanned_calls.told(graph)
-        others, varies = first.others[function], is_symbolic(gm)
-        compilation = _Compilation(wanted, pools, lines, first, others, sign=varies, hooked=hooked)
+            return unplanned_calls.count_unplanned(graph)
+        history, varies = first.history[function], is_symbolic(gm)
+        compilation = _Compilation(parsed, pools, lines, first, history, sign=varies, hooked=hooked)
         backend = aot_autograd(
             fw_compiler=compilation.forward,
             bw_compiler=compilation.backward,
@@ -107,66 +107,68 @@ def coop(
         if compilation.step is not None:
             first.shapes.setdefault(function, shape)
             if lines.breaks:
-                unplanned_calls.told_of_break()
+                unplanned_calls.graph_break_logged()
                 log.warning(
-                    "graph break at %s: what runs outside the graph is not within the budget;"
+                    "graph break at %s: code outside the graph is not within the budget;"
                     " fullgraph=True makes this an error",
                     lines.end,
                 )
             step = compilation.step
-            counted = unplanned_calls.counted(compiled, step.report, step.undefined.watch)
+            counted = unplanned_calls.count_planned(compiled, step.report, step.undefined.watch)
             setattr(counted, SIGNATURE, compilation.signature)
             return counted
         if uses_functorch_grad(gm):
             log.warning(
-                "%s: torch.func takes gradients within the graph and leaves no backward to plan:"
-                " the graph runs as it is, not within the budget; loss.backward() is planned",
+                "%s: torch.func computes gradients within the graph and leaves no backward to plan:"
+                " the graph runs unplanned, not within the budget; loss.backward() is planned",
                 lines.begin,
             )
-            return unplanned_calls.told(compiled)
+            return unplanned_calls.count_unplanned(compiled)
         return compiled
 
     def compile_all(
         graph: fx.GraphModule, examples: Sequence[Any], inputs: Sequence[Any]
     ) -> tuple[Trace, AtSizes]:
-        every = EveryLength(graph, examples, inputs)
+        every = AllSizes(graph, examples, inputs)
 
         def at_sizes(joint: fx.GraphModule) -> Callable[..., Any]:
-            of = first.others[function]
-            compilation = _Compilation(wanted, pools, lines, first, of, hooked=hooked)
+            of = first.history[function]
+            compilation = _Compilation(parsed, pools, lines, first, of, hooked=hooked)
             with use_costs(first.costs[function]):
                 step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)
-            return unplanned_calls.counted(every.calling(step), step.report, step.undefined.watch)
+            return unplanned_calls.count_planned(
+                every.calling(step), step.report, step.undefined.watch
+            )
 
         return every.trace, at_sizes
 
     if first.numbers_change(function, gm, example_inputs):
         allow_symbolic_module_ints()
     if is_symbolic(gm):
-        return ByShape(gm, compile_static, compile_all if wanted.shapes == "plan" else None).run
+        return ByShape(gm, compile_static, compile_all if parsed.shapes == "plan" else None).run
     return compile_static(gm, example_inputs)
 
 
-coop.reset = rest  # type: ignore[attr-defined]  # for torch._dynamo.reset(): steps may outlive it
+coop.reset = release_idle  # type: ignore[attr-defined]  # for torch._dynamo.reset(): steps may outlive it
 unplanned_calls.install(coop)
 
 
 class _Compilation:
-    """One joint graph on its way from capture to running code."""
+    """Compilation of one joint graph, from capture to a planned step."""
 
     def __init__(
         self,
         options: Options,
-        pools: Pools,
-        lines: Lines,
-        call: FirstShapes,
-        others: Others,
+        pools: ArenaPools,
+        lines: SourceLines,
+        call: CallState,
+        history: ShapeHistory,
         *,
         sign: bool = False,
         hooked: bool = False,
     ) -> None:
         self.hooked = hooked
-        self.others = others
+        self.history = history
         self.options = options
         self.pools = pools
         self.lines = lines
@@ -193,7 +195,7 @@ class _Compilation:
     def plan(
         self, joint: fx.GraphModule, num_fwd_outputs: int, static_inputs: Sequence[int]
     ) -> PlannedStep:
-        """The step of a joint graph that is static already."""
+        """The planned step of a static joint graph."""
         self._capture(joint, num_fwd_outputs, static_inputs)
         assert self.step is not None
         self.step.report.compile_seconds = time.perf_counter() - self.began
@@ -205,7 +207,7 @@ class _Compilation:
         variants = VARIANT_PASSES if self.options.variants else None
         captured = capture_joint(joint, num_fwd_outputs, static_inputs, variants=variants)
         self.step = plan_captured(
-            *(captured, self.options, self.pools, self.lines, self.call, self.others),
+            *(captured, self.options, self.pools, self.lines, self.call, self.history),
             hooked=self.hooked,
         )
         return captured
@@ -224,16 +226,16 @@ class _Compilation:
 def plan_captured(
     captured: Captured,
     options: Options,
-    pools: Pools,
-    lines: Lines,
-    call: FirstShapes,
-    others: Others,
+    pools: ArenaPools,
+    lines: SourceLines,
+    call: CallState,
+    history: ShapeHistory,
     *,
     hooked: bool = False,
 ) -> PlannedStep:
     """Plan a captured step, verify the plan, and make it runnable.
 
-    Where all its leaves are `hooked`, and nothing fits else, hooks are taken to use gradients up.
+    If the budget is infeasible and all leaves are `hooked`, hooks are assumed to consume gradients.
     """
     began = time.perf_counter()
     if captured.device.type == "cuda":
@@ -242,10 +244,10 @@ def plan_captured(
     def find_or_make() -> tuple[Plan, bool]:
         part = lines.breaks or called_from_compiled() or compiles_nested_function()
         part = part or unplanned_calls.is_one_of_several(call.owner)
-        return plan_for(captured.graph, options, part=part, others=others)
+        return plan_for(captured.graph, options, part=part, history=history)
 
     asked = options.plan.key("", planner_version(), "")
-    now = Circumstances()
+    now = MemoryEnvironment()
     try:
         shared = agree_on_plan(
             *(captured.graph, captured.ops, asked, find_or_make),
@@ -254,31 +256,22 @@ def plan_captured(
         captured = under = replace(captured, graph=shared.graph)
         made, cached = shared.plan, shared.cached
     except InfeasibleBudgetError as error:
-        now = Circumstances(used=frozenset(capture_adjust.usable(captured)))
-        if not hooked or not now.used or any(group_of(node) for node in captured.ops):
+        now = MemoryEnvironment(consumed=frozenset(capture_adjust.consumable(captured)))
+        if not hooked or not now.consumed or any(group_of(node) for node in captured.ops):
             raise
         under = capture_adjust.under(captured, now)
         try:
             made, cached = plan_for(under.graph, options.within(error.budget_bytes))
         except InfeasibleBudgetError:
             raise error from None
-    report = StepReport(
-        name=f"step {len(reports())}",
-        budget_bytes=made.budget_bytes,
-        peak_bytes=made.peak_bytes,
-        planned_arena_bytes=made.arena_bytes,
-        resident_bytes=made.resident_bytes - under.resident_in_step,
-        planned_overhead=made.overhead,
-        method=made.method,
-        status=made.status,
-        graph=under.graph,
-        plan=made,
+    report = StepReport.of(
+        *(f"step {len(reports())}", under.graph, made, under.resident_in_step),
         profile_seconds=captured.profile_seconds,
         profiled_ops=captured.profiled_ops,
         plan_cached=cached,
         plan_seconds=time.perf_counter() - began,
     )
-    step = PlannedStep(captured, now, made, report, pools, lines, call, options, others)
+    step = PlannedStep(captured, now, made, report, pools, lines, call, options, history)
     add(report)
     return step
 

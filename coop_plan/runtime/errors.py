@@ -1,4 +1,4 @@
-"""What the runtime refuses, each with one clear sentence."""
+"""Errors of the runtime."""
 
 
 class RuntimeRefusalError(RuntimeError):
@@ -6,11 +6,11 @@ class RuntimeRefusalError(RuntimeError):
 
 
 class CaptureError(RuntimeRefusalError):
-    """The graph holds something that cannot be planned."""
+    """The graph contains an op or a value that cannot be planned."""
 
     @classmethod
     def out_of_data(cls, op: object, what: str) -> "CaptureError":
-        """The op makes `what`, a size or a number, that only its data tell."""
+        """The op computes `what`, a size or a number, from data."""
         return cls(
             f"{op} makes {what} out of data, which cannot be planned: keep sizes fixed"
             " (torch.where, or a product with a mask, instead of indexing by it), or leave it to"
@@ -27,24 +27,24 @@ class OptionsError(RuntimeRefusalError):
 
 
 class PlanServerError(RuntimeRefusalError):
-    """The planning service is away, or has no plan for a step."""
+    """The planning service is unreachable, or has no plan for a step."""
 
 
 class StepSpentError(RuntimeRefusalError):
-    """A backward needs a step whose memory was reused, and whose forward cannot run again."""
+    """A backward needs an invocation whose memory was reused and whose forward cannot rerun."""
 
 
 class CopyError(RuntimeRefusalError):
-    """A copy to the host or back failed, or cannot be made; the step is given up."""
+    """A transfer to the host or back failed; the step is aborted."""
 
 
 class CudaGraphError(RuntimeRefusalError):
-    """What a CUDA graph would have to capture, or has captured, cannot be run so."""
+    """A CUDA graph captures, or would capture, work that cannot be replayed."""
 
 
 class NothingPlannedError(RuntimeRefusalError):
-    """A call that was to be planned ran, and nothing of it was."""
+    """A call that had to be planned ran without a plan."""
 
 
 class BudgetExceededError(RuntimeRefusalError):
-    """A step takes more than its budget, and was asked not to, or cannot be planned otherwise."""
+    """A step exceeds its budget and is strict, or cannot be planned within it."""

@@ -1,14 +1,14 @@
-"""Locks that a forked child finds free."""
+"""Locks that are free in a forked child."""
 
 import os
 import threading
 
 
 def fork_safe_lock() -> threading.RLock:
-    """A lock, for the life of the process, that is held while the process forks.
+    """A process-lifetime lock that is held during forks.
 
-    Otherwise a child that is forked while another thread has it would wait for ever; what it guards
-    is whole in the child.
+    Otherwise a child forked while another thread holds it would deadlock. The guarded state is
+    consistent in the child.
     """
     lock = threading.RLock()
     os.register_at_fork(

@@ -16,10 +16,6 @@ MIN_ALIGNMENT = 64
 CUDA_ALIGNMENT = 512
 """Alignment of PyTorch's CUDA allocator, in bytes; PyTorch chooses kernels by it."""
 
-DEFAULT_OUTPUTS = "gradients"
-"""Default of `outputs` in place of the planner's "outside", which needs more memory than planned in
-an iteration of several graphs on the CPU (`tests/runtime/test_budget.py`, blocks at "min")."""
-
 VALUES = {
     "shapes": {
         "plan": "each input shape has its own plan",

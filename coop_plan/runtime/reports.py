@@ -1,18 +1,25 @@
-"""What was planned beside what was measured, one record per compiled step."""
+"""Reports: planned and measured figures, one record a compiled step."""
 
+import html
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from coop_plan.schemas import Graph, Plan
+from coop_plan.schemas import Graph, Plan, format_bytes
 
 if TYPE_CHECKING:
     from coop_plan.runtime.capture.joint_graph import Captured
-    from coop_plan.runtime.report_views import ScalarWriter
+
+
+class ScalarWriter(Protocol):
+    """Interface of `torch.utils.tensorboard.SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
+        """Write one number."""
 
 
 @dataclass(frozen=True)
 class CopySpan:
-    """When a copy of a step ran, µs of `time.perf_counter`; to the host (`away`) or back."""
+    """Time span of a transfer, µs of `time.perf_counter`; to the host (`away`) or back."""
 
     buffer: int
     bytes: int
@@ -23,11 +30,11 @@ class CopySpan:
 
 @dataclass
 class StepReport:
-    """Sizes in bytes, times as named.
+    """Figures of a compiled step; sizes in bytes.
 
-    `resident_bytes` are there before the step: parameters, buffers, inputs. `measured_overhead` is
-    time in recomputed ops and in waits for copies / time in first computations, taken inside the
-    last step; `outside_bytes` are planned allocations that were not served at their address in it.
+    `resident_bytes` exist before the step: parameters, buffers, inputs. `measured_overhead` is the
+    last step's time in recomputed ops and in waits for transfers, divided by the time in first
+    runs. `outside_bytes` are its planned allocations that were not served at their address.
     """
 
     name: str
@@ -42,96 +49,173 @@ class StepReport:
     plan: Plan = field(repr=False)
     measured_arena_bytes: int = 0
     measured_peak_bytes: int = 0
-    """Resident bytes and all that the process allocated from the last step's forward to the end of
-    its backward, at the highest; on CUDA all that the step's ops took."""
+    """Peak of resident bytes and all allocations of the process from the last step's forward to the
+    end of its backward; on CUDA of the allocations of the step's ops."""
     outside_bytes: int = 0
     held_bytes: int = 0
-    """Gradients that were there when the last step began; `measured_peak_bytes` contains them."""
+    """Gradients held when the last step began; `measured_peak_bytes` contains them."""
     outside_plan: str = ""
-    """What the process had beside the plan at its highest, in words, as it was last looked at: in
-    the first step of a plan, and in the one after a step that took more than its budget; and what
-    lies where the plan has something else by then."""
+    """Text on allocations outside the plan at the process's peak, and on tensors in places planned
+    for others. Measured in the first step of a plan, and after a step that exceeded its budget."""
     plans_made: int = 1
-    """The figures and documents here are of the last one."""
+    """Plans made so far; this report is of the last one."""
     measured_overhead: float | None = None
     steps_run: int = 0
     forwards_again: int = 0
-    """Forwards that ran a second time before their backward, because the budget did not allow them
-    to keep their memory beside others, or for a second backward."""
+    """Forwards that ran again before their backward, since the budget did not allow them to keep
+    their memory, or for a second backward."""
     profile_seconds: float = 0.0
     profiled_ops: int = 0
-    """Ops that had to be measured: neither this process nor one before it had met them."""
+    """Ops that had to be measured, since no profile of them was cached."""
     plan_cached: bool = False
-    """Whether the plan was read from the cache, and verified, and not made."""
+    """True if the plan was read from the cache and verified."""
     plan_seconds: float = 0.0
     compile_seconds: float = 0.0
-    """From Dynamo's graph to running code: AOTAutograd's tracing, profiling and planning in it."""
+    """From Dynamo's graph to a planned step, with AOTAutograd's tracing, profiling and planning."""
     last_step_us: float | None = None
-    """Time inside the ops of the last step, forward and backward, µs. On CUDA this and
-    `measured_overhead` are times on the device, of the last step that was over when one began; the
-    first steps are timed there, and then some."""
+    """Time in the ops of the last step, forward and backward, µs. On CUDA, this and
+    `measured_overhead` are device times of the last step that had finished when another began; the
+    first steps are timed there, and some later ones."""
 
     measured_host_arena_bytes: int = 0
-    """How far the slab on the host was used in the last step."""
+    """Bytes of the host arena that the last step used."""
     measured_offload_stall_us: float = 0.0
     measured_prefetch_stall_us: float = 0.0
-    """What the last step's ops waited for copies to the host, and for copies from there."""
+    """Waits of the last step's ops for transfers to the host, and for transfers from it."""
     copies: list[CopySpan] = field(default_factory=list, repr=False)
-    """When each copy of the last step ran, on the CPU."""
+    """Time span of each transfer of the last step, on the CPU."""
 
     @property
     def measured_makespan_us(self) -> float | None:
-        """Time of the last step in ops and in waits for copies, µs; `plan.cost_us` was planned."""
+        """Time of the last step in ops and in waits, µs; `plan.cost_us` is the planned time."""
         if self.last_step_us is None:
             return None
         return self.last_step_us + self.measured_offload_stall_us + self.measured_prefetch_stall_us
 
     def show(self) -> None:
-        """Print what was planned beside what was measured; a notebook draws the memory map, too."""
-        from coop_plan.runtime.report_views import print_report
+        """Print a table of planned and measured figures; a notebook draws the memory map, too."""
+        from rich.console import Console
+        from rich.table import Table
 
-        print_report(self)
+        table = Table(title=self._title(), box=None, pad_edge=False, title_justify="left")
+        for name in ("", "planned", "measured"):
+            table.add_column(name, justify="left" if not name else "right")
+        for row in self._rows():
+            table.add_row(*row)
+        Console(highlight=False).print(table)
 
-    def write_scalars(self, writer: "ScalarWriter", step: int) -> None:
+    def write_scalars(self, writer: ScalarWriter, step: int) -> None:
         """Write the figures to TensorBoard (`torch.utils.tensorboard.SummaryWriter`)."""
-        from coop_plan.runtime.report_views import write_scalars
-
-        write_scalars(self, writer, step)
+        scalars = {
+            "budget_bytes": self.budget_bytes,
+            "planned_peak_bytes": self.peak_bytes,
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "outside_bytes": self.outside_bytes,
+            "measured_overhead": self.measured_overhead,
+            "measured_makespan_us": self.measured_makespan_us,
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                writer.add_scalar(f"coop/{self.name}/{name}", float(value), step)
 
     def _repr_html_(self) -> str:
-        from coop_plan.runtime.report_views import html_of
+        from coop_plan.planner.inspect.drawing import drawing
+        from coop_plan.web import page
 
-        return html_of(self)
+        cells = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>"
+            for row in self._rows()
+        )
+        drawn = drawing(self.graph, self.plan, self.name)
+        frame = html.escape(page("show.js", f"Memory of {self.name}", {"drawings": [drawn]}))
+        return (
+            f"<p>{html.escape(self._title())}</p>"
+            f"<table><tr><th></th><th>planned</th><th>measured</th></tr>{cells}</table>"
+            f'<iframe title="memory map" sandbox="allow-scripts" srcdoc="{frame}"'
+            ' style="width:100%;height:46rem;border:0"></iframe>'
+        )
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Rows of name, planned and measured figure; empty text stands for no figure."""
+        overhead = self.measured_overhead
+        makespan = self.measured_makespan_us
+        return [
+            ("budget", format_bytes(self.budget_bytes), ""),
+            ("peak", format_bytes(self.peak_bytes), format_bytes(self.measured_peak_bytes)),
+            (
+                "arena",
+                format_bytes(self.planned_arena_bytes),
+                format_bytes(self.measured_arena_bytes),
+            ),
+            ("resident", format_bytes(self.resident_bytes), ""),
+            ("outside the plan", "", format_bytes(self.outside_bytes)),
+            (
+                "overhead",
+                f"{self.planned_overhead:.2%}",
+                "" if overhead is None else f"{overhead:.2%}",
+            ),
+            (
+                "step",
+                f"{self.plan.cost_us / 1e3:.2f} ms",
+                "" if makespan is None else f"{makespan / 1e3:.2f} ms",
+            ),
+        ]
+
+    def _title(self) -> str:
+        return f"{self.name}: {self.method} ({self.status}), {self.steps_run} steps run"
+
+    @classmethod
+    def of(
+        cls, name: str, graph: Graph, plan: Plan, resident_in_step: int, **fields: Any
+    ) -> "StepReport":
+        """Report of a plan; `resident_in_step` of its resident bytes are allocated in the step."""
+        return cls(name=name, **_figures(graph, plan, resident_in_step), **fields)
 
     def replace_plan(self, captured: "Captured", plan: Plan, *, cached: bool) -> None:
-        """Another plan takes the place of the one that was reported."""
-        self.budget_bytes, self.peak_bytes = plan.budget_bytes, plan.peak_bytes
-        self.planned_arena_bytes = plan.arena_bytes
-        self.resident_bytes = plan.resident_bytes - captured.resident_in_step
-        self.planned_overhead, self.method, self.status = plan.overhead, plan.method, plan.status
-        self.graph, self.plan, self.plan_cached = captured.graph, plan, cached
+        """Report another plan from now on."""
+        vars(self).update(_figures(captured.graph, plan, captured.resident_in_step))
+        self.plan_cached = cached
         self.plans_made += 1
+
+
+def _figures(graph: Graph, plan: Plan, resident_in_step: int) -> dict[str, Any]:
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "planned_arena_bytes": plan.arena_bytes,
+        "resident_bytes": plan.resident_bytes - resident_in_step,
+        "planned_overhead": plan.overhead,
+        "method": plan.method,
+        "status": plan.status,
+        "graph": graph,
+        "plan": plan,
+    }
 
 
 _reports: list[StepReport] = []
 
 
 def reports() -> list[StepReport]:
-    """The records of all steps compiled in this process, oldest first."""
+    """Reports of all steps compiled in this process, oldest first."""
     return list(_reports)
 
 
+def steps_run() -> int:
+    """Number of planned steps that have run, by all reports."""
+    return sum(report.steps_run for report in _reports)
+
+
 def clear_reports() -> None:
-    """Forget the records so far; compiled steps keep running."""
+    """Remove all reports; compiled steps keep running."""
     _reports.clear()
 
 
 REPORT = "coop_report"
-"""Attribute of a compiled step's function: its record."""
+"""Attribute of a compiled step's function that has its report."""
 
 
 def drop(report: StepReport | None) -> None:
-    """Forget a record, as another takes its place or its step is gone."""
+    """Remove a report whose step was replaced or dropped."""
     for i, other in enumerate(_reports):
         if other is report:
             del _reports[i]
@@ -139,5 +223,5 @@ def drop(report: StepReport | None) -> None:
 
 
 def add(report: StepReport) -> None:
-    """Add a record."""
+    """Add a report."""
     _reports.append(report)

@@ -1,4 +1,4 @@
-"""The user's source lines behind a graph that Dynamo traced."""
+"""Source lines of the user's code for a graph that Dynamo traced."""
 
 import re
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Where a graph begins, `file:line`; where and why a graph break ends it, `file:line (reason)`.
+class SourceLines:
+    """Begin of a graph as `file:line`, and the graph break that ends it as `file:line (reason)`.
 
-    `UNKNOWN` where there is none.
+    Either is `UNKNOWN` if there is none.
     """
 
     begin: str = UNKNOWN
@@ -26,19 +26,19 @@ class Lines:
 
     @property
     def breaks(self) -> bool:
-        """Whether a graph break ends the graph."""
+        """True if a graph break ends the graph."""
         return self.end != UNKNOWN
 
 
-def lines_of(gm: fx.GraphModule) -> Lines:
-    """The lines of a graph as Dynamo hands it to its backend."""
+def source_lines_of(gm: fx.GraphModule) -> SourceLines:
+    """Source lines of a graph that Dynamo passes to its backend."""
     traces = (str(node.meta.get("stack_trace") or "") for node in gm.graph.nodes)
-    begin = next(filter(None, map(_innermost, traces)), Lines.begin)
+    begin = next(filter(None, map(_innermost, traces)), SourceLines.begin)
     ended = graph_break(gm)
     if ended is None:
-        return Lines(begin)
+        return SourceLines(begin)
     file, line, reason = ended
-    return Lines(begin, f"{file}:{line} ({next(iter(reason.splitlines()), '')})")
+    return SourceLines(begin, f"{file}:{line} ({next(iter(reason.splitlines()), '')})")
 
 
 def _innermost(trace: str) -> str:

@@ -1,4 +1,4 @@
-"""One call for a training step that is planned, or does not run."""
+"""`train_step`: compiles a training step that is planned, or raises."""
 
 import functools
 from collections.abc import Callable
@@ -17,18 +17,18 @@ T = TypeVar("T")
 def train_step(
     step: Callable[P, T], budget: int | str | None = None, **options: object
 ) -> Callable[P, T]:
-    """`step` as one graph, planned into a budget; call `backward` on what it returns.
+    """Compile `step` as one graph, planned within a budget; call `backward` on its result.
 
-    As `torch.compile(step, backend="coop", fullgraph=True, options={"budget": budget, ...})`, and
-    the first call with gradients must plan something: it is not enough that it runs.
+    As `torch.compile(step, backend="coop", fullgraph=True, options={"budget": budget, ...})`, but
+    the first call with gradients raises if nothing was planned.
 
     Args:
         step: a model, or a function of a batch that returns its loss.
-        budget: bytes, `"12GiB"`, `"60%"` or `"min"`; `COOP_BUDGET` in the environment without one.
+        budget: bytes, `"12GiB"`, `"60%"` or `"min"` [default: environment variable `COOP_BUDGET`].
         options: the backend's other options (`docs/training.md`).
 
     Raises:
-        OptionsError: at once, if the options cannot be used.
+        OptionsError: at once, if an option is invalid.
         NothingPlannedError: after the first call with gradients, if nothing was planned in it.
         torch._dynamo.exc.Unsupported: in a call, at a graph break, with the line.
     """

@@ -1,7 +1,7 @@
-"""Calls of compiled functions in which nothing was planned are told of, never passed over.
+"""Warnings about calls of compiled functions in which nothing was planned.
 
-Dynamo may decide, without asking the backend, that a frame runs as it is: because of a graph break
-in a loop, or since nobody calls what was compiled.
+Dynamo may run a frame eagerly without asking the backend, for example because of a graph break in a
+loop. A compiled function may also never be called.
 """
 
 import logging
@@ -24,38 +24,38 @@ from coop_plan.runtime.torch_internals.dynamo import (
 
 log = logging.getLogger("coop-plan")
 
-SAID = "coop_said"
-"""Attribute of a `torch.compile` call of which was said that not all of it is planned."""
+LOGGED = "coop_said"
+"""Attribute of a `torch.compile` call for which a warning was logged."""
 
 
 class _Counts:
-    """Of this process: functions compiled, and calls of them."""
+    """Functions compiled in this process, and calls of them."""
 
     compiled = 0
     calls = 0
 
 
-class _Here(threading.local):
+class _Thread(threading.local):
     planned = 0
-    told = 0
+    unplanned = 0
     breaks = 0
 
 
-_here = _Here()
+_thread = _Thread()
 
 
 def planned_forwards() -> int:
-    """How many forwards that are planned this thread began: it only rises."""
-    return _here.planned
+    """Number of planned forwards that this thread has begun."""
+    return _thread.planned
 
 
-def counted(
+def count_planned(
     planned: Callable[..., Any], report: StepReport, returned: Callable[[Any], None]
 ) -> Callable[..., Any]:
-    """A step that is planned: its record, and what is called with the outputs of each call."""
+    """Wrap a planned step: counts its calls, and passes the outputs of each to `returned`."""
 
     def run(*args: Any) -> Any:
-        _here.planned += 1
+        _thread.planned += 1
         outputs = planned(*args)
         returned(outputs)
         return outputs
@@ -64,37 +64,37 @@ def counted(
     return run
 
 
-def told(unplanned: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph that is not planned, of which it was said why."""
+def count_unplanned(unplanned: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a graph that runs unplanned and whose reason was logged."""
 
     def run(*args: Any) -> Any:
-        _here.told += 1
+        _thread.unplanned += 1
         return unplanned(*args)
 
     return run
 
 
-def told_of_break() -> None:
-    """It was said which graph break ends a graph that this thread compiled."""
-    _here.breaks += 1
+def graph_break_logged() -> None:
+    """Note that the graph break that ends a graph of this thread was logged."""
+    _thread.breaks += 1
 
 
 def install(backend: Any) -> None:
-    """Watch the calls of all functions that are compiled with `backend` from now on."""
+    """Observe the calls of all functions compiled with `backend` from now on."""
     watch_calls(backend, _compiled, _Call)
 
 
 _calls: list["weakref.ref[Any]"] = []
-"""The `torch.compile` calls with this backend, as long as what they made is there."""
+"""The `torch.compile` calls with this backend whose functions are alive."""
 
 
 def is_one_of_several(call: object) -> bool:
-    """Whether other functions were compiled as by this `torch.compile` call: blocks of a model."""
+    """True if equal `torch.compile` calls compiled other functions, such as blocks of a model."""
     return len([ref for ref in list(_calls) if ref() == call]) > 1
 
 
 def _compiled(call: Any) -> None:
-    """A function was compiled; if it is never called, the first optimizer step tells."""
+    """Note a compiled function; if none is called before an optimizer step, a warning is logged."""
     _calls.append(weakref.ref(call, _calls.remove))
     _Counts.compiled += 1
     if _Counts.compiled > 1:
@@ -114,7 +114,7 @@ def _compiled(call: Any) -> None:
 
 
 class _Call:
-    """Surrounds one call of what `compiled`, a `torch.compile` call, made."""
+    """Context of one call of a function compiled by `compiled`, a `torch.compile` call."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -122,31 +122,31 @@ class _Call:
     def __enter__(self) -> None:
         restore_top_frame()
         _Counts.calls += 1
-        self._before, self._told = sys.exception(), _here.told
-        self._breaks = _here.breaks
+        self._before, self._logged = sys.exception(), _thread.unplanned
+        self._breaks = _thread.breaks
         self._planned, self._nodes = planned_forwards(), recorded_nodes()
-        self._known = {} if hasattr(self._compiled, SAID) else graph_break_counts()
+        self._known = {} if hasattr(self._compiled, LOGGED) else graph_break_counts()
 
     def __exit__(self, *_: object) -> None:
-        if sys.exception() is not self._before or _here.told != self._told:
-            return  # Dynamo ends the context in a `finally`, and does not say what was raised
-        if not torch.is_grad_enabled() or hasattr(self._compiled, SAID):
+        if sys.exception() is not self._before or _thread.unplanned != self._logged:
+            return  # Dynamo ends the context in a `finally`, without the exception
+        if not torch.is_grad_enabled() or hasattr(self._compiled, LOGGED):
             return
         now = graph_break_counts().items()
         reasons = [why for why, times in now if times > self._known.get(why, 0)]
         if planned_forwards() != self._planned:
-            if reasons and _here.breaks == self._breaks:
-                setattr(self._compiled, SAID, True)
+            if reasons and _thread.breaks == self._breaks:
+                setattr(self._compiled, LOGGED, True)
                 log.warning(
-                    "a graph break (%s): what Dynamo leaves to eager autograd, whole functions"
-                    " perhaps, is not within the budget; fullgraph=True makes this an error that"
+                    "a graph break (%s): code that Dynamo leaves to eager autograd, possibly whole"
+                    " functions, is not within the budget; fullgraph=True makes this an error that"
                     " names the line",
                     _in_a_line(reasons),
                 )
             return
         if recorded_nodes() == self._nodes:
             return
-        setattr(self._compiled, SAID, True)
+        setattr(self._compiled, LOGGED, True)
         log.warning(
             "nothing was planned: a compiled function ran as eager autograd, not within the"
             " budget%s; fullgraph=True makes this an error that names the line",
@@ -155,6 +155,6 @@ class _Call:
 
 
 def _in_a_line(reasons: Iterable[str]) -> str:
-    """The reasons of Dynamo that are the first lines of its texts, with their explanations."""
+    """Dynamo's reasons in one line: the first two lines of its texts."""
     lines = (line.strip() for line in "\n".join(reasons).splitlines())
     return " ".join([line for line in lines if line][:2])

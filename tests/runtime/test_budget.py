@@ -238,7 +238,7 @@ def test_what_an_op_keeps_is_not_overwritten(caplog):
     for p, g in zip(model.parameters(), grads, strict=True):
         assert torch.equal(p.grad, g)
     (report,) = runtime.reports()
-    assert "of what 'aten.tanh.default' made at " in report.outside_plan
+    assert "of a result of 'aten.tanh.default' at " in report.outside_plan
     Observer.seen = None
 
 

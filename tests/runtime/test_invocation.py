@@ -9,7 +9,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from coop_plan import runtime
-from coop_plan.runtime.execute.invocation import in_flight
+from coop_plan.runtime.execute.invocation import live_invocations
 from coop_plan.runtime.torch_internals.dynamo import block_other_compiles
 from tests.runtime.test_loops import Broken, Net, Unshared, both, data, loss_step, state_of
 
@@ -241,26 +241,26 @@ def test_flights_end_with_their_losses():
     x, y = data(1)[0]
     step = torch.compile(loss_step(Net()), backend="coop", options={"budget": "100%"})
     gc.collect()
-    before = len(in_flight())
+    before = len(live_invocations())
     losses = [step(x, y) for _ in range(3)]
-    assert len(in_flight()) == before + 3
+    assert len(live_invocations()) == before + 3
     losses[1].backward()
     losses[2].square().backward(retain_graph=True)
-    assert len(in_flight()) == before + 2
+    assert len(live_invocations()) == before + 2
     losses.clear()
-    assert len(in_flight()) == before
+    assert len(live_invocations()) == before
 
 
 def test_a_loss_may_be_dropped_by_any_thread():
     x, y = data(1)[0]
     step = torch.compile(loss_step(Net()), backend="coop", options={"budget": "min"})
     gc.collect()
-    before = len(in_flight())
+    before = len(live_invocations())
     held = [step(x, y)]
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
-    assert len(in_flight()) == before
+    assert len(live_invocations()) == before
     step(x, y).backward()
 
 

@@ -12,8 +12,8 @@ from coop_plan import runtime
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.iteration import joint_plan, recorder
-from coop_plan.runtime.iteration.joint_plan import LEFT
-from coop_plan.runtime.iteration.recorder import FIRST_ORDERS
+from coop_plan.runtime.iteration.joint_plan import RELEASE
+from coop_plan.runtime.iteration.recorder import ORDERS_PLANNED_AT_ONCE
 from tests.runtime.stepping import backward_that_does_more_than_add, hooked
 from tests.runtime.test_invocation import forwards_again, model_itself
 from tests.runtime.test_loops import Broken, Unshared, assert_equal, both, data, state_of
@@ -44,9 +44,36 @@ def test_a_model_twice_for_one_loss_is_planned_as_one(budget):
     (report,) = iterations()
     assert report.steps_run >= 2
     assert report.measured_peak_bytes <= report.budget_bytes
-    ops = [op for op in report.graph.ops if op.name != LEFT]
+    ops = [op for op in report.graph.ops if op.name != RELEASE]
     assert len(ops) == 2 * len(runtime.reports()[0].graph.ops)
     assert forwards_again() == 1  # while it was recorded
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_joint_plan_keeps_variants_and_inplace_pairs(cut, monkeypatch):
+    """If its parts cannot be separated, the default variants are planned together."""
+
+    def cut_without_variants(layout, plan):
+        return None if any(op.variants for op in layout.graph.ops) else separate(layout, plan)
+
+    def loop(model, step):
+        for x, _ in data(5):
+            model.zero_grad()
+            twice(model, step, x).backward()
+        return state_of(model)
+
+    separate = joint_plan._Layout.cut
+    if not cut:
+        monkeypatch.setattr(joint_plan._Layout, "cut", cut_without_variants)
+    both(loop, Unshared, wrap=model_itself, options={"budget": "min", "variants": True})
+    (report,) = iterations()
+    alone = runtime.reports()[0].graph
+    for pairs in ("inplace", "variants"):
+        count = sum(len(getattr(op, pairs)) for op in report.graph.ops)
+        kept = cut or pairs == "inplace"
+        assert count == (2 * sum(len(getattr(op, pairs)) for op in alone.ops) if kept else 0)
+    assert any(op.variants for op in alone.ops)
+    assert report.steps_run >= 2
 
 
 def test_each_step_has_orders_of_its_own():
@@ -57,11 +84,11 @@ def test_each_step_has_orders_of_its_own():
 
     there, model = set(map(id, steps())), Unshared()
     step = torch.compile(model, backend="coop", dynamic=False, options={"budget": "100%"})
-    for size in range(2, 4 + FIRST_ORDERS):
+    for size in range(2, 4 + ORDERS_PLANNED_AT_ONCE):
         for x, _ in data(3):
             loss = twice(model, step, x[:size])
             loss.backward()
-    assert [report.steps_run for report in iterations()] == [2] * (FIRST_ORDERS + 2)
+    assert [report.steps_run for report in iterations()] == [2] * (ORDERS_PLANNED_AT_ONCE + 2)
     kept = twice(model, step, x[:size])  # whose pool lasts as long
     torch._dynamo.reset()
     del step, loss

@@ -46,7 +46,7 @@ def test_the_second_start_reads_the_plan_that_the_first_made():
         {"budget": "min"},
         {"method": "dtr"},
         {"alignment": 64},
-        {"outputs": "outside"},
+        {"outputs": "gradients"},
         {"time_limit": 0.5},
         {"method": "coop", "switches": {"sliding-window": False}},
     ],

@@ -216,7 +216,7 @@ from coop_plan.runtime.execute import find_plan
 from tests.runtime.swapping import swap_plan
 from tests.runtime.test_swap import one_step, pair
 
-planning.plan = swap_plan
+find_plan.plan = swap_plan
 torch.set_num_threads(1)
 model, _, step, batch = pair()
 expected = one_step(model, batch)

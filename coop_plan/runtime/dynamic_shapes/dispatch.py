@@ -1,4 +1,4 @@
-"""One compiled function for all sizes: each call runs the step that was planned for its sizes."""
+"""Dispatch of one compiled function for all sizes to the step planned for a call's sizes."""
 
 import threading
 import weakref
@@ -11,7 +11,7 @@ from torch import fx
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace
 from coop_plan.runtime.errors import CaptureError
-from coop_plan.runtime.execute.invocation import Flight, flight_of
+from coop_plan.runtime.execute.invocation import Invocation, invocation_of
 from coop_plan.runtime.execute.lower_to_fx import stubs
 from coop_plan.runtime.execute.planned_step import PlannedStep
 from coop_plan.runtime.torch_internals.dynamo_graphs import Symbols
@@ -24,14 +24,14 @@ class _Here(threading.local):
     halves: tuple[Half, Half] | None = None
 
 
-class EveryLength:
-    """What AOTAutograd makes of Dynamo's graph when sizes are symbols.
+class AllSizes:
+    """Dynamo's graph compiled by AOTAutograd with symbolic sizes.
 
-    `examples` are the graph's own stand-ins, `inputs` those of a call. `static_inputs` and
-    `num_fwd_outputs` are as of `capture_joint`, for whatever `trace` makes.
+    `examples` are the graph's fake inputs, `inputs` those of a call. `static_inputs` and
+    `num_fwd_outputs` are arguments of `capture_joint` for each graph that `trace` makes.
 
     Raises:
-        Exception: of PyTorch, where a function cannot be traced so.
+        Exception: PyTorch's, if the function cannot be traced so.
     """
 
     def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], inputs: Sequence[Any]) -> None:
@@ -40,7 +40,7 @@ class EveryLength:
         self.num_fwd_outputs = 0
         self.static_inputs: Sequence[int] = ()
         self._here = _Here()
-        self._backwards: weakref.WeakKeyDictionary[Flight, Half] = weakref.WeakKeyDictionary()
+        self._backwards: weakref.WeakKeyDictionary[Invocation, Half] = weakref.WeakKeyDictionary()
 
         def partition(
             joint: fx.GraphModule,
@@ -65,7 +65,7 @@ class EveryLength:
             self._run: Callable[..., Any] = backend(gm, symbols.inputs)
 
     def calling(self, step: PlannedStep) -> Callable[..., Any]:
-        """The function, for inputs of which `step` has the sizes."""
+        """The function for inputs with the sizes of `step`."""
         halves = step.forward(), step.backward()
 
         def run(*args: Any) -> Any:
@@ -81,11 +81,11 @@ class EveryLength:
         assert self._here.halves is not None
         forward, backward = self._here.halves
         made = forward(args)
-        self._backwards[flight_of(made[-1])] = backward
+        self._backwards[invocation_of(made[-1])] = backward
         return made
 
     def _backward(self, args: list[Any]) -> Any:
-        return self._backwards[flight_of(args[0])](args)
+        return self._backwards[invocation_of(args[0])](args)
 
 
 def _refuse(*_: Any) -> Any:

@@ -1,40 +1,40 @@
-"""What is known of a function's steps at other sizes when it is planned at one more."""
+"""Shape history: plans and observations for other input shapes of the same function."""
 
 import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
+from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.schemas import Graph, Plan
 
-MOST = 8
-"""Plans of one function that are remembered."""
+MAX_PLANS = 8
+"""Plans kept for one function."""
 
 
 @dataclass
-class Others:
-    """Plans of one function's steps, the latest last, and what they found in the process."""
+class ShapeHistory:
+    """Plans of one function's steps, the latest last, and their memory environments."""
 
-    plans: deque[tuple[Graph, Plan]] = field(default_factory=lambda: deque(maxlen=MOST))
-    _found: dict[int, tuple[Circumstances, int]] = field(default_factory=dict)
-    """By the number of inputs, which their positions are of; with the bytes of the step."""
-    _told: set[str] = field(default_factory=set)
+    plans: deque[tuple[Graph, Plan]] = field(default_factory=lambda: deque(maxlen=MAX_PLANS))
+    _found: dict[int, tuple[MemoryEnvironment, int]] = field(default_factory=dict)
+    """Environment and bytes of the latest step, by number of inputs (which positions refer to)."""
+    _logged: set[str] = field(default_factory=set)
 
     def level(self, kind: str) -> int:
-        """How loud the log says a kind of thing: it need not warn of it for each size."""
-        if kind in self._told:
+        """Log level of a kind of message: a warning once, then only information."""
+        if kind in self._logged:
             return logging.INFO
-        self._told.add(kind)
+        self._logged.add(kind)
         return logging.WARNING
 
-    def found(self, captured: Captured, circumstances: Circumstances) -> None:
-        """A step runs under these circumstances."""
-        self._found[_inputs(captured)] = circumstances, _bytes(captured)
+    def found(self, captured: Captured, environment: MemoryEnvironment) -> None:
+        """Record the environment of a step."""
+        self._found[_inputs(captured)] = environment, _bytes(captured)
 
-    def expected(self, captured: Captured) -> Circumstances:
-        """Those of another step, with what it takes outside the plan in proportion."""
-        found, size = self._found.get(_inputs(captured), (Circumstances(), 1))
+    def expected(self, captured: Captured) -> MemoryEnvironment:
+        """Environment of another step, with its reserve in proportion to the bytes."""
+        found, size = self._found.get(_inputs(captured), (MemoryEnvironment(), 1))
         reserve = -(-found.reserve * _bytes(captured) // size)
         return replace(found, reserve=reserve)
 
@@ -44,5 +44,5 @@ def _inputs(captured: Captured) -> int:
 
 
 def _bytes(captured: Captured) -> int:
-    """Of all that is made in a step; at least one."""
+    """Bytes of all tensors that a step makes, plus one."""
     return 1 + sum(t.bytes for t in captured.graph.tensors if not t.resident)

@@ -1,9 +1,9 @@
-"""Python numbers that change from call to call as inputs of a step, and not as constants of many.
+"""Python numbers that change from call to call as scalar inputs of one step.
 
-Dynamo passes an integer that may change as it is and a float in a tensor, and its graph computes
-with both. Where all that is done with a number gives the same bits with a tensor of no dimensions
-in its place, that takes it: one graph, and one plan, for all values. What is made of numbers alone
-is made before each call, in Python, as in eager.
+Dynamo passes a changing integer as it is and a float in a tensor, and its graph computes with both.
+If every use of a number gives the same bits with a 0-dim tensor in its place, the graph takes that
+tensor: one graph, and one plan, for all values. Numbers computed from numbers alone are computed
+before each call, in Python, as in eager.
 """
 
 import operator
@@ -42,17 +42,17 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 Numbers = Sequence[int | float]
 
 
-class InTensors:
-    """Dynamo's graph `gm` with tensors for the numbers that need not be constants.
+class NumbersAsTensors:
+    """Dynamo's graph `gm` with 0-dim tensors for the numbers that need not be constants.
 
-    `module` is `gm` itself where there are none. It returns no numbers that `gm` does.
+    `module` is `gm` itself without such numbers. It does not return the numbers that `gm` returns.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.module = gm
         self._numbers: Callable[..., Numbers] | None = None
         self._returned: dict[int, int] = {}
-        found = _Found(gm)
+        found = _Candidates(gm)
         if found.vanishing:
             inputs = gm.graph.find_nodes(op="placeholder")
             self._kept = [i for i, node in enumerate(inputs) if node not in found.vanishing]
@@ -62,10 +62,7 @@ class InTensors:
             self.module = _taking(gm, found)
 
     def inputs(self, args: Sequence[Any]) -> tuple[Sequence[Any], Numbers]:
-        """Of the arguments of a call of `gm` those of one of `module`, where numbers come last.
-
-        And what `outputs` takes.
-        """
+        """Converts arguments of `gm` to those of `module`, and to numbers for `outputs`."""
         if self._numbers is None:
             return args, ()
         numbers = self._numbers(*args)
@@ -74,7 +71,7 @@ class InTensors:
         return [*(args[i] for i in self._kept), *tensors], numbers
 
     def outputs(self, made: Sequence[Any], numbers: Numbers) -> Sequence[Any]:
-        """What a call of `gm` returns, of what one of `module` has."""
+        """Converts the results of `module` to those of `gm`."""
         if not self._returned:
             return made
         found = [*made]
@@ -84,14 +81,14 @@ class InTensors:
 
 
 def is_item(node: fx.Node) -> bool:
-    """Whether a node takes a number out of a tensor."""
+    """True for a node that reads a number out of a tensor."""
     return node.op == "call_method" and node.target == "item"
 
 
-class _Found:
-    """The `numbers` of a graph that are made of its inputs, or of numbers alone.
+class _Candidates:
+    """The `numbers` of a graph that are inputs or computed from numbers alone.
 
-    Those `given` may be given to ops in tensors; of the inputs `vanishing` nothing else is made.
+    Ops can take those in `given` as tensors. Inputs in `vanishing` have no other use.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -104,7 +101,7 @@ class _Found:
                 taken_out = is_item(node) and of[0] in boxes
                 if node.op == "placeholder" or taken_out or (of and self.numbers.issuperset(of)):
                     self.numbers.add(node)
-        free: set[fx.Node] = set()  # no op needs a constant for it, or for what is made of it
+        free: set[fx.Node] = set()  # no op needs it, or a number computed from it, as a constant
         for node in reversed(gm.graph.nodes):
             if node in self.numbers and all(
                 user in free if user in self.numbers else _may_take(user, node)
@@ -131,7 +128,7 @@ class _Found:
         self.returned = {at: node for at, node in enumerate(output.args[0]) if node in changing}
 
     def takers(self, number: fx.Node) -> list[fx.Node]:
-        """The ops that take a number, and make no number of it."""
+        """Ops that take a number and return none."""
         users = (user for user in number.users if user not in self.numbers)
         return [user for user in users if user.op != "output"]
 
@@ -142,9 +139,9 @@ def _type(number: fx.Node) -> torch.dtype:
 
 
 def _may_take(user: fx.Node, number: fx.Node) -> bool:
-    """Whether an op gives the same bits with a tensor of no dimensions in place of a number.
+    """True if an op gives the same bits with a 0-dim tensor in place of a number.
 
-    The function may return a number as it is.
+    True also for the output node: the function may return a number.
     """
     if user.op == "output":
         (made,) = user.args
@@ -166,7 +163,7 @@ def _may_take(user: fx.Node, number: fx.Node) -> bool:
 
 
 def _fills(user: fx.Node) -> bool:
-    """Whether a node makes a tensor that is full of a number, its last argument."""
+    """True for a node that fills a tensor with a number, its last argument."""
     name, module = (getattr(user.target, of, "") for of in ("__name__", "__module__"))
     return (
         user.op == "call_function"
@@ -177,7 +174,7 @@ def _fills(user: fx.Node) -> bool:
 
 
 def _computing(gm: fx.GraphModule, numbers: Sequence[fx.Node]) -> Callable[..., Numbers]:
-    """The function from the arguments of `gm` to these numbers."""
+    """A function from the arguments of `gm` to these numbers."""
     needed = set(numbers)
     for node in reversed(gm.graph.nodes):
         if node in needed:
@@ -192,8 +189,8 @@ def _computing(gm: fx.GraphModule, numbers: Sequence[fx.Node]) -> Callable[..., 
     return function
 
 
-def _taking(gm: fx.GraphModule, found: _Found) -> fx.GraphModule:
-    """A copy of `gm` that takes tensors for numbers."""
+def _taking(gm: fx.GraphModule, found: _Candidates) -> fx.GraphModule:
+    """A copy of `gm` that takes tensors in place of numbers."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
@@ -207,14 +204,14 @@ def _taking(gm: fx.GraphModule, found: _Found) -> fx.GraphModule:
     results = enumerate(output.args[0])
     output.args = (tuple(node for at, node in results if at not in found.returned),)
     for node in reversed(gm.graph.nodes):
-        gone = node in (found.vanishing if node.op == "placeholder" else found.numbers)
-        if gone and not made[node].users:
+        unused = node in (found.vanishing if node.op == "placeholder" else found.numbers)
+        if unused and not made[node].users:
             graph.erase_node(made[node])
     return dynamo_module(gm, graph)
 
 
 def _give(user: fx.Node, number: fx.Node, tensor: fx.Node) -> None:
-    """Let an op take a tensor in place of a number, and do with it what eager does."""
+    """Let an op take a tensor in place of a number, with eager's arithmetic."""
     graph = user.graph
     with graph.inserting_before(user):
         if _fills(user):

@@ -1,4 +1,4 @@
-"""One compiled function at many input shapes: every shape is a static graph of its own."""
+"""Specialization of a compiled function: one static graph for each input shape."""
 
 import hashlib
 import logging
@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from coop_plan.runtime.capture.cost_scaling import CostHistory
-from coop_plan.runtime.dynamic_shapes.history import Others
-from coop_plan.runtime.dynamic_shapes.scalar_inputs import InTensors, is_item
+from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
+from coop_plan.runtime.dynamic_shapes.scalar_inputs import NumbersAsTensors, is_item
 from coop_plan.runtime.dynamic_shapes.symbolic_trace import Trace, signature
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.reports import REPORT, drop
@@ -44,38 +44,38 @@ log = logging.getLogger("coop-plan")
 
 Number = int | float | bool
 Shape = tuple[tuple[int, ...], ...]
-"""Sizes of the tensors among a graph's inputs, in order; without parameters, buffers, scalars."""
+"""Sizes of a graph's input tensors, in order, without parameters, buffers and scalars."""
 
 CompileStatic = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 AtSizes = Callable[[fx.GraphModule], Callable[..., Any]]
-"""From a static joint graph to what runs it, given all inputs of Dynamo's graph."""
+"""From a static joint graph to a function of all inputs of Dynamo's graph."""
 
 CompileAll = Callable[[fx.GraphModule, Sequence[Any], Sequence[Any]], tuple[Trace, AtSizes]]
-"""From a graph, its stand-ins with symbols in them, and the inputs of a call."""
+"""From a graph, its symbolic fake inputs, and the inputs of a call."""
 
 SIGNATURE = "coop_signature"
-"""Attribute of what `CompileStatic` makes: the `lengths.signature` of its joint graph."""
+"""Attribute of a compiled function: the `symbolic_trace.signature` of its joint graph."""
 
-ENOUGH = 2
-"""Shapes traced one by one with which a trace for all has to agree."""
+SHAPES_BEFORE_TRACE = 2
+"""Shapes traced one by one, with which the symbolic trace must agree."""
 
-MANY_NUMBERS = 8
-"""Graphs of one shape, different in their Python numbers alone, from which on we warn."""
+MAX_NUMBER_GRAPHS = 8
+"""Graphs of one shape that differ in Python numbers alone, at which a warning is logged."""
 
-MOST_SHAPES = 100
-"""Of one function, whose steps are kept: of others, the one that was not used for longest goes."""
+MAX_SHAPES = 100
+"""Shapes of one function whose steps are kept; the least recently used one is evicted."""
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def is_symbolic(gm: fx.GraphModule) -> bool:
-    """Whether sizes or numbers among the inputs of Dynamo's graph are symbols."""
+    """True if sizes or numbers among the inputs of Dynamo's graph are symbols."""
     return any(_Input.of(node).varies for node in gm.graph.find_nodes(op="placeholder"))
 
 
 def shape_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Shape:
-    """The shape that `inputs` of `gm`, a static graph, have."""
+    """Shape of the inputs of `gm`, a static graph."""
     nodes = gm.graph.find_nodes(op="placeholder")
     return _shape(map(_Input.of, nodes), inputs)
 
@@ -90,10 +90,10 @@ def _shape(given: "Iterable[_Input]", values: Iterable[Any]) -> Shape:
 
 @dataclass(frozen=True)
 class _Input:
-    """What of one graph input differs from call to call.
+    """Kind of a graph input, by which it varies from call to call.
 
-    `number` is a Python number, which Dynamo passes `boxed` in a tensor if it is a float;
-    `sized` is a tensor with symbols in its layout, `static` a parameter or buffer.
+    `number` is a Python number, which Dynamo passes `boxed` in a tensor if it is a float; `sized`
+    is a tensor with symbols in its layout; `static` is a parameter or buffer.
     """
 
     node: fx.Node
@@ -118,36 +118,37 @@ class _Input:
 
 
 class ByShape:
-    """Runs a graph with symbols in it: for each shape, as the static graph of that shape.
+    """Runs a symbolic graph as one static graph for each shape.
 
-    Dynamo's guards say for which shapes the graph holds. The static graph is traced when its
-    shape is first met, from fake copies: no input is kept alive. After a few shapes it is traced
-    once for all, if sizes are all that differs. Numbers that may be tensors are (`numbers`).
+    Dynamo's guards decide for which shapes the graph holds. A static graph is traced at the first
+    call with its shape, from fake inputs, so that no input is kept alive. After a few shapes that
+    differ in sizes alone, one symbolic trace serves all. Numbers are passed as tensors if possible
+    (`scalar_inputs`).
     """
 
     def __init__(
         self, gm: fx.GraphModule, compile_static: CompileStatic, compile_all: CompileAll | None
     ) -> None:
-        self._in_tensors = InTensors(gm)
+        self._in_tensors = NumbersAsTensors(gm)
         self._gm = gm = self._in_tensors.module
         self._compile = compile_static
         self._compile_all = compile_all
         self._known: list[tuple[Sequence[Any], list[object]]] = []
-        self._for_all: tuple[Trace, AtSizes] | None = None
+        self._symbolic: tuple[Trace, AtSizes] | None = None
         self._inputs = [_Input.of(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._kept = [i for i, given in enumerate(self._inputs) if not _vanishes(given)]
-        self._watched = [
+        self._key_inputs = [
             i for i, given in enumerate(self._inputs) if given.varies or not given.static
         ]
-        self._steps: dict[object, Callable[..., Any]] = {}  # used last, last
-        self._told = False
+        self._steps: dict[object, Callable[..., Any]] = {}  # most recently used last
+        self._logged = False
         self._per_shape: dict[Shape, int] = {}
 
     def run(self, *given: Any) -> Any:
         """Run one call.
 
         Raises:
-            CaptureError, planner.InfeasibleBudgetError: for a shape not met before.
+            CaptureError, planner.InfeasibleBudgetError: at the first call with a shape.
         """
         args, numbers = self._in_tensors.inputs(given)
         key = self._key(args)
@@ -160,22 +161,22 @@ class ByShape:
         return self._in_tensors.outputs(step(*args), numbers)
 
     def _make_room(self) -> None:
-        while len(self._steps) >= MOST_SHAPES:
-            gone = self._steps.pop(next(iter(self._steps)), None)
-            drop(getattr(gone, REPORT, None))
-            if not self._told:
-                self._told = True
+        while len(self._steps) >= MAX_SHAPES:
+            evicted = self._steps.pop(next(iter(self._steps)), None)
+            drop(getattr(evicted, REPORT, None))
+            if not self._logged:
+                self._logged = True
                 log.warning(
-                    "more than %d shapes of one function: the step not used for longest is"
-                    " forgotten, and planned again when its shape comes; pad lengths to multiples",
-                    MOST_SHAPES,
+                    "more than %d shapes of one function: the least recently used step is dropped,"
+                    " and planned again for the next call with its shape; pad lengths to multiples",
+                    MAX_SHAPES,
                 )
 
     def _key(self, args: Sequence[Any]) -> object:
-        """All that the static graph depends on and Dynamo does not guard to be the same."""
+        """Properties that a static graph depends on and Dynamo does not guard."""
         key: list[object] = []
         seen: dict[int, int] = {}
-        for i in self._watched:
+        for i in self._key_inputs:
             given, value = self._inputs[i], args[i]
             if given.number:
                 number = value.item() if given.boxed else value
@@ -195,7 +196,7 @@ class ByShape:
         fakes = [
             mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in args
         ]
-        found = self._of_all(fakes)
+        found = self._from_trace(fakes)
         if found is not None:
             return found
         numbers = {
@@ -221,11 +222,11 @@ class ByShape:
         self._learn(args, fakes, getattr(compiled, SIGNATURE, []))
         return run
 
-    def _of_all(self, fakes: Sequence[Any]) -> Callable[..., Any] | None:
-        """The step of the trace for all sizes, if there is one and it holds for these."""
-        if self._for_all is None:
+    def _from_trace(self, fakes: Sequence[Any]) -> Callable[..., Any] | None:
+        """The step made from the symbolic trace, if there is one that holds for these sizes."""
+        if self._symbolic is None:
             return None
-        trace, at_sizes = self._for_all
+        trace, at_sizes = self._symbolic
         if (joint := trace.at(fakes)) is None:
             return None
         self._count(_shape(self._inputs, fakes))
@@ -233,12 +234,12 @@ class ByShape:
             return at_sizes(joint)
 
     def _learn(self, args: Sequence[Any], fakes: Sequence[Any], of: list[object]) -> None:
-        """Trace for all sizes once enough of them were traced, if it makes the same of these."""
+        """After some shapes, trace for all sizes; kept if it reproduces their graphs."""
         examples = [example_value(given.node) for given in self._inputs]
-        if not of or self._compile_all is None or any(map(_is_more_than_sizes, examples, fakes)):
+        if not of or self._compile_all is None or any(map(_differs_beyond_sizes, examples, fakes)):
             return
         self._known.append((fakes, of))
-        if len(self._known) < ENOUGH:
+        if len(self._known) < SHAPES_BEFORE_TRACE:
             return
         compile_all, self._compile_all = self._compile_all, None
         try:
@@ -247,30 +248,30 @@ class ByShape:
                 for_all = compile_all(_static(self._gm, {}, nodes), examples, args)
             made = ((for_all[0].at(known), wanted) for known, wanted in self._known)
             if all(joint is not None and signature(joint) == wanted for joint, wanted in made):
-                self._for_all = for_all
-        except Exception as error:  # whatever PyTorch finds: each size is traced then, as before
+                self._symbolic = for_all
+        except Exception as error:  # any of PyTorch's: each size is then traced, as before
             log.debug("a function cannot be traced for all sizes at once: %r", error)
         self._known = []
 
     def _count(self, shape: Shape) -> None:
         count = self._per_shape[shape] = self._per_shape.get(shape, 0) + 1
-        if count == MANY_NUMBERS:
+        if count == MAX_NUMBER_GRAPHS:
             log.warning(
-                "%d graphs for one input shape, different in their Python numbers alone: pass a"
-                " number that changes with every call as a tensor",
+                "%d graphs for one input shape, which differ in Python numbers alone: pass a number"
+                " that changes with every call as a tensor",
                 count,
             )
 
 
-def _is_more_than_sizes(example: Any, value: Any) -> bool:
-    """Whether an input is no plain tensor, and no integer that Dynamo has a symbol for."""
+def _differs_beyond_sizes(example: Any, value: Any) -> bool:
+    """True unless an input is a strided tensor or an integer with a symbol."""
     if isinstance(example, torch.Tensor) and isinstance(value, FakeTensor):
         return example.layout != torch.strided
     return not (isinstance(example, torch.SymInt) and type(value) is int)
 
 
 def _vanishes(given: _Input) -> bool:
-    """Whether nothing is left of an input in the static graph."""
+    """True if the static graph has constants in place of an input."""
     return given.number and (not given.boxed or all(map(is_item, given.node.users)))
 
 
@@ -290,10 +291,10 @@ def _static(
     return dynamo_module(gm, graph)
 
 
-class FirstShapes:
-    """Of each function of one `torch.compile` call, the `owner`, the shape planned first.
+class CallState:
+    """State of one `torch.compile` call (`owner`), by function.
 
-    And what its ops cost, at whatever shapes it was captured, and what is known of its steps.
+    It has the shape planned first, op costs at all captured shapes, and the shape history.
     """
 
     def __init__(self, owner: object) -> None:
@@ -301,13 +302,10 @@ class FirstShapes:
         self.shapes: dict[str, Shape] = {}
         self._numbers: dict[tuple[str, str], list[Number]] = {}
         self.costs: defaultdict[str, CostHistory] = defaultdict(CostHistory)
-        self.others: defaultdict[str, Others] = defaultdict(Others)
+        self.history: defaultdict[str, ShapeHistory] = defaultdict(ShapeHistory)
 
     def numbers_change(self, function: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-        """Whether a graph was another for such inputs before, by the numbers in it alone.
-
-        And for the same parameters: layers may have numbers of their own.
-        """
+        """True if the graph for such inputs and parameters had other numbers before."""
         numbers: list[Number] = []
         shapes = str([value.shape for value in inputs if isinstance(value, torch.Tensor)])
         shapes += str([*map(id, leaves_of(gm))])
@@ -322,22 +320,22 @@ class FirstShapes:
         return self._numbers.setdefault((function, shapes), numbers) != numbers
 
 
-_firsts: "weakref.WeakValueDictionary[int, FirstShapes]" = weakref.WeakValueDictionary()
+_firsts: "weakref.WeakValueDictionary[int, CallState]" = weakref.WeakValueDictionary()
 
 
-def first_shapes(owner: object) -> FirstShapes:
-    """The one of `owner`, as long as somebody has it."""
+def call_state(owner: object) -> CallState:
+    """State of the `torch.compile` call `owner`, kept while referenced."""
     found = _firsts.get(id(owner))
     if found is None:
-        found = _firsts[id(owner)] = FirstShapes(owner)
+        found = _firsts[id(owner)] = CallState(owner)
     return found
 
 
 def function_of(gm: fx.GraphModule) -> str:
-    """A name for the function that `gm` is a graph of, at whatever shape.
+    """Digest that names the function of a graph, at any shape.
 
-    Graphs are of one function if they were traced from one code object and are equal but for
-    numbers: the same inputs, the same ops on the same values.
+    Graphs have the same function if they were traced from one code object and differ in numbers
+    alone: the same inputs, and the same ops on the same values.
     """
     names: dict[fx.Node, str] = {}
     lines = [str(compilation()[0])]
@@ -360,7 +358,7 @@ def function_of(gm: fx.GraphModule) -> str:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a node stands for numbers, which a static graph has as constants."""
+    """True for a node with numbers, which a static graph has as constants."""
     if node.op == "placeholder":
         return _Input.of(node).number
     value = example_value(node)
@@ -370,10 +368,10 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def keep_recompiling(where: str) -> None:
-    """Let Dynamo compile the function at `where` once more after now.
+    """Raise Dynamo's recompile limits so that the function at `where` can compile once more.
 
-    From its recompile limit on Dynamo runs a function eagerly, without asking the backend: a new
-    shape would run outside any budget. A graph with symbols in it does not come near the limit.
+    Above its limit, Dynamo runs a function eagerly without asking the backend: a new shape would
+    run outside any budget. A symbolic graph stays far below the limit.
     """
     _, earlier = compilation()
     if earlier is None:
@@ -381,7 +379,7 @@ def keep_recompiling(where: str) -> None:
     count = earlier + 1
     for limit, raised in raise_recompile_limits(count).items():
         log.warning(
-            "%s: compiled %d times, each time planned anew; its %s is now %d, or it would run as"
+            "%s: compiled %d times, and planned each time; its %s is now %d, or it would run as"
             " eager autograd, not within the budget (a number that changes is a constant to Dynamo"
             " if it is a global, or of one: pass it as an argument)",
             *(where, count, limit, raised),

@@ -1,8 +1,8 @@
-"""One trace for all sizes of a function: a joint graph with symbols, made a static one for each.
+"""Symbolic trace: one joint graph for all sizes of a function, specialized for each.
 
-Tracing is most of what a new length costs. The ops of a step rarely depend on its sizes; where they
-do, the trace has a guard that says so. What is made of a trace with symbols is compared with what
-was traced at sizes met before (`signature`), and not used if any of it differs.
+Tracing is most of the cost of a new length. The ops of a step rarely depend on its sizes; if they
+do, the trace has a guard. The graphs that a symbolic trace makes are compared with those traced at
+earlier sizes (`signature`), and the trace is not used if any differs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from coop_plan.runtime.torch_internals.ops import is_view_op, negative_view, tre
 
 
 class Trace:
-    """A joint graph that was traced with `symbols` in it."""
+    """A joint graph that was traced with `symbols`."""
 
     def __init__(self, symbols: Symbols, joint: fx.GraphModule) -> None:
         self._symbols = symbols
         self._joint = joint
 
     def at(self, inputs: Sequence[Any]) -> fx.GraphModule | None:
-        """The static graph for inputs, fake tensors and numbers; None where it has to be traced."""
+        """Static graph for fake tensors and numbers; None if these sizes must be traced."""
         bound = self._symbols.bind(inputs)
         if bound is None:
             return None
@@ -46,10 +46,10 @@ class Trace:
 
 
 class _Making:
-    """A static graph in the making, under a fake mode.
+    """A static graph under construction, in a fake mode.
 
-    `_values` are those of the nodes with symbols, fake tensors and numbers; `_nodes` what stands
-    for them in the static graph, where numbers are constants.
+    `_values` has the fake tensor or number of each symbolic node, `_nodes` its node in the static
+    graph, where numbers are constants.
     """
 
     def __init__(self, joint: fx.GraphModule, bound: dict[Any, int]) -> None:
@@ -60,7 +60,7 @@ class _Making:
         self._nodes: dict[fx.Node, Any] = {}
 
     def take(self, node: fx.Node, value: Any) -> None:
-        """An input with its value, or a tangent or constant, whose value is made here."""
+        """Copy an input with its value; the value of a tangent or constant is made here."""
         if value is None:
             value = node.meta.get("val", getattr(self._joint, str(node.target), None))
             if isinstance(value, torch.Tensor):
@@ -71,7 +71,7 @@ class _Making:
         self._nodes[node] = value if is_size(node) else made
 
     def _at(self, value: Any) -> Any:
-        """The trace knows how results lie in memory, so that no op has to run for that."""
+        """A result at these sizes, by the layout in the trace: no op has to run."""
         if isinstance(value, torch.Tensor):
             return self._stand_in(value)
         return at_sizes(value, self._bound) if is_integer(value) else value
@@ -89,7 +89,7 @@ class _Making:
         return negative_view(made) if like.is_neg() else made
 
     def call(self, node: fx.Node) -> None:
-        """An op; what computes sizes is computed."""
+        """Copy an op, or evaluate it if it computes a size."""
         target: Any = node.target
         value = node.meta.get("val")
         if is_size(node) and not is_integer(value):
@@ -109,7 +109,7 @@ class _Making:
             self._nodes[node] = made
 
     def end(self, node: fx.Node) -> None:
-        """The outputs."""
+        """Copy the outputs."""
         made = self.graph.output(fx.node.map_arg(node.args[0], self._nodes.__getitem__))
         made.meta = dict(node.meta)
 
@@ -122,9 +122,9 @@ def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def changes_nothing(node: fx.Node, value: Any, values: Mapping[fx.Node, Any]) -> bool:
-    """Whether a node is a view that is what it is a view of, or the gradient of one.
+    """True for a view that equals its base, or the gradient of one.
 
-    Indexing takes no slice of all there is where sizes are numbers, and with symbols it does.
+    With symbolic sizes, indexing adds slices over all elements that static tracing omits.
     """
     slices = node.target is torch.ops.aten.slice_backward.default
     if not (slices or is_view_op(node.target)) or any(user.op == "output" for user in node.users):
@@ -141,9 +141,9 @@ def _layout(value: Any) -> object:
 
 
 def signature(joint: fx.GraphModule) -> list[object]:
-    """All that a static joint graph computes, and how its results lie in memory.
+    """Computations of a static joint graph, with the layouts of their results.
 
-    Without inputs that are numbers, views that change nothing, and names.
+    Omits number inputs, views that change nothing, and names.
     """
     values = {node: node.meta.get("val") for node in joint.graph.nodes}
     sizes = [is_size(node) for node in filter(is_primal, joint.graph.nodes)]

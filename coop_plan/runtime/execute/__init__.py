@@ -1,1 +1,1 @@
-"""Execution: a plan as ordinary FX code, run step by step in its arena."""
+"""Execution: a plan lowered to FX graphs, which run in its arena."""

@@ -1,4 +1,4 @@
-"""The memory that flights share: one budget for all that a thread has in flight."""
+"""Arena pool: one budget for the arenas of all live invocations of a thread."""
 
 import threading
 import weakref
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
-from coop_plan.runtime.execute.invocation import Flight, in_flight
-from coop_plan.runtime.iteration.joint_plan import Call
-from coop_plan.runtime.iteration.recorder import Course
+from coop_plan.runtime.execute.invocation import Invocation, live_invocations
+from coop_plan.runtime.iteration.joint_plan import Addresses, RecordedCall
+from coop_plan.runtime.iteration.recorder import IterationRecorder
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals.autograd import inside_backward
@@ -16,141 +16,145 @@ from coop_plan.runtime.torch_internals.autograd import inside_backward
 _lock = fork_safe_lock()
 
 
-class Pool:
-    """Memories within the budget of the flights in them, the largest if they differ.
+class ArenaPool:
+    """Arenas whose total size is within the largest budget of the invocations that use them.
 
-    When a flight does not fit beside those that wait for their backward, the oldest give up their
-    memory: backwards come in the opposite order, so theirs is needed last.
+    If a new invocation does not fit, the oldest ones that wait for their backward release their
+    arena: backwards run in the opposite order, so theirs is needed last.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self.course = Course(options)
-        self._memories: list[Memory] = []
-        self._of_all: Memory | None = None
+        self.recorder = IterationRecorder(options)
+        self._arenas: list[Memory] = []
+        self._joint_memory: Memory | None = None
         with _lock:
             _all.add(self)
 
-    def joins(
-        self, flight: Flight, step: object, call: Call, inputs: Callable[[], Sequence[int | None]]
+    def join_iteration(
+        self,
+        invocation: Invocation,
+        step: object,
+        call: RecordedCall,
+        inputs: Callable[[], Addresses],
     ) -> bool:
-        """Let a new flight be the next call of its iteration.
+        """Record a new invocation as the next call of its iteration.
 
         Returns:
-            Whether it runs by the plan of the whole iteration, with the code of that.
+            True if it runs the joint plan of the iteration, which it then has.
         """
-        code = self.course.forward(flight, step, call, inputs)
-        if code is None or self.course.regions is None:
+        compiled = self.recorder.forward(invocation, step, call, inputs)
+        if compiled is None or self.recorder.joint_plan is None:
             return False
-        flight.run_as(code, self.course.regions.room)
+        invocation.use_plan(compiled, self.recorder.joint_plan.room)
         return True
 
-    def place(self, flight: Flight, *, whole: bool) -> bool:
-        """Give a new flight memory; whether counters begin anew with it."""
-        if not whole:
-            self.admit(flight)
+    def place(self, invocation: Invocation, *, in_joint_plan: bool) -> bool:
+        """Assign an arena to a new invocation; returns whether its counters start at zero."""
+        if not in_joint_plan:
+            self.allocate(invocation)
             return True
-        if self.course.first:
-            self.admit(flight)
-            self._of_all = flight.memory
-        flight.memory = self._of_all
-        return self.course.first
+        if self.recorder.first:
+            self.allocate(invocation)
+            self._joint_memory = invocation.memory
+        invocation.memory = self._joint_memory
+        return self.recorder.first
 
-    def admit(self, flight: Flight) -> None:
-        """Give memory to a flight, for its next half."""
+    def allocate(self, invocation: Invocation) -> None:
+        """Assign an arena of the pool to an invocation that runs its own plan."""
         with _lock:
-            memory = self._find(flight)
+            memory = self._find(invocation)
             memory.detach_live()
-            flight.memory = memory
+            invocation.memory = memory
 
-    def _find(self, flight: Flight) -> Memory:
-        size = flight.code.arena.size
-        most = max(size, flight.room)
-        ours = {id(memory) for memory in self._memories}
-        users = [f for f in in_flight() if f is not flight and id(f.memory) in ours]
+    def _find(self, invocation: Invocation) -> Memory:
+        size = invocation.compiled.arena.size
+        allowed = max(size, invocation.room)
+        own = {id(memory) for memory in self._arenas}
+        users = [f for f in live_invocations() if f is not invocation and id(f.memory) in own]
         waiting = [f for f in users if f.saved is not None]
         sizes = {id(f.memory): f.memory.bytes for f in users if f.memory is not None}
-        limit = max(most, *(f.room for f in users), 0)
+        limit = max(allowed, *(f.room for f in users), 0)
         while waiting and sum(sizes.values()) + size > limit:
             given = waiting[0].memory
             for other in [f for f in waiting if f.memory is given]:
                 waiting.remove(other)
-                other.give_up(f"'{flight.name}'")
+                other.release_arena(f"'{invocation.name}'")
             sizes.pop(id(given))
-        taken, busy = sum(sizes.values()), sizes.keys()
+        used, busy = sum(sizes.values()), sizes.keys()
         idle = [
             memory
-            for memory in self._memories
-            if id(memory) not in busy and (memory.bytes <= most or memory.in_cuda_graph)
+            for memory in self._arenas
+            if id(memory) not in busy and (memory.bytes <= allowed or memory.in_cuda_graph)
         ]
         idle.sort(key=lambda memory: (memory.bytes < size, memory.bytes))
         found = idle.pop(0) if idle else Memory()
-        spare = limit - taken - max(size, found.bytes)
-        self._memories = [memory for memory in self._memories if id(memory) in busy]
+        spare = limit - used - max(size, found.bytes)
+        self._arenas = [memory for memory in self._arenas if id(memory) in busy]
         for memory in idle:
             spare -= memory.bytes
             if spare >= 0:
-                self._memories.append(memory)
-        self._memories.append(found)
+                self._arenas.append(memory)
+        self._arenas.append(found)
         return found
 
-    def rest(self) -> None:
-        """Keep no memory that no flight is in, and nothing of iterations that are over."""
-        flights = in_flight()
-        if not any(flight.home is self for flight in flights):
-            self.course = Course(self._options)
-        busy = {id(flight.memory) for flight in flights}
-        self._memories = [memory for memory in self._memories if id(memory) in busy]
-        if id(self._of_all) not in busy:
-            self._of_all = None
+    def release_idle(self) -> None:
+        """Release arenas without a live invocation, and the state of finished iterations."""
+        invocations = live_invocations()
+        if not any(invocation.owner is self for invocation in invocations):
+            self.recorder = IterationRecorder(self._options)
+        busy = {id(invocation.memory) for invocation in invocations}
+        self._arenas = [memory for memory in self._arenas if id(memory) in busy]
+        if id(self._joint_memory) not in busy:
+            self._joint_memory = None
 
 
-_all: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+_all: "weakref.WeakSet[ArenaPool]" = weakref.WeakSet()
 
 
-def rest() -> None:
-    """Let all pools give up what nobody is in; they take memory again when a step is called."""
+def release_idle() -> None:
+    """Release the idle arenas of all pools; the next call of a step allocates them again."""
     with _lock:
         for pool in list(_all):
-            pool.rest()
+            pool.release_idle()
 
 
-def claim(flight: Flight) -> Sequence[Any] | None:
-    """What a flight saved, for its backward, or None if it had to give up its memory."""
+def take_saved(invocation: Invocation) -> Sequence[Any] | None:
+    """Take the saved tensors of an invocation; None if it had to release its arena."""
     with _lock:
-        saved, flight.saved = flight.saved, None
+        saved, invocation.saved = invocation.saved, None
     return saved
 
 
-class Pools:
-    """The pools of all steps that were compiled with equal options, one for each thread.
+class ArenaPools:
+    """The pools of all steps compiled with equal options, one a thread.
 
-    What runs in the backward on a thread of autograd's own belongs to the pool that was last used.
+    An invocation on one of autograd's own threads belongs to the pool that was used last.
     """
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._here = threading.local()
-        self._last: Pool | None = None
+        self._local = threading.local()
+        self._last: ArenaPool | None = None
 
-    def here(self) -> Pool:
+    def of_thread(self) -> ArenaPool:
         """The pool of this thread."""
-        found: Pool | None = getattr(self._here, "pool", None)
+        found: ArenaPool | None = getattr(self._local, "pool", None)
         if found is None and self._last is not None and inside_backward():
             found = self._last
         if found is None:
-            found = self._here.pool = Pool(self._options)
+            found = self._local.pool = ArenaPool(self._options)
         self._last = found
         return found
 
 
-_pools: "weakref.WeakValueDictionary[str, Pools]" = weakref.WeakValueDictionary()
+_pools: "weakref.WeakValueDictionary[str, ArenaPools]" = weakref.WeakValueDictionary()
 
 
-def pools_of(options: Options) -> Pools:
-    """The pools for steps of these options, which last as long as one of the steps."""
+def arena_pools_of(options: Options) -> ArenaPools:
+    """The pools for steps with these options, kept as long as one of the steps."""
     with _lock:
         found = _pools.get(repr(options))
         if found is None:
-            found = _pools[repr(options)] = Pools(options)
+            found = _pools[repr(options)] = ArenaPools(options)
         return found

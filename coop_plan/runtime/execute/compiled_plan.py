@@ -1,6 +1,6 @@
-"""A plan of a step as code that runs in a memory."""
+"""Compiled plan: the two halves of a plan as functions, with the slots of their allocations."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -9,40 +9,40 @@ from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
-from coop_plan.runtime.execute.invocation import Flight
+from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.execute.lower_to_fx import (
-    FLIGHT,
+    INVOCATION,
     OCCURRENCE,
-    Over,
-    final_sources,
+    SharedPlaces,
     shared_places,
     split,
 )
+from coop_plan.runtime.execute.plan_index import PlanIndex
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
-from coop_plan.runtime.execute.transfers import Copies, Route, Transfers
-from coop_plan.runtime.gradients.capture_adjust import TAKING, accumulate, hand_over
-from coop_plan.schemas import Compute, Plan, Prefetch, Write
+from coop_plan.runtime.execute.transfers import TransferProgram, TransferRunner
+from coop_plan.runtime.gradients.capture_adjust import GRADIENT_SINKS, accumulate, hand_over
+from coop_plan.schemas import Compute, Plan
 
 
-class Code:
-    """The two halves of `plan` as functions, and the slots of its ops in an arena.
+class CompiledPlan:
+    """The two halves of `plan` as functions, and the slots of its allocations in an arena.
 
-    `forward(flight, inputs)` returns outputs and saved tensors, `backward(flight, saved +
-    tangents)` gradients; each empties the list it is given, so that nothing lives longer than it is
-    needed. `saved_inputs` and `read` are as in `partition.Halves`. `replayed` are
-    the generators of the random ops that run more than once, by op. Gradients by their position
-    among the primals: `slots[position]` is the slot of one that is added to its home, None where
-    it has come back from the host by then; `used` are handed over once they are made; `left` is
-    where in the arena the others lie when the step is over.
+    `forward(invocation, inputs)` returns outputs and saved tensors; `backward(invocation, saved +
+    tangents)` returns gradients. Each empties its list, so that no tensor outlives its last use.
+    `saved_inputs` and `inputs_read` are as in `lower_to_fx.Halves`. `replayed` has the generators
+    of random ops that run more than once, by op.
+
+    Gradients are named by their position among the primals. `gradient_slots` has the slot of each
+    one that is added to a held gradient, None after a prefetch. Those in `consumed` are handed to
+    the hooks of their leaves at once. `final_gradients` has the position of each one that remains
+    in the arena after the step, by its offset.
     """
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
+        index = PlanIndex(captured.graph, plan)
         steps = [step for step in plan.steps if isinstance(step, Compute)]
-        seen: set[int] = set()
-        self._again = []
-        for step in steps:
-            self._again.append(step.op in seen)
-            seen.add(step.op)
+        firsts = set(index.first_run.values())
+        self._again = [at not in firsts for at in index.runs]
         self._graph = captured.graph
         self._ops = [step.op for step in steps]
         repeated = {op for op, again in zip(self._ops, self._again, strict=True) if again}
@@ -53,57 +53,65 @@ class Code:
         self.uncapturable = [
             captured.graph.ops[op].name for op in devices if devices[op].type == "cuda"
         ]
-        over = shared_places(captured, plan)
-        program = [
-            _slots(captured, step, over.get(number, ())) for number, step in enumerate(steps)
-        ]
-        self.slots = _gradient_slots(captured, steps, program, over)
-        self.left = _left(captured, plan)
+        over = shared_places(captured, plan, index)
+        program, slot_of = _slots(captured, steps, over)
+        self.gradient_slots: dict[int, int | None] = {}
+        for step in steps:
+            if captured.ops[step.op].target is accumulate:
+                position, gradient = captured.ops[step.op].args[1], step.reads[0]
+                assert isinstance(position, int) and isinstance(gradient, int)
+                self.gradient_slots[position] = slot_of.get(gradient)
+        self.final_gradients = _final_gradients(captured, index)
         given = captured.output_args[captured.num_fwd_outputs :]
-        self.used: Sequence[int] = [
+        self.consumed: Sequence[int] = [
             position
             for position, value in enumerate(given)
             if isinstance(value, fx.Node) and value.target is hand_over
         ]
-        self.watch = captured.device.type == "cpu"  # the next run, for what it takes beside this
-        transfers = Transfers(plan)
-        arriving = [transfers.all[i] for i in transfers.arrivals()]
+        self.measure_outside = captured.device.type == "cpu"  # in the next run
+        prefetched = [
+            [(moved.buffer.bytes, moved.buffer.offset or 0)]
+            for moved in index.transfers
+            if not moved.to_host
+        ]
         self.arena = Arena(
             plan.arena_bytes,
-            [*program, *([(moved.bytes, moved.offset)] for moved in arriving)],
-            [*self._again, *(False for _ in arriving)],
+            [*program, *prefetched],
+            [*self._again, *(False for _ in prefetched)],
             captured.device.index,
         )
         self._clock = clock
-        self._route: Route | None = None
-        if transfers.all:
+        self._program: TransferProgram | None = None
+        if index.transfers:
             device = captured.graph.device.with_link(plan.link_bytes_per_s)
             host = plan.host_arena_bytes
-            self._route = Route(transfers, host, self.arena, len(steps), device, captured.device)
-        halves = split(captured, plan, over)
+            self._program = TransferProgram(
+                *(index.transfers, host, self.arena, len(steps), device, captured.device)
+            )
+        halves = split(captured, plan, index, over)
         self.saved_inputs = halves.saved_inputs
-        self.read = halves.read
-        self.forward = self._code(captured.module, halves.forward)
-        self.backward = self._code(captured.module, halves.backward)
+        self.inputs_read = halves.inputs_read
+        self.forward = self._lower(captured.module, halves.forward)
+        self.backward = self._lower(captured.module, halves.backward)
 
-    def maker(self, slot: int) -> str:
-        """What takes a slot, in words."""
+    def producer(self, slot: int) -> str:
+        """The producer of the tensor in a slot, for messages."""
         number = self.arena.occurrence(slot)
         if number >= len(self._ops):
-            return "a tensor from the host"
+            return "a prefetched tensor"
         op = self._graph.ops[self._ops[number]]
-        return f"what '{op.name}' made" + (f" at {op.source}" if op.source else "")
+        return f"a result of '{op.name}'" + (f" at {op.source}" if op.source else "")
 
-    def copies(self) -> Copies | None:
-        """What carries out the plan's transfers for one flight, if it has any."""
-        return None if self._route is None else Copies(self._route, self._clock)
+    def transfer_runner(self) -> TransferRunner | None:
+        """Executor of the plan's transfers for one invocation; None without transfers."""
+        return None if self._program is None else TransferRunner(self._program, self._clock)
 
-    def _code(self, module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
-        """Straight-line code of a half: each op announced, random ops saved or replayed.
+    def _lower(self, module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
+        """Straight-line code of a half, with the constants of `module`.
 
-        `module` has the constants.
+        Each op enters its arena slots first; random ops save or restore their generator's state.
         """
-        flight = _boxed(graph)
+        invocation = _boxed(graph)
         kind: bool | None = None
         for node in list(graph.nodes):
             number = node.meta.get(OCCURRENCE)
@@ -115,24 +123,24 @@ class Code:
                     graph.call_function(self._clock.mark, (int(again),))
                     kind = again
                 if op in self.replayed:
-                    prepare = Flight.recall if again else Flight.save
-                    graph.call_function(prepare, (flight, op))
+                    prepare = Invocation.restore_generator if again else Invocation.save_generator
+                    graph.call_function(prepare, (invocation, op))
                 graph.call_function(self.arena.enter, (number,))
-            if node.target in TAKING:
-                node.args = (flight, *node.args[1:])
+            if node.target in GRADIENT_SINKS:
+                node.args = (invocation, *node.args[1:])
             if op in self.replayed and again:
                 with graph.inserting_after(node):
-                    graph.call_function(Flight.go_on, (flight,))
+                    graph.call_function(Invocation.resume_generator, (invocation,))
         code: Callable[..., Any] = fx.GraphModule(module, graph).forward
         return code
 
 
 def _boxed(graph: fx.Graph) -> fx.Node:
-    """Let the code take its inputs out of one list; the flight is returned, which stays beside."""
-    flight: fx.Node
-    flight, *inputs = graph.find_nodes(op="placeholder")
-    assert flight.name == FLIGHT
-    with graph.inserting_after(inputs[-1] if inputs else flight):
+    """Let the code take its inputs out of one list; returns the invocation's node."""
+    invocation: fx.Node
+    invocation, *inputs = graph.find_nodes(op="placeholder")
+    assert invocation.name == INVOCATION
+    with graph.inserting_after(inputs[-1] if inputs else invocation):
         box = graph.placeholder("box")
     after = box
     for i, node in enumerate(inputs):
@@ -140,7 +148,7 @@ def _boxed(graph: fx.Graph) -> fx.Node:
             after = graph.call_function(_take, (box, i))
         node.replace_all_uses_with(after)
         graph.erase_node(node)
-    return flight
+    return invocation
 
 
 def _take(box: list[Any], position: int) -> Any:
@@ -148,79 +156,44 @@ def _take(box: list[Any], position: int) -> Any:
     return value
 
 
-def _gradient_slots(
-    captured: Captured,
-    steps: Sequence[Compute],
-    program: Sequence[Slots],
-    over: Mapping[int, Over],
-) -> dict[int, int | None]:
-    """The slot, counted over all occurrences, in which each lasting gradient is made, if it is."""
-    first = 0
-    made: dict[int, int] = {}
-    found: dict[int, int | None] = {}
-    for number, (step, slots) in enumerate(zip(steps, program, strict=True)):
-        node = captured.ops[step.op]
-        if node.target is accumulate:
-            position = node.args[1]
-            assert isinstance(position, int)
-            buffer = step.reads[0]
-            assert isinstance(buffer, int)
-            found[position] = made.get(buffer)
-        buffers = {captured.producer[write.tensor][1]: write.buffer for write in step.writes}
-        taken = captured.selected_variant(step).profile.allocations_except(over.get(number, ()))
-        for i, allocation in enumerate(taken):
-            if allocation.output in buffers:
-                made[buffers[allocation.output]] = first + i
-        first += len(slots)
-    return found
-
-
-def _left(captured: Captured, plan: Plan) -> dict[int, int]:
-    """Positions of the gradients that lie in the arena when the step is over, by offset."""
-    final = final_sources(plan)
-    written: list[Write | Prefetch] = []
-    for step in plan.steps:
-        written += step.writes if isinstance(step, Compute) else []
-        written += [step] if isinstance(step, Prefetch) else []
-    offsets = {
-        write.tensor: place
-        for write in written
-        if (place := place_of(write)) is not None
-        and final.get(write.tensor) == ("buffer", write.buffer)
-    }
+def _final_gradients(captured: Captured, index: PlanIndex) -> dict[int, int]:
+    """Positions of the gradients that remain in the arena after the step, by offset."""
     found: dict[int, int] = {}
     for position, value in enumerate(captured.output_args[captured.num_fwd_outputs :]):
-        if isinstance(value, fx.Node) and value.target not in TAKING:
+        if isinstance(value, fx.Node) and value.target not in GRADIENT_SINKS:
             for t in captured.storages[value]:
-                if t in offsets:
-                    found[offsets[t]] = position
+                buffer = None if t is None else index.final.get(t)
+                if buffer is not None and buffer.place is not None:
+                    found[buffer.place] = position
     return found
 
 
-def place_of(write: Write | Prefetch) -> int | None:
-    """Where in the arena a tensor lies; None: outside it.
+def _slots(
+    captured: Captured, steps: Sequence[Compute], over: Mapping[int, SharedPlaces]
+) -> tuple[list[Slots], dict[int, int]]:
+    """Size and offset of each allocation of each run, in order, and the slot of each buffer.
 
-    So does one without bytes, which a plan of several graphs makes of what only passes between them
-    (`runtime.iteration.joint_plan`).
+    Slots are counted over all runs. Results that share the place of an argument (`over`) are not
+    allocated.
     """
-    return write.offset if write.bytes else None
-
-
-def _slots(captured: Captured, step: Compute, over: Collection[int]) -> list[tuple[int, int]]:
-    """
-    Where the allocations of one op occurrence go, in the order the op makes them.
-
-    There are none for results that lie `over` arguments.
-    """
-    profile = captured.selected_variant(step).profile
-    written = {captured.producer[w.tensor][1]: place_of(w) for w in step.writes}
-    slots = []
-    for allocation in profile.allocations_except(over):
-        if allocation.output >= 0:
-            offset = written[allocation.output]
+    program: list[Slots] = []
+    slot_of: dict[int, int] = {}
+    first = 0
+    for number, step in enumerate(steps):
+        written = {captured.producer[write.tensor][1]: write for write in step.writes}
+        slots = []
+        allocations = captured.selected_variant(step).profile.allocations_except(
+            over.get(number, ())
+        )
+        for i, allocation in enumerate(allocations, start=first):
+            offset = None
+            if allocation.output >= 0:
+                write = written[allocation.output]
+                slot_of[write.buffer] = i
+                offset = write.offset if write.bytes else None
+            elif allocation.output == -1:
+                offset = step.workspace.offset + allocation.offset
             slots.append((allocation.bytes, SERVED_OUTSIDE if offset is None else offset))
-        elif allocation.output == -1:
-            slots.append((allocation.bytes, step.workspace.offset + allocation.offset))
-        else:
-            slots.append((allocation.bytes, SERVED_OUTSIDE))
-    return slots
+        first += len(slots)
+        program.append(slots)
+    return program, slot_of

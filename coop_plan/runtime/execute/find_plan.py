@@ -1,4 +1,4 @@
-"""A verified plan for a captured step: from the cache, made here, or a planning service's."""
+"""Finds a verified plan for a captured step: cached, rescaled, made here or by a server."""
 
 import logging
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
 from coop_plan.planner.rescale import rescaled
 from coop_plan.runtime.cache import plans
-from coop_plan.runtime.dynamic_shapes.history import Others
+from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, format_bytes
@@ -14,55 +14,55 @@ from coop_plan.schemas import Graph, Plan, format_bytes
 log = logging.getLogger("coop-plan")
 
 RESIZABLE = "coop-offline"
-"""The default method: whoever names another wants what that makes of each size."""
+"""The default method. Another one was requested by name, so its plans are not rescaled."""
 
 
 def plan_for(
-    graph: Graph, options: Options, *, part: bool = False, others: Others | None = None
+    graph: Graph, options: Options, *, part: bool = False, history: ShapeHistory | None = None
 ) -> tuple[Plan, bool]:
-    """The plan, and whether it was in the cache.
+    """Returns the plan, and True if it was cached.
 
-    Where `others` has a plan for sizes near these, and it does as well at these, it is that one;
-    and one that was searched for is remembered there.
+    A plan in `history` for similar sizes is rescaled if it does as well at these sizes. A plan that
+    was searched for is added to `history`.
 
-    For a `part` of what an iteration runs it is the smallest if its share cannot be met: a share is
-    of the peak of the iteration, which is not known before it has run.
+    If `graph` is a `part` of an iteration and its share cannot be met, the plan has the smallest
+    budget: a share refers to the iteration's peak, which is unknown before it has run.
 
-    With a server it is the server's, which has a cache of its own; one that is away is an error,
-    or with `server_fallback="local"` the plan is made here, and a warning says so.
+    With a server, the plan is the server's. An unreachable server is an error, or with
+    `server_fallback="local"` the plan is made here and a warning is logged.
 
     Raises:
         planner.InfeasibleBudgetError: the budget cannot be met.
         PlanServerError: the server has no plan.
     """
     if options.server is not None:
-        made = _from_server(options.server, graph, options, part, others)
+        made = _from_server(options.server, graph, options, part, history)
         if made is not None:
             return made, False
     key = plans.key_of(graph, options)
     found = plans.find(key, graph, options)
     if found is not None:
-        _remember(graph, found, others)
+        _remember(graph, found, history)
         return found, True
-    made = None if others is None else _resized(graph, options, others)
+    made = None if history is None else _resized(graph, options, history)
     if made is None:
-        made = _or_smallest(plan, graph, options, part, others)
+        made = _or_smallest(plan, graph, options, part, history)
         verify(graph, made)
-        _remember(graph, made, others)
+        _remember(graph, made, history)
     plans.store(key, graph, made)
     return made, False
 
 
-def _remember(graph: Graph, made: Plan, others: Others | None) -> None:
-    if others is not None and made.method == RESIZABLE:
-        others.plans.append((graph, made))
+def _remember(graph: Graph, made: Plan, history: ShapeHistory | None) -> None:
+    if history is not None and made.method == RESIZABLE:
+        history.plans.append((graph, made))
 
 
-def _resized(graph: Graph, options: Options, others: Others) -> Plan | None:
-    if options.plan.method != RESIZABLE:  # all others are asked for by name
+def _resized(graph: Graph, options: Options, history: ShapeHistory) -> Plan | None:
+    if options.plan.method != RESIZABLE:
         return None
     size = _bytes(graph)
-    for like, made in sorted(others.plans, key=lambda other: abs(_bytes(other[0]) - size)):
+    for like, made in sorted(history.plans, key=lambda other: abs(_bytes(other[0]) - size)):
         found = rescaled(graph, like, made, options.plan)
         if found is not None:
             return found
@@ -74,7 +74,7 @@ def _bytes(graph: Graph) -> int:
 
 
 def _from_server(
-    server: str, graph: Graph, options: Options, part: bool, others: Others | None
+    server: str, graph: Graph, options: Options, part: bool, history: ShapeHistory | None
 ) -> Plan | None:
     try:
         from coop_plan.client.client import Client
@@ -84,7 +84,7 @@ def _from_server(
         raise OptionsError(message) from None
     try:
         with Client(server) as client:
-            return _or_smallest(client.plan, graph, options, part, others)
+            return _or_smallest(client.plan, graph, options, part, history)
     except ServerAwayError as error:
         if options.server_fallback == "error":
             message = f'{error}; with server_fallback="local" the step is planned here'
@@ -100,18 +100,18 @@ def _or_smallest(
     graph: Graph,
     options: Options,
     part: bool,
-    others: Others | None,
+    history: ShapeHistory | None,
 ) -> Plan:
     try:
         return make(graph, options.plan)
     except InfeasibleBudgetError as error:
         if options.plan.budget.kind != "share" or not part:
             raise
-        told = str(error)
+        reason = str(error)
         made = make(graph, options.within(None).plan)
     log.log(
-        logging.WARNING if others is None else others.level("least"),
+        logging.WARNING if history is None else history.level("least"),
         "one of several graphs takes %s, the least it can, before they are planned together: %s",
-        *(format_bytes(made.budget_bytes), told),
+        *(format_bytes(made.budget_bytes), reason),
     )
     return made

@@ -1,214 +1,170 @@
-"""A step in flight: one call from its forward to its backward, and the ticket leading back to it.
+"""Invocation: one call of a step, from its forward to its backward.
 
-Autograd keeps the ticket and nothing else of a step; what the backward needs is kept here, by the
-ticket's number. When autograd drops the ticket, with the loss or after the backward, the flight is
-over.
+Autograd saves a handle and nothing else of a step. All that the backward needs is kept here, by the
+number in the handle, until autograd drops the handle: with the loss, or after the backward.
 """
 
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from coop_plan.runtime.device.arena import Arena, Counters, Memory, Run
+from coop_plan.runtime.device.arena import Memory, Run
 from coop_plan.runtime.errors import StepSpentError
 from coop_plan.runtime.execute.rng_state import Generator
-from coop_plan.runtime.execute.transfers import Copies
 from coop_plan.runtime.torch_internals.autograd import accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_version
 from coop_plan.schemas import Plan
 
+if TYPE_CHECKING:
+    from coop_plan.runtime.execute.arena_pool import ArenaPool
+    from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+
 _numbers = itertools.count()
-_flights: "dict[int, Flight]" = {}
-"""By number. One operation of a dict at a time: a ticket may be dropped on any thread."""
+_invocations: "dict[int, Invocation]" = {}
+"""By number. Accessed by single dict operations: a handle may be dropped on any thread."""
 
 
 def room(plan: Plan) -> int:
-    """Bytes that a plan's budget has for arenas, beside what lies outside of them."""
+    """Bytes of a plan's budget that are left for arenas."""
     return plan.budget_bytes - (plan.peak_bytes - plan.arena_bytes)
 
 
-class Runnable(Protocol):
-    """What a flight has to know of its code (runtime.execute.compiled_plan)."""
+class Invocation:
+    """One call of step `name`, which runs `compiled` in a memory from `owner`.
 
-    arena: Arena
-    replayed: Mapping[int, Generator]
-    saved_inputs: Sequence[int | None]
-    read: Sequence[int]
-    slots: dict[int, int | None]
-    left: dict[int, int]
-    used: Sequence[int]
-    watch: bool
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    `room` is the number of bytes that its budget leaves for arenas (`room(plan)`).
 
-    def copies(self) -> Copies | None:
-        """What carries out the transfers of one flight, if there are any."""
+    Between the halves, `saved` tensors wait in `memory`. If another invocation needs that memory,
+    the forward runs again, from the inputs and the states of `generators` at the start.
 
+    Inputs and saved outputs are kept as detached aliases, since autograd's tensors would keep the
+    handle alive. Their version counters show if one was overwritten.
 
-class Course(Protocol):
-    """What the flight is part of (runtime.iteration.recorder)."""
-
-    def backward(self, flight: "Flight") -> None:
-        """Its backward begins."""
-
-    def given(self, flight: "Flight", tangents: Sequence[Any]) -> None:
-        """Its backward takes these."""
-
-    def returned(self, flight: "Flight", made: Sequence[Any]) -> None:
-        """Its backward made these."""
-
-    def landed(
-        self,
-        flight: "Flight",
-        counters: Counters,
-        memory: Memory | None,
-        kept_twice: Sequence[int],
-    ) -> None:
-        """It is over, and ran by the plan of the whole, in this memory; see `Step._land`."""
-
-
-class Home(Protocol):
-    """Where a flight gets memory (runtime.execute.arena_pool)."""
-
-    @property
-    def course(self) -> Course:
-        """Of what shares the memory."""
-
-    def admit(self, flight: "Flight") -> None:
-        """Set the flight's memory."""
-
-
-class Flight:
-    """One call of a step, named `name`, that runs as `code` in a memory from `home`.
-
-    `room` is how many bytes its budget has for arenas (`room(plan)`).
-
-    Between the halves it waits, with `saved` tensors in `memory`, unless another took that: then
-    they are computed again, from the inputs and the states of `generators` at the start.
-
-    Inputs and saved outputs are kept as aliases that autograd does not know of, or they would keep
-    the ticket. Their versions tell whether one was overwritten.
-
-    `beside` has the bytes of the gradients that were there when it began, by their addresses;
-    `alone` says that no other flight of its thread ran meanwhile. `leaves` are the tensors whose
-    gradients last or are used up, `held` those of the gradients that the backward adds to, both by
-    position among the primals; `handed` are positions of leaves whose hooks run in the backward.
+    `held_bytes` has the sizes of the gradients held when it began, by address. `alone` is True if
+    no other invocation of its thread ran meanwhile. By position among the primals, `leaves` are the
+    tensors whose gradients are held across steps or consumed by hooks, `held` the gradients that
+    the backward adds to, and `handed` the leaves whose hooks run within the backward.
     """
 
     def __init__(
-        self, name: str, code: Runnable, home: Home, room: int, generators: Sequence[Generator]
+        self,
+        name: str,
+        compiled: "CompiledPlan",
+        owner: "ArenaPool",
+        room: int,
+        generators: Sequence[Generator],
     ) -> None:
         self.name = name
-        self.home = home
-        self.run_alone(code, room)
+        self.owner = owner
+        self.use_own_plan(compiled, room)
         self.inputs: Sequence[Any] = ()
         self.leaves: Mapping[int, torch.Tensor] = {}
         self.held: Mapping[int, torch.Tensor] = {}
         self.handed: Container[int] = ()
-        self.beside: Mapping[int, int] = {}
+        self.held_bytes: Mapping[int, int] = {}
         self.alone = True
         self.thread = threading.get_ident()
         self.saved: Sequence[Any] | None = None
         self.memory: Memory | None = None
-        self.why_again = "it ran a backward already (retain_graph=True)"
+        self.rerun_reason = "it ran a backward already (retain_graph=True)"
         self._number = next(_numbers)
-        self._ticket: object = None
+        self._handle: object = None
         self._start = [(generator, generator.state()) for generator in generators]
         self._states: dict[int, Any] = {}
-        self._present: tuple[Generator, Any] | None = None
+        self._interrupted: tuple[Generator, Any] | None = None
         self._versions: Sequence[int] = ()
         self._saved_versions: Sequence[int] = ()
 
-    def run_as(self, code: Runnable, room: int) -> None:
-        """Let both halves be of this code."""
-        self.code, self.room, self.run = code, room, Run(code.arena)
-        self.copies = code.copies()
+    def use_plan(self, compiled: "CompiledPlan", room: int) -> None:
+        """Run both halves by this plan."""
+        self.compiled, self.room, self.run = compiled, room, Run(compiled.arena)
+        self.transfers = compiled.transfer_runner()
 
-    def run_alone(self, code: Runnable, room: int) -> None:
-        """Let this be the code for when it runs by a plan of its own, as from now."""
-        self._alone = code, room
-        self.run_as(code, room)
+    def use_own_plan(self, compiled: "CompiledPlan", room: int) -> None:
+        """Run by this plan of its own, also after a joint plan was abandoned."""
+        self._alone = compiled, room
+        self.use_plan(compiled, room)
 
     @property
-    def whole(self) -> bool:
-        """Whether it runs by the plan of its whole iteration."""
-        return self.code is not self._alone[0]
+    def in_joint_plan(self) -> bool:
+        """True if it runs the joint plan of its iteration."""
+        return self.compiled is not self._alone[0]
 
-    def ticket(self) -> torch.Tensor:
-        """What stands for the flight until it is dropped: a scalar on the CPU, its number.
+    def make_handle(self) -> torch.Tensor:
+        """A CPU scalar with the invocation's number, which lives until the handle is dropped.
 
-        It requires a gradient: by a saved tensor that does PyTorch 2.11 knows a double backward,
-        which AOTAutograd then refuses. Otherwise the gradients would count as constants.
+        The handle requires a gradient. PyTorch 2.11 detects a double backward by such a saved
+        tensor, and AOTAutograd then refuses it; otherwise the gradients would count as constants.
         """
-        number, drop = self._number, _flights.pop
+        number, drop = self._number, _invocations.pop
         array = np.array(float(number))
-        _flights[number] = self
-        self._ticket = weakref.ref(array, lambda _: drop(number, None))
+        _invocations[number] = self
+        self._handle = weakref.ref(array, lambda _: drop(number, None))
         return torch.from_numpy(array).requires_grad_()
 
-    def meet(self) -> None:
-        """It runs now: let the flights of this thread that lie in memory note that."""
-        for other in in_flight():
+    def mark_overlap(self) -> None:
+        """Tell the other invocations of this thread that hold memory that they are not alone."""
+        for other in live_invocations():
             if other is not self and other.memory is not None and other.thread == self.thread:
                 other.alone = False
 
-    def hold(self, inputs: Sequence[Any], leaves: Container[int]) -> None:
-        """Keep the inputs of the forward; those at `leaves` never lead to a ticket."""
+    def keep_inputs(self, inputs: Sequence[Any], leaves: Container[int]) -> None:
+        """Keep the inputs of the forward, detached except at `leaves`."""
         self.inputs = [
             value.detach() if isinstance(value, torch.Tensor) and i not in leaves else value
             for i, value in enumerate(inputs)
         ]
         self._versions = [version_of(value) for value in self.inputs]
 
-    def keep(self, saved: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Keep what the forward saved, of which some are inputs or outputs."""
+    def keep_saved(self, saved: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Keep the saved tensors of the forward; some are inputs or outputs."""
         given = {id(value) for value in outputs}
         kept = [
             self.inputs[at] if at is not None else value.detach() if id(value) in given else value
-            for value, at in zip(saved, self.code.saved_inputs, strict=True)
+            for value, at in zip(saved, self.compiled.saved_inputs, strict=True)
         ]
         self._saved_versions = [
             version_of(value) if at is None else self._versions[at]
-            for value, at in zip(kept, self.code.saved_inputs, strict=True)
+            for value, at in zip(kept, self.compiled.saved_inputs, strict=True)
         ]
-        self.saved = kept  # from now on it waits
+        self.saved = kept  # from here on the invocation waits
 
-    def give_up(self, taken_by: str) -> None:
-        """Leave the memory to another."""
+    def release_arena(self, taken_by: str) -> None:
+        """Release the memory, for `taken_by`."""
         self.saved, self.memory = None, None
-        self.run_as(*self._alone)
-        self.why_again = f"{taken_by} needed its memory"
+        self.use_plan(*self._alone)
+        self.rerun_reason = f"{taken_by} needed its memory"
 
-    def take_in(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a new gradient to the one held, or let autograd have it."""
+    def accumulate(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Add a new gradient to the held one; returns it for autograd if none is held."""
         held = self.held.get(position)
         if held is None:
-            if self.code.slots[position] is not None:
+            if self.compiled.gradient_slots[position] is not None:
                 return gradient
-            self.code.arena.pause()
-            return gradient.clone()  # where it lies is the arena's
+            self.compiled.arena.pause()
+            return gradient.clone()  # its own memory is the arena's
         held.add_(gradient)
         return None
 
     def hand_over(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Let the hooks of a leaf have a new gradient, or autograd."""
+        """Pass a new gradient to the hooks of its leaf; returns it for autograd if not handed."""
         if position not in self.handed:
             return gradient
-        self.code.arena.pause()
+        self.compiled.arena.pause()
         accumulate_gradient(self.leaves[position], gradient)
         return None
 
     def check(self, saved: Sequence[Any]) -> None:
-        """See that nothing was overwritten that the backward needs.
+        """Check that no saved tensor was overwritten.
 
         Raises:
-            RuntimeError: as autograd does.
+            RuntimeError: one was, with autograd's message.
         """
         for value, expected in zip(saved, self._saved_versions, strict=True):
             if version_of(value) != expected:
@@ -220,17 +176,17 @@ class Flight:
                 )
 
     @contextmanager
-    def rewound(self) -> Iterator[None]:
-        """While this lasts, the generators stand as when the forward began.
+    def rewound_generators(self) -> Iterator[None]:
+        """Context in which the generators have their states of the start of the forward.
 
         Raises:
-            StepSpentError: inputs of the forward were overwritten since.
+            StepSpentError: an input of the forward was overwritten since.
         """
-        for at in self.code.read:
+        for at in self.compiled.inputs_read:
             if version_of(self.inputs[at]) != self._versions[at]:
                 raise StepSpentError(
                     f"the forward of '{self.name}' would have to run again before its backward,"
-                    f" because {self.why_again}, but an input of it has been modified by an"
+                    f" because {self.rerun_reason}, but an input of it has been modified by an"
                     f" inplace operation since: {_described(self.inputs[at])}"
                 )
         present = [generator.state() for generator, _ in self._start]
@@ -242,52 +198,50 @@ class Flight:
             for (generator, _), state in zip(self._start, present, strict=True):
                 generator.set(state)
 
-    def land(self) -> None:
-        """The backward is over: of its memory, only the gradients are needed."""
+    def finish(self) -> None:
+        """Release the memory after the backward; the gradients in it keep their part alive."""
         self.held, self.leaves, self.handed = {}, {}, ()
         self.memory = None
 
-    # Random ops of a default generator: the state before the first run is set again.
+    def save_generator(self, op: int) -> None:
+        """Save the generator's state before the first run of a random op."""
+        self.compiled.arena.pause()
+        self._states[op] = self.compiled.replayed[op].state()
 
-    def save(self, op: int) -> None:
-        """The first run of a random op is next."""
-        self.code.arena.pause()
-        self._states[op] = self.code.replayed[op].state()
-
-    def recall(self, op: int) -> None:
-        """The same op runs again, with the numbers of its first run."""
-        self.code.arena.pause()
-        generator = self.code.replayed[op]
-        self._present = generator, generator.state()
+    def restore_generator(self, op: int) -> None:
+        """Restore that state before the op is recomputed."""
+        self.compiled.arena.pause()
+        generator = self.compiled.replayed[op]
+        self._interrupted = generator, generator.state()
         generator.set(self._states[op])
 
-    def go_on(self) -> None:
-        """It has run, or failed."""
-        if self._present is not None:
-            self.code.arena.pause()
-            generator, state = self._present
+    def resume_generator(self) -> None:
+        """Restore the generator's state after a recomputed op ran or failed."""
+        if self._interrupted is not None:
+            self.compiled.arena.pause()
+            generator, state = self._interrupted
             generator.set(state)
-            self._present = None
+            self._interrupted = None
 
 
-def flight_of(ticket: torch.Tensor) -> Flight:
-    """The flight that a ticket leads to.
+def invocation_of(handle: torch.Tensor) -> Invocation:
+    """Returns the invocation of a handle.
 
     Raises:
-        StepSpentError: it is over.
+        StepSpentError: its memory was released.
     """
-    found = _flights.get(int(ticket.item()))
+    found = _invocations.get(int(handle.item()))
     if found is None:
         raise StepSpentError(
-            "the backward of a step whose memory was given back: what autograd saved for it was"
-            " copied (by torch.autograd.graph.saved_tensors_hooks, for example) and then dropped"
+            "the backward of a step whose memory was released: its saved tensor was copied (by"
+            " torch.autograd.graph.saved_tensors_hooks, for example) and then dropped"
         )
     return found
 
 
-def in_flight() -> list[Flight]:
-    """All that are not over, oldest first."""
-    return list(_flights.copy().values())
+def live_invocations() -> list[Invocation]:
+    """Invocations whose handle is alive, oldest first."""
+    return list(_invocations.copy().values())
 
 
 def _described(value: torch.Tensor) -> str:
@@ -295,5 +249,5 @@ def _described(value: torch.Tensor) -> str:
 
 
 def version_of(value: object) -> int:
-    """How often a tensor has been overwritten; 0 for anything else."""
+    """Autograd's version counter of a tensor; 0 for other objects."""
     return tensor_version(value) if isinstance(value, torch.Tensor) else 0

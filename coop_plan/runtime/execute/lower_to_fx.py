@@ -1,11 +1,11 @@
-"""A plan as ordinary FX: one graph for the forward, one for the backward.
+"""Lowers a plan to two FX graphs: the forward and the backward.
 
-Every compute step becomes a copy of its op's node, with the arguments taken from the buffers the
-plan reads; views are made again from the tensor they are views of. The forward returns the tensors
-that later steps read, the backward starts from them.
+Each compute step becomes a copy of its op's node whose arguments are the buffers that the plan
+reads. Views are recomputed from their base. The forward returns the tensors that later steps read,
+and the backward takes them.
 
-What AOTAutograd sees of this is the same for every plan of a graph (`stubs`): a forward that saves
-one ticket, and a backward that takes it. So another plan can take the place of one that runs.
+AOTAutograd sees the same for every plan of a graph (`stubs`): a forward that saves one handle, and
+a backward that takes it. So a plan can be replaced while the step is in use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,8 @@ from torch import fx
 
 from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args
 from coop_plan.runtime.capture.joint_graph import Captured
-from coop_plan.runtime.execute.transfers import Transfers, offload, prefetch, wait
+from coop_plan.runtime.execute.plan_index import Buffer, PlanIndex
+from coop_plan.runtime.execute.transfers import offload, prefetch, wait
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import (
     SavedForBackwardsAOTOutput,
@@ -25,7 +26,7 @@ from coop_plan.runtime.torch_internals.joint_graphs import (
     is_tangent,
 )
 from coop_plan.runtime.variants.inplace_outputs import run_into
-from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, TensorRead, Wait
+from coop_plan.schemas import Compute, Free, Offload, Plan, Prefetch, TensorRead, Wait, Write
 
 Source = tuple[str, Any]
 """("buffer", id), ("outside", tensor id) or ("input", node: a primal or the copy of one)."""
@@ -33,52 +34,54 @@ Source = tuple[str, Any]
 OCCURRENCE = "coop_occurrence"
 """Key in `node.meta`: the number of the op occurrence among the plan's compute steps."""
 
-FLIGHT = "flight"
+INVOCATION = "invocation"
 """Name of the first input."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """The two graphs of a plan; the first input of each is the flight that runs it.
+    """The two graphs of a plan; the first input of each is the invocation that runs it.
 
-    The forward then takes the inputs of the step, and returns its outputs and the saved tensors;
-    the backward takes these and the tangents. `inputs` are the primals and copies of them, in
-    order; `saved_inputs[i]` is the position of saved tensor i among them, None if it is made by the
-    forward; `read` are positions of the inputs that the forward reads.
+    The forward then takes the inputs of the step (`inputs_of`) and returns outputs and saved
+    tensors; the backward takes saved tensors and tangents. `saved_inputs[i]` is the position of
+    saved tensor i among the inputs, None if the forward makes it. `inputs_read` are the positions
+    of the inputs that the forward reads.
     """
 
     forward: fx.Graph
     backward: fx.Graph
     saved_inputs: Sequence[int | None]
-    read: Sequence[int]
+    inputs_read: Sequence[int]
 
 
 def inputs_of(captured: Captured) -> list[fx.Node]:
-    """The primals of a step, then the copies of those that it overwrites."""
+    """Primals of a step, then the snapshots of those that it overwrites."""
     nodes = captured.module.graph.nodes
     return [*filter(is_primal, nodes), *(node for node in nodes if SNAPSHOT in node.meta)]
 
 
 def tangents_of(captured: Captured) -> list[fx.Node]:
-    """The gradients of its outputs that a step is given."""
+    """Gradients of its outputs that a step is given."""
     return list(filter(is_tangent, captured.module.graph.nodes))
 
 
-def copied(captured: Captured) -> list[int]:
-    """The primals that are copied when a step begins, by position, in the order of the copies."""
+def snapshot_positions(captured: Captured) -> list[int]:
+    """Positions of the primals that a step snapshots, in the order of the snapshots."""
     inputs = inputs_of(captured)
     return [inputs.index(node.all_input_nodes[0]) for node in inputs if SNAPSHOT in node.meta]
 
 
-Over = Mapping[int, fx.Node]
-"""By result of an op the argument in whose place, which it gives up, the plan puts it."""
+SharedPlaces = dict[int, fx.Node]
+"""By position of a result the argument whose place it takes."""
 
 
-def split(captured: Captured, plan: Plan, over: Mapping[int, Over]) -> Halves:
-    """The forward and the backward of `plan`; `over` are its `shared_places`."""
-    border = _border(captured, plan)
-    emitter = _Emitter(plan, over)
-    final = final_sources(plan)
+def split(
+    captured: Captured, plan: Plan, index: PlanIndex, over: Mapping[int, SharedPlaces]
+) -> Halves:
+    """Forward and backward of `plan`; `over` are its `shared_places`."""
+    border = _border(captured, plan, index)
+    emitter = _Emitter(plan, index, over)
+    final = {t: _source(t, buffer) for t, buffer in index.final.items()}
     forward = _Half(captured, None)
     inputs = inputs_of(captured)
     for node in inputs:
@@ -92,7 +95,7 @@ def split(captured: Captured, plan: Plan, over: Mapping[int, Over]) -> Halves:
     cut = captured.num_fwd_outputs
     gradients = [backward.value(arg, final) for arg in captured.output_args[cut:]]
     results = [forward.value(arg, final) for arg in captured.output_args[:cut]]
-    read = [i for i, node in enumerate(inputs) if forward.placed[node].users]
+    inputs_read = [i for i, node in enumerate(inputs) if forward.placed[node].users]
     saved = [forward.tensor(source) for source in backward.saved]
     positions = {forward.placed[node]: i for i, node in enumerate(inputs)}
     for half, values in ((forward, [*results, *saved]), (backward, gradients)):
@@ -102,81 +105,63 @@ def split(captured: Captured, plan: Plan, over: Mapping[int, Over]) -> Halves:
         forward.graph,
         backward.graph,
         [positions.get(node) for node in saved],
-        read,
+        inputs_read,
     )
 
 
-def _border(captured: Captured, plan: Plan) -> int:
-    """How many steps of the plan are the forward's: to its last op, and what is copied right then.
+def _border(captured: Captured, plan: Plan, index: PlanIndex) -> int:
+    """Number of plan steps of the forward: up to its last first run, with offloads after it.
 
-    What waits, or takes over memory, is the backward's.
+    Waits, and steps that reuse memory, belong to the backward.
     """
-    seen: set[int] = set()
-    border = 0
-    for number, step in enumerate(plan.steps, start=1):
-        if isinstance(step, Compute):
-            if step.op < captured.forward_ops and step.op not in seen:
-                border = number
-            seen.add(step.op)
+    firsts = (at for op, at in index.first_run.items() if op < captured.forward_ops)
+    border = max(firsts, default=-1) + 1
     while border < len(plan.steps) and isinstance(plan.steps[border], Offload | Free):
         border += 1
     return border
 
 
-def shared_places(captured: Captured, plan: Plan) -> dict[int, Over]:
-    """By op occurrence what the plan puts in the place of an argument."""
-    offset: dict[int, int] = {}
-    found: dict[int, Over] = {}
-    number = 0
-    for step in plan.steps:
-        if isinstance(step, Prefetch):
-            offset[step.buffer] = step.offset
-        if not isinstance(step, Compute):
-            continue
-        form, node, _ = captured.selected_variant(step)
-        reads = dict(zip(form.inputs, step.reads, strict=True))
-        placed = {write.tensor: write.offset for write in step.writes}
-        over: dict[int, fx.Node] = {}
-        for made, source in form.inplace:
-            read = reads[source]
-            if isinstance(read, TensorRead) or placed.get(made) is None:
+def shared_places(captured: Captured, plan: Plan, index: PlanIndex) -> dict[int, SharedPlaces]:
+    """Results that take the place of an argument, by run."""
+    found: dict[int, SharedPlaces] = {}
+    for number, at in enumerate(index.runs):
+        step = plan.steps[at]
+        assert isinstance(step, Compute)
+        for write in step.writes:
+            shares = index.buffers[write.buffer].shares
+            if shares is None:
                 continue
-            if placed[made] == offset.get(read):
-                arguments = tensor_args(node)
-                over[captured.producer[made][1]] = next(
-                    a for a in arguments if captured.storages[a][0] == source
-                )
-        if over:
-            found[number] = over
-        offset |= {w.buffer: w.offset for w in step.writes if w.offset is not None}
-        number += 1
+            source = index.buffers[shares].tensor
+            arguments = tensor_args(captured.selected_variant(step).node)
+            argument = next(a for a in arguments if captured.storages[a][0] == source)
+            found.setdefault(number, {})[captured.producer[write.tensor][1]] = argument
     return found
 
 
 class _Emitter:
-    """Puts the steps of a plan into the halves, in order."""
+    """Emits the steps of a plan into the halves, in order."""
 
-    def __init__(self, plan: Plan, over: Mapping[int, Over]) -> None:
+    def __init__(self, plan: Plan, index: PlanIndex, over: Mapping[int, SharedPlaces]) -> None:
         self._steps = plan.steps
-        self._transfers = Transfers(plan)
+        self._transfer_of = index.transfer_of
         self._over = over
         self._occurrence = 0
 
     def emit(self, half: "_Half", numbers: range) -> None:
-        """The steps with these numbers."""
+        """Emit the steps with these numbers."""
         for number in numbers:
             step = self._steps[number]
             if isinstance(step, Compute):
                 half.emit(step, self._occurrence, self._over.get(self._occurrence, {}))
                 self._occurrence += 1
             elif not isinstance(step, Free):
-                half.transfer(step, self._transfers.of_step[number])
+                half.transfer(step, self._transfer_of[number])
 
 
 def stubs(
     joint: fx.GraphModule, output_args: Sequence[Any], num_fwd_outputs: int
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The two graphs as AOTAutograd sees them: their inputs and outputs, and nothing between.
+    """The two graphs as AOTAutograd sees them: inputs and outputs without ops.
 
     `output_args` are the outputs of the joint graph, the first of which are the forward's. That is
     AOTAutograd's contract between partitioner and autograd function (functorch's partitioners,
@@ -191,11 +176,11 @@ def stubs(
     placed = {node: forward.node_copy(node) for node in primals}
     results = [_stub(forward, arg, placed) for arg in output_args[:cut]]
     issued = forward.call_function(int)
-    # For AOTAutograd an alias of an input: what is none it takes for a buffer that the backward may
-    # write to, and refuses to run a backward twice (collect_bw_donated_buffer_idxs).
+    # Its fake value aliases an input: AOTAutograd takes others for buffers that the backward may
+    # write to, and then refuses a second backward (collect_bw_donated_buffer_idxs).
     fakes = (node.meta["val"] for node in primals)
     issued.meta["val"] = next(value for value in fakes if isinstance(value, FakeTensor))
-    received = backward.placeholder("saved_ticket")
+    received = backward.placeholder("saved_handle")
     received.meta["val"] = issued.meta["val"]
     placed = {node: backward.node_copy(node) for node in tangents}
     gradients = [_stub(backward, arg, placed) for arg in output_args[cut:]]
@@ -215,24 +200,10 @@ def _stub(graph: fx.Graph, arg: Any, placed: Mapping[fx.Node, fx.Node]) -> Any:
     return node
 
 
-def final_sources(plan: Plan) -> dict[int, Source]:
-    """Where each output is when the step is over.
-
-    It may have been made again after that, as a by-product of another output of its op: such a
-    buffer is freed, and its place taken.
-    """
-    freed = {b for step in plan.steps if isinstance(step, Free) for b in step.buffers}
-    found: dict[int, Source] = {}
-    for step in plan.steps:
-        if isinstance(step, Compute):
-            for write in step.writes:
-                if write.offset is None:
-                    found[write.tensor] = ("outside", write.tensor)
-                elif write.buffer not in freed:
-                    found.setdefault(write.tensor, ("buffer", write.buffer))
-        elif isinstance(step, Prefetch) and step.buffer not in freed:
-            found.setdefault(step.tensor, ("buffer", step.buffer))
-    return found
+def _source(tensor: int, made: Buffer | Write) -> Source:
+    if made.offset is None:
+        return ("outside", tensor)
+    return ("buffer", made.id if isinstance(made, Buffer) else made.buffer)
 
 
 class _Half:
@@ -244,18 +215,18 @@ class _Half:
         self.saved: list[Source] = []
         self.placed: dict[fx.Node, fx.Node] = {}
         self._before = before
-        self._flight = self._last_saved = self.graph.placeholder(FLIGHT)
+        self._invocation = self._last_saved = self.graph.placeholder(INVOCATION)
         self._made: dict[Source, tuple[fx.Node, int]] = {}
         self._tensors: dict[Source, fx.Node] = {}
         self._views: dict[tuple[fx.Node, tuple[Source, ...]], fx.Node] = {}
 
     def place(self, node: fx.Node) -> None:
-        """Let an input of the step be one of the graph."""
+        """Add an input of the step to the graph."""
         self.placed[node] = self.graph.placeholder(node.name)
         self.placed[node].meta = dict(node.meta)
 
-    def emit(self, step: Compute, number: int, over: Over) -> None:
-        """Copy the op of a compute step, of which some results lie `over` arguments."""
+    def emit(self, step: Compute, number: int, over: SharedPlaces) -> None:
+        """Copy the op of a compute step; results in `over` take the place of an argument."""
         captured = self.captured
         form, node, _ = captured.selected_variant(step)
         bind: dict[int, Source] = {}
@@ -273,37 +244,35 @@ class _Half:
             copy.args = (target, places, *copy.args)
             copy.target = run_into
         copy.meta[OCCURRENCE] = number
-        if not step.writes:  # what it returns lies in none of the plan's tensors
+        if not step.writes:  # its result is no tensor of the plan
             self.placed[node] = copy
         for write in step.writes:
-            source: Source = (
-                ("outside", write.tensor) if write.offset is None else ("buffer", write.buffer)
-            )
+            source = _source(write.tensor, write)
             self._made[source] = (copy, captured.producer[write.tensor][1])
-            self.tensor(source)  # at once, or a tuple would keep all that the op made
+            self.tensor(source)  # now: a tuple would keep all results of the op alive
 
     def transfer(self, step: Offload | Prefetch | Wait, number: int) -> None:
-        """Begin transfer `number` of the plan, or wait for it."""
+        """Start transfer `number` of the plan, or wait for it."""
         if isinstance(step, Wait):
-            self.graph.call_function(wait, (self._flight, number))
+            self.graph.call_function(wait, (self._invocation, number))
         elif isinstance(step, Offload):
             source = self.tensor(("buffer", step.buffer))
-            self.graph.call_function(offload, (self._flight, number, source))
+            self.graph.call_function(offload, (self._invocation, number, source))
         else:
-            node = self.graph.call_function(prefetch, (self._flight, number))
+            node = self.graph.call_function(prefetch, (self._invocation, number))
             maker, position = self.captured.producer[step.tensor]
             value = maker.meta["val"]
             node.meta["val"] = value if isinstance(value, torch.Tensor) else value[position]
             self._made["buffer", step.buffer] = (node, 0)
 
     def value(self, arg: Any, final: Mapping[int, Source]) -> Any:
-        """An output of the step in terms of this graph."""
+        """The value of an output of the step in this graph."""
         if not isinstance(arg, fx.Node):
             return arg
         return self._resolve(arg, final)
 
     def tensor(self, source: Source) -> fx.Node:
-        """The node that holds a whole buffer, outside tensor or primal."""
+        """The node of a whole buffer, outside tensor or primal."""
         kind, which = source
         if kind == "input":
             return self.placed[which]
@@ -323,7 +292,7 @@ class _Half:
         return self._tensors[source]
 
     def _receive(self, source: Source) -> fx.Node:
-        """A backward input for something that the forward has and returns as saved."""
+        """Add a backward input for a tensor that the forward returns as saved."""
         assert self._before is not None, f"{source} is read before it is made"
         origin = self._before.tensor(source)
         with self.graph.inserting_after(self._last_saved):
@@ -356,8 +325,8 @@ class _Half:
                 (t,) = self.captured.storages[node]
                 assert t is not None
                 return self.tensor(bind[t])
-        behind = {t for t in self.captured.storages[node] if t is not None}
-        key = (node, tuple(bind[t] for t in sorted(behind) if t in bind))
+        bases = {t for t in self.captured.storages[node] if t is not None}
+        key = (node, tuple(bind[t] for t in sorted(bases) if t in bind))
         if key not in self._views:
             self._views[key] = self.graph.node_copy(node, lambda arg: self._resolve(arg, bind))
         return self._views[key]

@@ -1,4 +1,4 @@
-"""A planned step as AOTAutograd calls it: any number of calls, in any order of their halves."""
+"""Planned step: the forward and backward that AOTAutograd calls, in any order of invocations."""
 
 import contextlib
 import logging
@@ -13,24 +13,24 @@ from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
-from coop_plan.runtime.dynamic_shapes.history import Others
+from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
-from coop_plan.runtime.execute.arena_pool import Pools, claim
-from coop_plan.runtime.execute.compiled_plan import Code
-from coop_plan.runtime.execute.invocation import Flight, Runnable, flight_of, room
-from coop_plan.runtime.execute.lower_to_fx import copied, inputs_of
+from coop_plan.runtime.execute.arena_pool import ArenaPools, take_saved
+from coop_plan.runtime.execute.compiled_plan import CompiledPlan
+from coop_plan.runtime.execute.invocation import Invocation, invocation_of, room
+from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
-from coop_plan.runtime.execute.transfers import Copies
+from coop_plan.runtime.execute.transfers import TransferRunner
 from coop_plan.runtime.gradients import capture_adjust
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
-from coop_plan.runtime.gradients.held_gradients import Residents, handed_over, held_in_place
+from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
+from coop_plan.runtime.gradients.held_gradients import HeldGradients, handed_over, held_in_place
 from coop_plan.runtime.gradients.undefined import Undefined
-from coop_plan.runtime.iteration.joint_plan import Call
-from coop_plan.runtime.iteration.recorder import TOLERANCE, addresses
+from coop_plan.runtime.iteration.joint_plan import RecordedCall
+from coop_plan.runtime.iteration.recorder import TOLERANCE, storage_addresses
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
-from coop_plan.runtime.source_lines import Lines
+from coop_plan.runtime.source_lines import SourceLines
 from coop_plan.runtime.torch_internals.autograd import after_this_backward, creates_graph
 from coop_plan.runtime.torch_internals.joint_graphs import boxed
 from coop_plan.schemas import Plan, format_bytes
@@ -38,53 +38,52 @@ from coop_plan.schemas import Plan, format_bytes
 log = logging.getLogger("coop-plan")
 
 _planning = fork_safe_lock()
-"""Who finds other circumstances than were planned for waits for a plan under way in a thread."""
+"""Held while a step is planned again: another thread waits for that plan."""
 
-PATIENCE = 50
-"""Looks, 1 ms apart, at gradients that nobody may hold any more, before a step is planned anew."""
+RELEASE_POLLS = 50
+"""Polls (1 ms) for gradients to be released before re-planning."""
 
-FIRST_STEPS = 2
-"""On CUDA, steps in which libraries may take their workspaces."""
+WARM_UP_STEPS = 2
+"""First steps on CUDA, in which libraries allocate their workspaces."""
 
 
 class PlannedStep:
-    """One compiled step; `lines` are the user's lines of its graph, `call` what it is compiled for.
+    """One compiled step, planned for the environment `now`; `lines` are the user's source lines.
 
-    The `plan` is one for the circumstances `now`.
-
-    Each call is a flight of its own. It keeps its memory until its backward, unless the budget does
-    not allow that; then its forward runs again before its backward.
+    Each call is an invocation. It keeps its memory until its backward, unless the budget does not
+    allow that; then its forward runs again before its backward. `call` is the state of the
+    `torch.compile` call, which lives as long as one of its steps.
     """
 
     def __init__(
         self,
         captured: Captured,
-        now: Circumstances,
+        now: MemoryEnvironment,
         plan: Plan,
         report: StepReport,
-        pools: Pools,
-        lines: Lines,
+        pools: ArenaPools,
+        lines: SourceLines,
         call: object,
         options: Options,
-        others: Others,
+        history: ShapeHistory,
     ) -> None:
         self.report = report
         self.lines = lines
         self._pools = pools
         self._captured = captured
-        self._call = call  # lives as long as one of its steps
+        self._call = call
         self._strict = options.strict
         budget, name = plan.budget_bytes, report.name
-        self._residents = Residents(captured, now, options, budget, name, others)
-        self._landed: tuple[weakref.ref[Memory], Runnable] | None = None
+        self._held_gradients = HeldGradients(captured, now, options, budget, name, history)
+        self._finished: tuple[weakref.ref[Memory], CompiledPlan] | None = None
         self._warned = False
         self._noted = False
-        self._gave_up = False
+        self._replan_failed = False
         self._learned = False
         self._handed = False
         self._room = room(plan)
         self._outputs = captured.num_fwd_outputs
-        self._copied = copied(captured)
+        self._copied = snapshot_positions(captured)
         self._parameters = _parameters(captured)
         gradients = captured.output_args[captured.num_fwd_outputs :]
         self._passable = [
@@ -95,86 +94,93 @@ class PlannedStep:
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
             self._clock = cuda.Clock(captured.device.index)
-        self._code: Code
-        if not self._is_planned_like_others():
-            self._code = Code(capture_adjust.under(captured, now), plan, self._clock)
+        self._compiled: CompiledPlan
+        if not self._plan_from_history():
+            self._compiled = CompiledPlan(capture_adjust.under(captured, now), plan, self._clock)
 
     def forward(self) -> Callable[[list[Any]], Any]:
-        """The forward as a boxed callable: primals to outputs and a ticket."""
+        """The forward as a boxed callable: primals to outputs and a handle."""
 
         def forward(args: list[Any]) -> Any:
             inputs = list(args)
             args.clear()
             if self._clock is not None:
-                cuda.reject_captured_recompute(self._code.uncapturable)
+                cuda.reject_captured_recompute(self._compiled.uncapturable)
                 if (times := self._clock.read()) is not None:
                     self._take_times(*times, self._clock.stall_us)
-            pool = self._pools.here()
-            # PyTorch does not say where they stand while a CUDA graph is captured.
+            pool = self._pools.of_thread()
+            # PyTorch refuses to read their states while a CUDA graph is captured.
             generators = [] if self._is_captured() else self._generators
-            flight = Flight(self.report.name, self._code, pool, self._room, generators)
-            passing = [i for i in self._passable if _is_made(inputs[i])]
-            leaves = self._residents.leaves(inputs)
-            call = Call(self._captured, self._clock, passing, leaves)
-            whole = pool.joins(flight, self, call, lambda: self._addresses(inputs))
-            if not whole:
-                self._plan_as_learned()
-                if pool.course.first:
-                    self._look_around(inputs)
-            flight.beside = self._residents.held(inputs)
-            if not whole and flight.code is not self._code:
-                flight.run_alone(self._code, self._room)
-            fresh = pool.place(flight, whole=whole)
-            code = flight.code
-            flight.leaves = {position: inputs[position] for position in (*code.slots, *code.used)}
-            if flight.copies is not None:
-                flight.copies.begin(flight.memory)
-            flight.meet()
-            ticket = flight.ticket()
-            with self._running(flight, fresh=fresh):
+            invocation = Invocation(self.report.name, self._compiled, pool, self._room, generators)
+            passing = [i for i in self._passable if _made_by_autograd(inputs[i])]
+            leaves = self._held_gradients.leaves(inputs)
+            call = RecordedCall(self._captured, self._clock, passing, leaves)
+            in_joint_plan = pool.join_iteration(
+                invocation, self, call, lambda: self._addresses(inputs)
+            )
+            if not in_joint_plan:
+                self._replan_as_learned()
+                if pool.recorder.first:
+                    self._update_held_gradients(inputs)
+            invocation.held_bytes = self._held_gradients.held(inputs)
+            if not in_joint_plan and invocation.compiled is not self._compiled:
+                invocation.use_own_plan(self._compiled, self._room)
+            fresh = pool.place(invocation, in_joint_plan=in_joint_plan)
+            compiled = invocation.compiled
+            invocation.leaves = {
+                position: inputs[position]
+                for position in (*compiled.gradient_slots, *compiled.consumed)
+            }
+            if invocation.transfers is not None:
+                invocation.transfers.begin(invocation.memory)
+            invocation.mark_overlap()
+            handle = invocation.make_handle()
+            with self._running(invocation, fresh=fresh):
                 inputs += [inputs[i].clone() for i in self._copied]
-                flight.hold(inputs, self._parameters)
-                made = flight.code.forward(flight, inputs)
+                invocation.keep_inputs(inputs, self._parameters)
+                made = invocation.compiled.forward(invocation, inputs)
             outputs = made[: self._outputs]
-            flight.keep(made[self._outputs :], outputs)
-            pool.course.received(flight, outputs)
-            return (*outputs, ticket)
+            invocation.keep_saved(made[self._outputs :], outputs)
+            pool.recorder.received(invocation, outputs)
+            return (*outputs, handle)
 
         return boxed(forward)
 
     def _addresses(self, inputs: Sequence[Any]) -> Sequence[int | None]:
-        return addresses([v for i, v in enumerate(inputs) if i not in self._parameters])
+        return storage_addresses([v for i, v in enumerate(inputs) if i not in self._parameters])
 
     def backward(self) -> Callable[[list[Any]], Any]:
-        """The backward as a boxed callable: a ticket and tangents to gradients."""
+        """The backward as a boxed callable: a handle and tangents to gradients."""
 
         def backward(args: list[Any]) -> Any:
-            ticket, *tangents = args
+            handle, *tangents = args
             args.clear()
-            flight = flight_of(ticket)
-            course = flight.home.course
-            course.backward(flight)
-            saved = claim(flight)
+            invocation = invocation_of(handle)
+            recorder = invocation.owner.recorder
+            recorder.backward(invocation)
+            saved = take_saved(invocation)
             if saved is None:
-                saved = self._forward_again(flight)
-            flight.check(saved)
-            flight.meet()
+                saved = self._forward_again(invocation)
+            invocation.check(saved)
+            invocation.mark_overlap()
             self._note_graph()
-            flight.held = held_in_place(flight.leaves)
-            flight.handed = handed_over(flight.leaves, flight.code.used)
-            slots = flight.code.slots.items()
-            elsewhere = [slot for p, slot in slots if slot is not None and p not in flight.held]
-            flight.run.serve_elsewhere(elsewhere)
-            course.given(flight, tangents)
+            invocation.held = held_in_place(invocation.leaves)
+            invocation.handed = handed_over(invocation.leaves, invocation.compiled.consumed)
+            slots = invocation.compiled.gradient_slots.items()
+            elsewhere = [slot for p, slot in slots if slot is not None and p not in invocation.held]
+            invocation.run.serve_elsewhere(elsewhere)
+            recorder.given(invocation, tangents)
             given = [*saved, *tangents]
             del saved, tangents
-            with self._running(flight, fresh=False):
-                result = flight.code.backward(flight, given)
+            with self._running(invocation, fresh=False):
+                result = invocation.compiled.backward(invocation, given)
             result = self.undefined.left_out(result)
-            course.returned(flight, result)
-            if not flight.whole:
-                self._watch_hooks(flight.inputs)
-            self._land(flight, [p for p in flight.leaves if self._keeps_twice(flight, p)])
+            recorder.returned(invocation, result)
+            if not invocation.in_joint_plan:
+                self._observe_hooks(invocation.inputs)
+            self._finish(
+                invocation, [p for p in invocation.leaves if self._is_duplicated(invocation, p)]
+            )
             return result
 
         return boxed(backward)
@@ -183,7 +189,7 @@ class PlannedStep:
         return self._clock is not None and cuda.capturing()
 
     def _note_graph(self) -> None:
-        """Say what to write instead before PyTorch refuses a double backward without it."""
+        """Log the alternative before PyTorch refuses a double backward."""
         if self._noted or not creates_graph():
             return
         self._noted = True
@@ -194,113 +200,119 @@ class PlannedStep:
             *(self.lines.begin, self.report.name),
         )
 
-    def _forward_again(self, flight: Flight) -> Sequence[Any]:
-        """The saved tensors of a flight whose memory was given to another."""
+    def _forward_again(self, invocation: Invocation) -> Sequence[Any]:
+        """Run the forward again after its memory was released; returns the saved tensors."""
         if self._generators and self._is_captured():
             raise CudaGraphError(
                 f"the forward of '{self.report.name}' would have to run again in a CUDA graph,"
-                f" because {flight.why_again}, and PyTorch does not let its random numbers be drawn"
+                f" because {invocation.rerun_reason}, and PyTorch cannot draw its random numbers"
                 " again there"
             )
         if not self.report.forwards_again:
             log.warning(
                 "%s: '%s' runs its forward again before its backward, because %s",
-                *(self.lines.begin, self.report.name, flight.why_again),
+                *(self.lines.begin, self.report.name, invocation.rerun_reason),
             )
         self.report.forwards_again += 1
-        with flight.rewound():
-            flight.home.admit(flight)
-            if flight.copies is not None:
-                flight.copies.begin(flight.memory)
-            with self._running(flight, fresh=True), torch.no_grad():
-                made = flight.code.forward(flight, [*flight.inputs])
-        flight.keep(made[self._outputs :], made[: self._outputs])
-        saved = claim(flight)
+        with invocation.rewound_generators():
+            invocation.owner.allocate(invocation)
+            if invocation.transfers is not None:
+                invocation.transfers.begin(invocation.memory)
+            with self._running(invocation, fresh=True), torch.no_grad():
+                made = invocation.compiled.forward(invocation, [*invocation.inputs])
+        invocation.keep_saved(made[self._outputs :], made[: self._outputs])
+        saved = take_saved(invocation)
         assert saved is not None
         return saved
 
     @contextlib.contextmanager
-    def _running(self, flight: Flight, *, fresh: bool) -> Iterator[None]:
-        """Keep this thread in the arena."""
-        assert flight.memory is not None
-        flight.memory.tenant = None
+    def _running(self, invocation: Invocation, *, fresh: bool) -> Iterator[None]:
+        """Context in which this thread allocates from the invocation's arena."""
+        assert invocation.memory is not None
+        invocation.memory.tenant = None
         untried = (
             contextlib.nullcontext() if self._clock is None else cuda.without_cudnn_benchmark()
         )
         try:
-            flight.run.begin(flight.memory, fresh=fresh, watch=flight.code.watch)
+            invocation.run.begin(
+                invocation.memory, fresh=fresh, watch=invocation.compiled.measure_outside
+            )
             if self._clock is not None and fresh:
                 self._clock.begin()
             try:
                 with untried:
                     yield
             finally:
-                flight.go_on()
+                invocation.resume_generator()
                 if self._clock is not None:
                     self._clock.mark(cuda.OTHER)
-                flight.code.arena.leave()
+                invocation.compiled.arena.leave()
         except BaseException:
-            if flight.copies is not None:
-                flight.copies.abandon()
-            flight.memory = None  # of what was made, none is needed any more
+            if invocation.transfers is not None:
+                invocation.transfers.abandon()
+            invocation.memory = None  # no result is needed
             raise
 
-    def _look_around(self, inputs: Sequence[Any]) -> None:
-        """Plan anew if other gradients are there than was planned for."""
-        left = self._left()
-        for _ in range(PATIENCE):
-            if self._residents.circumstances.lasting.issuperset(left):
+    def _update_held_gradients(self, inputs: Sequence[Any]) -> None:
+        """Plan again if other gradients are held than was planned for."""
+        left = self._gradients_in_arena()
+        for _ in range(RELEASE_POLLS):
+            if self._held_gradients.environment.across_steps.issuperset(left):
                 break
-            time.sleep(1e-3)  # a process group's thread lets go of them a moment after it is done
-            left = self._left()
+            time.sleep(1e-3)  # a process group's thread releases them a moment after it is done
+            left = self._gradients_in_arena()
         with _planning:
-            if self._residents.observe(inputs, left):
-                self._plan_anew()
+            if self._held_gradients.observe(inputs, left):
+                self._replan()
 
-    def _left(self) -> list[int]:
-        """Positions of the gradients of the call before that still lie in the arena."""
-        if self._landed is None:
+    def _gradients_in_arena(self) -> list[int]:
+        """Positions of the previous call's gradients that are still alive in the arena."""
+        if self._finished is None:
             return []
-        found, code = self._landed
+        found, compiled = self._finished
         memory = found()
-        if memory is None or memory.tenant is not code:
+        if memory is None or memory.tenant is not compiled:
             return []
-        return [code.left[offset] for offset in memory.live_offsets if offset in code.left]
+        return [
+            compiled.final_gradients[offset]
+            for offset in memory.live_offsets
+            if offset in compiled.final_gradients
+        ]
 
-    def _plan_as_learned(self) -> None:
-        """Plan anew if a step before took what was not planned for; not before another comes."""
-        if not self._learned:  # others may plan for long
+    def _replan_as_learned(self) -> None:
+        """Plan again if an earlier step exceeded its plan."""
+        if not self._learned:  # without the lock: another thread may be planning
             return
         with _planning:
             if not self._learned:
                 return
             self._learned = False
             try:
-                self._plan_anew()
+                self._replan()
             except BudgetExceededError as error:
-                self._gave_up = True
+                self._replan_failed = True
                 log.warning("%s: %s", self.lines.begin, str(error))  # keeps no frames
 
-    def _is_planned_like_others(self) -> bool:
-        """Plan, before the first call, for what the function's steps found at other sizes."""
+    def _plan_from_history(self) -> bool:
+        """Plan for the environment of the function's steps at other sizes, if it has any."""
         with _planning:
             try:
-                if self._residents.expect():
-                    self._plan_anew()
+                if self._held_gradients.expect():
+                    self._replan()
                     return True
             except BudgetExceededError:
-                pass  # perhaps it is not so at these sizes: the first call will tell
+                pass  # the environment may differ at these sizes
         return False
 
-    def _plan_anew(self) -> None:
-        captured, plan, cached = self._residents.plan()
-        self._code = Code(captured, plan, self._clock)
+    def _replan(self) -> None:
+        captured, plan, cached = self._held_gradients.plan()
+        self._compiled = CompiledPlan(captured, plan, self._clock)
         self._room = room(plan)
         self.report.replace_plan(captured, plan, cached=cached)
 
-    def _watch_hooks(self, inputs: Sequence[Any]) -> None:
-        """When autograd is done, see which gradients the hooks of their leaves have used up."""
-        watched = self._residents.used_up(inputs)
+    def _observe_hooks(self, inputs: Sequence[Any]) -> None:
+        """After this backward, observe which gradients the hooks of their leaves consumed."""
+        watched = self._held_gradients.unobserved_hooks(inputs)
         if not watched or creates_graph():
             return
 
@@ -308,90 +320,91 @@ class PlannedStep:
             leaves = ((p, leaf()) for p, leaf in watched.items())
             used = [p for p, leaf in leaves if leaf is not None and leaf.grad is None]
             with _planning:
-                if not self._gave_up and self._residents.learn(used=used):
+                if not self._replan_failed and self._held_gradients.learn(consumed=used):
                     self._learned = True
 
         after_this_backward(look)
 
     @staticmethod
-    def _keeps_twice(flight: Flight, position: int) -> bool:
-        """Whether a gradient is held, and autograd is given a new one that it will add to it."""
-        return position not in flight.held and flight.leaves[position].grad is not None
+    def _is_duplicated(invocation: Invocation, position: int) -> bool:
+        """True if a gradient is held, and autograd gets a new one to add to it."""
+        return position not in invocation.held and invocation.leaves[position].grad is not None
 
-    def _land(self, flight: Flight, kept_twice: Sequence[int]) -> None:
-        """The backward is over: what it took, and what that means for those to come."""
-        counters, handed = flight.run.counters(), bool(flight.handed)
-        memory, code = flight.memory, flight.code
-        flight.land()
+    def _finish(self, invocation: Invocation, duplicated: Sequence[int]) -> None:
+        """Measure a finished backward, and note what later steps must plan for."""
+        counters, handed = invocation.run.counters(), bool(invocation.handed)
+        memory, compiled = invocation.memory, invocation.compiled
+        invocation.finish()
         if self._clock is not None:
             self._clock.end()
         self.report.steps_run += 1
-        if flight.whole:
-            flight.home.course.landed(flight, counters, memory, kept_twice)
+        if invocation.in_joint_plan:
+            invocation.owner.recorder.finished(invocation, counters, memory, duplicated)
             return
-        flight.run.end()
+        invocation.run.end()
         if memory is not None:
             memory.release_above(counters.before_bytes + counters.process_bytes)
-            memory.tenant = code
-            self._landed = weakref.ref(memory), code
-        watched, code.watch = code.watch, False
-        if code is not self._code:  # another plan has taken its place, in the report too
+            memory.tenant = compiled
+            self._finished = weakref.ref(memory), compiled
+        watched, compiled.measure_outside = compiled.measure_outside, False
+        if compiled is not self._compiled:  # the report describes a newer plan
             return
-        self._measure(counters, sum(flight.beside.values()), flight.copies)
+        self._measure(counters, sum(invocation.held_bytes.values()), invocation.transfers)
         peak = self.report.measured_peak_bytes
         over = peak > self.report.budget_bytes + TOLERANCE
-        if self._clock is not None:  # where the counters do not know how much there was at once
-            self._tell_of_strays(counters)
+        if self._clock is not None:  # the counters have no peak there
+            self._report_strays(counters)
             over = False
-        if not flight.alone:
+        if not invocation.alone:
             if over:
-                self._warn(f"{self._taken()}, beside others that wait for their backward")
+                self._warn(f"{self._excess()}, with other invocations waiting for their backward")
             return
-        if handed and not self._handed:  # an optimizer makes its state there, once, and that stays
+        if handed and not self._handed:  # an optimizer created its state in the hooks, once
             self._handed, over = True, False
         outside = 0
         if over:
-            self._tell(counters)
+            self._report_excess(counters)
             if not watched:
-                code.watch = True
-            # All of it, and not only what the budget lacks: the next plan may use what this one
-            # left free.
+                compiled.measure_outside = True
+            # All of it, not only the excess: the next plan may use what this one left free.
             outside = peak - self.report.peak_bytes
         with _planning:
-            if not self._gave_up and self._residents.learn(outside=outside, beside=kept_twice):
+            if not self._replan_failed and self._held_gradients.learn(
+                outside=outside, duplicated=duplicated
+            ):
                 self._learned = True
 
-    def _taken(self) -> str:
+    def _excess(self) -> str:
         report = self.report
         return (
-            f"{self.lines.begin}: '{report.name}' took {format_bytes(report.measured_peak_bytes)}"
+            f"{self.lines.begin}: '{report.name}' used {format_bytes(report.measured_peak_bytes)}"
             f" of its budget of {format_bytes(report.budget_bytes)}"
         )
 
-    def _tell(self, counters: Counters) -> None:
-        text = self._taken()
+    def _report_excess(self, counters: Counters) -> None:
+        text = self._excess()
         if counters.stray_count:
             text += f"; outside the plan: {self.report.outside_plan}"
-        self._refuse(text)
+        self._raise_or_warn(text)
 
-    def _tell_of_strays(self, counters: Counters) -> None:
-        """Of what lay outside the plan on CUDA; how much of it at once, nobody counts there.
+    def _report_strays(self, counters: Counters) -> None:
+        """Report allocations outside the plan on CUDA, where only their sum is counted.
 
-        In the first steps libraries take workspaces, once for each thread.
+        In the first steps libraries allocate workspaces, once for each thread.
         """
-        if not counters.outside_bytes or self.report.steps_run <= FIRST_STEPS:
+        if not counters.outside_bytes or self.report.steps_run <= WARM_UP_STEPS:
             return
         text = (
-            f"{self.lines.begin}: ops of '{self.report.name}' took"
-            f" {format_bytes(counters.outside_bytes)}, one after the other, that do not lie where"
-            " they were planned: its budget may not have been kept"
+            f"{self.lines.begin}: ops of '{self.report.name}' allocated"
+            f" {format_bytes(counters.outside_bytes)} in total outside their planned addresses:"
+            " its budget may have been exceeded"
         )
         if counters.conflict_slot >= 0:
             text += f"; {self.report.outside_plan}"
-        self._refuse(text)
+        self._raise_or_warn(text)
 
-    def _refuse(self, text: str) -> None:
-        """An error where the budget is strict, else a warning."""
+    def _raise_or_warn(self, text: str) -> None:
+        """Raise if the budget is strict, else warn once."""
         if self._strict:
             raise BudgetExceededError(text)
         self._warn(text)
@@ -401,7 +414,7 @@ class PlannedStep:
             self._warned = True
             log.warning("%s", text)
 
-    def _measure(self, counters: Counters, held_bytes: int, copies: Copies | None) -> None:
+    def _measure(self, counters: Counters, held_bytes: int, copies: TransferRunner | None) -> None:
         report = self.report
         report.measured_arena_bytes = counters.high_water_bytes
         report.measured_peak_bytes = report.resident_bytes + held_bytes + counters.process_bytes
@@ -415,11 +428,11 @@ class PlannedStep:
                 f" largest ({format_bytes(counters.largest_bytes)}) from {counters.largest_line}"
             )
         if counters.conflict_slot >= 0:
-            maker, kept = self._code.maker, counters.conflicting_slot
-            of = "another step" if kept < 0 else maker(kept)
+            producer, kept = self._compiled.producer, counters.conflicting_slot
+            of = "another step" if kept < 0 else producer(kept)
             found.append(
-                f"where {maker(counters.conflict_slot)} was to lie there still are"
-                f" {format_bytes(counters.conflicting_bytes)} of {of}, which somebody keeps"
+                f"{format_bytes(counters.conflicting_bytes)} of {of}, still referenced, where"
+                f" {producer(counters.conflict_slot)} was planned"
             )
         if found:
             report.outside_plan = "; ".join(found)
@@ -430,21 +443,21 @@ class PlannedStep:
             report.measured_host_arena_bytes = copies.host_high_water
             report.copies = copies.spans
 
-    def _take_times(self, first_us: float, again_us: float, stalls: Sequence[float]) -> None:
+    def _take_times(self, compute_us: float, recompute_us: float, stalls: Sequence[float]) -> None:
         report = self.report
-        report.last_step_us = first_us + again_us
+        report.last_step_us = compute_us + recompute_us
         report.measured_offload_stall_us, report.measured_prefetch_stall_us = stalls
-        if first_us:
-            report.measured_overhead = (again_us + sum(stalls)) / first_us
+        if compute_us:
+            report.measured_overhead = (recompute_us + sum(stalls)) / compute_us
 
 
-def _is_made(value: object) -> bool:
-    """Whether autograd made it; a mesh of DTensor's may be among the inputs too."""
+def _made_by_autograd(value: object) -> bool:
+    """True for a tensor that autograd made; inputs may also be meshes of DTensor."""
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
 def _parameters(captured: Captured) -> set[int]:
-    """Positions of the inputs that are leaves with a gradient."""
+    """Positions of the inputs that are parameters."""
     found = set()
     for i, node in enumerate(inputs_of(captured)):
         (t,) = captured.storages[node]
@@ -454,7 +467,7 @@ def _parameters(captured: Captured) -> set[int]:
 
 
 def _generators(captured: Captured) -> list[Generator]:
-    """The generators that the forward draws from."""
+    """Generators that the forward's random ops use."""
     nodes = zip(captured.graph.ops[: captured.forward_ops], captured.ops, strict=False)
     devices = {device_of(node) for op, node in nodes if op.rng}
     return [default_generator(device) for device in devices]

@@ -1,4 +1,4 @@
-"""PyTorch's default generators: their state before a random op, so that it can run again."""
+"""State of PyTorch's default generators, saved so that a random op can be recomputed."""
 
 from typing import Any, Protocol
 
@@ -9,14 +9,14 @@ class Generator(Protocol):
     """The default generator of a device."""
 
     def state(self) -> Any:
-        """What `set` takes to draw from here again."""
+        """The current state, for `set`."""
 
     def set(self, state: Any) -> None:
-        """Go on from a state."""
+        """Restore a state."""
 
 
 class CpuGenerator:
-    """The whole state, `capture.joint.GENERATOR_BYTES`."""
+    """Saves the whole state: `capture.joint_graph.GENERATOR_BYTES`."""
 
     def state(self) -> torch.Tensor:
         return torch.get_rng_state()
@@ -26,7 +26,7 @@ class CpuGenerator:
 
 
 class CudaGenerator:
-    """Seed and Philox offset: two numbers, and nothing waits for the device."""
+    """Saves seed and Philox offset: two numbers, without synchronization."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator

@@ -1,11 +1,11 @@
-"""The transfers of a plan as calls between its ops: away to the host, back, and the waits for them.
+"""Executor of a plan's transfers: offloads, prefetches and waits, called between its ops.
 
-A tensor that comes back is a new one at its planned address, of the form that the old one had when
-it was copied away.
+A prefetched tensor is a new one at its planned address, with the dtype, sizes and strides of the
+tensor that was offloaded.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,101 +19,55 @@ from coop_plan.runtime.device.copy_engines import (
 )
 from coop_plan.runtime.device.cuda import Clock
 from coop_plan.runtime.errors import CopyError
+from coop_plan.runtime.execute.plan_index import Transfer
 from coop_plan.runtime.reports import CopySpan
-from coop_plan.schemas import Compute, Device, Offload, Plan, Prefetch, Wait
+from coop_plan.schemas import Device
+
+if TYPE_CHECKING:
+    from coop_plan.runtime.execute.invocation import Invocation
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One copy of a plan: where on the host, how many bytes, and the number of its step's buffer.
+class TransferProgram(NamedTuple):
+    """The transfers of a plan and all that their execution depends on.
 
-    Of a prefetch `source` is the number of the transfer that it brings back, and `offset` the
-    address in the arena.
+    `first_occurrence` is the arena's occurrence for the first prefetch; the others follow. `device`
+    has the bandwidths; tensors are on `torch_device`.
     """
 
-    direction: int
-    buffer: int
-    bytes: int
-    host_offset: int
-    source: int | None = None
-    offset: int = 0
-
-
-class Transfers:
-    """The transfers of a plan in its order, and which of them each step begins or waits for."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.all: list[Transfer] = []
-        self.of_step: dict[int, int] = {}
-        """By the number of an offload, a prefetch or a wait among the plan's steps."""
-        steps = [step for step in plan.steps if isinstance(step, Compute)]
-        size = {write.buffer: write.bytes for step in steps for write in step.writes}
-        size |= {step.buffer: step.bytes for step in plan.steps if isinstance(step, Prefetch)}
-        last: dict[int, int] = {}
-        flying: dict[int, int] = {}
-        for number, step in enumerate(plan.steps):
-            if isinstance(step, Wait):
-                self.of_step[number] = flying[step.buffer]
-                continue
-            if isinstance(step, Offload):
-                assert step.host_offset is not None
-                last[step.buffer] = len(self.all)
-                moved = Transfer(TO_HOST, step.buffer, size[step.buffer], step.host_offset)
-            elif isinstance(step, Prefetch):
-                source = last[step.from_]
-                there = self.all[source].host_offset
-                moved = Transfer(FROM_HOST, step.buffer, step.bytes, there, source, step.offset)
-            else:
-                continue
-            self.of_step[number] = flying[step.buffer] = len(self.all)
-            self.all.append(moved)
-
-    def arrivals(self) -> list[int]:
-        """The transfers that make a tensor in the arena."""
-        return [i for i, transfer in enumerate(self.all) if transfer.direction == FROM_HOST]
-
-
-class Route(NamedTuple):
-    """The transfers of a plan as its code carries them out.
-
-    `first_occurrence` is the number of the arena's occurrence that takes the first tensor that
-    comes back; the others follow. `device` has the bandwidths, `where` is where tensors lie.
-    """
-
-    transfers: Transfers
+    transfers: Sequence[Transfer]
     host_arena_bytes: int
     arena: Arena
     first_occurrence: int
     device: Device
-    where: torch.device
+    torch_device: torch.device
 
 
-class Copies:
-    """Carries out the transfers of one flight; `clock` is that of a CUDA device."""
+class TransferRunner:
+    """Executes the transfers of one invocation; `clock` is given on CUDA."""
 
-    def __init__(self, route: Route, clock: Clock | None) -> None:
-        self._transfers = route.transfers.all
-        self._host_arena_bytes = route.host_arena_bytes
-        self._arena, self._where, self._clock = route.arena, route.where, clock
-        arrivals = route.transfers.arrivals()
-        self._occurrence = {i: route.first_occurrence + k for k, i in enumerate(arrivals)}
-        rates = {TO_HOST: route.device.d2h_bytes_per_s, FROM_HOST: route.device.h2d_bytes_per_s}
-        self._least_us = [
-            route.device.copy_latency_us + moved.bytes / rates[moved.direction] * 1e6
+    def __init__(self, program: TransferProgram, clock: Clock | None) -> None:
+        self._transfers = program.transfers
+        self._host_arena_bytes = program.host_arena_bytes
+        self._arena, self._device, self._clock = program.arena, program.torch_device, clock
+        prefetches = [i for i, moved in enumerate(self._transfers) if not moved.to_host]
+        self._occurrence = {i: program.first_occurrence + k for k, i in enumerate(prefetches)}
+        rates = {TO_HOST: program.device.d2h_bytes_per_s, FROM_HOST: program.device.h2d_bytes_per_s}
+        self._minimum_us = [
+            program.device.copy_latency_us + moved.buffer.bytes / rates[_direction(moved)] * 1e6
             for moved in self._transfers
         ]
         self._links: CopyEngines | None = None
-        self._forms: dict[int, Any] = {}
-        self._tickets: dict[int, CopyHandle] = {}
+        self._layouts: dict[int, Any] = {}
+        self._handles: dict[int, CopyHandle] = {}
         self.stall_us = [0.0, 0.0]
-        """What was waited for copies away, and back."""
+        """Time spent in waits for offloads, and for prefetches."""
         self.spans: list[CopySpan] = []
         self.host_high_water = 0
 
     def begin(self, memory: Memory | None) -> None:
-        """The forward begins in that memory; what another left in flight there is over first."""
+        """Start a forward in `memory`, after the transfers of an earlier invocation there."""
         assert memory is not None
-        self._links = copy_engines_of(memory, self._where)
+        self._links = copy_engines_of(memory, self._device)
         self.abandon()
         self._links.reserve(self._host_arena_bytes)
         self.stall_us = [0.0, 0.0]
@@ -121,60 +75,59 @@ class Copies:
         self.host_high_water = 0
 
     def abandon(self) -> None:
-        """The flight does not go on: nothing of it stays in flight."""
+        """Wait for all copies of an invocation that does not continue."""
         if self._links is not None:
             self._links.finish()
-        self._tickets.clear()
-        self._forms.clear()
+        self._handles.clear()
+        self._layouts.clear()
 
     def offload(self, number: int, tensor: torch.Tensor) -> None:
-        """Transfer `number` begins: all of the tensor's memory goes to the host."""
+        """Start transfer `number`: the whole storage is copied to the host."""
         self._arena.pause()
         moved, storage = self._transfers[number], tensor.untyped_storage()
-        if storage.nbytes() != moved.bytes:
+        if storage.nbytes() != moved.buffer.bytes:
             raise CopyError(
-                f"buffer {moved.buffer} has {storage.nbytes()} bytes and was planned with"
-                f" {moved.bytes}: it cannot be moved to the host"
+                f"offload {number}: buffer {moved.buffer.id} has {storage.nbytes()} bytes and was"
+                f" planned with {moved.buffer.bytes}"
             )
-        self._forms[number] = (
+        self._layouts[number] = (
             *(tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()),
         )
         self._begin(number, storage)
 
     def prefetch(self, number: int) -> torch.Tensor:
-        """Transfer `number` begins; the tensor may be read after the wait for it."""
+        """Start transfer `number`; the tensor may be read after the wait for it."""
         self._arena.enter(self._occurrence[number])
         moved = self._transfers[number]
-        memory = torch.empty(moved.bytes, dtype=torch.uint8, device=self._where)
+        memory = torch.empty(moved.buffer.bytes, dtype=torch.uint8, device=self._device)
         self._arena.pause()
         assert moved.source is not None
-        dtype, offset, size, stride = self._forms[moved.source]
+        dtype, offset, size, stride = self._layouts[moved.source]
         storage = memory.untyped_storage()
         self._begin(number, storage)
-        tensor = torch.empty(0, dtype=dtype, device=self._where)
+        tensor = torch.empty(0, dtype=dtype, device=self._device)
         return tensor.set_(storage, offset, size, stride)
 
     def wait(self, number: int) -> None:
-        """What comes next comes after transfer `number`."""
+        """Let later ops wait for transfer `number`."""
         self._arena.pause()
-        ticket = self._tickets.pop(number, None)
-        if ticket is None:  # of no bytes
+        handle = self._handles.pop(number, None)
+        if handle is None:  # a copy of 0 bytes
             return
-        direction = self._transfers[number].direction
+        moved = self._transfers[number]
+        direction = _direction(moved)
         if self._clock is not None:
             with self._clock.waiting(direction):
-                self._link.wait(ticket)
+                self._link.wait(handle)
             return
         try:
-            over = self._link.wait(ticket)
+            copied = self._link.wait(handle)
         except RuntimeError as error:
             raise CopyError(str(error)) from error
-        if over is not None:
-            moved = self._transfers[number]
-            self.stall_us[direction] += over.waited_us
-            away = direction == TO_HOST
-            span = CopySpan(moved.buffer, moved.bytes, away, over.begin_us, over.end_us)
-            self.spans.append(span)
+        if copied is not None:
+            self.stall_us[direction] += copied.waited_us
+            buffer, times = moved.buffer, (copied.begin_us, copied.end_us)
+            self.spans.append(CopySpan(buffer.id, buffer.bytes, moved.to_host, *times))
 
     @property
     def _link(self) -> CopyEngines:
@@ -183,33 +136,31 @@ class Copies:
 
     def _begin(self, number: int, storage: torch.UntypedStorage) -> None:
         moved = self._transfers[number]
-        if not moved.bytes:
+        if not moved.buffer.bytes:
             return
-        self.host_high_water = max(self.host_high_water, moved.host_offset + moved.bytes)
-        self._tickets[number] = self._link.copy(
-            moved.direction, storage, moved.host_offset, self._least_us[number]
+        self.host_high_water = max(self.host_high_water, moved.host_offset + moved.buffer.bytes)
+        self._handles[number] = self._link.copy(
+            _direction(moved), storage, moved.host_offset, self._minimum_us[number]
         )
 
 
-class InFlight(Protocol):
-    """What has copies (runtime.execute.invocation)."""
-
-    copies: Copies | None
+def _direction(moved: Transfer) -> int:
+    return TO_HOST if moved.to_host else FROM_HOST
 
 
-def offload(flight: InFlight, number: int, tensor: torch.Tensor) -> None:
-    """`Copies.offload`, as a call in a graph."""
-    assert flight.copies is not None
-    flight.copies.offload(number, tensor)
+def offload(invocation: "Invocation", number: int, tensor: torch.Tensor) -> None:
+    """`TransferRunner.offload`, as a call in a graph."""
+    assert invocation.transfers is not None
+    invocation.transfers.offload(number, tensor)
 
 
-def prefetch(flight: InFlight, number: int) -> torch.Tensor:
-    """`Copies.prefetch`, as a call in a graph."""
-    assert flight.copies is not None
-    return flight.copies.prefetch(number)
+def prefetch(invocation: "Invocation", number: int) -> torch.Tensor:
+    """`TransferRunner.prefetch`, as a call in a graph."""
+    assert invocation.transfers is not None
+    return invocation.transfers.prefetch(number)
 
 
-def wait(flight: InFlight, number: int) -> None:
-    """`Copies.wait`, as a call in a graph."""
-    assert flight.copies is not None
-    flight.copies.wait(number)
+def wait(invocation: "Invocation", number: int) -> None:
+    """`TransferRunner.wait`, as a call in a graph."""
+    assert invocation.transfers is not None
+    invocation.transfers.wait(number)

@@ -1,19 +1,19 @@
-"""Gradients that live longer than a step says, or not as long.
+"""Adjusts a captured step to gradients that live longer or shorter than its outputs.
 
-A gradient that is still there when the next forward begins (micro-batches, `zero_grad` between
-forward and backward, a list of the user's) takes its bytes all through a step. So it has a home
-outside the arena. The op that makes a new one is followed by an op that adds it to the home, as
-`AccumulateGrad` would when the backward is over, or, where the old one was given up on the way,
-makes it in the home's place.
+A gradient that is alive when the next forward begins (micro-batches, `zero_grad` between forward
+and backward, a list of the user's) is held across steps, outside the arena. An op after the
+producer adds the new gradient to the held one, as `AccumulateGrad` would after the backward. If the
+held one was released meanwhile, the new gradient takes its place.
 
-A gradient that a hook of its leaf uses up during the backward, as an optimizer there does, is
-handed over as soon as the program reads the leaf no more. It lies outside the arena, as what a hook
-keeps must not be overwritten.
+A gradient that a hook of its leaf consumes during the backward, as an optimizer there does, is
+handed over after the last op that reads the leaf. It lies outside the arena, since a tensor that a
+hook keeps must not be overwritten.
 """
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,47 +21,46 @@ from torch import fx
 
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.op_profile import OpProfile
-from coop_plan.schemas import parse_graph
+from coop_plan.schemas import Op
+from coop_plan.schemas.graph_editor import GraphEditor
 
 BYTES_PER_US = 1e4
-"""At which three tensors are read or written: a model, as the op runs once whatever it costs."""
+"""Model of the time to read two tensors and write one; the op runs once in any plan."""
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What a step finds beside what its graph says. Gradients by their position among the primals.
+class MemoryEnvironment:
+    """Memory that a step meets beyond its graph. Gradients by position among the primals.
 
-    `lasting` gradients have a home, and what is new is added there; `beside` are held from before
-    too, but a new one must be kept for autograd until the backward ends. Those `used` are gone when
-    the hooks of their leaves have run. `reserve` bytes are taken by others while the step lasts.
+    New gradients are added to those held `across_steps`. `duplicated` ones are held too, but the
+    new gradient is kept for autograd until the backward ends. `consumed` ones are dead after the
+    hooks of their leaves. `reserve` bytes are allocated outside the plan during the step.
     """
 
-    lasting: frozenset[int] = frozenset()
-    beside: frozenset[int] = frozenset()
-    used: frozenset[int] = frozenset()
+    across_steps: frozenset[int] = frozenset()
+    duplicated: frozenset[int] = frozenset()
+    consumed: frozenset[int] = frozenset()
     reserve: int = 0
 
 
-def accumulate(flight: Any, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Stands in a graph for what `flight` does with a gradient that has a home."""
-    found: torch.Tensor | None = flight.take_in(position, gradient)
-    return found
+def accumulate(invocation: Any, position: int, gradient: torch.Tensor) -> Any:
+    """Graph op: `invocation` adds a new gradient to the held one."""
+    return invocation.accumulate(position, gradient)
 
 
-def hand_over(flight: Any, position: int, gradient: torch.Tensor) -> torch.Tensor | None:
-    """Stands in a graph for what `flight` does with a gradient that is used up at once."""
-    found: torch.Tensor | None = flight.hand_over(position, gradient)
-    return found
+def hand_over(invocation: Any, position: int, gradient: torch.Tensor) -> Any:
+    """Graph op: `invocation` passes a gradient to the hooks of its leaf."""
+    return invocation.hand_over(position, gradient)
 
 
-TAKING = (accumulate, hand_over)
-"""What takes a gradient away from autograd, for nodes of a graph to call."""
+GRADIENT_SINKS = (accumulate, hand_over)
+"""Graph ops that take a gradient away from autograd."""
 
 
-def movable(captured: Captured) -> dict[int, int]:
-    """The gradients that can have a home: {position among the primals: tensor}.
+def accumulable(captured: Captured) -> dict[int, int]:
+    """Gradients that can be added to a held one: {position among the primals: tensor}.
 
-    Those with a storage of their own, made in the backward.
+    They have a storage of their own, made in the backward.
     """
     gradients = captured.output_args[captured.num_fwd_outputs :]
     others = {
@@ -97,109 +96,89 @@ def sizes(captured: Captured) -> dict[int, int]:
     }
 
 
-def usable(captured: Captured) -> dict[int, tuple[int, int]]:
-    """The gradients that can be used up at once: {position: (tensor, parameter)}.
+def consumable(captured: Captured) -> dict[int, tuple[int, int]]:
+    """Gradients that hooks can consume in the backward: {position: (tensor, parameter)}.
 
-    Those that can have a home, and are read by no op.
+    They are accumulable, and no op reads them.
     """
-    homes = movable(captured)
+    candidates = accumulable(captured)
     inputs = captured.module.graph.find_nodes(op="placeholder")
     read = {t for op in captured.graph.ops for t in op.inputs}
     found: dict[int, tuple[int, int]] = {}
-    for position, t in homes.items():
+    for position, t in candidates.items():
         (leaf,) = captured.storages[inputs[position]]
         if leaf is not None and t not in read:
             found[position] = t, leaf
     return found
 
 
-def under(captured: Captured, circumstances: Circumstances) -> Captured:
-    """The step as it is under these circumstances."""
-    if circumstances == Circumstances():
+def under(captured: Captured, environment: MemoryEnvironment) -> Captured:
+    """The step in this memory environment."""
+    if environment == MemoryEnvironment():
         return captured
-    homes = movable(captured)
+    candidates = accumulable(captured)
     own = sizes(captured)
-    lasting = {p: t for p, t in homes.items() if p in circumstances.lasting}
-    at_once = circumstances.used - circumstances.beside - lasting.keys()
-    used = {p: found for p, found in usable(captured).items() if p in at_once}
-    document = captured.graph.to_dict()
-    tensors: list[dict[str, Any]] = document["tensors"]
-    made_at = {t: op["id"] for op in document["ops"] for t in op["outputs"]}
-    last_read = {t: op["id"] for op in document["ops"] for t in op["inputs"]}
-    after: dict[int, list[tuple[int, int, int]]] = {}  # position, and the new op's two arguments
-    for position, t in lasting.items():
-        tensors[t]["kind"] = "activation"
-        home = _add(tensors, f"held gradient {position}", own[position])
-        after.setdefault(made_at[t], []).append((position, t, home))
-    there = [0] * (len(document["ops"]) + 1)  # bytes of those used that come with an op, and go
-    for position, (t, leaf) in used.items():
-        tensors[t] |= {"kind": "activation", "bytes": 0}
+    across_steps = {p: t for p, t in candidates.items() if p in environment.across_steps}
+    at_once = environment.consumed - environment.duplicated - across_steps.keys()
+    consumed = {p: found for p, found in consumable(captured).items() if p in at_once}
+    graph, editor = captured.graph, GraphEditor(captured.graph)
+    made_at = {t: op.id for op in graph.ops for t in op.outputs}
+    last_read = {t: op.id for op in graph.ops for t in op.inputs}
+    after: list[tuple[int, int, int, int]] = []  # (op, position, gradient, changed tensor)
+    for position, t in across_steps.items():
+        editor.change_tensor(t, kind="activation")
+        held = editor.add_tensor(f"held gradient {position}", own[position], "buffer")
+        after.append((made_at[t], position, t, held))
+    change = [0] * (len(graph.ops) + 1)  # change of the live bytes of consumed gradients, by op
+    for position, (t, leaf) in consumed.items():
+        editor.change_tensor(t, kind="activation", bytes=0)
         at = max(made_at[t], last_read.get(leaf, 0))
-        after.setdefault(at, []).append((position, t, leaf))
-        there[made_at[t]] += own[position]
-        there[at + 1] -= own[position]
-    beside = sum(own[p] for p in circumstances.beside - lasting.keys() if p in own)
-    taken = beside + circumstances.reserve + max(itertools.accumulate(there))
+        after.append((at, position, t, leaf))
+        change[made_at[t]] += own[position]
+        change[at + 1] -= own[position]
+    duplicated = sum(own[p] for p in environment.duplicated - across_steps.keys() if p in own)
+    taken = duplicated + environment.reserve + max(itertools.accumulate(change))
     if taken:
-        _add(tensors, "held beside the plan", taken)
-    nodes = _nodes(captured, lasting, accumulate) | _nodes(captured, used, hand_over)
-    ops: list[dict[str, Any]] = []
-    new_ops: list[fx.Node] = []
-    profiles: list[OpProfile] = []
-    for op, node, profile in zip(document["ops"], captured.ops, captured.profiles, strict=True):
-        ops.append(op)
-        new_ops.append(node)
-        profiles.append(profile)
-        for position, gradient, changed in after.get(op["id"], ()):
-            cost = 3 * own[position] / BYTES_PER_US
-            name = "hand_over" if position in used else "accumulate"
-            ops.append(
-                {
-                    "name": f"coop_plan.{name}",
-                    "phase": "backward",
-                    "inputs": [gradient, changed],
-                    "outputs": [],
-                    "mutates": [changed],
-                    "recomputable": False,
-                    "cost_us": cost,
-                }
-            )
-            new_ops.append(nodes[position])
-            profiles.append(OpProfile(cost, (), (), 0, 0))
-    for i, op in enumerate(ops):
-        op["id"] = i
-    document["ops"] = ops
+        editor.add_tensor("held beside the plan", taken, "buffer")
+    nodes = _nodes(captured, across_steps, accumulate) | _nodes(captured, consumed, hand_over)
+    ops, profiles = list(captured.ops), list(captured.profiles)
+    after.sort(key=itemgetter(0))
+    for at, position, gradient, changed in reversed(after):  # so that earlier positions stay
+        cost = 3 * own[position] / BYTES_PER_US
+        name = f"coop_plan.{'hand_over' if position in consumed else 'accumulate'}"
+        op = Op(
+            id=0, name=name, phase="backward", inputs=[gradient, changed], outputs=[], cost_us=cost
+        )
+        once = op.model_copy(update={"mutates": [changed], "recomputable": False})
+        editor.add_op(once, at=at + 1)
+        ops.insert(at + 1, nodes[position])
+        profiles.insert(at + 1, OpProfile(cost, (), (), 0, 0))
     outputs = list(captured.output_args)
     for position, node in nodes.items():
         outputs[captured.num_fwd_outputs + position] = node
     return replace(
         captured,
-        graph=parse_graph(document, source="captured graph"),
-        ops=new_ops,
+        graph=editor.graph(),
+        ops=ops,
         profiles=profiles,
         storages={**captured.storages, **dict.fromkeys(nodes.values(), (None,))},
         output_args=outputs,
-        resident_in_step=captured.resident_in_step + taken + sum(own[p] for p in lasting),
+        resident_in_step=captured.resident_in_step + taken + sum(own[p] for p in across_steps),
     )
-
-
-def _add(tensors: list[dict[str, Any]], name: str, size: int) -> int:
-    tensors.append({"id": len(tensors), "name": name, "bytes": size, "kind": "buffer"})
-    return len(tensors) - 1
 
 
 def _nodes(
     captured: Captured, positions: Iterable[int], target: Callable[..., Any]
 ) -> dict[int, fx.Node]:
-    """A node of the joint graph for each gradient that an op of ours takes."""
+    """Nodes of the joint graph that call `target`, by position of the gradient."""
     graph = captured.module.graph
     gradients: Sequence[Any] = captured.output_args[captured.num_fwd_outputs :]
-    there = {node.args[1]: node for node in graph.find_nodes(op="call_function", target=target)}
+    found = {node.args[1]: node for node in graph.find_nodes(op="call_function", target=target)}
     end = next(iter(reversed(graph.nodes)))
     for position in positions:
-        if position not in there:
+        if position not in found:
             with graph.inserting_before(end):
                 node = graph.call_function(target, (None, position, gradients[position]))
             node.meta["val"] = gradients[position].meta["val"]
-            there[position] = node
-    return {position: there[position] for position in positions}
+            found[position] = node
+    return {position: found[position] for position in positions}

@@ -1,9 +1,8 @@
-"""What a step finds in the process beside its own tensors, and the plan that leaves room for it.
+"""Observes the memory environment of a step, and plans the step again for it.
 
-A graph does not say which gradients are there when its forward begins, nor what runs outside of it.
-The runtime sees both, and plans the step anew for them: gradients that live across a forward get a
-home outside the arena (`capture.lasting`), other bytes a reserve. What was seen once is planned for
-from then on.
+A graph does not say which gradients are held when its forward begins, nor what else is allocated
+while it runs. The runtime observes both: gradients held across steps get an accumulating op
+(`gradients.capture_adjust`), other bytes a reserve. An observation counts for all later plans.
 """
 
 import logging
@@ -18,11 +17,11 @@ from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device.arena import node_owners
 from coop_plan.runtime.distributed.collectives import group_of
-from coop_plan.runtime.dynamic_shapes.history import Others
+from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.gradients import capture_adjust
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
+from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.torch_internals.autograd import (
     accumulate_node,
@@ -35,50 +34,49 @@ from coop_plan.schemas import Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
 
-MANY_PLANS = 4
-"""Sets of lasting gradients met one after the other, from which on all are taken to last."""
+MAX_GRADIENT_PLANS = 4
+"""Plans for different sets of held gradients, after which all gradients count as held."""
 
 
-class Residents:
-    """Of one compiled step: what it found so far, and plans under these circumstances.
+class HeldGradients:
+    """Memory environment of one compiled step, as observed so far, and plans for it.
 
-    `budget_bytes` is what the budget came to in the first plan. Where the options name it in bytes
-    it is kept or an error; a share of what the step takes, or `min`, grows to the least that is
-    feasible.
+    `budget_bytes` is the budget of the first plan. A budget in bytes is kept, or an error; a share
+    or `min` grows to the smallest feasible budget.
     """
 
     def __init__(
         self,
         captured: Captured,
-        now: Circumstances,
+        now: MemoryEnvironment,
         options: Options,
         budget_bytes: int,
         name: str,
-        others: Others,
+        history: ShapeHistory,
     ) -> None:
-        self.circumstances = now
+        self.environment = now
         self.budget_bytes = budget_bytes
         self._captured = captured
         self._options = options
-        self._others = others
+        self._history = history
         self._name = name
-        self._movable = capture_adjust.movable(captured)
+        self._accumulable = capture_adjust.accumulable(captured)
         self._bytes = capture_adjust.sizes(captured)
-        self._usable = capture_adjust.usable(captured)
+        self._consumable = capture_adjust.consumable(captured)
         self._kept: set[int] = set()  # by hooks
         self._plans = 0
-        self._planned = self.circumstances
+        self._planned = self.environment
 
     def expect(self) -> bool:
-        """Take the circumstances to be those of the function's other steps; whether it has some."""
-        expected = self._others.expected(self._captured)
-        if expected == Circumstances():
+        """Assume the environment of the function's other steps; returns whether that changes it."""
+        expected = self._history.expected(self._captured)
+        if expected == MemoryEnvironment():
             return False
-        self.circumstances = replace(expected, used=expected.used | self._planned.used)
-        return self.circumstances != self._planned
+        self.environment = replace(expected, consumed=expected.consumed | self._planned.consumed)
+        return self.environment != self._planned
 
     def held(self, inputs: Sequence[Any]) -> dict[int, int]:
-        """Bytes of the gradients that are there when a forward begins, by where they begin."""
+        """Bytes of the gradients that are held when a forward begins, by address."""
         return {
             gradient.data_ptr(): gradient.nbytes
             for _, _, gradient in self._gradients(inputs)
@@ -92,40 +90,39 @@ class Residents:
                 yield position, leaf, leaf.grad
 
     def leaves(self, inputs: Sequence[Any]) -> dict[int, "weakref.ref[torch.Tensor]"]:
-        """Those of a forward's inputs whose gradients last, by position."""
+        """Leaves among a forward's inputs that get a gradient, by position."""
         return {p: weakref.ref(inputs[p]) for p in self._bytes if inputs[p].is_leaf}
 
     def observe(self, inputs: Sequence[Any], left: Iterable[int]) -> bool:
-        """Look at the gradients that are there when a forward begins.
+        """Observe the gradients that are held when a forward begins.
 
         Args:
-            inputs: of the forward, parameters among them as the user has them.
-            left: positions of gradients of an earlier call that still lie in the arena.
+            inputs: of the forward; parameters are the user's own tensors.
+            left: positions of gradients of an earlier call that are still in the arena.
 
         Returns:
-            Whether the circumstances are others than before.
+            True if the environment changed.
         """
         held: set[int] = set()
-        beside: set[int] = set()
+        duplicated: set[int] = set()
         for position, parameter, _ in self._gradients(inputs):
-            moves = can_be_added_to(self._movable, position, parameter)
-            (held if moves else beside).add(position)
-        now = self.circumstances
-        beside |= now.beside
-        found = (held.union(left) | now.lasting) - beside
-        if found <= now.lasting and beside == now.beside:
+            moves = can_be_added_to(self._accumulable, position, parameter)
+            (held if moves else duplicated).add(position)
+        now = self.environment
+        duplicated |= now.duplicated
+        found = (held.union(left) | now.across_steps) - duplicated
+        if found <= now.across_steps and duplicated == now.duplicated:
             return False
-        if self._plans >= MANY_PLANS:
-            found = set(self._movable) - beside
-        self.circumstances = replace(now, lasting=frozenset(found), beside=frozenset(beside))
+        if self._plans >= MAX_GRADIENT_PLANS:
+            found = set(self._accumulable) - duplicated
+        self.environment = replace(
+            now, across_steps=frozenset(found), duplicated=frozenset(duplicated)
+        )
         return True
 
-    def used_up(self, inputs: Sequence[Any]) -> Mapping[int, "weakref.ref[torch.Tensor]"]:
-        """Leaves among a forward's inputs whose hooks may use their gradients up, by position.
-
-        Those of which it is not known.
-        """
-        asked = self._usable.keys() - self.circumstances.used - self._kept
+    def unobserved_hooks(self, inputs: Sequence[Any]) -> Mapping[int, "weakref.ref[torch.Tensor]"]:
+        """Leaves whose hooks were not yet observed to consume or keep a gradient, by position."""
+        asked = self._consumable.keys() - self.environment.consumed - self._kept
         return {
             p: weakref.ref(inputs[p])
             for p in asked
@@ -133,103 +130,103 @@ class Residents:
         }
 
     def learn(
-        self, *, outside: int = 0, beside: Collection[int] = (), used: Iterable[int] = ()
+        self, *, outside: int = 0, duplicated: Collection[int] = (), consumed: Iterable[int] = ()
     ) -> bool:
-        """Take into account that so many bytes lay outside the plan, or gradients were kept twice.
+        """Add bytes outside the plan, duplicated gradients, and gradients consumed by hooks.
 
-        Or used up by hooks; of one that is kept after that, no hook is taken to use it up again.
+        A consumed gradient that is duplicated later never counts as consumed again.
 
         Returns:
-            Whether the circumstances are others than before.
+            True if the environment changed.
         """
-        now = self.circumstances
-        self._kept |= now.used.intersection(beside)
-        self.circumstances = Circumstances(
-            now.lasting.difference(beside),
-            now.beside.union(beside),
-            now.used.union(used).difference(beside),
+        now = self.environment
+        self._kept |= now.consumed.intersection(duplicated)
+        self.environment = MemoryEnvironment(
+            now.across_steps.difference(duplicated),
+            now.duplicated.union(duplicated),
+            now.consumed.union(consumed).difference(duplicated),
             now.reserve + outside,
         )
-        return self.circumstances != now
+        return self.environment != now
 
     def plan(self) -> tuple[Captured, Plan, bool]:
-        """The step under the present circumstances, its plan, and whether that was in the cache.
+        """The step in its present environment, its plan, and True if the plan was cached.
 
         Raises:
-            BudgetExceededError: the budget was named in bytes and is too small.
+            BudgetExceededError: the budget is in bytes and too small.
         """
-        captured = capture_adjust.under(self._captured, self.circumstances)
+        captured = capture_adjust.under(self._captured, self.environment)
         least = self._options.plan.budget.kind == "min"
         try:
             within = self._options.within(None if least else self.budget_bytes)
-            made, cached = plan_for(captured.graph, within, others=self._others)
+            made, cached = plan_for(captured.graph, within, history=self._history)
         except InfeasibleBudgetError as error:
             if self._options.plan.budget.kind == "bytes":
-                told = self._told(error)
-                self.circumstances = self._planned
-                raise told from None
+                exceeded = self._budget_exceeded(error)
+                self.environment = self._planned
+                raise exceeded from None
             made, cached = plan_for(captured.graph, self._options.within(None))
         if not self._plans and any(group_of(node) for node in captured.ops):
             log.warning(
-                "'%s' is planned anew by this rank alone, as another rank need not have found what"
-                " it did: %s; its collectives keep their order",
+                "'%s' is planned again by this rank alone, since other ranks may not have observed"
+                " the same: %s; its collectives keep their order",
                 *(self._name, self._why()),
             )
         self._plans += 1
-        self._planned = self.circumstances
-        self._others.found(self._captured, self.circumstances)
+        self._planned = self.environment
+        self._history.found(self._captured, self.environment)
         if made.budget_bytes > self.budget_bytes and self._options.plan.budget.kind == "share":
             log.log(
-                self._others.level(self._cause()),
-                "'%s' takes %s, and not %s as planned first: %s",
+                self._history.level(self._cause()),
+                "'%s' needs %s instead of %s as first planned: %s",
                 *(self._name, format_bytes(made.budget_bytes), format_bytes(self.budget_bytes)),
                 self._why(),
             )
         self.budget_bytes = max(self.budget_bytes, made.budget_bytes)
         return captured, made, cached
 
-    def _told(self, error: InfeasibleBudgetError) -> BudgetExceededError:
+    def _budget_exceeded(self, error: InfeasibleBudgetError) -> BudgetExceededError:
         return BudgetExceededError(
             f"'{self._name}' cannot keep to its budget of {format_bytes(self.budget_bytes)}:"
-            f" {self._why()}, with which it takes at least"
+            f" {self._why()}, and it needs at least"
             f" {format_bytes(error.min_feasible_bytes)}; free them before the forward (gradients by"
             " zero_grad), or give it that budget"
         )
 
     def _cause(self) -> str:
-        """The kind of `_why`, whatever its figures."""
-        now = self.circumstances
-        return f"gradients {bool(now.lasting | now.beside)}, outside {bool(now.reserve)}"
+        """Kind of reason, as in `_why` but without figures."""
+        now = self.environment
+        return f"gradients {bool(now.across_steps | now.duplicated)}, outside {bool(now.reserve)}"
 
     def _why(self) -> str:
-        now = self.circumstances
-        held = sum(self._bytes[p] for p in now.lasting | now.beside if p in self._bytes)
+        now = self.environment
+        held = sum(self._bytes[p] for p in now.across_steps | now.duplicated if p in self._bytes)
         parts = []
         if held:
             parts.append(f"gradients of {format_bytes(held)} live across its forward")
         if now.reserve:
-            parts.append(f"{format_bytes(now.reserve)} are taken outside the plan")
+            parts.append(f"{format_bytes(now.reserve)} are allocated outside the plan")
         return " and ".join(parts)
 
 
-def can_be_added_to(movable: Container[int], position: int, leaf: torch.Tensor) -> bool:
-    """Whether a gradient that is there when a forward begins can have a home."""
-    return position in movable and not has_gradient_hooks(leaf)
+def can_be_added_to(accumulable: Container[int], position: int, leaf: torch.Tensor) -> bool:
+    """True if a gradient that is held when a forward begins can be added to."""
+    return position in accumulable and not has_gradient_hooks(leaf)
 
 
-def handed_over(leaves: Mapping[int, torch.Tensor], used: Iterable[int]) -> set[int]:
-    """Of the gradients that are `used` up those whose hooks this backward can call itself."""
-    found = {p for p in used if p in leaves and _hooks_alone(leaves[p])}
+def handed_over(leaves: Mapping[int, torch.Tensor], consumed: Iterable[int]) -> set[int]:
+    """Positions in `consumed` whose hooks this backward can call itself."""
+    found = {p for p in consumed if p in leaves and _hooks_alone(leaves[p])}
     return set() if found and creates_graph() else found
 
 
 def _hooks_alone(leaf: torch.Tensor) -> bool:
-    """Whether all that autograd does with our gradient of a leaf is to set it, and call hooks."""
+    """True if autograd would only set the leaf's gradient to ours and call its hooks."""
     return leaf.grad is None and has_only_post_hooks(leaf) and _is_only_ours(leaf)
 
 
 def held_in_place(leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The gradients of these leaves that a backward can add to, as autograd would at its end."""
+    """Gradients of these leaves that a backward can add to, as autograd would at its end."""
     if creates_graph():  # autograd makes new sums, and leaves the old ones as they are
         return {}
     return {
@@ -240,11 +237,11 @@ def held_in_place(leaves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]
 
 
 def _is_added_to(leaf: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether the backward that runs now adds our gradient to that of a leaf, in place.
+    """True if the running backward would add our gradient to that of a leaf in place.
 
-    And nothing else: no hook is called with it, and no other function of autograd's graph has a
-    gradient for the leaf, which would be added to ours first. Whoever waits for the leaf's node, by
-    an edge or in C++ as DDP does, is one of its owners; our function is one, `node` another.
+    No hook may be called with it, and no other autograd function may have a gradient for the leaf,
+    which autograd would add to ours first. All that wait for the leaf's node, by an edge or in C++
+    as DDP does, own it; our function and `node` are the only owners.
     (torch/csrc/autograd/functions/accumulate_grad.h, case 2.3)
     """
     if type(gradient) is not torch.Tensor or gradient.layout != torch.strided:

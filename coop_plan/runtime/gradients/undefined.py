@@ -1,8 +1,8 @@
-"""Gradients that eager does not have, as nothing was made of the outputs that they belong to.
+"""Undefined gradients: those of outputs that lead to no loss.
 
-Where an output of a step leads to no loss, autograd has no gradient of it, and eager has none of
-the parameters that matter to it alone: `.grad` stays None, and optimizers pass over them.
-AOTAutograd makes zeros of such a gradient first. So a hook notes which there are before a backward.
+Autograd has no gradient of such an output, and in eager the parameters that only it depends on keep
+`.grad` None, so that optimizers skip them. AOTAutograd replaces the missing gradient by zeros. So a
+hook records before each backward which gradients are undefined.
 """
 
 import threading
@@ -29,11 +29,11 @@ _here = _Here()
 
 
 class Undefined:
-    """Which gradients of a step are none, by the outputs of the forward that have none."""
+    """Undefined gradients of a step, from the outputs without a gradient."""
 
     def __init__(self, captured: Captured) -> None:
         self._outputs: list[frozenset[int]] = []
-        """Of each gradient: the outputs whose gradients it is made of."""
+        """Outputs that each gradient depends on."""
         outputs = plain_outputs(captured.module)[: captured.num_fwd_outputs]
         behind: dict[fx.Node, frozenset[int]] = {}
         if len(outputs) == captured.num_fwd_outputs:
@@ -48,14 +48,14 @@ class Undefined:
         self.possible = len(some) > 1 or some != {frozenset().union(*some)}
 
     def watch(self, outputs: Any) -> None:
-        """Have the backward of a call noted, of which these are the outputs."""
+        """Record undefined gradients before the backward of a call with these outputs."""
         if self.possible:
             node = compiled_node(outputs if isinstance(outputs, (tuple, list)) else (outputs,))
             if node is not None:
                 node.register_prehook(_note)
 
     def left_out(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """The gradients of the backward that runs now, without those that eager does not have."""
+        """Gradients of the running backward, with None where eager has none."""
         without, _here.without = _here.without, frozenset()
         if not without:
             return gradients
@@ -66,5 +66,5 @@ class Undefined:
 
 
 def _note(gradients: Sequence[torch.Tensor | None]) -> None:
-    """A backward is next on this thread; autograd has these gradients for it."""
+    """Prehook: record the outputs without a gradient for this thread's next backward."""
     _here.without = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)

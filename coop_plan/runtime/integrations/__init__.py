@@ -1,1 +1,1 @@
-"""Doors for training frameworks: each file imports its framework, and no other file imports it."""
+"""Integrations with training frameworks: a module each, the only one that imports it."""

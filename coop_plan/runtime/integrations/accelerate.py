@@ -1,6 +1,6 @@
 """Accelerate: `Accelerator(dynamo_plugin=budget_plugin("50%"))`.
 
-Its own plugin takes the names of a closed list of backends.
+Accelerate's own plugin accepts a fixed list of backends.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from coop_plan.runtime.integrations.inplace import coop
 
 @dataclass
 class _Plugin(TorchDynamoPlugin):  # type: ignore[misc,unused-ignore]  # untyped
-    """Says to Accelerate that there is a backend, and to `torch.compile` which one."""
+    """Plugin with a backend that Accelerate accepts and arguments for `torch.compile`."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -24,13 +24,13 @@ class _Plugin(TorchDynamoPlugin):  # type: ignore[misc,unused-ignore]  # untyped
 
 
 def budget_plugin(budget: int | str | None = None, **options: Any) -> TorchDynamoPlugin:
-    """A plugin by which `Accelerator.prepare` plans the model's step into a budget.
+    """Plugin with which `Accelerator.prepare` plans the model's step within a budget.
 
     Args:
-        budget: as in `torch.compile(..., options={"budget": ...})`; `COOP_BUDGET` without one.
+        budget: as in `torch.compile(..., options={"budget": ...})`; default `COOP_BUDGET`.
         options: the backend's other options.
 
     Raises:
-        OptionsError: they cannot be used.
+        OptionsError: an option is invalid.
     """
     return _Plugin(backend=DynamoBackend.AOT_EAGER, arguments=coop(budget, options))

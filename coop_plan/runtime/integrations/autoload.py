@@ -1,8 +1,7 @@
-"""Whatever a process trains, planned within `COOP_BUDGET`; the script knows nothing of it.
+"""Automatic planning of all training of a process within `COOP_BUDGET`.
 
-A module that is called in training mode with gradients, and that no other calls, is compiled in
-place before its first call. So is a module that the script compiles itself, without a backend of
-its choice.
+An outermost module that is called in training mode with gradients is compiled in place before its
+first call. A module that the script itself compiles with the default backend is planned, too.
 """
 
 import functools
@@ -15,22 +14,22 @@ from torch import nn
 
 log = logging.getLogger("coop-plan")
 
-ASKED = "_coop_asked"
-"""In the `__dict__` of a module that was compiled, or need not be."""
+VISITED = "_coop_asked"
+"""Key in the `__dict__` of a module that was compiled or skipped."""
 
 
-class _Here(threading.local):
+class _Thread(threading.local):
     inside = False
-    """Whether a module runs, and all modules called now are parts of it."""
+    """True while a module runs: modules called now are its submodules."""
 
 
-_here = _Here()
+_thread = _Thread()
 
 
-def plan_what_trains(budget: str) -> None:
-    """From now on, plan what this process trains into a budget.
+def plan_all_training(budget: str) -> None:
+    """Plan all training of this process within a budget, from now on.
 
-    Called before Dynamo is loaded, which takes the `__call__` of modules that it then finds for
+    Must be called before Dynamo is loaded: it treats the `__call__` of modules at that time as
     PyTorch's own.
     """
     call: Any = nn.Module.__call__
@@ -38,26 +37,26 @@ def plan_what_trains(budget: str) -> None:
 
     @functools.wraps(call)
     def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _here.inside:
+        if _thread.inside:
             return call(self, *args, **kwargs)
-        if ASKED not in self.__dict__ and self.training and torch.is_grad_enabled():
+        if VISITED not in self.__dict__ and self.training and torch.is_grad_enabled():
             _compile(self, budget)
-        _here.inside = True
+        _thread.inside = True
         try:
             return call(self, *args, **kwargs)
         finally:
-            _here.inside = False
+            _thread.inside = False
 
     @functools.wraps(plain)
     def compiled(model: Any = None, **kwargs: Any) -> Any:
         if isinstance(model, nn.Module) and kwargs.get("backend", "inductor") == "inductor":
-            model.__dict__[ASKED] = True
+            model.__dict__[VISITED] = True
             kwargs = {k: v for k, v in kwargs.items() if k in ("fullgraph", "dynamic", "disable")}
             kwargs |= {"backend": "coop", "options": {"budget": budget}}
             log.warning("COOP_BUDGET=%s: %s is planned", budget, type(model).__name__)
         made = plain(model, **kwargs)
         if isinstance(made, nn.Module):
-            made.__dict__[ASKED] = True
+            made.__dict__[VISITED] = True
         return made
 
     nn.Module.__call__ = watched  # type: ignore[method-assign]
@@ -67,7 +66,7 @@ def plan_what_trains(budget: str) -> None:
 def _compile(module: nn.Module, budget: str) -> None:
     from coop_plan.runtime.torch_internals.dynamo import compiled_call  # loads Dynamo
 
-    module.__dict__[ASKED] = True
+    module.__dict__[VISITED] = True
     if compiled_call(module) is not None:
         return
     if not any(parameter.requires_grad for parameter in module.parameters()):

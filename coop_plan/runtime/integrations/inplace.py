@@ -1,4 +1,4 @@
-"""Compiling what a framework calls, where it is."""
+"""In-place compilation of the modules and methods that a framework calls."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -12,20 +12,20 @@ from coop_plan.runtime.torch_internals.dynamo import compiled_call, set_compiled
 
 
 def coop(budget: int | str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `torch.compile`: this backend, with a budget and other options of it.
+    """Arguments of `torch.compile` for this backend, with a budget and other options.
 
     Raises:
-        OptionsError: they cannot be used.
+        OptionsError: an option is invalid.
     """
     given = dict(options) if budget is None else {"budget": budget, **options}
-    Options.parse(given)  # here, and not after the first batch was loaded
+    Options.parse(given)  # raises here, before the first batch is loaded
     return {"backend": "coop", "options": given}
 
 
 def compile_module(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[[], None]:
-    """Let each call of a module be compiled; what is returned undoes it.
+    """Compile the calls of a module in place; returns a function that undoes it.
 
-    The module stays what it is: its class, its parameters and their names.
+    The module keeps its class, its parameters and their names.
     """
     kept = compiled_call(module)
     module.compile(**arguments)
@@ -37,13 +37,13 @@ def compile_module(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[
 
 
 def compile_method(owner: object, name: str, arguments: Mapping[str, Any]) -> Callable[[], None]:
-    """Let a method of one object be compiled; what is returned undoes it."""
+    """Compile a method of one object; returns a function that undoes it."""
     method = getattr(owner, name)
     setattr(owner, name, torch.compile(method, **arguments))
-    there = weakref.ref(owner)
+    reference = weakref.ref(owner)
 
     def undo() -> None:
-        found = there()
+        found = reference()
         if found is not None:
             delattr(found, name)
 

@@ -11,20 +11,20 @@ from lightning.pytorch import Callback
 
 from coop_plan.runtime.errors import RuntimeRefusalError
 from coop_plan.runtime.integrations.inplace import compile_method, coop
-from coop_plan.runtime.reports import reports
+from coop_plan.runtime.reports import steps_run
 
 LOGGING = ("log", "log_dict")
 
 
 class Budget(Callback):
-    """Plans the module's `training_step` into a budget, as long as it is fitted.
+    """Plans the module's `training_step` within a budget while it is fitted.
 
     Args:
-        budget: as in `torch.compile(..., options={"budget": ...})`; `COOP_BUDGET` without one.
+        budget: as in `torch.compile(..., options={"budget": ...})`; default `COOP_BUDGET`.
         options: the backend's other options.
 
     Raises:
-        OptionsError: they cannot be used.
+        OptionsError: an option is invalid.
         RuntimeRefusalError: after the first batch, if nothing was planned in it.
     """
 
@@ -34,17 +34,17 @@ class Budget(Callback):
         self._before = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._before = _steps()
-        # What logging looks up cannot be traced; it comes after what is planned.
+        self._before = steps_run()
+        # Logging cannot be traced; it runs after the planned graph.
         for name in LOGGING:
             untraced: Any = torch.compiler.disable
             setattr(pl_module, name, untraced(getattr(pl_module, name)))
         self._undo = compile_method(pl_module, "training_step", self._arguments)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if self._before >= 0 and _steps() == self._before:
+        if self._before >= 0 and steps_run() == self._before:
             raise RuntimeRefusalError(
-                "the Trainer ran a batch in which nothing was planned; the log says why"
+                "the Trainer ran a batch in which nothing was planned: see the log for the reason"
             )
         self._before = -1
 
@@ -54,7 +54,3 @@ class Budget(Callback):
             self._undo = None
             for name in LOGGING:
                 delattr(pl_module, name)
-
-
-def _steps() -> int:
-    return sum(report.steps_run for report in reports())

@@ -1,6 +1,6 @@
-"""transformers' Trainer, and TRL's, made of it: `Trainer(..., callbacks=[Budget("50%")])`.
+"""transformers' Trainer and TRL's subclasses: `Trainer(..., callbacks=[Budget("50%")])`.
 
-`TrainingArguments(torch_compile_backend=...)` takes the names of a closed list, without options.
+`TrainingArguments(torch_compile_backend=...)` accepts a fixed list of names, without options.
 """
 
 from collections.abc import Callable
@@ -10,19 +10,19 @@ from transformers import TrainerCallback
 
 from coop_plan.runtime.errors import OptionsError, RuntimeRefusalError
 from coop_plan.runtime.integrations.inplace import compile_module, coop
-from coop_plan.runtime.reports import reports
+from coop_plan.runtime.reports import steps_run
 
 
 class Budget(TrainerCallback):
-    """Plans the step of the Trainer's model into a budget, from `train()` on until it is over.
+    """Plans the step of the Trainer's model within a budget during `train()`.
 
     Args:
-        budget: as in `torch.compile(..., options={"budget": ...})`; `COOP_BUDGET` without one.
+        budget: as in `torch.compile(..., options={"budget": ...})`; default `COOP_BUDGET`.
         options: the backend's other options.
 
     Raises:
-        OptionsError: at once, if they cannot be used; when training begins, if the model is to be
-            compiled by another backend too.
+        OptionsError: at once, if an option is invalid; when training begins, if the Trainer
+            compiles the model, too.
         RuntimeRefusalError: after the first step, if nothing was planned in it.
     """
 
@@ -36,13 +36,13 @@ class Budget(TrainerCallback):
     ) -> None:
         if args.torch_compile:
             raise OptionsError("torch_compile=True compiles the model a second time: leave it out")
-        self._before = _steps()
+        self._before = steps_run()
         self._undo = compile_module(model, self._arguments)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._before >= 0 and _steps() == self._before:
+        if self._before >= 0 and steps_run() == self._before:
             raise RuntimeRefusalError(
-                "the Trainer made a step in which nothing was planned; the log says why"
+                "the Trainer made a step in which nothing was planned: see the log for the reason"
             )
         self._before = -1
 
@@ -50,7 +50,3 @@ class Budget(TrainerCallback):
         if self._undo is not None:
             self._undo()
             self._undo = None
-
-
-def _steps() -> int:
-    return sum(report.steps_run for report in reports())

@@ -1,10 +1,10 @@
-"""The steps of one iteration as one: planned together, within one budget, in one arena.
+"""Joint plan: the graphs of one iteration, planned together in one arena and one budget.
 
-An iteration of several graphs is known once it has run: which steps were called, and in which order
-their forwards and backwards came. The graphs are laid side by side in that order. Between them is
-the user's code, of which only the bytes are known that it held, and when it was done with what the
-graphs gave it. The plan of the whole is then cut into one for each call, and these share their
-arena: what one leaves where another begins is as planned, as long as the order is the same.
+After an iteration has run, its steps and the order of their forwards and backwards are known. Their
+graphs are merged in that order. The user's code between them is known only by the bytes that it
+held, and by when it released the tensors that the graphs returned. The joint plan is cut into one
+plan a call. These share an arena, whose contents between two calls are as planned while the order
+is the same.
 """
 
 import logging
@@ -19,246 +19,228 @@ from torch import fx
 from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.runtime.capture.joint_graph import RUNTIME, Captured
 from coop_plan.runtime.device import cuda
-from coop_plan.runtime.execute.compiled_plan import Code
+from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.find_plan import plan_for
 from coop_plan.runtime.execute.invocation import room
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, tangents_of
+from coop_plan.runtime.execute.plan_index import PlanIndex
 from coop_plan.runtime.gradients import capture_adjust
-from coop_plan.runtime.gradients.capture_adjust import Circumstances
+from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
 from coop_plan.runtime.torch_internals.ranks import world_group
-from coop_plan.schemas import Compute, Free, Plan, format_bytes, parse_graph
+from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan, format_bytes
+from coop_plan.schemas.graph_editor import GraphEditor
 
 log = logging.getLogger("coop-plan")
 
 Event = tuple[int, bool]
-"""The number of a call in its iteration, and whether its backward began, or its forward."""
+"""Number of a call in its iteration, and True if its backward began, False for its forward."""
 
-LEFT = "coop_plan.left"
-"""Name of an op in the place of the user's code, which has no more of what that reads from then."""
+RELEASE = "coop_plan.left"
+"""Name of the op whose inputs the user's code releases afterwards."""
 
-Made = tuple[bool, int]
-"""Whether the backward of a call made it, or its forward, and its position among what that made."""
+Addresses = Sequence[int | None]
+"""Storage addresses by position; None for values without memory."""
+
+PHASES = ("forward", "backward")
+
+HalfOutput = tuple[bool, int]
+"""True for a gradient of a call, False for an output, and its position."""
 
 
 @dataclass
-class Call:
+class RecordedCall:
     """One call of a step while its iteration was recorded.
 
-    Addresses of storages: `inputs` and `tangents` by position, `made` of all that came out of its
-    halves; None for what is no tensor. `passing` are positions of inputs that autograd has made,
-    which their gradients are passed on to. `leaves` are the inputs whose gradients last, and those
-    at `homes` can have a home: which do, and what else it found, is in `circumstances`. `gone` has
-    the number of the event before which nobody had what its halves gave away any more: gradients
-    were added to others, or used up. What was still there when it was to be gone is `late`.
+    `inputs` and `tangents` are storage addresses by position, `made` those of all outputs and
+    gradients; None stands for no tensor. `passing` are the positions of inputs that autograd made,
+    whose gradients it passes on. `leaves` are the inputs whose gradients may be held, those at
+    `accumulable` can be added to, and `environment` has the held ones. `released_at` is the first
+    event at which an output or gradient was dead outside the graphs. `late` ones were still alive
+    at the planned event.
     """
 
     captured: Captured
     clock: cuda.Clock | None
     passing: Collection[int] = ()
     leaves: Mapping[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
-    homes: Collection[int] = ()
-    circumstances: Circumstances = field(default_factory=Circumstances)
-    gone: dict[Made, int] = field(default_factory=dict)
-    late: set[Made] = field(default_factory=set)
-    inputs: Sequence[int | None] = ()
-    tangents: Sequence[int | None] = ()
+    accumulable: Collection[int] = ()
+    environment: MemoryEnvironment = field(default_factory=MemoryEnvironment)
+    released_at: dict[HalfOutput, int] = field(default_factory=dict)
+    late: set[HalfOutput] = field(default_factory=set)
+    inputs: Addresses = ()
+    tangents: Addresses = ()
     made: list[int | None] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Regions:
-    """One code for each call of an iteration; `room` as of a flight, `between` as planned for."""
+class JointPlan:
+    """One compiled plan a call; `room` as of an invocation, `between` bytes of the user's code."""
 
-    codes: Sequence[Code]
+    plans: Sequence[CompiledPlan]
     room: int
     between: int
     report: StepReport
 
 
-def plan_regions(
-    calls: Sequence[Call], events: Sequence[Event], between: int, options: Options
-) -> Regions | None:
-    """Plan an iteration as one, or say in the log why not and return None.
+def plan_jointly(
+    calls: Sequence[RecordedCall], events: Sequence[Event], between: int, options: Options
+) -> JointPlan | None:
+    """Plan the graphs of an iteration together; returns None, with a warning, if that fails.
 
     Args:
         calls: in the order of their forwards.
         events: forwards and backwards, one of each for every call.
-        between: the most bytes that the user's code held between the graphs.
-        options: of all of them.
+        between: maximum of the bytes that the user's code held between the graphs.
+        options: of all steps.
     """
     if calls[0].captured.device.type == "cuda":
         options = options.on_cuda()
-    alone = [call.captured for call in calls]
-    calls = [replace(call, captured=_as_found(call)) for call in calls]
+    recorded, calls = calls, [replace(call, captured=_adjusted(call)) for call in calls]
     layout = _Layout(calls, events, between, options)
-    for call, captured in zip(calls, alone, strict=True):
-        layout.within += call.captured.resident_in_step - captured.resident_in_step
-    # Each run in its own call: a walk might move it to another one's.
+    for call, alone in zip(calls, recorded, strict=True):
+        layout.resident_in_step += call.captured.resident_in_step - alone.captured.resident_in_step
+    # Each run stays in its own call: the annealing searches might move it to another one.
     options = replace(options, plan=options.plan.without("reorder", "walk"))
     try:
         made, cached = plan_for(layout.graph, options)
     except InfeasibleBudgetError as error:
-        told = str(error)  # who keeps what is logged keeps no frames with it, of a forward
+        reason = str(error)  # text: a kept log record must not keep the frames of a forward alive
         if options.plan.budget.kind != "share":
-            log.warning("%d graphs of one iteration are not planned together: %s", len(calls), told)
+            log.warning(
+                "%d graphs of one iteration are not planned together: %s", len(calls), reason
+            )
             return None
         made, cached = plan_for(layout.graph, options.within(None))
         log.warning(
-            "%d graphs of one iteration take %s, the least they can: %s",
-            *(len(calls), format_bytes(made.budget_bytes), told),
+            "%d graphs of one iteration need %s, their smallest budget: %s",
+            *(len(calls), format_bytes(made.budget_bytes), reason),
         )
     parts = layout.cut(made)
+    if parts is None and any(op.variants for op in layout.graph.ops):
+        # The search over variants may place a run in another call; that over defaults does not.
+        return plan_jointly(
+            [_default_variants(call) for call in recorded], events, between, options
+        )
     if parts is None:
         log.warning(
-            "%d graphs of one iteration are not planned together: method %s recomputes one's ops"
-            " within another",
+            "%d graphs of one iteration are not planned together: method %s recomputes an op within"
+            " another graph",
             *(len(calls), made.method),
         )
         return None
-    codes = [Code(call.captured, part, call.clock) for call, part in zip(calls, parts, strict=True)]
-    for code in codes:
-        code.watch = code.watch and not between and world_group() is not None
-    report = StepReport(
-        name=f"iteration of {len(calls)} graphs {len(reports())}",
-        budget_bytes=made.budget_bytes,
-        peak_bytes=made.peak_bytes,
-        planned_arena_bytes=made.arena_bytes,
-        resident_bytes=made.resident_bytes - layout.within,
-        planned_overhead=made.overhead,
-        method=made.method,
-        status=made.status,
-        graph=layout.graph,
-        plan=made,
-        plan_cached=cached,
-    )
+    plans = [
+        CompiledPlan(call.captured, part, call.clock)
+        for call, part in zip(calls, parts, strict=True)
+    ]
+    for compiled in plans:
+        compiled.measure_outside &= not between and world_group() is not None
+    name = f"iteration of {len(calls)} graphs {len(reports())}"
+    report = StepReport.of(name, layout.graph, made, layout.resident_in_step, plan_cached=cached)
     add(report)
-    return Regions(codes, room(made), between, report)
+    return JointPlan(plans, room(made), between, report)
 
 
 class _Layout:
-    """The graph of all calls, and where in it the tensors and ops of each are.
+    """Merged graph of all calls, with the tensors and ops of each call in it.
 
-    What is passed back between the graphs, tangents and gradients of what autograd made, is there
-    while it is passed on and not longer: it lies outside the arena, and counts for one call at a
-    time. Of what is given to the user's code, gradients and outputs of which nothing is left before
-    the iteration is over lie in the arena until then: an op reads them at the end of the last half
-    that found them, which is in the plan of the whole alone, and nothing makes them again: it is
-    the same tensor that the user's code has all the time. `within` are the resident bytes that are
-    not there when the iteration begins.
+    Tangents, and gradients that autograd passes on between the graphs, live outside the arena, and
+    only while they are passed: their bytes count for one call at a time.
+
+    Outputs and gradients that the user's code releases within the iteration are planned in the
+    arena. A `RELEASE` op reads them at the end of the last half in which they are alive. Their
+    producers are not recomputable, since the user's code keeps the same tensor.
+
+    `resident_in_step` are the resident bytes that are allocated after the iteration began.
     """
 
     def __init__(
-        self, calls: Sequence[Call], events: Sequence[Event], between: int, options: Options
+        self, calls: Sequence[RecordedCall], events: Sequence[Event], between: int, options: Options
     ) -> None:
         self._calls = calls
         self._events = events
-        self._first: list[int] = []
         self._ops: list[tuple[int, int | None]] = []
         self._ends: list[int] = []
-        tensors: list[dict[str, Any]] = []
-        there = {
+        device = calls[0].captured.graph.device
+        no_link = Device(kind=device.kind, name=device.name)  # so that nothing is offloaded
+        editor = GraphEditor(
+            Graph(schema_="coop-plan/graph/1", name="iteration", device=no_link, tensors=[], ops=[])
+        )
+        known = {
             address
             for call in calls
             for address in call.made
             if address is not None and address not in call.inputs
         }
-        self.within = 0
+        self.resident_in_step = 0
         given = passed = 0
-        leaving: list[dict[int, int]] = []
+        ids: list[dict[int, int]] = []
+        released: list[dict[int, int]] = []
         for number, call in enumerate(calls):
             graph = call.captured.graph
-            leaving.append({})
-            if options.plan.outputs == "gradients":
-                leaving[number] = _leaving(call)
-            shared = _shared(call, there)
+            released.append(_released_outputs(call) if options.plan.outputs == "gradients" else {})
+            shared = _counted_elsewhere(call, known)
             tangents = {t for node in tangents_of(call.captured) for t in stored(call, node)}
-            back = _passed_back(call)
-            own = _made_within(call, first=number == 0)
-            self._first.append(len(tensors))
-            for t in graph.tensors:
-                size = 0 if t.id in shared | tangents | back else t.bytes
-                kind = "activation" if t.id in leaving[number] else t.kind
-                made = {"id": len(tensors), "name": t.name, "bytes": size, "kind": kind}
-                tensors.append(made)
-                self.within += size if t.id in own else 0
+            back = _passed_gradients(call)
+            ids.append(editor.add_tensors(graph.tensors))
+            for t in shared | tangents | back:
+                editor.change_tensor(ids[number][t], bytes=0)
+            for t in released[number]:
+                editor.change_tensor(ids[number][t], kind="activation")
+            self.resident_in_step += sum(
+                graph.tensors[t].bytes
+                for t in _residents_made_in_iteration(call, first=number == 0)
+                - shared
+                - tangents
+                - back
+            )
             given = max(given, sum(graph.tensors[t].bytes for t in tangents - shared))
             passed = max(passed, sum(graph.tensors[t].bytes for t in back))
         size = between + given + passed
-        self.within += size
-        tensors.append({"id": len(tensors), "name": "between", "bytes": size, "kind": "input"})
-        ops: list[dict[str, Any]] = []
+        self.resident_in_step += size
+        editor.add_tensor("between", size, "input")
+        self._own = [{new: t for t, new in of.items()} for of in ids]
         for event, (k, backward) in enumerate(events):
-            first = self._first[k]
-            for i in _half(calls[k].captured, backward):
+            for i in _ops_of_half(calls[k].captured, backward):
                 op = calls[k].captured.graph.ops[i]
+                if not released[k].keys().isdisjoint(op.outputs):
+                    op = op.model_copy(update={"recomputable": False})
                 self._ops.append((k, i))
-                ops.append(
-                    {
-                        "id": len(ops),
-                        "name": op.name,
-                        "phase": op.phase,
-                        "inputs": [first + t for t in op.inputs],
-                        "outputs": [first + t for t in op.outputs],
-                        "cost_us": op.cost_us,
-                        "workspace_bytes": op.workspace_bytes,
-                        "recomputable": op.recomputable
-                        and leaving[k].keys().isdisjoint(op.outputs),
-                        "rng": op.rng,
-                        "mutates": [first + t for t in op.mutates],
-                        "source": op.source,
-                    }
-                )
+                editor.add_op(op, ids[k])
             last = [
-                self._first[number] + t
-                for number, found in enumerate(leaving)
+                ids[number][t]
+                for number, found in enumerate(released)
                 for t, end in found.items()
                 if end == event
             ]
             if last:
                 self._ops.append((k, None))
-                ops.append(
-                    {
-                        "id": len(ops),
-                        "name": LEFT,
-                        "phase": "backward" if backward else "forward",
-                        "inputs": last,
-                        "outputs": [],
-                        "cost_us": 0.0,
-                        "recomputable": False,
-                    }
+                op = Op(
+                    id=0, name=RELEASE, inputs=last, outputs=[], cost_us=0.0, recomputable=False
                 )
-            self._ends.append(len(ops))
-        device = calls[0].captured.graph.device
-        document = {
-            "schema": "coop-plan/graph/1",
-            "name": "iteration",
-            "device": {"kind": device.kind, "name": device.name},
-            "tensors": tensors,
-            "ops": ops,
-        }
-        self.graph = parse_graph(document, source="the graphs of an iteration")
+                editor.add_op(op.model_copy(update={"phase": PHASES[backward]}))
+            self._ends.append(len(self._ops))
+        self.graph = editor.graph()
 
-    def cut(self, whole: Plan) -> list[Plan] | None:
-        """The steps of each call, in its own numbers; None if one is within another's half."""
-        steps = list(whole.steps)
-        turn = self._turns(steps)
+    def cut(self, plan: Plan) -> list[Plan] | None:
+        """The plan of each call, in its own ids; None if an op runs within another call's half."""
+        index = PlanIndex(self.graph, plan)
+        owners = self._owners(index, len(plan.steps))
         parts: list[list[Any]] = [[] for _ in self._calls]
         owner: dict[int, int] = {}
-        given: set[int] = set()  # buffers that the user's code is to have, and not the plan to free
-        for i, step in enumerate(steps):
+        given: set[int] = set()  # buffers that the user's code releases, not the plan
+        for i, step in enumerate(plan.steps):
             if isinstance(step, Compute):
                 k, op = self._ops[step.op]
-                if k != turn[i]:
+                if k != owners[i]:
                     return None
                 if op is None:
                     given.update(read for read in step.reads if isinstance(read, int))
                     continue
-                first = self._first[k]
                 writes = [
-                    write.model_copy(update={"tensor": write.tensor - first})
+                    write.model_copy(update={"tensor": self._own[k][write.tensor]})
                     for write in step.writes
                 ]
                 owner |= {write.buffer: k for write in writes}
@@ -269,47 +251,50 @@ class _Layout:
                     if own:
                         part.append(step.model_copy(update={"buffers": own}))
             else:
-                return None  # a copy to the host
-        return [whole.model_copy(update={"steps": part}) for part in parts]
+                return None  # an offload
+        return [plan.model_copy(update={"steps": part}) for part in parts]
 
-    def _turns(self, steps: Sequence[Any]) -> list[int]:
-        """Whose half each step falls into: a half ends with the last first run of its ops."""
-        firsts: dict[int, int] = {}
-        for i, step in enumerate(steps):
-            if isinstance(step, Compute):
-                firsts.setdefault(step.op, i)
+    def _owners(self, index: PlanIndex, steps: int) -> list[int]:
+        """Call of the half that each step is in. A half ends with the last first run of its ops."""
         turns: list[int] = []
         first = 0
         for (k, _), last in zip(self._events, self._ends, strict=True):
-            end = max((firsts[o] + 1 for o in range(first, last)), default=0)
+            end = max((index.first_run[o] + 1 for o in range(first, last)), default=0)
             turns += [k] * (end - len(turns))
             first = last
-        return turns + [self._events[-1][0]] * (len(steps) - len(turns))
+        return turns + [self._events[-1][0]] * (steps - len(turns))
 
 
-def _as_found(call: Call) -> Captured:
-    """The step of a call under its circumstances."""
-    if call.circumstances == Circumstances():
+def _adjusted(call: RecordedCall) -> Captured:
+    """The captured step of a call in its memory environment."""
+    if call.environment == MemoryEnvironment():
         return call.captured
-    return capture_adjust.under(call.captured, call.circumstances)
+    return capture_adjust.under(call.captured, call.environment)
 
 
-def _half(captured: Captured, backward: bool) -> range:
-    """The ops of one half."""
+def _default_variants(call: RecordedCall) -> RecordedCall:
+    """A call whose ops have no variants."""
+    graph = call.captured.graph
+    ops = [op.model_copy(update={"variants": []}) for op in graph.ops]
+    graph = graph.model_copy(update={"ops": ops})
+    return replace(call, captured=replace(call.captured, graph=graph))
+
+
+def _ops_of_half(captured: Captured, backward: bool) -> range:
     if backward:
         return range(captured.forward_ops, len(captured.graph.ops))
     return range(captured.forward_ops)
 
 
-def stored(call: Call, node: object) -> list[int]:
-    """The tensors that a node of a call's joint graph stands for."""
+def stored(call: RecordedCall, node: object) -> list[int]:
+    """Tensors that a node of a call's joint graph stands for."""
     if not isinstance(node, fx.Node):
         return []
     return [t for t in call.captured.storages[node] if t is not None]
 
 
-def _passed_back(call: Call) -> set[int]:
-    """The gradients that are passed on: with memory of their own, made in the backward."""
+def _passed_gradients(call: RecordedCall) -> set[int]:
+    """Gradients that autograd passes on: made in the backward, with memory of their own."""
     captured = call.captured
     gradients = captured.output_args[captured.num_fwd_outputs :]
     found: set[int] = set()
@@ -322,21 +307,21 @@ def _passed_back(call: Call) -> set[int]:
     return (found & made) - kept
 
 
-def _leaving(call: Call) -> dict[int, int]:
-    """What nobody has any more in the end: {tensor: the last event that finds it}."""
+def _released_outputs(call: RecordedCall) -> dict[int, int]:
+    """Outputs and gradients that die within the iteration: {tensor: last event it is alive at}."""
     captured = call.captured
     cut = captured.num_fwd_outputs
     found = {
-        t: call.gone[True, p] - 1
-        for p, t in capture_adjust.movable(captured).items()
-        if (True, p) in call.gone and p not in call.circumstances.lasting
+        t: call.released_at[True, p] - 1
+        for p, t in capture_adjust.accumulable(captured).items()
+        if (True, p) in call.released_at and p not in call.environment.across_steps
     }
     made = {t for op in captured.graph.ops[: captured.forward_ops] for t in op.outputs}
     made -= {t for node in captured.output_args[cut:] for t in stored(call, node)}
     ends: dict[int, list[int | None]] = {}
     for position, node in enumerate(captured.output_args[:cut]):
         for t in stored(call, node):
-            ends.setdefault(t, []).append(call.gone.get((False, position)))
+            ends.setdefault(t, []).append(call.released_at.get((False, position)))
     for t, numbers in ends.items():
         known = [number - 1 for number in numbers if number is not None]
         if t in made and len(known) == len(numbers):
@@ -344,11 +329,11 @@ def _leaving(call: Call) -> dict[int, int]:
     return found
 
 
-def _made_within(call: Call, *, first: bool) -> set[int]:
-    """The residents of a call that are made after the iteration began."""
+def _residents_made_in_iteration(call: RecordedCall, *, first: bool) -> set[int]:
+    """Residents of a call that are allocated after the iteration began."""
     captured = call.captured
     if captured.device.type != "cpu":
-        return set()  # nothing is counted there but what the arena's hook sees
+        return set()  # only the arena's hook counts there
     nodes = inputs_of(captured)
     own = [node for node in nodes if not is_primal(node)]
     own += [] if first else [nodes[position] for position in call.passing]
@@ -356,15 +341,15 @@ def _made_within(call: Call, *, first: bool) -> set[int]:
     return found | {t.id for t in captured.graph.tensors if t.name == RUNTIME}
 
 
-def _shared(call: Call, there: set[int]) -> set[int]:
-    """The residents of a call whose bytes are counted elsewhere; `there` are known addresses."""
+def _counted_elsewhere(call: RecordedCall, known: set[int]) -> set[int]:
+    """Residents of a call whose bytes are counted elsewhere, at `known` addresses; adds its own."""
     nodes = (*inputs_of(call.captured), *tangents_of(call.captured))
     shared = set()
     for node, address in zip(nodes, (*call.inputs, *call.tangents), strict=True):
         (t,) = call.captured.storages[node]
         if t is None or address is None:
             continue
-        if address in there:
+        if address in known:
             shared.add(t)
-        there.add(address)
+        known.add(address)
     return shared
