@@ -106,7 +106,7 @@ at::DataPtr cuda_allocate(void* self, size_t size) {
   }
   at::DataPtr data = original_cuda(self, size);
   void* p = data.get();
-  if (inside_op && active->memory->device != kCpu) active->beside += static_cast<int64_t>(size);
+  if (inside_op && active->memory->device != kCpu) active->pytorch_bytes += static_cast<int64_t>(size);
   // A recorded allocation needs our deleter, which PyTorch's record_stream does not support: only
   // while an op is profiled.
   if (is_recorded(true) && p != nullptr && data.get_context() == p) {
@@ -311,7 +311,7 @@ PyObject* begin(PyObject*, PyObject* args) {
   }
   if (fresh) {
     active->high_water = 0;
-    active->outside = active->beside = 0;
+    active->outside = active->pytorch_bytes = 0;
     active->conflict_slot = active->conflicting_slot = -1;
     active->conflicting_bytes = 0;
     active->elapsed_us[0] = active->elapsed_us[1] = 0;
@@ -359,7 +359,7 @@ PyObject* run_end(PyObject*, PyObject* handle) {
 PyObject* counters(PyObject*, PyObject* handle) {
   const Run* run = as<Run>(handle);
   const Window& window = run->window;
-  const int64_t bytes = run->arena_bytes < 0 ? window.peak : run->arena_bytes + run->beside;
+  const int64_t bytes = run->arena_bytes < 0 ? window.peak : run->arena_bytes + run->pytorch_bytes;
   return Py_BuildValue("LLLLddLLLsLLL", static_cast<long long>(run->high_water),
                        static_cast<long long>(run->outside), static_cast<long long>(bytes),
                        static_cast<long long>(window.before), run->elapsed_us[0],

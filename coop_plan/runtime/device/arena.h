@@ -75,7 +75,7 @@ struct Run {
   int64_t conflict_slot = -1;     // first slot occupied by a tensor past its planned life
   int64_t conflicting_slot = -1;  // slot of that tensor, if it is from this program
   int64_t conflicting_bytes = 0;
-  int64_t beside = 0;  // bytes that PyTorch's CUDA allocator served to the ops
+  int64_t pytorch_bytes = 0;  // bytes that PyTorch's CUDA allocator served to the ops
   Window window;
   std::vector<uint8_t> elsewhere;   // slots that PyTorch's allocator serves in this run
   double elapsed_us[2] = {0, 0};  // first computations, recomputations

@@ -95,7 +95,7 @@ def preload_libraries(spec: DeviceSpec) -> list[Path]:
         # A CUDA build registers its own hooks, guards and kernels, which need a driver.
         raise CaptureError(
             f"a step is captured for {spec.name} with PyTorch's CPU build, and this one is built"
-            " for CUDA: install torch from https://download.pytorch.org/whl/cpu beside coop-plan"
+            " for CUDA: install torch from https://download.pytorch.org/whl/cpu with coop-plan"
             " in an environment of its own, or capture without --device on the device itself"
         )
     fake_device = build.compiled(

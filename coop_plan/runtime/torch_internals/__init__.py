@@ -26,6 +26,6 @@ def warn_of_version() -> None:
     oldest, beyond = SUPPORTED
     if not oldest <= (major, minor) < beyond:
         log.warning(
-            "coop-plan was not tested with PyTorch %s, but with versions from %d.%d to below %d.%d",
+            "PyTorch %s was not tested with coop-plan; tested versions: %d.%d to below %d.%d",
             *(torch.__version__, *oldest, *beyond),
         )
