@@ -101,7 +101,7 @@ def test_the_device_of_a_step(monkeypatch):
     with pytest.raises(runtime.CaptureError, match="not on meta"):
         _device_of_step(graph_on("meta"))
     monkeypatch.setattr(cuda, "capturing", lambda: True)
-    with pytest.raises(runtime.CaptureError, match="run it once before"):
+    with pytest.raises(runtime.CaptureError, match="run the step once before"):
         _hook_cuda_allocator()
 
 

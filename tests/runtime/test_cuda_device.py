@@ -326,7 +326,7 @@ def test_an_arena_does_not_move_once_it_was_captured(capturing):
     step(batch).backward()
     capturing(True)
     step(batch).backward()
-    with pytest.raises(Exception, match="run it once before"):
+    with pytest.raises(Exception, match="run the step once before"):
         step(torch.randn(512, 64, device="cuda"))
     capturing(False)
     with pytest.raises(runtime.CudaGraphError, match="largest step before the capture"):

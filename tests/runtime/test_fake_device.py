@@ -354,7 +354,7 @@ def test_an_optimizers_state(optimizer, masters, each):
         (
             "looks",
             InvalidInputError,
-            "asks for a value in .*away_steps.py, line 20 .*without",
+            "reads a tensor.s value in .*away_steps.py, line 20 .*without",
         ),
         ("chooses", CaptureError, "cannot be captured: .*away_steps.py, line 2"),
         ("raises", CaptureError, r"it raises ValueError\('five, please'\) \(.*away_steps.py, line"),

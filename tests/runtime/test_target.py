@@ -102,11 +102,14 @@ def test_a_wrong_target_is_named(user_module, spec, said):
         ("breaks", "cannot be captured"),
         ("wrong_arguments", "missing 1 required positional argument"),
         ("no_fake", r"(?s)user::twice.*register_fake.*user_steps\.py, line 20"),
-        ("decides", r"it decides by what .*user_steps\.py, line 28\); use torch\.where"),
-        ("sleeps", r"`time\.sleep.*user_steps\.py, line 32\); leave it to code outside"),
+        (
+            "decides",
+            r"a branch depends on the values .*user_steps\.py, line 28\); use torch\.where",
+        ),
+        ("sleeps", r"`time\.sleep.*user_steps\.py, line 32\); move it out of the step"),
         (
             "calls_backward",
-            r"calls backward\(\) .*user_steps\.py, line 38\); let it return",
+            r"calls backward\(\) .*user_steps\.py, line 38\); return the loss",
         ),
         ("wrong_shapes", r"\[64, 32\] X \[64, 32\].*user_steps\.py, line 24"),
     ],
