@@ -182,7 +182,8 @@ def _slots(
     for number, step in enumerate(steps):
         written = {captured.base[write.tensor][1]: write for write in step.writes}
         slots = []
-        allocations = captured.running(step).facts.allocated_beside(over.get(number, ()))
+        profile = captured.running(step).facts
+        allocations = profile.allocated_beside(over.get(number, ()))
         for i, allocation in enumerate(allocations, start=first):
             offset = None
             if allocation.output >= 0:
