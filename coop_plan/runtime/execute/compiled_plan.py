@@ -182,9 +182,8 @@ def _slots(
     for number, step in enumerate(steps):
         written = {captured.producer[write.tensor][1]: write for write in step.writes}
         slots = []
-        allocations = captured.selected_variant(step).profile.allocations_except(
-            over.get(number, ())
-        )
+        profile = captured.selected_variant(step).profile
+        allocations = profile.allocations_except(over.get(number, ()))
         for i, allocation in enumerate(allocations, start=first):
             offset = None
             if allocation.output >= 0:

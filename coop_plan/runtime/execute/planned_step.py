@@ -230,9 +230,7 @@ class PlannedStep:
         """Context in which this thread allocates from the invocation's arena."""
         assert invocation.memory is not None
         invocation.memory.tenant = None
-        untried = (
-            contextlib.nullcontext() if self._clock is None else cuda.without_cudnn_benchmark()
-        )
+        untried = cuda.without_cudnn_benchmark() if self._clock else contextlib.nullcontext()
         try:
             invocation.run.begin(
                 invocation.memory, fresh=fresh, watch=invocation.compiled.measure_outside

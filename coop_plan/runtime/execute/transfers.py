@@ -56,7 +56,7 @@ class TransferRunner:
             program.device.copy_latency_us + moved.buffer.bytes / rates[_direction(moved)] * 1e6
             for moved in self._transfers
         ]
-        self._links: CopyEngines | None = None
+        self._engines: CopyEngines | None = None
         self._layouts: dict[int, Any] = {}
         self._handles: dict[int, CopyHandle] = {}
         self.stall_us = [0.0, 0.0]
@@ -67,17 +67,17 @@ class TransferRunner:
     def begin(self, memory: Memory | None) -> None:
         """Start a forward in `memory`, after the transfers of an earlier invocation there."""
         assert memory is not None
-        self._links = copy_engines_of(memory, self._device)
+        self._engines = copy_engines_of(memory, self._device)
         self.abandon()
-        self._links.reserve(self._host_arena_bytes)
+        self._engines.reserve(self._host_arena_bytes)
         self.stall_us = [0.0, 0.0]
         self.spans = []
         self.host_high_water = 0
 
     def abandon(self) -> None:
         """Wait for all copies of an invocation that does not continue."""
-        if self._links is not None:
-            self._links.finish()
+        if self._engines is not None:
+            self._engines.finish()
         self._handles.clear()
         self._layouts.clear()
 
@@ -118,10 +118,10 @@ class TransferRunner:
         direction = _direction(moved)
         if self._clock is not None:
             with self._clock.waiting(direction):
-                self._link.wait(handle)
+                self._running_engines.wait(handle)
             return
         try:
-            copied = self._link.wait(handle)
+            copied = self._running_engines.wait(handle)
         except RuntimeError as error:
             raise CopyError(str(error)) from error
         if copied is not None:
@@ -130,16 +130,16 @@ class TransferRunner:
             self.spans.append(CopySpan(buffer.id, buffer.bytes, moved.to_host, *times))
 
     @property
-    def _link(self) -> CopyEngines:
-        assert self._links is not None
-        return self._links
+    def _running_engines(self) -> CopyEngines:
+        assert self._engines is not None
+        return self._engines
 
     def _begin(self, number: int, storage: torch.UntypedStorage) -> None:
         moved = self._transfers[number]
         if not moved.buffer.bytes:
             return
         self.host_high_water = max(self.host_high_water, moved.host_offset + moved.buffer.bytes)
-        self._handles[number] = self._link.copy(
+        self._handles[number] = self._running_engines.copy(
             _direction(moved), storage, moved.host_offset, self._minimum_us[number]
         )
 
