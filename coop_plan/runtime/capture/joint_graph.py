@@ -230,8 +230,9 @@ def _bind_objects(module: fx.GraphModule) -> None:
 def _add_tangents_last(module: fx.GraphModule) -> None:
     """Make the other operand of a sum with a tangent the first one, whose layout the sum gets.
 
-    An output that the user's code does not differentiate, as logits next to a loss, has a tangent of
-    zeros in the output's layout. Eager autograd does not add it, so its gradient may have another.
+    An output that the user's code does not differentiate, as logits next to a loss, has a tangent
+    of zeros in the output's layout. Eager autograd does not add it, so its gradient may have
+    another.
     """
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
         first, second = node.args[:2]
