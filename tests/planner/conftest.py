@@ -46,8 +46,8 @@ def process():
 
 @pytest.fixture(scope="module")
 def short_climb():
-    """coop-offline, which every exact plan begins with, need not climb long on tiny graphs."""
-    short = CoopOfflineParams(hill_climb=HillClimbParams(ops=1000))
+    """Few hill-climbing steps in coop-offline, with which every exact plan starts."""
+    short = CoopOfflineParams(hill_climb=HillClimbParams(simulated_ops=1000))
     with pytest.MonkeyPatch.context() as patch:
         for module in (optimal, coop_offline):
             patch.setattr(module, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))

@@ -60,12 +60,12 @@ def _release(s, offset):
 
 @numba.njit
 def _evicted(s, t):
-    neighbours.evicted(s, t)
+    neighbours.mark_evicted(s, t)
 
 
 @numba.njit
 def _computed(s, t):
-    neighbours.computed(s, t)
+    neighbours.mark_resident(s, t)
 
 
 @numba.njit
@@ -255,7 +255,7 @@ class Step:
         """The names of what is allocated from the right end."""
         problem = self.problem()
         arena = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=True)
-        right = arena.op[state.RIGHT]
+        right = arena.op[state.FROM_RIGHT]
         return "".join(self.name(problem.op_outputs[op][0]) for op in np.flatnonzero(right))
 
     def run(self, arena, rule=WINDOW, *, partition=False, inplace=False, **how):

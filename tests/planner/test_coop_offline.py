@@ -136,10 +136,10 @@ def test_workspace_counts(arena, cost):
 
 
 @pytest.mark.parametrize(
-    ("first", "blind", "lessons"),
+    ("first", "blind", "corrections"),
     [(9.0, 4.0, {(1.0, 1.0), (3.0, 3.0)}), (2.0, 3.0, {(1.0, 3.0)})],
 )
-def test_what_would_be_kept_for_an_evicted_tensor_counts(first, blind, lessons):
+def test_what_would_be_kept_for_an_evicted_tensor_counts(first, blind, corrections):
     """Tensor 2 is cheap to make from 1, which has no other use left: evicting it frees nothing."""
     tensors = dict.fromkeys((1, 2, 3, 5), ("activation", 10)) | {4: ("activation", 20)}
     tensors |= {0: ("input", 8), 6: ("output", 8)}
@@ -160,8 +160,8 @@ def test_what_would_be_kept_for_an_evicted_tensor_counts(first, blind, lessons):
     assert run.cost_us - problem.base_cost_us == blind
     assert portfolio.runner(40, foreseeing_rule).cost_us - problem.base_cost_us == 3.0
     evicted = run.expected > 0
-    assert {*zip(run.expected[evicted], run.paid[evicted], strict=True)} == lessons
-    assert run.corrections(2.0).max() == min(2.0, max(paid / cost for cost, paid in lessons))
+    assert {*zip(run.expected[evicted], run.paid[evicted], strict=True)} == corrections
+    assert run.corrections(2.0).max() == min(2.0, max(paid / cost for cost, paid in corrections))
 
 
 def test_many_live_tensors_are_planned_from_pools():

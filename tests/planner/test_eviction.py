@@ -1,4 +1,4 @@
-"""The clairvoyant step evicts the same whether it looks at all that is live or keeps an order."""
+"""Offline eviction chooses the same victims from a scan of all live tensors and from the heap."""
 
 import random
 from dataclasses import replace
@@ -14,13 +14,13 @@ from coop_plan.planner.core.jit import njit
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
-from coop_plan.planner.heuristic.eviction_state import AT, HEAP_COUNT
 from coop_plan.planner.heuristic.eviction_state import HEAP as ORDERED
+from coop_plan.planner.heuristic.eviction_state import HEAP_COUNT, HEAP_INDEX
 from coop_plan.planner.heuristic.params import EvictionParams
-from coop_plan.planner.heuristic.score_heap import put_in, take_out
+from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
 
-SCAN = EvictionParams(pool_from=1 << 40)
-ORDER = replace(SCAN, pool_from=0, heap_from=0, pool=4096)
+SCAN = EvictionParams(pool_min_live=1 << 40)
+ORDER = replace(SCAN, pool_min_live=0, heap_min_live=0, pool_size=4096)
 
 
 def run(problem: Problem, params: EvictionParams, share: float, settings: Settings):
@@ -77,9 +77,9 @@ class Live(NamedTuple):
 @njit
 def change(a, s, t, key):
     if key < 0:
-        take_out(a, s, t)
+        heap_remove(a, s, t)
     else:
-        put_in(a, s, t, key)
+        heap_put(a, s, t, key)
 
 
 @settings(max_examples=100, deadline=None)
@@ -91,7 +91,7 @@ def test_the_heap_has_the_least_first_and_large_ones_before_small(seed, tensors,
     s = Live(
         10, np.zeros(13, np.int64), np.zeros((18, tensors + 1), np.int64), np.zeros((3, tensors))
     )
-    s.tensor[AT] = -1
+    s.tensor[HEAP_INDEX] = -1
     there = {}
     for _ in range(changes):
         t, key = draw.randrange(tensors), draw.choice([-1.0, draw.random(), draw.random()])

@@ -16,10 +16,10 @@ from coop_plan.planner.online.methods import solve_coop
 from coop_plan.planner.online.params import OnlineParams
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.params import GreedyParams, PlacementParams, RestartParams
-from coop_plan.planner.search.compute.params import OrderParams
-from coop_plan.planner.search.compute.sequence import MoveNumbers
-from coop_plan.planner.search.makespan.params import MarkParams
-from coop_plan.planner.search.makespan.sequence import MarkNumbers
+from coop_plan.planner.search.compute.params import ComputeMoveParams
+from coop_plan.planner.search.compute.sequence import ComputeMoveValues
+from coop_plan.planner.search.makespan.params import MakespanMoveParams
+from coop_plan.planner.search.makespan.sequence import MakespanMoveValues
 from tests.support import make_graph
 
 
@@ -56,10 +56,10 @@ def test_a_number_outside_its_range_is_refused_by_name(group, name, bad):
         (PortfolioParams, {"rules": ((0.0, True),)}),
         (PortfolioParams, {"grid_windows": ((8, -8),)}),
         (PortfolioParams, {"grid_ratio": 1.0}),
-        (HillClimbParams, {"fewest_steps": 9, "most_steps": 8}),
-        (OrderParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
-        (OrderParams, {"resident_rarely": 1.1}),
-        (MarkParams, {"recompute_chance": 0.5, "fetch_chance": 0.4}),
+        (HillClimbParams, {"min_steps": 9, "max_steps": 8}),
+        (ComputeMoveParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
+        (ComputeMoveParams, {"recompute_live_rare": 1.1}),
+        (MakespanMoveParams, {"recompute_chance": 0.5, "prefetch_chance": 0.4}),
         (GreedyParams, {"orders": ("TX",)}),
         (GreedyParams, {"orders": ()}),
         (RestartParams, {"orders": ("",)}),
@@ -71,10 +71,11 @@ def test_what_does_not_go_together_is_refused(kind, bad):
 
 
 @pytest.mark.parametrize(
-    ("numbers", "kind"), [(MoveNumbers, OrderParams), (MarkNumbers, MarkParams)]
+    ("values", "kind"),
+    [(ComputeMoveValues, ComputeMoveParams), (MakespanMoveValues, MakespanMoveParams)],
 )
-def test_compiled_code_has_every_parameter_of_a_walk(numbers, kind):
-    assert set(numbers._fields) == {field.name for field in fields(kind)}
+def test_compiled_code_has_every_move_parameter(values, kind):
+    assert set(values._fields) == {field.name for field in fields(kind)}
 
 
 def test_an_online_run_that_may_not_recompute_does_not_fit():

@@ -9,7 +9,7 @@ from coop_plan.planner.keep_all import keep_all_schedule
 from coop_plan.planner.method import Request
 from coop_plan.planner.online.methods import run_coop
 from coop_plan.planner.online.params import OnlineParams
-from coop_plan.planner.online.run import TooDearError
+from coop_plan.planner.online.run import CostLimitError
 from coop_plan.planner.placement.layout import lay_out
 
 
@@ -31,5 +31,5 @@ def test_a_run_ends_early_only_if_it_costs_more(family, outputs):
     often = OnlineParams(chunk_ops=1)  # it looks after every op
     for request, cost in arenas(problem):
         assert run_coop(problem, request, often, cost).cost_us == cost
-        with pytest.raises(TooDearError):
+        with pytest.raises(CostLimitError):
             run_coop(problem, request, often, cost * (1 - 1e-6))

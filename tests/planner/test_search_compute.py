@@ -1,4 +1,4 @@
-"""Sequences: every one that the walk comes by is a schedule that needs what it says."""
+"""Metropolis search: every sequence is a schedule with the cost and memory that it states."""
 
 import contextlib
 import itertools
@@ -19,20 +19,20 @@ from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import lay_out
-from coop_plan.planner.planning import verified_plan
-from coop_plan.planner.search.compute.annealing import OrderAnnealing
-from coop_plan.planner.search.compute.metropolis import measured, metropolis_search
+from coop_plan.planner.planning import written
+from coop_plan.planner.search.compute.annealing import SequenceAnnealing
+from coop_plan.planner.search.compute.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.compute.params import DEFAULTS
 from coop_plan.planner.search.compute.sequence import (
+    add_margin,
     current_sequence,
-    reserve_margin,
+    new_state,
     set_sequence,
-    start,
 )
 from tests.strategies import graphs
 from tests.support import make_graph
 
-STEEP = 5.0
+PENALTY = 5.0
 """What memory costs, in base costs."""
 
 
@@ -55,7 +55,7 @@ def check(problem, program, state, arena):
     ops = current_sequence(state)
     first = list(dict.fromkeys(ops.tolist()))
     assert sorted(first) == list(range(problem.op_count))
-    if state.numbers.first_chance == 0:
+    if state.params.first_run_chance == 0:
         assert first == sorted(first)
     for one, other in itertools.combinations(first, 2):
         if problem.phase[one] != problem.phase[other]:
@@ -64,18 +64,18 @@ def check(problem, program, state, arena):
     placed, _ = lay_out(schedule, work=0)
     options = PlanOptions.of({"budget": "100%"})
     budget = max(1, placed.arena_bytes + problem.fixed_bytes)
-    verified_plan(problem.graph, Solution(placed), options, budget, 0.0)  # as the verifier sees it
+    written(problem.graph, Solution(placed), options, budget, 0.0)  # as the verifier sees it
     most = int(schedule.live_bytes().max(initial=0))
     assert schedule.blocks().live == most
-    cost, over = measured(program, state, arena)
+    cost, over = evaluate_sequence(program, state, arena)
     assert cost == pytest.approx(schedule.cost_us)
-    # The walk counts one in-place pair of an op, the schedule uses all that can be.
+    # The search counts one in-place pair of an op, the schedule uses all that can be.
     assert (over > 0) >= (most > arena)
     if over > 0:
         assert over * arena >= most - arena
-    assert measured(program, state, most - 1)[1] > 0
+    assert evaluate_sequence(program, state, most - 1)[1] > 0
     if not any(problem.inplace):
-        assert measured(program, state, most)[1] == 0
+        assert evaluate_sequence(program, state, most)[1] == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -85,7 +85,7 @@ def check(problem, program, state, arena):
     st.integers(0, 1 << 20),
     st.sampled_from([0.0, 0.5]),
 )
-def test_what_it_says_of_memory_is_so(graph, outputs, seed, first_chance):
+def test_what_it_says_of_memory_is_so(graph, outputs, seed, first_run_chance):
     problem = Problem.from_graph(graph, 1, outputs)
     portfolio = Portfolio(problem, Request(largest_working_set(problem).bytes))
     program, random = to_program(portfolio.arrays), np.random.default_rng(seed)
@@ -93,49 +93,53 @@ def test_what_it_says_of_memory_is_so(graph, outputs, seed, first_chance):
         run = portfolio.runner(budget, portfolio.settings[0])
         if run is None or not run.ops.size:
             continue
-        state = start(problem, 3 * run.ops.size + 20, replace(DEFAULTS, first_chance=first_chance))
+        state = new_state(
+            problem, 3 * run.ops.size + 20, replace(DEFAULTS, first_run_chance=first_run_chance)
+        )
         set_sequence(state, run.ops)
         check(problem, program, state, budget)
         for _ in range(8):
             arena = largest_working_set(problem).bytes
-            metropolis_search(program, state, 30, arena, 5.0, STEEP, int(random.integers(1 << 31)))
+            metropolis(program, state, 30, arena, 5.0, PENALTY, int(random.integers(1 << 31)))
             check(problem, program, state, arena)
 
 
 def test_what_fits_keeps_fitting(portfolio):
-    """Steep enough, no step may need more than there is, anywhere."""
+    """With a high enough penalty no step exceeds the memory anywhere."""
     program, arena = to_program(portfolio.arrays), portfolio.request.arena_bytes
-    state = start(portfolio.problem, 3000, DEFAULTS)
+    state = new_state(portfolio.problem, 3000, DEFAULTS)
     set_sequence(state, portfolio.best.found.run.ops)
-    cost, over = measured(program, state, arena)
+    cost, over = evaluate_sequence(program, state, arena)
     assert over == 0
     for seed in range(8):
-        metropolis_search(program, state, 300, arena, 0.0, 1e12, seed)
-        assert measured(program, state, arena)[1] == 0
-        assert measured(program, state, arena)[0] <= cost * (1 + 1e-9)
-        cost = measured(program, state, arena)[0]
+        metropolis(program, state, 300, arena, 0.0, 1e12, seed)
+        assert evaluate_sequence(program, state, arena)[1] == 0
+        assert evaluate_sequence(program, state, arena)[0] <= cost * (1 + 1e-9)
+        cost = evaluate_sequence(program, state, arena)[0]
     assert cost < portfolio.best.cost_us
 
 
 def test_small_blocks_that_run_full(portfolio):
-    """What a walk says of where it ends is what a fresh look says, however events lie in blocks."""
+    """The result of a search equals a fresh evaluation, for any layout of events in blocks."""
     program, arena = to_program(portfolio.arrays), portfolio.request.arena_bytes
     base = portfolio.problem.base_cost_us
-    state = start(portfolio.problem, 3000, replace(DEFAULTS, insertion=4))
-    row, kept = (np.ascontiguousarray(each[:, :12]) for each in (state.row, state.kept))
-    state = state._replace(row=row, kept=kept)
+    state = new_state(portfolio.problem, 3000, replace(DEFAULTS, max_insertion=4))
+    members, saved = (
+        np.ascontiguousarray(each[:, :12]) for each in (state.members, state.saved_members)
+    )
+    state = state._replace(members=members, saved_members=saved)
     set_sequence(state, portfolio.best.found.run.ops)
     over = []
     for seed in range(40):
-        heat = base * [0.0, 0.01, 0.1][seed % 3]
-        found = metropolis_search(
-            program, state, 200, int(arena * [1.0, 0.9][seed % 2]), heat, base, seed
+        temperature = base * [0.0, 0.01, 0.1][seed % 3]
+        found = metropolis(
+            program, state, 200, int(arena * [1.0, 0.9][seed % 2]), temperature, base, seed
         )
         if seed % 5 == 0:
-            reserve_margin(state, seed, arena // 10)
+            add_margin(state, seed, arena // 10)
         else:
             at = int(arena * [1.0, 0.9][seed % 2])
-            assert measured(program, state, at) == pytest.approx(found)
+            assert evaluate_sequence(program, state, at) == pytest.approx(found)
         over.append(found[1] > 0)
     assert any(over)
     assert not all(over)
@@ -144,7 +148,7 @@ def test_small_blocks_that_run_full(portfolio):
 def test_plans_get_cheaper_and_fit(portfolio, clock):
     before = portfolio.best.cost_us
     found = portfolio.best.found
-    search = OrderAnnealing(portfolio, found.run.ops, clock.now + 60)
+    search = SequenceAnnealing(portfolio, found.run.ops, clock.now + 60)
     search.run(lambda: portfolio.best.found is not found)
     assert portfolio.best.cost_us < before
     schedule = portfolio.solution().placed
@@ -154,7 +158,7 @@ def test_plans_get_cheaper_and_fit(portfolio, clock):
 
 def test_it_ends_at_its_deadline(portfolio, clock):
     deadline = clock.now + 3
-    OrderAnnealing(portfolio, portfolio.best.found.run.ops, deadline).run(lambda: False)
+    SequenceAnnealing(portfolio, portfolio.best.found.run.ops, deadline).run(lambda: False)
     assert deadline <= clock.now < deadline + 20 * clock.TICK
 
 
@@ -175,7 +179,7 @@ def test_nothing_is_run_again_after_what_it_reads_was_overwritten():
         ],
     )
     problem = Problem.from_graph(graph)
-    again = start(problem, 10, DEFAULTS).again
+    again = new_state(problem, 10, DEFAULTS).recomputable
     assert again.tolist() == [0, 1, 0, 0]
 
 
@@ -217,15 +221,15 @@ ONE_BRANCH = 4 + 400 + 8 + 8 + 8
 
 
 @pytest.fixture(scope="module")
-def walks():
-    """The walk is compiled: that is no part of a time limit below."""
+def compiled_search():
+    """Compile the search, so that no time limit below includes it."""
     problem = Problem.from_graph(make_graph(BRANCHES["tensors"], BRANCHES["ops"]), 1)
-    state = start(problem, 40, DEFAULTS)
+    state = new_state(problem, 40, DEFAULTS)
     set_sequence(state, np.arange(5))
-    metropolis_search(to_program(to_arrays(problem)), state, 1, 1 << 20, 5.0, STEEP, 0)
+    metropolis(to_program(to_arrays(problem)), state, 1, 1 << 20, 5.0, PENALTY, 0)
 
 
-@pytest.mark.usefixtures("walks")
+@pytest.mark.usefixtures("compiled_search")
 @pytest.mark.parametrize("method", ["coop-offline", "auto"])
 def test_first_runs_leave_the_order_of_the_program(method):
     graph = make_graph(BRANCHES["tensors"], BRANCHES["ops"])
@@ -236,7 +240,7 @@ def test_first_runs_leave_the_order_of_the_program(method):
     assert held.recomputed_ops == 2
 
 
-@pytest.mark.usefixtures("walks")
+@pytest.mark.usefixtures("compiled_search")
 def test_they_do_so_beside_a_link():
     """Too slow to be of use: in program order the least is to recompute."""
     slow = {"d2h_bytes_per_s": 1.0, "h2d_bytes_per_s": 1.0}
@@ -246,7 +250,7 @@ def test_they_do_so_beside_a_link():
     assert (made.recomputed_ops, made.swapped_bytes, made.overhead) == (0, 0, 0)
 
 
-@pytest.mark.usefixtures("walks")
+@pytest.mark.usefixtures("compiled_search")
 def test_no_bound_of_program_order_is_above_a_cost():
     graph = make_graph(BRANCHES["tensors"], BRANCHES["ops"])
     made = plan(graph, ONE_BRANCH, method="auto", alignment=1, time_limit=4.0)
@@ -308,15 +312,15 @@ def test_what_has_an_effect_or_another_phase_stays_behind_what_it_follows(what):
         ops[2]["phase"], ops[3]["phase"], ops[4]["phase"] = "backward", "backward", "backward"
         ops[1]["phase"] = "forward"
     problem = Problem.from_graph(make_graph(BRANCHES["tensors"], ops), 1)
-    program, state = to_program(to_arrays(problem)), start(problem, 40, DEFAULTS)
+    program, state = to_program(to_arrays(problem)), new_state(problem, 40, DEFAULTS)
     set_sequence(state, np.arange(5))
     for seed in range(20):
-        metropolis_search(program, state, 50, 1 << 20, 5.0, STEEP, seed)
+        metropolis(program, state, 50, 1 << 20, 5.0, PENALTY, seed)
         first = list(dict.fromkeys(current_sequence(state).tolist()))
         assert first.index(1) < first.index(2)
 
 
-@pytest.mark.usefixtures("walks")
+@pytest.mark.usefixtures("compiled_search")
 @settings(max_examples=25, deadline=None)
 @given(
     graphs(max_ops=12, mutates=True, inplace=True, variants=True, rng=True),

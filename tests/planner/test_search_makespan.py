@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.inspect.link_report import unused_link_reason
+from coop_plan.planner.inspect.link_report import unworthy_link
 from coop_plan.planner.method import Request
-from coop_plan.planner.search.makespan.annealing import JointSearch, run_beside
-from coop_plan.planner.search.makespan.metropolis import measured, metropolis_search
-from coop_plan.planner.search.makespan.params import MarkParams
+from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_parallel
+from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
+from coop_plan.planner.search.makespan.params import MakespanMoveParams
 from coop_plan.planner.search.makespan.sequence import (
-    AHEAD,
+    LOOK_AHEAD,
+    new_state,
     set_sequence,
-    start,
     to_closed_program,
     to_events,
 )
@@ -89,16 +89,16 @@ def test_a_link_never_makes_a_plan_dearer_and_the_hosts_budget_is_kept(graph, sh
     share=st.floats(0.2, 0.9),
     outputs=st.sampled_from(["arena", "outside"]),
 )
-def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share, outputs):
+def test_the_search_measures_what_the_schedule_costs_and_needs(graph, seed, share, outputs):
     problem = Problem.from_graph(graph, 1, outputs)
     assume(problem.op_count)
     program = to_closed_program(problem)
-    state = start(problem, program, 400, MarkParams())
+    state = new_state(problem, program, 400, MakespanMoveParams())
     set_sequence(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
     for number in range(20):
-        metropolis_search(
+        metropolis(
             program,
             state,
             20,
@@ -108,7 +108,7 @@ def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share,
             20.0,
             100 * seed + number,
         )
-        cost, over = measured(program, state, arena, -1)
+        cost, over = evaluate_sequence(program, state, arena, -1)
         schedule = Schedule.of_events(problem, *to_events(state))
         assert cost == pytest.approx(schedule.cost_us)
         runs = [variant for variant in schedule.variants if variant >= 0]
@@ -125,22 +125,22 @@ def test_the_walk_measures_what_the_schedule_costs_and_needs(graph, seed, share,
     speeds=st.tuples(st.sampled_from([0.5, 2.0, 8.0]), st.sampled_from([0.5, 2.0, 8.0])),
 )
 def test_cold_steps_make_nothing_dearer_or_too_large(graph, seed, share, speeds):
-    """Steep enough, no step makes the whole dearer, or too large anywhere."""
+    """With a high enough penalty no step costs more or exceeds the memory."""
     problem = Problem.from_graph(linked(graph, *speeds, latency=0.5), 1, "arena")
     assume(problem.op_count)
     program = to_closed_program(problem)
-    state = start(problem, program, 400, MarkParams())
+    state = new_state(problem, program, 400, MakespanMoveParams())
     set_sequence(state, np.arange(problem.op_count))
     everything = Schedule.of(problem, range(problem.op_count)).live_bytes().max(initial=0)
     arena = int(share * everything)
     random = np.random.default_rng(seed)
     for number in range(6):
-        metropolis_search(program, state, 60, arena, 40, 3.0, 300.0, 10 * seed + number)
-        before, over = measured(program, state, arena, 40)
+        metropolis(program, state, 60, arena, 40, 3.0, 300.0, 10 * seed + number)
+        before, over = evaluate_sequence(program, state, arena, 40)
         for _ in range(8 if over == 0 else 0):
             drawn = int(random.integers(1 << 31))
-            kept = metropolis_search(program, state, 30, arena, 40, 0.0, 1e12, drawn)
-            after, over = measured(program, state, arena, 40)
+            kept = metropolis(program, state, 30, arena, 40, 0.0, 1e12, drawn)
+            after, over = evaluate_sequence(program, state, arena, 40)
             assert kept == pytest.approx((after, over))  # step by step, and anew
             assert over == 0
             assert after <= before * (1 + 1e-9)
@@ -168,13 +168,13 @@ def test_a_copy_that_takes_too_long_is_computed_again_instead():
 def test_a_link_that_is_worth_nothing_is_told_with_its_numbers():
     # An activation is not used for 290 µs at most, and takes 20 ms there and back.
     slow = linked(pyramid(16), 0.01)
-    told = unused_link_reason(Problem.from_graph(slow, 1), plan(slow, 800, alignment=1))
-    assert "at 1e-05 GB/s no copy can be hidden" in told
+    told = unworthy_link(Problem.from_graph(slow, 1), plan(slow, 800, alignment=1))
+    assert "at 1e-05 GB/s the cheapest copy hides 0 bytes" in told
     assert "100 B take 20 ms there and back and are unused for 0.29 ms" in told
     wide = linked(pyramid(16), 1000.0)
-    assert unused_link_reason(Problem.from_graph(wide, 1), plan(wide, 800, alignment=1)) is None
+    assert unworthy_link(Problem.from_graph(wide, 1), plan(wide, 800, alignment=1)) is None
     alone = plan(wide, 800, alignment=1, host_budget=0)
-    assert unused_link_reason(Problem.from_graph(wide, 1, host_budget=0), alone) is None
+    assert unworthy_link(Problem.from_graph(wide, 1, host_budget=0), alone) is None
 
 
 def test_no_budget_on_the_host_gives_the_plan_of_a_device_without_a_link():
@@ -228,13 +228,13 @@ def test_a_tensor_read_twice_is_copied_to_the_host_once():
     assert kinds.count("prefetch") == 2
 
 
-def test_a_mark_says_what_is_copied_there_and_back():
+def test_a_marker_gives_an_offload_and_a_prefetch():
     """It goes when the engine is free, leaves when that is over, comes back before it is read."""
     problem = Problem.from_graph(linked(pyramid(3), 10.0), 1)
     program = to_closed_program(problem)
-    state = start(problem, program, 400, MarkParams())
+    state = new_state(problem, program, 400, MakespanMoveParams())
     set_sequence(state, np.array([0, 1, 2, 3, 4, program.ops + 1, 5]))
-    cost, over = measured(program, state, 1000, -1)
+    cost, over = evaluate_sequence(program, state, 1000, -1)
     assert (cost, over) == (problem.base_cost_us, 0)
     do, what = to_events(state)
     assert do.tolist() == [0, 1, 0, 3, 0, 0, 2, 0, 3, 0]
@@ -244,12 +244,12 @@ def test_a_mark_says_what_is_copied_there_and_back():
 def test_compute_waits_for_bytes_that_are_leaving_only_where_there_is_no_other_room():
     problem = Problem.from_graph(linked(pyramid(6), 8.0), 1)
     program = to_closed_program(problem)
-    state = start(problem, program, 400, MarkParams())
+    state = new_state(problem, program, 400, MakespanMoveParams())
     n, m = problem.op_count, program.ops
     stalls = []
     for capacity in (800, 210):
         set_sequence(state, np.array([*range(n - 3), m + 3, n - 3, m + 2, n - 2, m + 1, n - 1]))
-        cost, _ = measured(program, state, capacity, -1)
+        cost, _ = evaluate_sequence(program, state, capacity, -1)
         schedule = Schedule.of_events(problem, *to_events(state))
         assert schedule.cost_us == pytest.approx(cost)
         stalls.append(cost - problem.base_cost_us)
@@ -267,12 +267,15 @@ def test_a_fetch_waits_where_it_fits_now_but_not_beside_what_comes_before_its_re
     ]
     problem = Problem.from_graph(linked(make_graph(tensors, ops), 4.0), 1)
     program = to_closed_program(problem)
-    state = start(problem, program, 400, MarkParams())
+    state = new_state(problem, program, 400, MakespanMoveParams())
     set_sequence(state, np.array([0, 1, 2, 3, program.ops, 4]))
-    cost, over = measured(program, state, 24, -1)
+    cost, over = evaluate_sequence(program, state, 24, -1)
     assert (cost, over > 0) == (10.0, True)
-    state.flow[AHEAD] = 1
-    assert measured(program, state, 24, -1) == (12.0, 0.0)  # it takes 2 µs that are not hidden
+    state.flow[LOOK_AHEAD] = 1
+    assert evaluate_sequence(program, state, 24, -1) == (
+        12.0,
+        0.0,
+    )  # it takes 2 µs that are not hidden
     do, what = to_events(state)
     assert list(zip(do, what, strict=True))[-3:] == [(2, 0), (3, 0), (0, 4)]
 
@@ -285,12 +288,14 @@ def test_searches_beside_each_other_end_together_and_the_cheapest_counts():
     def enough():
         return next(asked, None) is None
 
-    searches = [JointSearch(problem, Request(350, seed=s), [program], INFINITE) for s in range(3)]
-    best = run_beside(searches, time.monotonic() + 600.0, enough)
+    searches = [
+        MakespanSearch(problem, Request(350, seed=s), [program], INFINITE) for s in range(3)
+    ]
+    best = run_parallel(searches, time.monotonic() + 600.0, enough)
     assert best.cost_us == min(search.cost_us for search in searches)
 
     def interrupted():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_beside(searches, time.monotonic() + 600.0, interrupted)
+        run_parallel(searches, time.monotonic() + 600.0, interrupted)

@@ -60,7 +60,7 @@ def test_no_plan_is_shorter_than_the_model_says(
 ):
     """At any time points, and at all of them."""
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
-    assert Program.of(problem).host_link is not None
+    assert Program.of(problem).links is not None
     for answer, bound in relaxations(process, problem, arena, chosen):
         if best is None:
             continue
@@ -74,16 +74,14 @@ def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs,
     """Blocks of two copies, one time point more at a time, until all ops are time points."""
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
     assume(best is not None)
-    reported = []
-    params = replace(DEFAULTS, bounding=BoundingParams(min_block_share=0.1, first_spread=1))
+    told = []
+    params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeated_blocks, "FEWEST", 2)
-        bounding = Bounding(
-            Program.of(problem), problem.rounded(arena), set(), reported.append, params
-        )
+        bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)
         bounding.run()
-    assert reported
-    assert problem.base_cost_us + max(reported) <= best * (1 + 1e-6) + 1e-6
+    assert told
+    assert problem.base_cost_us + max(told) <= best * (1 + 1e-6) + 1e-6
 
 
 @settings(SETTINGS, max_examples=20)
@@ -94,7 +92,7 @@ def test_optimal_agrees_with_exhaustive_search(graph, host, outputs, share, alig
     proof is right, and the verifier's clock ends where the planner's does.
     """
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
-    short = CoopOfflineParams(hill_climb=HillClimbParams(ops=1000))
+    short = CoopOfflineParams(hill_climb=HillClimbParams(simulated_ops=1000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimal, "CoopOffline", lambda p, r, *_: CoopOffline(p, r, short))
         try:
@@ -170,7 +168,7 @@ def there_and_back(us, speed=1e6, **limits):
 
 
 @pytest.mark.parametrize(("us", "stall"), [(8.0, 0.0), (5.0, 5.0), (0.0, 15.0)])
-def test_the_model_stalls_for_what_the_link_has_no_time_for(process, us, stall):
+def test_the_model_tells_what_the_link_has_no_time_for(process, us, stall):
     """A copy that goes away beside one op and comes back beside another stalls for the rest."""
     problem = there_and_back(us)
     program = Program.of(problem)

@@ -14,7 +14,7 @@ from coop_plan.planner.heuristic.coop_offline import CoopOffline
 from coop_plan.planner.heuristic.eviction_run import Record
 from coop_plan.planner.heuristic.params import DEFAULTS
 from coop_plan.planner.heuristic.portfolio import Portfolio
-from coop_plan.planner.heuristic.weight_annealing import Annealing
+from coop_plan.planner.heuristic.weight_annealing import WeightAnnealing
 from coop_plan.planner.method import Request
 from tests.support import make_graph
 
@@ -39,13 +39,13 @@ def request_(problem):
 
 def after(steps):
     """Enough once so many steps were made, counted as often as it is asked."""
-    asked = iter(range(steps // DEFAULTS.annealing.check_steps))
+    asked = iter(range(steps // DEFAULTS.weight_annealing.check_steps))
     return lambda: next(asked, None) is None
 
 
 def test_copies_are_alike_and_others_are_not(problem, request_):
     portfolio = Portfolio(problem, request_)
-    numbers = weight_annealing.alike(problem, portfolio.arrays)
+    numbers = weight_annealing.interval_classes(problem, portfolio.arrays)
     assert numbers.size == portfolio.arrays.uses.size + 1
     number = {}
     for t, consumers in enumerate(problem.consumers):
@@ -65,12 +65,12 @@ def test_copies_are_alike_and_others_are_not(problem, request_):
 
 def test_nothing_to_keep_is_no_trouble():
     portfolio = Portfolio(Problem.from_graph(make_graph({}, [])), Request(0))
-    assert weight_annealing.alike(portfolio.problem, portfolio.arrays).size == 1
+    assert weight_annealing.interval_classes(portfolio.problem, portfolio.arrays).size == 1
 
 
 def test_plans_get_cheaper_and_fit(problem, request_):
-    at_once = replace(DEFAULTS.order_annealing, fixed_steps=1)
-    method = CoopOffline(problem, request_, replace(DEFAULTS, order_annealing=at_once))
+    at_once = replace(DEFAULTS.sequence_annealing, fixed_steps=1)
+    method = CoopOffline(problem, request_, replace(DEFAULTS, sequence_annealing=at_once))
     method.begin()
     before = method.solution().placed.cost_us
     method.improve(time.monotonic() + FAR, after(2000))
@@ -80,16 +80,16 @@ def test_plans_get_cheaper_and_fit(problem, request_):
 
 
 def test_it_comes_back_from_where_nothing_fits(problem, request_):
-    too_little = replace(DEFAULTS.annealing, penalty=0.3)
-    portfolio = Portfolio(problem, request_, replace(DEFAULTS, annealing=too_little))
+    too_little = replace(DEFAULTS.weight_annealing, penalty=0.3)
+    portfolio = Portfolio(problem, request_, replace(DEFAULTS, weight_annealing=too_little))
     settings, budget = portfolio.settings[0], int(1.2 * request_.arena_bytes)
     found = portfolio.candidate(budget, settings)
     assert found is not None
     assert found.peak > request_.arena_bytes
     portfolio.best.found = found
     spent = after(20_000)
-    kinds = weight_annealing.alike(problem, portfolio.arrays)
-    Annealing(portfolio, kinds, time.monotonic() + FAR).run(
+    kinds = weight_annealing.interval_classes(problem, portfolio.arrays)
+    WeightAnnealing(portfolio, kinds, time.monotonic() + FAR).run(
         lambda: spent() or np.isfinite(portfolio.best.cost_us)
     )
     assert portfolio.best.found is not found
@@ -103,8 +103,8 @@ def test_it_goes_on_from_ops_that_no_weights_chose(problem, request_):
     portfolio.sweep()
     found = portfolio.best.found
     portfolio.best.found = replace(found, run=Record(found.run.cost_us, found.run.ops))
-    kinds = weight_annealing.alike(problem, portfolio.arrays)
-    Annealing(portfolio, kinds, time.monotonic() + FAR).run(after(200))
+    kinds = weight_annealing.interval_classes(problem, portfolio.arrays)
+    WeightAnnealing(portfolio, kinds, time.monotonic() + FAR).run(after(200))
     assert portfolio.solution().placed.arena_bytes <= request_.arena_bytes
 
 
@@ -112,7 +112,7 @@ def test_it_ends_at_its_deadline(problem, request_, clock):
     portfolio = Portfolio(problem, request_)
     portfolio.sweep()
     deadline = clock.now + 3
-    Annealing(portfolio, weight_annealing.alike(problem, portfolio.arrays), deadline).run(
-        lambda: False
-    )
+    WeightAnnealing(
+        portfolio, weight_annealing.interval_classes(problem, portfolio.arrays), deadline
+    ).run(lambda: False)
     assert deadline <= clock.now < deadline + 20 * clock.TICK

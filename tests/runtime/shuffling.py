@@ -10,27 +10,27 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.method import Solution
 from coop_plan.planner.placement.layout import lay_out
-from coop_plan.planner.planning import verified_plan
-from coop_plan.planner.search.compute.metropolis import walk
+from coop_plan.planner.planning import written
+from coop_plan.planner.search.compute.metropolis import metropolis
 from coop_plan.planner.search.compute.params import DEFAULTS
-from coop_plan.planner.search.compute.sequence import current_sequence, set_sequence, start
+from coop_plan.planner.search.compute.sequence import current_sequence, new_state, set_sequence
 
-ANYWHERE = replace(DEFAULTS, first_chance=0.7, stray_chance=1.0)
+ANYWHERE = replace(DEFAULTS, first_run_chance=0.7, drift_chance=1.0)
 
 STEPS = 3000
 
 
 def shuffled_plan(graph, options, *, seed=0):
-    """The ops of a step, and some of them again, in an order that a walk ends at."""
+    """The ops of a step, and some of them again, in an order that a Metropolis search ends at."""
     problem = Problem.from_graph(graph, options.alignment, options.outputs)
     program = np.arange(problem.op_count)
-    state = start(problem, 3 * program.size + 100, ANYWHERE)
+    state = new_state(problem, 3 * program.size + 100, ANYWHERE)
     set_sequence(state, program)
-    heat = problem.base_cost_us / problem.op_count
-    walk(to_program(to_arrays(problem)), state, STEPS, 1 << 60, heat, 1.0, seed)
+    temperature = problem.base_cost_us / problem.op_count
+    metropolis(to_program(to_arrays(problem)), state, STEPS, 1 << 60, temperature, 1.0, seed)
     placed, _ = lay_out(Schedule.of(problem, current_sequence(state)), work=0)
     budget = problem.fixed_bytes + placed.arena_bytes
-    return verified_plan(graph, Solution(placed), options, budget, time.monotonic())
+    return written(graph, Solution(placed), options, budget, time.monotonic())
 
 
 def is_shuffled(graph, plan):

@@ -1,16 +1,18 @@
 """
-coop-offline plans the whole step first and places second.
+coop-offline: plans evictions for the whole step first, then the layout, and keeps what fits.
 
-`coop_offline` is the method. Its parts act in this order:
+`coop_offline` is the method. Its phases, in order:
 
-1. `portfolio` runs the offline `eviction` under many rules at many logical budgets, and keeps the
-   cheapest run that fits. An `eviction_run` fills an `eviction_state`; victims are chosen by
-   recompute cost (`recompute_cost`) and next use. The run's ops, in order, define the blocks.
-2. `hill_climb` changes weights of retention intervals of the best runs, at random or by learned
-   corrections. It does not know the arena, so neighbouring budgets see the same runs.
-3. With a deadline, `weight_annealing` perturbs the weights for this arena alone.
-4. `planner.search.compute` anneals the sequence of runs. With a link to the host,
-   `planner.search.makespan` searches recomputes and transfers jointly.
+1. `portfolio` makes eviction runs with many scoring rules at many logical budgets and keeps the
+cheapest that fits. `eviction_run` starts a run in an `eviction_state`; the kernel `eviction`
+executes the program once and evicts by recompute cost (`recompute_cost`) and next use.
+`planner.core.lifetimes` turns the recorded ops into blocks to place. 2. `hill_climb` changes the
+weights of single retention intervals, at random or by learned corrections. It ignores the arena, so
+that neighbouring budgets see the same plans and overhead does not rise with the budget. 3. With a
+deadline, `weight_annealing` perturbs the weights for this arena. 4. `planner.search.compute`
+anneals the sequence of ops itself. With a link to the host, `planner.search.makespan` searches for
+recomputes and transfers.
 
-Coop's own plan (`planner.online`) is a candidate, too. `params` has one group of parameters a part.
+The cheapest run becomes a `planner.core.schedule.Schedule` with addresses. Coop's own plan
+(`planner.online`) is a further candidate. `params` has one group of parameters per phase.
 """

@@ -1,19 +1,19 @@
 """
-The eviction step: runs the program at a logical budget and evicts what is cheapest to miss.
+Offline (Belady-style) eviction: executes the program at a logical budget and evicts by next use.
 
-Nothing has an address yet. Memory is exact: a tensor is freed after its last use, unless an evicted
-one will need it to be recomputed. When an op does not fit, the live tensor of least
+No tensor has an address yet. Memory is exact: a tensor is freed after its last use, unless an
+evicted tensor will be recomputed from it. When an op does not fit, the live tensor with the least
 
     closure cost / (bytes x distance^alpha)
 
-is evicted, where the closure is every op to run again for it at its next use (as things are, or
-with `foresee` without what the program has no more use for by then), and the distance is
-measured from now to that use in a price that the caller sets per program position. The next use of
-a tensor includes those of evicted tensors that must be recomputed from it.
+is evicted. The closure is the set of ops to run again for the tensor's next use, given the current
+residents; with `foresee` tensors that will be dead by then do not count as residents. The distance
+to that use is measured in a price per program position that the caller sets. A tensor's next use
+includes those of evicted tensors that are recomputed from it.
 
-Closures and next uses are kept per tensor and looked at again only when something they depend on
-came or went. Where many tensors are live, one look at the best of them serves several evictions;
-`planner.heuristic.score_heap` knows which those are.
+Closures and next uses are cached per tensor and updated only after a change nearby. If many tensors
+are live, one scan selects a pool of victims for several evictions, from a heap by score
+(`planner.heuristic.score_heap`) if there are very many.
 """
 
 import numpy as np
@@ -21,70 +21,70 @@ import numpy as np
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner, njit
 from coop_plan.planner.heuristic.eviction_state import (
-    ASIDE,
-    CHANGED,
-    CHANGED_COUNT,
     CLOSURE,
+    DEMAND,
+    DENSITY,
     DIRTY,
-    DUE,
+    DIRTY_COUNT,
+    DIRTY_LIST,
     EVENTS,
     EVICTABLE,
     HEAP,
+    HEAP_ACTIVE,
     HEAP_COUNT,
-    HEAPED,
+    IN_DIRTY_LIST,
     INPLACE_OUT,
     INPLACE_SOURCE,
     KEY,
     LARGE,
     LARGE_COUNT,
-    LISTED,
+    LIST_INDEX,
     LIVE,
     MADE,
-    MERIT,
     NEVER,
+    NEXT_USE,
     ORDER,
     PINS,
-    PLACE,
     POOL_COUNT,
     POOL_SMALL,
     POOL_UNTIL,
     RETAINED,
     RETAINED_COUNT,
     SEEN,
+    SET_ASIDE,
     SLOT,
     SMALL,
     SMALL_COUNT,
     STAMP,
-    STORED,
     USED,
     WRITES,
     EvictionState,
 )
 from coop_plan.planner.heuristic.recompute_cost import (
-    announce,
     banish,
-    changed,
     closure_cost,
-    mark_relatives,
+    mark_dirty,
+    mark_relatives_dirty,
     next_demand,
+    propagate_demand,
 )
-from coop_plan.planner.heuristic.score_heap import put_in, take_out
+from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
 
 
 @njit
-def run_eviction(
+def run_evictions(
     a: Arrays, s: EvictionState, position: int, cost: float, cost_limit: float, events: int
 ) -> tuple[int, int, float]:
     """
-    Go on with a run from a program position and its cost (µs) so far, for about so many events.
+    Continue a run from a program position and its cost (µs) for about `events` events.
 
-    Returns (failed op or -1, next position, cost in µs). A run that outgrows its record or costs
-    more than `cost_limit` (µs) stops as failed.
+    Returns (failed op or -1, next position, cost in µs). A run fails if it exceeds its record or
+    `cost_limit` (µs).
     """
     enough = s.counts[EVENTS] + events
     while position < a.ops and s.counts[EVENTS] < enough:
-        _note_what_is_paid(a, s, position)
-        ops = _order(a, s, position)
+        _record_paid_costs(a, s, position)
+        ops = _order_recomputes(a, s, position)
         for step in range(ops):
             op = s.op[ORDER, step]
             cost += a.cost[op]
@@ -93,17 +93,17 @@ def run_eviction(
             need = _choose_inplace(a, s, op, position)
             if not _make_room(a, s, need, position):
                 return position, position, cost
-            _run(a, s, op, position)
-            _release(a, s, op, position, step == ops - 1)
+            _execute(a, s, op, position)
+            _free_operands(a, s, op, position, step == ops - 1)
         if s.counts[RETAINED_COUNT] > 0:
-            _release_retained(a, s, position)
+            _free_retained(a, s, position)
         position += 1
     return -1, position, cost
 
 
 @inlined
-def _note_what_is_paid(a: Arrays, s: EvictionState, position: int) -> None:
-    """Note what each evicted input of the op at hand takes to be there again."""
+def _record_paid_costs(a: Arrays, s: EvictionState, position: int) -> None:
+    """Record the closure cost of each evicted input of the current op, for learned corrections."""
     for k in range(a.reads_ptr[position], a.reads_ptr[position + 1]):
         t = a.reads[k]
         if s.tensor[LIVE, t] == 0:
@@ -114,12 +114,12 @@ def _note_what_is_paid(a: Arrays, s: EvictionState, position: int) -> None:
 
 
 @inlined
-def _order(a: Arrays, s: EvictionState, goal: int) -> int:
+def _order_recomputes(a: Arrays, s: EvictionState, goal: int) -> int:
     """
-    List the ops to run for `goal`, itself last, with their inputs pinned; returns how many.
+    List the ops to run for `goal`, itself last, and pin their inputs; returns their number.
 
-    Of what an op lacks the earliest in the program goes first. In the order of its inputs a long
-    chain would make all that its links take from elsewhere before it ran the first of them.
+    Depth-first; of an op's missing inputs, the one produced earliest comes first. In the order of
+    its inputs a long chain would produce all side inputs of its links before the first link.
     """
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
@@ -151,9 +151,9 @@ def _order(a: Arrays, s: EvictionState, goal: int) -> int:
 @inlined
 def _choose_inplace(a: Arrays, s: EvictionState, op: int, position: int) -> int:
     """
-    List the in-place writes of `op`; returns the bytes it needs beside its inputs.
+    List the in-place writes of `op`; returns the bytes that it needs besides its inputs.
 
-    An input may be overwritten if it ends here and nothing evicted will want it.
+    An input can be overwritten if this is its last use and no evicted tensor needs it.
     """
     s.counts[WRITES] = 0
     need = int(a.workspace[op])
@@ -185,26 +185,28 @@ def _choose_inplace(a: Arrays, s: EvictionState, op: int, position: int) -> int:
 
 @inlined
 def _make_room(a: Arrays, s: EvictionState, need: int, position: int) -> bool:
-    """Evict until `need` bytes are free; False when nothing more can be evicted."""
+    """Evict until `need` bytes are free; False if nothing more can be evicted."""
     while s.counts[USED] + need > s.budget:
-        victim = _victim(a, s, s.counts[USED] + need - s.budget, position)
+        victim = _select_victim(a, s, s.counts[USED] + need - s.budget, position)
         if victim < 0:
             return False
+        # For learned corrections: the cost with which this eviction was chosen.
         slot = s.tensor[SLOT, victim]
         if slot < a.uses_ptr[victim + 1]:
             s.expected[slot] = s.value[CLOSURE, victim]
-        _drop(a, s, victim)
-        announce(a, s, victim, position)
-        mark_relatives(a, s, victim, position)
+        _free(a, s, victim)
+        propagate_demand(a, s, victim, position)
+        mark_relatives_dirty(a, s, victim, position)
     return True
 
 
 @inlined
-def _victim(a: Arrays, s: EvictionState, short: int, position: int) -> int:
+def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> int:
     """
-    The tensor of least score: of the pool and what changed since, of all large ones, of all.
+    The victim with the least score; -1 if nothing can be evicted.
 
-    A pool of small ones was made when no large one could go; one that can go since has changed.
+    Attempt 0 takes the pool and the tensors that changed since it was filled. Attempt 1 takes all
+    large tensors, and attempt 2 the small ones, if no large one can be evicted.
     """
     best_score = np.inf
     best, best_small = -1, True
@@ -213,32 +215,34 @@ def _victim(a: Arrays, s: EvictionState, short: int, position: int) -> int:
         if attempt == 0:
             if s.counts[POOL_COUNT] == 0 or position > s.counts[POOL_UNTIL]:
                 continue
-            length, extra = s.counts[POOL_COUNT], s.counts[CHANGED_COUNT]
+            length, extra = s.counts[POOL_COUNT], s.counts[DIRTY_COUNT]
         elif attempt == 1:
-            _renew(a, s, position)
+            _update_heap(a, s, position)
             s.counts[POOL_COUNT] = s.counts[POOL_SMALL] = 0
-            s.counts[POOL_UNTIL] = position + s.pool_ops
+            s.counts[POOL_UNTIL] = position + s.pool_max_age
         else:
             row, length = SMALL, s.counts[SMALL_COUNT]
             s.counts[POOL_SMALL] = 1
-        if attempt > 0 and length > s.pool_from:
-            _fill(a, s, short, position, attempt == 2)
+        # Many candidates: fill the pool; its first entry is the victim.
+        if attempt > 0 and length > s.pool_min_live:
+            _fill_pool(a, s, missing, position, attempt == 2)
             if s.counts[POOL_COUNT] > 0:
                 return int(s.pool[0])
             continue
+        # Few candidates: score each.
         for i in range(length + extra):
             if attempt > 0:
                 t = s.tensor[row, i]
             elif i < length:
                 t = s.pool[i]
             else:
-                t = s.tensor[CHANGED, i - length]
-            if s.tensor[PLACE, t] < 0 or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
+                t = s.tensor[DIRTY_LIST, i - length]
+            if s.tensor[LIST_INDEX, t] < 0 or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
                 continue
             small = a.size[t] < s.small
             if small and attempt == 0 and (s.counts[POOL_SMALL] == 0 or not best_small):
                 continue
-            score = _score(a, s, t, short, position)
+            score = _score(a, s, t, missing, position)
             if score < best_score or (best_small and not small):
                 best_score, best, best_small = score, t, small
         if best >= 0:
@@ -247,70 +251,75 @@ def _victim(a: Arrays, s: EvictionState, short: int, position: int) -> int:
 
 
 @inner
-def _fill(a: Arrays, s: EvictionState, short: int, position: int, small: bool) -> None:
+def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: bool) -> None:
     """
-    Fill the pool with the least scores of the heap, of large tensors or, where none can go, of all.
+    Fill the pool with the victims of least score, from the small tensors if `small`.
 
-    Scores rise as uses come nearer, so the older ones in the heap are not above what they are now.
-    Where there is no heap all are looked at: few are live, or bytes are capped and scores follow
-    what is short.
+    A score only rises as its use comes nearer, so the key in the heap is a lower bound on it.
+    Without a heap all live tensors are scored: few are live, or `cap` makes scores depend on the
+    missing bytes.
     """
     worst = np.inf
-    if s.counts[HEAPED] == 0:
+    if s.counts[HEAP_ACTIVE] == 0:
         for i in range(s.counts[SMALL_COUNT] if small else s.counts[LARGE_COUNT]):
             t = s.tensor[SMALL if small else LARGE, i]
             if s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
                 continue
-            score = _score(a, s, t, short, position)
+            score = _score(a, s, t, missing, position)
             if score < worst:
-                worst = _keep(s, t, score)
+                worst = _add_to_pool(s, t, score)
         return
-    aside = 0
+    popped = 0
+    # Pop until the smallest key is no better than the pool's worst; a stale key is updated and
+    # pushed again.
     while s.counts[HEAP_COUNT] > 0:
         t = s.tensor[HEAP, 0]
         if s.value[KEY, t] >= worst or (a.size[t] < s.small and not small):
             break
         if s.tensor[EVICTABLE, t] == 0:
-            take_out(a, s, t)
+            heap_remove(a, s, t)
             continue
         if s.tensor[PINS, t] == 0:
-            key = _score(a, s, t, short, position)
+            key = _score(a, s, t, missing, position)
             if key > s.value[KEY, t]:
-                put_in(a, s, t, key)
+                heap_put(a, s, t, key)
                 continue
-            worst = _keep(s, t, key)
-        take_out(a, s, t)
-        s.tensor[ASIDE, aside] = t
-        aside += 1
-    for i in range(aside):
-        put_in(a, s, s.tensor[ASIDE, i], s.value[KEY, s.tensor[ASIDE, i]])
+            worst = _add_to_pool(s, t, key)
+        heap_remove(a, s, t)
+        s.tensor[SET_ASIDE, popped] = t
+        popped += 1
+    # The pool only lists tensors: put them back into the heap.
+    for i in range(popped):
+        heap_put(a, s, s.tensor[SET_ASIDE, i], s.value[KEY, s.tensor[SET_ASIDE, i]])
 
 
 @inner
-def _renew(a: Arrays, s: EvictionState, position: int) -> None:
-    """Forget what changed, or put it into the heap by its score now, the first time all of it."""
+def _update_heap(a: Arrays, s: EvictionState, position: int) -> None:
+    """Update the heap with the tensors that changed; builds it once many tensors are live."""
     live = s.counts[LARGE_COUNT] + s.counts[SMALL_COUNT]
-    if s.counts[HEAPED] == 0 and not s.cap and live > s.heap_from:
-        s.counts[HEAPED] = 1
+    if s.counts[HEAP_ACTIVE] == 0 and not s.cap and live > s.heap_min_live:
+        s.counts[HEAP_ACTIVE] = 1
         for row, count in ((LARGE, LARGE_COUNT), (SMALL, SMALL_COUNT)):
             for i in range(s.counts[count]):
-                changed(s, s.tensor[row, i])
-    left = 0
-    for i in range(s.counts[CHANGED_COUNT]):
-        t = s.tensor[CHANGED, i]
-        if s.counts[HEAPED] == 1 and s.tensor[PLACE, t] >= 0 and s.tensor[PINS, t] > 0:
-            s.tensor[CHANGED, left] = t
-            left += 1
+                mark_dirty(s, s.tensor[row, i])
+    kept = 0
+    for i in range(s.counts[DIRTY_COUNT]):
+        t = s.tensor[DIRTY_LIST, i]
+        in_heap = s.counts[HEAP_ACTIVE] == 1 and s.tensor[LIST_INDEX, t] >= 0
+        # A pinned tensor cannot be evicted now: it stays in the list.
+        if in_heap and s.tensor[PINS, t] > 0:
+            s.tensor[DIRTY_LIST, kept] = t
+            kept += 1
             continue
-        s.tensor[LISTED, t] = 0
-        if s.counts[HEAPED] == 1 and s.tensor[PLACE, t] >= 0 and s.tensor[EVICTABLE, t] == 1:
-            put_in(a, s, t, _score(a, s, t, 1, position))
-    s.counts[CHANGED_COUNT] = left
+        s.tensor[IN_DIRTY_LIST, t] = 0
+        if in_heap and s.tensor[EVICTABLE, t] == 1:
+            heap_put(a, s, t, _score(a, s, t, 1, position))
+    s.counts[DIRTY_COUNT] = kept
 
 
 @inlined
-def _keep(s: EvictionState, t: int, score: float) -> float:
-    """Sort `t` into the pool; returns the score above which the pool takes no more."""
+def _add_to_pool(s: EvictionState, t: int, score: float) -> float:
+    """Insert `t` into the sorted pool; returns the score from which the pool takes no more."""
     at = min(s.counts[POOL_COUNT], s.pool.size - 1)
     while at > 0 and s.pool_score[at - 1] > score:
         s.pool_score[at] = s.pool_score[at - 1]
@@ -325,8 +334,9 @@ def _keep(s: EvictionState, t: int, score: float) -> float:
 
 
 @inlined
-def _score(a: Arrays, s: EvictionState, t: int, short: int, position: int) -> float:
-    """Closure cost x weight / (bytes x distance^alpha), for `short` bytes to be freed."""
+def _score(a: Arrays, s: EvictionState, t: int, missing: int, position: int) -> float:
+    """Closure cost x weight / (bytes x distance^alpha), for `missing` bytes to be freed."""
+    # Closure cost and next use are cached until something nearby changes.
     if s.tensor[DIRTY, t] == 1:
         s.tensor[DIRTY, t] = 0
         slot = s.tensor[SLOT, t]
@@ -336,58 +346,59 @@ def _score(a: Arrays, s: EvictionState, t: int, short: int, position: int) -> fl
         due = next_demand(a, s, t, position)
         if slot < a.uses_ptr[t + 1]:
             due = min(due, a.uses[slot])
-        s.tensor[DUE, t] = due
-        foreseen = s.tensor[DUE, t] if s.foresee else -1
+        s.tensor[NEXT_USE, t] = due
+        foreseen = s.tensor[NEXT_USE, t] if s.foresee else -1
         s.value[CLOSURE, t] = closure_cost(a, s, t, foreseen) * s.weight[slot]
-        s.value[MERIT, t] = s.value[CLOSURE, t] / a.size[t]
-    n = a.ops
-    distance = s.price[min(s.tensor[DUE, t], n)] - s.price[position] + s.least_distance
+        s.value[DENSITY, t] = s.value[CLOSURE, t] / a.size[t]
+    ops = a.ops
+    distance = s.price[min(s.tensor[NEXT_USE, t], ops)] - s.price[position] + s.least_distance
+    # Square roots are several times faster than a power.
     if s.alpha == 0.5:
         distance = np.sqrt(distance)
     elif s.alpha == 0.25:
         distance = np.sqrt(np.sqrt(distance))
     elif s.alpha != 1.0:
         distance = distance**s.alpha
-    if s.cap and a.size[t] > short:
-        return float(s.value[CLOSURE, t] / (short * distance))
-    return float(s.value[MERIT, t] / distance)
+    if s.cap and a.size[t] > missing:
+        return float(s.value[CLOSURE, t] / (missing * distance))
+    return float(s.value[DENSITY, t] / distance)
 
 
 @inlined
-def _drop(a: Arrays, s: EvictionState, t: int) -> None:
-    """End live tensor `t`."""
-    _take_off(a, s, t)
+def _free(a: Arrays, s: EvictionState, t: int) -> None:
+    """End the lifetime of live tensor `t`."""
+    _unlist(a, s, t)
     s.tensor[LIVE, t] = 0
     s.counts[USED] -= a.size[t]
 
 
 @inlined
-def _take_off(a: Arrays, s: EvictionState, t: int) -> None:
-    """Take `t` off its list of live tensors."""
-    place = s.tensor[PLACE, t]
-    if place < 0:
+def _unlist(a: Arrays, s: EvictionState, t: int) -> None:
+    """Remove `t` from its list of live tensors and from the heap."""
+    index = s.tensor[LIST_INDEX, t]
+    if index < 0:
         return
     row, count = (SMALL, SMALL_COUNT) if a.size[t] < s.small else (LARGE, LARGE_COUNT)
     s.counts[count] -= 1
     last = s.tensor[row, s.counts[count]]
-    s.tensor[row, place] = last
-    s.tensor[PLACE, last] = place
-    s.tensor[PLACE, t] = -1
-    take_out(a, s, t)
+    s.tensor[row, index] = last
+    s.tensor[LIST_INDEX, last] = index
+    s.tensor[LIST_INDEX, t] = -1
+    heap_remove(a, s, t)
 
 
 @inlined
-def _run(a: Arrays, s: EvictionState, op: int, position: int) -> None:
-    """Record the event, end what is overwritten, bring the outputs to life, unpin the inputs."""
+def _execute(a: Arrays, s: EvictionState, op: int, position: int) -> None:
+    """Record the event, end overwritten inputs, make the outputs live and unpin the inputs."""
     s.event[s.counts[EVENTS]] = op
     s.counts[EVENTS] += 1
     for j in range(s.counts[WRITES]):
         source = s.pair[INPLACE_SOURCE, j]
-        _take_off(a, s, source)
+        _unlist(a, s, source)
         s.tensor[LIVE, source] = 0
-        s.tensor[STORED, source] = NEVER
+        s.tensor[DEMAND, source] = NEVER
         s.counts[USED] -= a.size[source]
-        mark_relatives(a, s, source, position)
+        mark_relatives_dirty(a, s, source, position)
     for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
         t = a.makes[k]
         if s.tensor[LIVE, t] == 0 and a.outside[t] == 0:
@@ -396,20 +407,20 @@ def _run(a: Arrays, s: EvictionState, op: int, position: int) -> None:
             if a.size[t] > 0:
                 row, count = (SMALL, SMALL_COUNT) if a.size[t] < s.small else (LARGE, LARGE_COUNT)
                 s.tensor[row, s.counts[count]] = t
-                s.tensor[PLACE, t] = s.counts[count]
+                s.tensor[LIST_INDEX, t] = s.counts[count]
                 s.counts[count] += 1
-            changed(s, t)
+            mark_dirty(s, t)
             if s.tensor[MADE, t] == 1:
-                mark_relatives(a, s, t, position)
+                mark_relatives_dirty(a, s, t, position)
         s.tensor[MADE, t] = 1
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         s.tensor[PINS, a.reads[k]] -= 1
-        changed(s, a.reads[k])
+        mark_dirty(s, a.reads[k])
 
 
 @inlined
-def _release(a: Arrays, s: EvictionState, op: int, position: int, is_goal: bool) -> None:
-    """Let go of what `op` touched and nothing will read."""
+def _free_operands(a: Arrays, s: EvictionState, op: int, position: int, is_goal: bool) -> None:
+    """Free the operands of `op` that nothing will read."""
     reads = a.reads_ptr[op + 1] - a.reads_ptr[op]
     makes = a.makes_ptr[op + 1] - a.makes_ptr[op]
     for k in range(reads + makes):
@@ -422,20 +433,20 @@ def _release(a: Arrays, s: EvictionState, op: int, position: int, is_goal: bool)
                 s.counts[RETAINED_COUNT] += 1
             continue
         if not is_goal and a.last_use[t] == position:
-            continue  # this position's own op has still to read it
+            continue  # the op of this position will read it
         if next_demand(a, s, t, position) < NEVER or a.size[t] == 0:
-            continue  # an evicted tensor will be made from it
-        _drop(a, s, t)
-        s.tensor[STORED, t] = NEVER
+            continue  # an evicted tensor will be recomputed from it
+        _free(a, s, t)
+        s.tensor[DEMAND, t] = NEVER
 
 
 @inlined
-def _release_retained(a: Arrays, s: EvictionState, position: int) -> None:
-    """Let go of tensors that cannot be recomputed once no evicted one needs them."""
+def _free_retained(a: Arrays, s: EvictionState, position: int) -> None:
+    """Free dead tensors that cannot be recomputed once no evicted tensor needs them."""
     for t in range(a.size.size):
         if s.tensor[RETAINED, t] == 0 or s.tensor[LIVE, t] == 0 or s.tensor[PINS, t] > 0:
             continue
         if banish(a, s, t, position):
             s.tensor[RETAINED, t] = 0
             s.counts[RETAINED_COUNT] -= 1
-            _drop(a, s, t)
+            _free(a, s, t)

@@ -1,4 +1,4 @@
-"""One eviction run with its settings and its record."""
+"""One offline eviction run: its settings and its record."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
 from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
-from coop_plan.planner.heuristic.eviction import run_eviction
+from coop_plan.planner.heuristic.eviction import run_evictions
 from coop_plan.planner.heuristic.eviction_state import (
-    AT,
+    DEMAND,
     DIRTY,
-    DUE,
     EVENTS,
     EVICTABLE,
+    HEAP_INDEX,
+    LIST_INDEX,
     NEVER,
-    PLACE,
+    NEXT_USE,
     SLOT,
-    STORED,
     EvictionState,
 )
 from coop_plan.planner.heuristic.params import EvictionParams
@@ -27,7 +27,7 @@ from coop_plan.planner.heuristic.params import EvictionParams
 @dataclass(frozen=True)
 class Settings:
     """
-    Weights and switches of the eviction score; see `planner.heuristic.eviction`.
+    Scoring settings of a run; see `planner.heuristic.eviction`.
 
     `price` is a prefix sum over program positions, n + 1 entries; `weight` a factor per entry of
     `Arrays.uses`, plus one.
@@ -43,11 +43,10 @@ class Settings:
 @dataclass(frozen=True)
 class Record:
     """
-    Cost (µs) of a completed run, and its ops in the order in which they ran.
+    Record of a completed run: its cost (µs) and the ops in execution order.
 
-    `expected` and `paid`, for each entry of `Arrays.uses` and one more: the weighted cost (µs) of
-    what was evicted until that use when it was evicted, and what its closure took then; 0 if it
-    was not.
+    Per entry of `Arrays.uses`, plus one: `expected` is the weighted closure cost (µs) at the
+    eviction before that use, `paid` the closure cost at the use; both 0 without an eviction.
     """
 
     cost_us: float
@@ -55,31 +54,33 @@ class Record:
     expected: Floats = field(default_factory=lambda: np.empty(0))
     paid: Floats = field(default_factory=lambda: np.empty(0))
 
-    def corrections(self, most: float) -> Floats:
+    def corrections(self, max_factor: float) -> Floats:
         """
-        By which factor each weight was wrong, within `most` and its inverse.
+        Learned corrections: paid / expected per weight, within `max_factor` and its inverse.
 
-        A single 1 where nothing is known, as of ops that no weights have chosen.
+        A single 1 if the record has no costs, as for a sequence that no weights produced.
         """
         if self.paid.size == 0:
             return np.ones(1)
         known = (self.expected > 0) & (self.paid > 0)
-        found = np.ones(self.paid.size)
-        found[known] = np.clip(self.paid[known] / self.expected[known], 1 / most, most)
-        return found
+        factors = np.ones(self.paid.size)
+        factors[known] = np.clip(
+            self.paid[known] / self.expected[known], 1 / max_factor, max_factor
+        )
+        return factors
 
     @cached_property
     def _kinds(self) -> Ints:
         return np.full(self.ops.size, RUN, dtype=np.int64)
 
     def blocks(self, arrays: Arrays) -> Blocks:
-        """Blocks to place; each buffer ends with its last access, not at its eviction."""
+        """Buffers to place; a buffer ends with its last access, not with its eviction."""
         made = trace(arrays, self._kinds, self.ops)
         return blocks_of(arrays, self._kinds, self.ops, made)
 
 
 class Runner:
-    """Makes eviction runs of one problem, reusing their record buffers, until `out_of_time`."""
+    """Makes eviction runs of one problem and reuses their record buffers, until `out_of_time`."""
 
     def __init__(
         self, arrays: Arrays, params: EvictionParams, out_of_time: Callable[[], bool]
@@ -94,16 +95,16 @@ class Runner:
         self._event = np.empty(events, dtype=np.int64)
         self._pair = np.empty((2, pairs), dtype=np.int64)
         self.failed_op = -1
-        self.cut_short = False
-        """True if the deadline ended a run; runs of small graphs end before the clock is read."""
+        self.timed_out = False
+        """True if a run ended because of the time limit."""
 
     def __call__(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
     ) -> Record | None:
         """
-        Run at `budget` logical bytes.
+        Run at a logical budget of `budget` bytes.
 
-        None when it fails, costs more than the limit (µs), or time is up.
+        Returns None if the run fails, exceeds `cost_limit` (µs), or runs out of time.
         """
         params = self.params
         n, count = self.arrays.ops, self.arrays.size.size
@@ -115,9 +116,9 @@ class Runner:
             foresee=settings.foresee,
             least_distance=params.least_distance,
             closure_ops=params.closure_ops,
-            pool_from=params.pool_from,
-            heap_from=params.heap_from,
-            pool_ops=params.pool_ops,
+            pool_min_live=params.pool_min_live,
+            heap_min_live=params.heap_min_live,
+            pool_max_age=params.pool_max_age,
             price=settings.price,
             weight=settings.weight,
             expected=np.zeros(settings.weight.size),
@@ -127,22 +128,22 @@ class Runner:
             value=np.zeros((3, count)),
             op=np.zeros((2, n + 1), dtype=np.int64),
             stack=self._scratch,
-            pool=np.empty(params.pool, dtype=np.int64),
-            pool_score=np.empty(params.pool),
+            pool=np.empty(params.pool_size, dtype=np.int64),
+            pool_score=np.empty(params.pool_size),
             event=self._event,
             pair=self._pair,
         )
         state.tensor[SLOT] = self.arrays.uses_ptr
-        state.tensor[[STORED, DUE]] = NEVER
+        state.tensor[[DEMAND, NEXT_USE]] = NEVER
         state.tensor[DIRTY] = 1
-        state.tensor[[PLACE, AT]] = -1
+        state.tensor[[LIST_INDEX, HEAP_INDEX]] = -1
         state.tensor[EVICTABLE, :count] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:
             if position and self.out_of_time():
-                self.cut_short = True
+                self.timed_out = True
                 return None
-            self.failed_op, position, cost = run_eviction(
+            self.failed_op, position, cost = run_evictions(
                 self.arrays, state, position, cost, cost_limit, params.chunk_events
             )
             if self.failed_op >= 0:

@@ -1,13 +1,15 @@
-"""The state of one eviction run, as arrays that compiled code can share."""
+"""State of one offline eviction run, as arrays for compiled code."""
 
 from typing import NamedTuple
 
 from coop_plan.planner.core.arrays import Floats, Ints
 
 NEVER = 1 << 40
-"""A next use that does not come."""
+"""Position of a next use that does not exist."""
 
-# Entries of `EvictionState.counts`.
+# Entries of `EvictionState.counts`: bytes in use; events; in-place writes of the current op; last
+# stamp of a graph traversal; lengths of the lists; last position at which the pool is used; number
+# of tensors retained though dead; whether the pool has small tensors; whether the heap is used.
 (
     USED,
     EVENTS,
@@ -15,59 +17,63 @@ NEVER = 1 << 40
     STAMP,
     LARGE_COUNT,
     SMALL_COUNT,
-    CHANGED_COUNT,
+    DIRTY_COUNT,
     POOL_COUNT,
     POOL_UNTIL,
     RETAINED_COUNT,
     POOL_SMALL,
-    HEAPED,
+    HEAP_ACTIVE,
     HEAP_COUNT,
 ) = range(13)
 
-# Rows of `EvictionState.tensor`. LARGE, SMALL, CHANGED and ASIDE are lists, MARK and LISTED are
-# marks, HEAP is what `planner.heuristic.score_heap` keeps in order and AT where in it a tensor is.
+# Rows of `EvictionState.tensor`: live; produced before; pins; evictable; index in `Arrays.uses` of
+# the next use; position at which an evicted tensor is needed; closure or next use out of date;
+# position of the next use; index in LARGE or SMALL; retained though dead; in DIRTY_LIST; stamp of
+# the last traversal. Lists of tensors: live ones from `small` bytes on, and smaller ones; those
+# that changed since the pool was filled or the heap updated; the heap (`score_heap`), with each
+# tensor's index in it; those popped from the heap in a scan.
 (
     LIVE,
     MADE,
     PINS,
     EVICTABLE,
     SLOT,
-    STORED,
+    DEMAND,
     DIRTY,
-    DUE,
-    PLACE,
+    NEXT_USE,
+    LIST_INDEX,
     RETAINED,
-    LISTED,
-    MARK,
+    IN_DIRTY_LIST,
+    VISITED,
     LARGE,
     SMALL,
-    CHANGED,
+    DIRTY_LIST,
     HEAP,
-    AT,
-    ASIDE,
+    HEAP_INDEX,
+    SET_ASIDE,
 ) = range(18)
 
-# Rows of `EvictionState.value`: closure cost × weight / bytes, closure cost × weight in µs, and
-# the score by which a tensor is in the heap.
-MERIT, CLOSURE, KEY = range(3)
+# Rows of `EvictionState.value`: closure cost × weight / bytes; closure cost × weight, µs; score of
+# the tensor in the heap.
+DENSITY, CLOSURE, KEY = range(3)
 
-# Rows of `EvictionState.op`.
+# Rows of `EvictionState.op`: stamp of the last traversal; ops to run for the current position.
 SEEN, ORDER = range(2)
 
-# Rows of `EvictionState.pair`, of which `counts[WRITES]` are those of the op at hand.
+# Rows of `EvictionState.pair`, the in-place writes of the current op.
 INPLACE_OUT, INPLACE_SOURCE = range(2)
 
 
 class EvictionState(NamedTuple):
     """
-    State of an eviction run in compiled code: its settings, its position and its record.
+    Settings, state and record of an eviction run.
 
-    `budget` and `small` are bytes; `price` is a prefix sum per program position, `weight` a factor
-    per entry of `Arrays.uses` and one more for tensors without a further use. `cap` counts no more
-    bytes of a victim than are short, `foresee` what the program will not need as gone; tensors
-    below `small` bytes are looked at last. The five after `foresee` are those of
-    `EvictionParams`, and `pool` is as long as it says. `expected` and `paid` are as of
-    `planner.heuristic.eviction_run.Record`.
+    `budget` and `small` are bytes; tensors below `small` bytes are evicted last. `price` is a
+    prefix sum over program positions, `weight` a factor per entry of `Arrays.uses` and one for
+    tensors without a further use. With `cap` a victim's bytes count up to the missing bytes. With
+    `foresee` a closure includes the ops for tensors that will be dead by then. The five fields
+    after `foresee` are those of `EvictionParams`. `pool` holds the best victims of the last scan.
+    `expected` and `paid` are those of `planner.heuristic.eviction_run.Record`.
     """
 
     budget: int
@@ -77,9 +83,9 @@ class EvictionState(NamedTuple):
     foresee: bool
     least_distance: float
     closure_ops: int
-    pool_from: int
-    heap_from: int
-    pool_ops: int
+    pool_min_live: int
+    heap_min_live: int
+    pool_max_age: int
     price: Floats
     weight: Floats
     expected: Floats

@@ -1,7 +1,7 @@
 """
-The parameters of coop-offline, one group for each of its parts.
+Parameters of coop-offline, one group per phase.
 
-The type of a field is its range, see `planner.core.params`.
+The type of a field is its valid range, see `planner.core.params`.
 """
 
 import math
@@ -19,52 +19,52 @@ from coop_plan.planner.core.params import (
     Size,
     Within,
 )
-from coop_plan.planner.search.compute.params import DEFAULTS as ORDERS
-from coop_plan.planner.search.compute.params import OrderParams
-from coop_plan.planner.search.makespan.params import DEFAULTS as JOINT
-from coop_plan.planner.search.makespan.params import JointParams
+from coop_plan.planner.search.compute.params import DEFAULTS as MOVES
+from coop_plan.planner.search.compute.params import ComputeMoveParams
+from coop_plan.planner.search.makespan.params import DEFAULTS as MAKESPAN
+from coop_plan.planner.search.makespan.params import MakespanParams
 
 Rule = tuple[Positive, bool, bool]
-"""A scoring rule: the exponent of the distance, whether bytes are capped, whether it foresees."""
+"""Scoring rule: exponent alpha of the distance, `cap` and `foresee` (see `EvictionState`)."""
 
 EXPONENTS = (0.25, 0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
 class EvictionParams(Params):
-    """The eviction step (`planner.heuristic.eviction`)."""
+    """Offline eviction kernel (`planner.heuristic.eviction`)."""
 
     closure_ops: Count = 64
-    """Ops after which the estimate of a closure's cost stops growing."""
+    """Most ops counted in the estimate of a closure's cost."""
 
-    pool: Count = 64
-    """Victims that one look at all live tensors keeps in hand."""
+    pool_size: Count = 64
+    """Most victims that one scan of the live tensors selects."""
 
-    pool_from: Size = 512
-    """Live tensors above which such a look is kept for several evictions."""
+    pool_min_live: Size = 512
+    """Least number of live tensors for which a scan's victims are kept for later evictions."""
 
-    heap_from: Size = 1 << 14
-    """Live tensors above which they are kept in order, so that such a look is at the best alone."""
+    heap_min_live: Size = 1 << 14
+    """Least number of live tensors for which a heap by score replaces the scans."""
 
-    pool_ops: Size = 64
-    """Program positions after which a pool is too old."""
+    pool_max_age: Size = 64
+    """Most program positions for which a pool of victims is used."""
 
     least_distance: Positive = 1e-9
-    """Added to every distance, in the unit of its price, so that none is 0."""
+    """Added to each distance, in the unit of its price, so that none is 0."""
 
     max_recomputes_per_op: Size = 8
-    """A run that computes more than this many times the program is given up."""
+    """Most recomputes, as a multiple of the program's ops, before a run is abandoned."""
 
     chunk_events: Count = 4096
-    """Events from one look at the clock to the next."""
+    """Events between two checks of the time limit."""
 
     small_divisor: Count = 4096
-    """Tensors below budget / this are evicted when nothing larger is left."""
+    """Tensors smaller than the budget / this are evicted only if no larger one can be."""
 
 
 @dataclass(frozen=True)
 class PortfolioParams(Params):
-    """Scoring rules crossed with a grid of logical budgets (`planner.heuristic.portfolio`)."""
+    """Scoring rules and the grid of logical budgets (`planner.heuristic.portfolio`)."""
 
     rules: tuple[Rule, ...] = tuple(
         (alpha, cap, foresee)
@@ -72,289 +72,285 @@ class PortfolioParams(Params):
         for alpha in (1 / 16, *EXPONENTS)
         for cap in (False, True)
     )
-    """Scoring rules; to foresee pays where evictions would keep alive what they are made of."""
+    """
+    Scoring rules to try; `foresee` helps where an eviction would extend the lifetimes of its
+    inputs.
+    """
 
     grid_ratio: Annotated[float, Within(math.nextafter(1.0, 2.0), math.inf)] = 1.015
-    """Neighbouring logical budgets of the grid differ by this factor."""
+    """Ratio of neighbouring logical budgets of the grid."""
 
     grid_windows: tuple[tuple[int, int], ...] = ((-8, 8), (-20, -8), (-44, -20))
     """
-    Grid steps (above the first, up to the second) around the arena; each pair rises.
-
-    They are tried in this order until one of them has a plan.
+    Windows of grid steps around the arena, (above, up to), tried in order until one has a plan.
     """
 
     small_ops: Size = 500
-    """Up to so many ops in the program every rule goes over the grid."""
+    """Largest number of ops for which every rule is tried on the whole grid."""
 
-    best_rules: Count = 4
-    """On larger graphs, so many rules go over it."""
+    large_graph_rules: Count = 4
+    """Number of rules tried on the grid for larger graphs."""
 
-    unplaced: Size = 4
-    """Runs whose layout is searched when the greedy placements have failed."""
+    max_unplaced: Size = 4
+    """Most runs, of those without a greedy layout, whose layout is searched."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(low >= high for low, high in self.grid_windows):
-            raise ValueError("a window of the grid goes from a step to a later one")
+            raise ValueError("each window of grid_windows must end after it starts")
 
 
 @dataclass(frozen=True)
 class PerturbationParams(Params):
-    """Perturbation of a run's settings, in hill climbing and in the annealing of weights."""
+    """Perturbation of a run's settings in the hill climb and in the annealing of weights."""
 
     spreads: tuple[Ratio, ...] = (0.1, 0.3, 1.0)
-    """Standard deviations of a weight's logarithm, of which one is drawn."""
+    """Standard deviations of a weight's logarithm; a step draws one."""
 
-    touched: tuple[Share, ...] = (0.02, 0.1, 0.5)
-    """Shares of the weights that are changed, of which one is drawn."""
+    perturbed_shares: tuple[Share, ...] = (0.02, 0.1, 0.5)
+    """Shares of the weights to perturb; a step draws one."""
 
     budget_spread: Ratio = 0.01
     """Standard deviation of the logical budget's logarithm."""
 
     exponents: tuple[Positive, ...] = EXPONENTS
-    """Exponents of the distance, of which one is drawn now and then."""
+    """Exponents of the distance; a step draws one at `exponent_chance`."""
 
     correction_chance: Share = 0.5
-    """Chance of a step to set weights by learned corrections instead of at random."""
+    """Probability of applying learned corrections to the weights instead of noise."""
 
     corrected_shares: tuple[Share, ...] = (0.1, 0.5, 1.0)
-    """Shares of the weights that such a step sets, of which one is drawn."""
+    """Shares of the weights to correct; a step draws one."""
 
-    most_learned: Factor = 10.0
-    """The most by which it changes one, either way."""
+    max_correction: Factor = 10.0
+    """Largest factor of a correction, up or down."""
 
 
 @dataclass(frozen=True)
 class HillClimbParams(Params):
     """Hill climbing over the weights of retention intervals (`planner.heuristic.hill_climb`)."""
 
-    ops: Size = 100_000
-    """Length of hill climbing: simulated ops in all, ≥ 0."""
+    simulated_ops: Size = 100_000
+    """Length of the climb, as simulated ops over all steps."""
 
-    fewest_steps: Size = 20
-    """The same as steps, at least."""
+    min_steps: Size = 20
+    """Least number of steps."""
 
-    most_steps: Size = 500
+    max_steps: Size = 500
+    """Most steps; at least `min_steps`."""
     steps_per_op: Count = 4
-    """The same as steps, at most: not below `fewest_steps`."""
+    """Most steps per op of the program."""
 
     spacing: Count = 2
-    """Grid steps between the starts of neighbouring climbs."""
+    """Grid steps between neighbouring starts."""
 
     starts_below: Size = 2
-    """Climbs that start below the incumbent's own grid step."""
+    """Starts below the incumbent's grid step."""
 
     starts_above: Size = 1
-    """Climbs that start above it."""
+    """Starts above the incumbent's grid step."""
 
     slope_steps: Count = 3
-    """Grid steps to either side over which it is seen what memory is worth."""
+    """Grid steps to either side for measuring the value of memory (`HillClimb.slope`)."""
 
     rank_steps: Count = 16
-    """Grid steps that share one ranking of the rules for their climbs."""
+    """Grid steps that share one ranking of the rules."""
 
     exponent_chance: Share = 0.1
-    """Chance of a step to draw another exponent of the distance."""
+    """Probability of drawing another exponent of the distance."""
 
     report_steps: Count = 16
-    """Steps from one report of progress to the next."""
+    """Steps between two progress reports."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.most_steps < self.fewest_steps:
-            raise ValueError("most_steps are not below fewest_steps")
+        if self.max_steps < self.min_steps:
+            raise ValueError("max_steps must be at least min_steps")
 
 
 @dataclass(frozen=True)
-class AnnealingParams(Params):
-    """The annealing of weights (`planner.heuristic.weight_annealing`)."""
+class WeightAnnealingParams(Params):
+    """Annealing of the weights (`planner.heuristic.weight_annealing`)."""
 
     temperature: Ratio = 1e-3
-    """
-    By how much a run may be worse and taken on average, at the beginning.
-
-    As a share of the base cost.
-    """
+    """Initial temperature, as a share of the base cost."""
 
     penalty: Positive = 5.0
-    """Lower bound on the penalty for live bytes of e times the arena, in base costs."""
+    """Least penalty weight, in base costs per unit of log(layout / arena)."""
 
     penalty_growth: Factor = 1.3
-    """Factor on the penalty while nothing fits."""
+    """Growth of the penalty weight while no run fits."""
 
     layout_share: Share = 0.3
-    """Share of the time for layouts that the greedy placements do not find."""
+    """Most share of the time for layout searches beyond the greedy ones."""
 
-    looser: Factor = 1.005
-    """Divisor of the estimate of a layout over its live peak, where one was found."""
+    layout_ratio_decay: Factor = 1.005
+    """Divisor of the estimated ratio of layout to live peak after a successful layout."""
 
-    tighter: Factor = 1.001
-    """Factor on that estimate where none was found."""
+    layout_ratio_growth: Factor = 1.001
+    """Growth of that ratio after a failed layout."""
 
     cooling: Ratio = 2.0
-    """The temperature falls with this power of the share of the time that is left."""
+    """Exponent of the temperature in the remaining share of the time."""
 
-    idle_steps: Count = 200
-    """
-    Runs without one whose layout was tried, after which more must fit or less is asked of memory.
-    """
+    max_idle_steps: Count = 200
+    """Runs without a layout attempt after which the penalty grows, or the ratio shrinks."""
 
-    worth_placing: Share = 1e-4
-    """Share of the incumbent's cost that a run must save before its layout is tried."""
+    min_saving: Share = 1e-4
+    """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
 
     budget_chance: Share = 0.7
-    """Chance of a step to change the logical budget."""
+    """Probability of changing the logical budget."""
 
     exponent_chance: Share = 0.05
-    """Chance of a step to draw another exponent of the distance."""
+    """Probability of drawing another exponent of the distance."""
 
-    group_chance: Share = 0.5
-    """Chance of a step to change all copies of an interval in repeated blocks by one factor."""
+    class_chance: Share = 0.5
+    """Probability of changing all copies of an interval in repeated blocks by the same factor."""
 
     few_chance: Share = 0.2
-    """Chance of a step to change a few weights instead of a share of them."""
+    """Probability of changing a few weights instead of a share of them."""
 
-    few: Count = 7
-    """Upper bound on such a few weights."""
+    max_few: Count = 7
+    """Most weights changed then."""
 
-    stretch_chance: Share = 0.5
-    """Chance of a step to stay within a stretch of the program."""
+    window_chance: Share = 0.5
+    """Probability of changing only weights in a window of the program."""
 
-    stretch_divisors: tuple[Count, Count] = (50, 3)
-    """Such a stretch has about ops / the first to ops / the second of these."""
+    window_divisors: tuple[Count, Count] = (50, 3)
+    """The window has between ops / first and ops / second ops."""
 
     check_steps: Count = 64
-    """Steps from one question whether it is enough to the next."""
+    """Steps between two calls of `enough`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.stretch_divisors[0] < self.stretch_divisors[1]:
-            raise ValueError("stretch_divisors go from the shortest stretch to the longest")
+        if self.window_divisors[0] < self.window_divisors[1]:
+            raise ValueError("window_divisors must not rise: the shortest window comes first")
 
 
 @dataclass(frozen=True)
-class OrderAnnealingParams(Params):
-    """The annealing of sequences (`planner.search.compute.annealing`)."""
+class SequenceAnnealingParams(Params):
+    """Annealing of the sequence (`planner.search.compute.annealing`)."""
 
     temperature: Ratio = 0.4
-    """Temperature at the beginning, in mean costs of an op."""
+    """Initial temperature, in mean costs of an op."""
 
     cooling: Ratio = 2.0
-    """The temperature falls with this power of the share of the time that is left."""
+    """Exponent of the temperature in the remaining share of the time."""
 
-    room_factor: Count = 2
-    """A sequence may have as many events as the first one times this."""
+    event_factor: Count = 2
+    """Most events of a sequence, as a multiple of the start's, plus `extra_events`."""
 
-    room: Count = 2000
-    """And so many more."""
+    extra_events: Count = 2000
+    """Events added to that limit."""
 
     chunk_seconds: Positive = 0.01
-    """Seconds from one look at the result to the next, about."""
+    """Seconds between two checks of the result, about."""
 
-    first_pace: Positive = 1000.0
-    """Steps a second, before any are measured."""
+    initial_pace: Positive = 1000.0
+    """Metropolis steps per second, before a measurement."""
 
     pace_share: PositiveShare = 0.2
-    """Weight of the last chunk in the moving average of steps a second."""
+    """Weight of the last chunk in the moving average of the pace."""
 
     penalty: Positive = 5.0
-    """Lower bound on the penalty for live bytes of e times the arena, in base costs."""
+    """Least penalty weight, in base costs per unit of memory excess."""
 
     penalty_growth: Factor = 1.01
-    """Factor on the penalty after a chunk whose sequence does not fit."""
+    """Growth of the penalty weight after a chunk that ends infeasible."""
 
     penalty_decay: Factor = 1.007
-    """Divisor of the penalty after a chunk whose sequence fits."""
+    """Divisor of the penalty weight after a chunk that ends feasible."""
 
     patience: Size = 50
-    """Chunks after which it goes back to the last sequence that fitted."""
+    """
+    Longest infeasible streak, in chunks; the search then restarts from the last feasible sequence.
+    """
 
     layout_share: Share = 0.3
-    """Share of the time for layouts."""
+    """Most share of the time for layouts."""
 
-    most_work: Size = 500_000_000
-    """
-    Effort of `planner.placement.place` for one layout, at most.
-
-    After a failure it is twice as much as before.
-    """
+    max_layout_work: Size = 500_000_000
+    """Most effort of one layout (`planner.placement.place`); it doubles after each failure."""
 
     margin: Share = 1e-3
-    """Share of the arena by which less may be live where a layout was fullest that failed."""
+    """Memory to keep free at the fullest event of a failed layout, as a share of the arena."""
 
-    worth_placing: Share = 1e-4
-    """Share of the incumbent's cost that a sequence must save to have its layout tried."""
+    min_saving: Share = 1e-4
+    """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
 
     fixed_steps: Count = 30_000
+    """Most steps of each annealing of the fixed-length phase, which has no deadline."""
     fixed_steps_per_event: Count = 400
-    """Upper bounds on the steps of each final search without a deadline."""
+    """Most steps of each such annealing per event."""
 
     fixed_chunks: Count = 40
-    """Chunks of each of them; the result is inspected after each."""
+    """Checks of the result per annealing."""
 
-    fixed_layout_blocks: Count = 100_000
-    """Layouts times events, at most, but for one at the end."""
+    fixed_layout_events: Count = 100_000
+    """Most layouts times events per annealing, besides the last layout."""
 
     fixed_temperatures: tuple[Ratio, ...] = (0.2, 0.8)
-    """Their temperatures at the beginning, in mean costs of an op."""
+    """Initial temperatures of these annealings, in mean costs of an op."""
 
-    narrower: Share = 4e-3
-    """Share of what may be live at once by which it gets less where a layout fails."""
+    limit_reduction: Share = 4e-3
+    """Reduction of the limit on live bytes after a failed layout, as a share of it."""
 
     fixed_penalty_growth: Factor = 1.5
-    """Factor on the penalty after a chunk whose sequence does not fit."""
+    """Growth of the penalty weight after a chunk that ends infeasible."""
 
     feasibility_steps: Count = 10_000
+    """Most steps of the feasibility phase, which starts if no run fits."""
     feasibility_steps_per_event: Count = 100
-    """Upper bounds on the steps of the search for a first sequence that fits."""
+    """Most steps of that phase per event."""
 
     feasibility_layouts: Count = 3
-    """Layouts that this search tries."""
+    """Most layouts tried in that phase."""
 
     feasibility_chunks: Count = 20
-    """Chunks of this search."""
+    """Checks of the result in that phase."""
 
     feasibility_patience: Count = 6
-    """Chunks in a row without a smaller excess, after which this search ends."""
+    """Checks in a row without a smaller excess that end that phase."""
 
     feasibility_penalty: Positive = 50.0
-    """Penalty for live bytes of e times the arena in that search, in base costs."""
+    """Penalty weight of that phase, in base costs per unit of memory excess."""
 
     check_chunks: Count = 64
-    """Chunks from one question whether it is enough to the next."""
+    """Chunks between two calls of `enough`."""
 
     report_chunks: Count = 16
-    """Chunks from one report of progress to the next."""
+    """Chunks between two progress reports."""
 
 
 @dataclass(frozen=True)
 class CoopOfflineParams(Params):
-    """All of coop-offline's parameters; see the groups."""
+    """All parameters of coop-offline."""
 
     eviction: EvictionParams = EvictionParams()
     portfolio: PortfolioParams = PortfolioParams()
     perturbation: PerturbationParams = PerturbationParams()
     hill_climb: HillClimbParams = HillClimbParams()
-    annealing: AnnealingParams = AnnealingParams()
-    moves: OrderParams = ORDERS
-    order_annealing: OrderAnnealingParams = OrderAnnealingParams()
+    weight_annealing: WeightAnnealingParams = WeightAnnealingParams()
+    moves: ComputeMoveParams = MOVES
+    sequence_annealing: SequenceAnnealingParams = SequenceAnnealingParams()
 
-    joint: JointParams = JOINT
+    makespan: MakespanParams = MAKESPAN
 
-    between: tuple[Share, ...] = (0.25, 0.5, 0.75)
+    start_shares: tuple[Share, ...] = (0.25, 0.5, 0.75)
     """
-    Logical budgets of further start sequences: shares of the way from the arena to keep-everything.
+    Further starts of the joint search: recompute plans at these shares between arena and peak.
     """
 
     weights_share: Share = 0.25
     """Share of the time for annealing the weights, before the sequence."""
 
-    joint_share: Share = 0.75
-    """Share of the time, where there is a link, for recomputes and transfers as one;"""
+    makespan_share: Share = 0.75
+    """Share of the time for the joint search of recomputes and transfers, if there is a link."""
 
-    hopeless: Ratio = 0.03
-    """all of it where recomputes alone cost more than those by so much."""
+    max_recompute_excess: Ratio = 0.03
+    """Cost of the best recompute plan above the best plan, as a share, at which that share is 1."""
 
 
 DEFAULTS = CoopOfflineParams()

@@ -1,11 +1,10 @@
 """
-The portfolio: eviction runs under many rules at many logical budgets, and the best that fits.
+Portfolio of eviction runs: scoring rules crossed with logical budgets, and the best that fits.
 
 A run at a logical budget gives a cost and lifetimes; placement gives the arena they need. Lifetimes
-end at the last touch, so a run may stay within the arena although its logical budget is larger, and
-that is searched for: scoring rules are crossed with logical budgets taken from a fixed grid, which
-is independent of the arena asked for, so that neighbouring budgets are answered from the same
-candidates.
+end at the last access, so a run may fit the arena although its logical budget is larger. The
+budgets form a fixed grid that does not depend on the arena, so that neighbouring budgets choose
+from the same candidates.
 """
 
 import itertools
@@ -27,7 +26,7 @@ from coop_plan.planner.placement.layout import WORK, fit
 
 @dataclass(frozen=True)
 class Candidate:
-    """A run that completed, its blocks, the logical budget (bytes) and settings behind it."""
+    """A completed run, its blocks, and the logical budget (bytes) and settings that produced it."""
 
     budget: int
     settings: Settings
@@ -36,12 +35,12 @@ class Candidate:
 
     @property
     def cost_us(self) -> float:
-        """Cost of the whole step."""
+        """Cost of the whole step, µs."""
         return self.run.cost_us
 
     @property
     def peak(self) -> int:
-        """The most bytes that are live at once."""
+        """Peak of the live bytes."""
         return self.blocks.live
 
 
@@ -53,7 +52,7 @@ class _Incumbent:
 
 
 class Portfolio:
-    """Candidates for one problem and one arena, and the cheapest one that fits: the incumbent."""
+    """Candidates for one problem and one arena, with the cheapest that fits as the incumbent."""
 
     def __init__(
         self, problem: Problem, request: Request, params: CoopOfflineParams = DEFAULTS
@@ -68,8 +67,8 @@ class Portfolio:
         rules = params.portfolio.rules
         self.settings = [Settings(price, weight, *rule) for rule in rules]
         self.best = _Incumbent()
-        self.leanest: Candidate | None = None
-        """Of the runs that were seen the one with the least live at once."""
+        self.lowest_peak: Candidate | None = None
+        """The candidate with the lowest live peak."""
         self._unplaced: list[tuple[float, int, Candidate, Ints]] = []
         self._counter = itertools.count()
         self.failed_op = largest_working_set(problem).op
@@ -77,14 +76,14 @@ class Portfolio:
     def candidate(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
     ) -> Candidate | None:
-        """Run at a logical budget (bytes); None when it fails or costs more than the limit (µs)."""
+        """Run at a logical budget (bytes); None if the run fails or exceeds the limit (µs)."""
         run = self.runner(budget, settings, cost_limit)
         if run is None:
             return None
         return Candidate(budget, settings, run, run.blocks(self.arrays))
 
     def consider(self, budget: int, settings: Settings) -> None:
-        """Run at a logical budget; keep it if it is cheaper and its layout fits the arena."""
+        """Run at a logical budget; keep the run if it is cheaper and its layout fits the arena."""
         found = self.candidate(budget, settings, self.best.cost_us)
         if found is not None:
             self.offer(found)
@@ -93,15 +92,15 @@ class Portfolio:
 
     def offer(self, found: Candidate, hint: Ints | None = None) -> None:
         """
-        Keep a run if it is cheaper than the incumbent and its layout fits the arena.
+        Keep a candidate if it is cheaper than the incumbent and its layout fits the arena.
 
-        With the order of its greedy layout as `hint`, a layout is searched from there.
+        `hint`, the order of its greedy layout, starts a search for a layout.
         """
         blocks, arena = found.blocks, self.request.arena_bytes
-        most = self.problem.rounded(self.request.arena_bytes)
-        if self.leanest is None or found.peak < self.leanest.peak:
-            self.leanest = found
-        if found.cost_us >= self.best.cost_us or found.peak > most:
+        max_peak = self.problem.rounded(self.request.arena_bytes)
+        if self.lowest_peak is None or found.peak < self.lowest_peak.peak:
+            self.lowest_peak = found
+        if found.cost_us >= self.best.cost_us or found.peak > max_peak:
             return
         work = 0 if hint is None else WORK
         placement = fit(blocks, self.problem.alignment, arena, work=work, order_hint=hint)
@@ -110,38 +109,42 @@ class Portfolio:
         elif hint is None:
             entry = found.cost_us, next(self._counter), found, placement.order
             self._unplaced.append(entry)
-            self._unplaced = sorted(self._unplaced)[: self.params.portfolio.unplaced]
+            self._unplaced = sorted(self._unplaced)[: self.params.portfolio.max_unplaced]
 
     def keep(self, found: Candidate, offsets: Ints) -> None:
-        """Make it the incumbent; offsets (bytes) in the order of its blocks."""
+        """Make a candidate the incumbent; `offsets` (bytes) in the order of its blocks."""
         self.best = _Incumbent(found.cost_us, found, offsets)
 
-    def place_the_unplaced(self, most: int | None = None) -> None:
-        """Search layouts for the cheapest runs, `most` of them, that no greedy one would fit."""
-        for _, _, found, order in self._unplaced[:most]:
+    def place_unplaced(self, max_count: int | None = None) -> None:
+        """Search layouts for the cheapest candidates, up to `max_count`, without a greedy one."""
+        for _, _, found, order in self._unplaced[:max_count]:
             if self.request.out_of_time():
                 return
             self.offer(found, order)
         self._unplaced.clear()
 
     def runs(
-        self, budget: int, rules: Iterable[int], most: int | None = None
+        self, budget: int, rules: Iterable[int], max_count: int | None = None
     ) -> list[tuple[float, int, Record]]:
         """
-        Runs of the rules that complete at a logical budget: (cost in µs, number, run), cheapest
-        first.
+        Completed runs of these rules at a logical budget: (cost in µs, rule number, record),
+        sorted.
 
-        Only the `most` cheapest, none like another: a run that costs more than so many others is
-        given up.
+        At most `max_count` distinct runs; a run is abandoned once it costs more than that many
+        others.
         """
         found: list[tuple[float, int, Record]] = []
         for number in rules:
-            limit = found[most - 1][0] if most is not None and len(found) >= most else np.inf
+            limit = (
+                found[max_count - 1][0]
+                if max_count is not None and len(found) >= max_count
+                else np.inf
+            )
             run = self.runner(budget, self.settings[number], limit)
             if run is not None and not _among(run, found):
                 found.append((run.cost_us, number, run))
                 found.sort(key=lambda entry: entry[:2])
-        return found[:most]
+        return found[:max_count]
 
     def solution(self) -> Solution:
         """The incumbent as a placed schedule."""
@@ -151,33 +154,33 @@ class Portfolio:
         return Solution(schedule.place(self.best.offsets, found.blocks))
 
     def sweep(self) -> None:
-        """Every rule at the arena's own size, then the best rules over the grid around it."""
+        """Try every rule at the arena's size, then the best rules over the grid around it."""
         params = self.params.portfolio
-        own_step = self.step(self.request.arena_bytes)
-        if self.request.deadline is not None:  # there may be no time for more than one run
-            self.consider(self.budget(own_step), self.settings[0])
-        rules = self.best_rules(own_step)
+        center = self.step(self.request.arena_bytes)
+        if self.request.deadline is not None:  # time may suffice for one run only
+            self.consider(self.budget(center), self.settings[0])
+        rules = self.best_rules(center)
         for low, high in params.grid_windows:
-            for step in range(own_step + high, own_step + low, -1):
+            for step in range(center + high, center + low, -1):
                 for number in rules:
                     self.consider(self.budget(step), self.settings[number])
                     enough = self.request.any_schedule or self.request.out_of_time()
-                    if enough and (self.best.found is not None or self.runner.cut_short):
+                    if enough and (self.best.found is not None or self.runner.timed_out):
                         return
             if self.best.found is not None:
                 return
             rules = list(range(len(self.settings)))
 
     def best_rules(self, step: int) -> list[int]:
-        """Numbers of the rules by their cost at a grid step, on large graphs the first few."""
+        """Rule numbers by cost at a grid step; only the first few for large graphs."""
         params = self.params.portfolio
-        every = range(len(self.settings))
-        most = None if self.problem.op_count <= params.small_ops else params.best_rules
-        ranked = [number for _, number, _ in self.runs(self.budget(step), every, most)]
-        return [*ranked, *(number for number in every if number not in ranked)][:most]
+        all_rules = range(len(self.settings))
+        max_count = None if self.problem.op_count <= params.small_ops else params.large_graph_rules
+        ranked = [number for _, number, _ in self.runs(self.budget(step), all_rules, max_count)]
+        return [*ranked, *(number for number in all_rules if number not in ranked)][:max_count]
 
     def report(self, fraction: float | None) -> None:
-        """The incumbent's overhead as progress."""
+        """Report the incumbent's overhead as progress."""
         if self.request.progress is not None:
             overhead = self.best.cost_us / max(self.problem.base_cost_us, 1e-12) - 1
             self.request.progress(
@@ -185,15 +188,15 @@ class Portfolio:
             )
 
     def budget(self, step: int) -> int:
-        """The logical budget at a grid step, in bytes."""
+        """Logical budget of a grid step, bytes."""
         return int(self.params.portfolio.grid_ratio**step)
 
     def step(self, size: int) -> int:
-        """The grid step at or below so many bytes."""
+        """Largest grid step whose budget is at most `size` bytes."""
         return int(np.log(max(size, 2)) / np.log(self.params.portfolio.grid_ratio))
 
 
-def _among(run: Record, found: Iterable[tuple[float, int, Record]]) -> bool:
+def _among(run: Record, runs: Iterable[tuple[float, int, Record]]) -> bool:
     return any(
-        run.cost_us == cost and np.array_equal(run.ops, other.ops) for cost, _, other in found
+        run.cost_us == cost and np.array_equal(run.ops, other.ops) for cost, _, other in runs
     )

@@ -1,46 +1,46 @@
 """
-Closures, next uses and dependants of tensors through evicted tensors.
+Recompute closures and next uses of tensors, through chains of evicted tensors.
 
-A closure is all the ops to run again for a tensor as things are now. An evicted tensor that is to
-be there again by a position passes that demand on to what it is made from. Both change only with
-what comes and goes around them, so whoever evicts or computes marks the live tensors concerned.
+The closure of a tensor is the set of ops to run again for it, given the current residents. If an
+evicted tensor is needed at a position, so are the evicted tensors that it is recomputed from. Both
+depend only on related tensors, so each eviction and each run marks those as dirty.
 """
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined
 from coop_plan.planner.heuristic.eviction_state import (
-    CHANGED,
-    CHANGED_COUNT,
+    DEMAND,
     DIRTY,
-    DUE,
+    DIRTY_COUNT,
+    DIRTY_LIST,
     EVICTABLE,
-    HEAPED,
-    LISTED,
+    HEAP_ACTIVE,
+    IN_DIRTY_LIST,
     LIVE,
     MADE,
-    MARK,
     NEVER,
+    NEXT_USE,
     POOL_COUNT,
     SEEN,
     STAMP,
-    STORED,
+    VISITED,
     EvictionState,
 )
 
 
 @inlined
-def changed(s: EvictionState, t: int) -> None:
-    """The closure or the next use of `t` may not be what they were."""
+def mark_dirty(s: EvictionState, t: int) -> None:
+    """Mark the closure and the next use of `t` as out of date."""
     s.tensor[DIRTY, t] = 1
-    if s.tensor[LISTED, t] == 0 and (s.counts[POOL_COUNT] > 0 or s.counts[HEAPED] == 1):
-        s.tensor[LISTED, t] = 1
-        s.tensor[CHANGED, s.counts[CHANGED_COUNT]] = t
-        s.counts[CHANGED_COUNT] += 1
+    if s.tensor[IN_DIRTY_LIST, t] == 0 and (s.counts[POOL_COUNT] > 0 or s.counts[HEAP_ACTIVE] == 1):
+        s.tensor[IN_DIRTY_LIST, t] = 1
+        s.tensor[DIRTY_LIST, s.counts[DIRTY_COUNT]] = t
+        s.counts[DIRTY_COUNT] += 1
 
 
 @inlined
 def next_demand(a: Arrays, s: EvictionState, t: int, position: int) -> int:
-    """First position at which an evicted tensor made from `t` is to be there again."""
+    """First position at which an evicted tensor recomputed from `t` is needed."""
     found = NEVER
     for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
         op = a.uses[k]
@@ -52,17 +52,17 @@ def next_demand(a: Arrays, s: EvictionState, t: int, position: int) -> int:
                 s.tensor[LIVE, child] == 0
                 and s.tensor[MADE, child] == 1
                 and a.outside[child] == 0
-                and position < s.tensor[STORED, child] < found
+                and position < s.tensor[DEMAND, child] < found
             ):
-                found = s.tensor[STORED, child]
+                found = s.tensor[DEMAND, child]
     return found
 
 
 @inlined
-def announce(a: Arrays, s: EvictionState, t: int, position: int) -> None:
-    """Tensor `t` is gone until its next use: gone tensors it is made from are needed by then."""
-    due = s.tensor[DUE, t]
-    s.tensor[STORED, t] = due
+def propagate_demand(a: Arrays, s: EvictionState, t: int, position: int) -> None:
+    """Tensor `t` was evicted until its next use: evicted ancestors are needed by then, too."""
+    due = s.tensor[NEXT_USE, t]
+    s.tensor[DEMAND, t] = due
     depth = 0
     s.stack[0] = t
     while depth >= 0:
@@ -70,26 +70,26 @@ def announce(a: Arrays, s: EvictionState, t: int, position: int) -> None:
         depth -= 1
         for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
             source = a.reads[k]
-            known = s.tensor[STORED, source]
-            if s.tensor[LIVE, source] == 0 and (due < known or known <= position):
-                s.tensor[STORED, source] = due
+            demand = s.tensor[DEMAND, source]
+            if s.tensor[LIVE, source] == 0 and (due < demand or demand <= position):
+                s.tensor[DEMAND, source] = due
                 depth += 1
                 s.stack[depth] = source
 
 
 @inlined
-def mark_relatives(a: Arrays, s: EvictionState, t: int, position: int) -> None:
+def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> None:
     """
-    Tensor `t` came or went: mark live tensors whose closure or next use may have changed.
+    Mark live tensors as dirty whose closure or next use depends on the residency of `t`.
 
-    Those are its descendants and its ancestors, through tensors that are gone.
+    Those are its ancestors and its descendants, through evicted tensors.
     """
     for down in range(2):
         s.counts[STAMP] += 1
         stamp = s.counts[STAMP]
         depth = 0
         s.stack[0] = t
-        s.tensor[MARK, t] = stamp
+        s.tensor[VISITED, t] = stamp
         while depth >= 0:
             x = s.stack[depth]
             depth -= 1
@@ -101,9 +101,9 @@ def mark_relatives(a: Arrays, s: EvictionState, t: int, position: int) -> None:
                     for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                         child = a.makes[j]
                         if s.tensor[LIVE, child] == 1:
-                            changed(s, child)
-                        elif s.tensor[MARK, child] != stamp and a.last_use[child] > position:
-                            s.tensor[MARK, child] = stamp
+                            mark_dirty(s, child)
+                        elif s.tensor[VISITED, child] != stamp and a.last_use[child] > position:
+                            s.tensor[VISITED, child] = stamp
                             depth += 1
                             s.stack[depth] = child
             else:
@@ -111,9 +111,9 @@ def mark_relatives(a: Arrays, s: EvictionState, t: int, position: int) -> None:
                 for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
                     source = a.reads[k]
                     if s.tensor[LIVE, source] == 1:
-                        changed(s, source)
-                    elif s.tensor[MARK, source] != stamp:
-                        s.tensor[MARK, source] = stamp
+                        mark_dirty(s, source)
+                    elif s.tensor[VISITED, source] != stamp:
+                        s.tensor[VISITED, source] = stamp
                         depth += 1
                         s.stack[depth] = source
 
@@ -121,10 +121,10 @@ def mark_relatives(a: Arrays, s: EvictionState, t: int, position: int) -> None:
 @inlined
 def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
     """
-    Cost in µs of the ops to run again for `t` as things are now.
+    Cost (µs) of the ops to run again for `t`, given the current residents.
 
-    What the program does not need any more at position `due` counts as gone, too: it would have to
-    be kept for `t`.
+    Evictable tensors whose last use is before position `due` do not count as residents: they would
+    have to be retained for `t`.
     """
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
@@ -143,10 +143,10 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             source = a.reads[k]
             p = a.producer[source]
-            evicted = s.tensor[LIVE, source] == 0 or (
+            absent = s.tensor[LIVE, source] == 0 or (
                 a.last_use[source] < due and s.tensor[EVICTABLE, source] == 1
             )
-            if evicted and s.op[SEEN, p] != stamp:
+            if absent and s.op[SEEN, p] != stamp:
                 s.op[SEEN, p] = stamp
                 depth += 1
                 s.stack[depth] = p
@@ -156,16 +156,16 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
 @inlined
 def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
     """
-    Let go of `t`, which cannot be recomputed, if no dropped tensor will need it.
+    Banish dead tensor `t`, which cannot be recomputed; False if an evicted tensor needs it.
 
-    Live tensors that depend on it can then no longer be evicted (DTR, appendix C.3).
+    Live tensors that depend on it become unevictable (DTR, appendix C.3).
     """
-    for mark in range(2):  # look first, then mark
+    for apply in range(2):  # check first, then apply
         s.counts[STAMP] += 1
         stamp = s.counts[STAMP]
         depth = 0
         s.stack[0] = t
-        s.tensor[MARK, t] = stamp
+        s.tensor[VISITED, t] = stamp
         while depth >= 0:
             parent = s.stack[depth]
             depth -= 1
@@ -175,11 +175,11 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
                     break
                 for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                     child = a.makes[j]
-                    if s.tensor[MARK, child] == stamp or a.is_output[child] == 1:
+                    if s.tensor[VISITED, child] == stamp or a.is_output[child] == 1:
                         continue
-                    s.tensor[MARK, child] = stamp
+                    s.tensor[VISITED, child] = stamp
                     if s.tensor[LIVE, child] == 1:
-                        if mark == 1:
+                        if apply == 1:
                             s.tensor[EVICTABLE, child] = 0
                     elif a.last_use[child] > position:
                         return False

@@ -1,40 +1,46 @@
 """
-Live tensors of a eviction run in order of their scores: a binary heap that knows where each is.
+Binary heap of live tensors by score, with the index of each tensor in it.
 
-Those below `small` bytes come after all others.
+Tensors below `small` bytes sort behind all others.
 """
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.heuristic.eviction_state import AT, HEAP, HEAP_COUNT, KEY, EvictionState
+from coop_plan.planner.heuristic.eviction_state import (
+    HEAP,
+    HEAP_COUNT,
+    HEAP_INDEX,
+    KEY,
+    EvictionState,
+)
 
 
 @inner
-def put_in(a: Arrays, s: EvictionState, t: int, key: float) -> None:
-    """Put `t` where it belongs by this score; it may be there by another."""
+def heap_put(a: Arrays, s: EvictionState, t: int, key: float) -> None:
+    """Insert `t` with this score, or change its score."""
     s.value[KEY, t] = key
-    at = s.tensor[AT, t]
+    at = s.tensor[HEAP_INDEX, t]
     if at < 0:
         at = s.counts[HEAP_COUNT]
         s.counts[HEAP_COUNT] += 1
-    _run_fixed_length(a, s, t, at)
+    _sift(a, s, t, at)
 
 
 @inner
-def take_out(a: Arrays, s: EvictionState, t: int) -> None:
-    """Take `t` out, if it is there."""
-    at = s.tensor[AT, t]
+def heap_remove(a: Arrays, s: EvictionState, t: int) -> None:
+    """Remove `t` if it is in the heap."""
+    at = s.tensor[HEAP_INDEX, t]
     if at < 0:
         return
-    s.tensor[AT, t] = -1
+    s.tensor[HEAP_INDEX, t] = -1
     s.counts[HEAP_COUNT] -= 1
     if at < s.counts[HEAP_COUNT]:
-        _run_fixed_length(a, s, s.tensor[HEAP, s.counts[HEAP_COUNT]], at)
+        _sift(a, s, s.tensor[HEAP, s.counts[HEAP_COUNT]], at)
 
 
 @inner
-def _run_fixed_length(a: Arrays, s: EvictionState, t: int, at: int) -> None:
-    """Move `t` from place `at`, which is its own or empty, up or down to where it belongs."""
+def _sift(a: Arrays, s: EvictionState, t: int, at: int) -> None:
+    """Move `t` from index `at`, its own or a free one, up or down to its place."""
     while at > 0 and _before(a, s, t, s.tensor[HEAP, (at - 1) // 2]):
         _set(s, at, s.tensor[HEAP, (at - 1) // 2])
         at = (at - 1) // 2
@@ -54,7 +60,7 @@ def _run_fixed_length(a: Arrays, s: EvictionState, t: int, at: int) -> None:
 @inlined
 def _set(s: EvictionState, at: int, t: int) -> None:
     s.tensor[HEAP, at] = t
-    s.tensor[AT, t] = at
+    s.tensor[HEAP_INDEX, t] = at
 
 
 @inlined

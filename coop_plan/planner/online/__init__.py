@@ -1,9 +1,9 @@
 """
-One eager execution of a step at real addresses, with no knowledge of what is to come.
+Online methods: simulated eager execution at real addresses, without knowledge of later ops.
 
-`methods` names Coop's, DTR's and DTE's rules and starts a `run`, which fills a `state` with an
-empty arena and lets the compiled `simulator` advance through the program: it recomputes what is
-missing, takes room from `space` (the free blocks by size, best fit), and where there is none evicts
-what a rule finds cheapest, by the cost of its evicted `neighbours` (DTR's e*). The run's record
-becomes the schedule, with addresses. `params` has what the papers leave open.
+`methods` defines Coop, DTR, DTE, DELTA and swap-only. `run` starts a run in an empty `state`, and
+the compiled `simulator` executes the program: it recomputes missing inputs, allocates from `space`
+(best fit), and evicts by the method's rule if an allocation fails. Eviction costs include evicted
+`neighbours` (DTR's e*). The record of a run becomes a schedule with addresses. `params` holds
+parameters that the papers leave open.
 """

@@ -1,19 +1,19 @@
 """
-DELTA's filter and director, its prefetch and its overlap, for an execution that knows no future.
+DELTA's filter and director, its prefetch and its overlap, for an online execution.
 
 Tang et al., DELTA: Dynamically Optimizing GPU Memory beyond Tensor Recomputation, arXiv 2203.15980,
-2022. Of the paper only its abstract and summaries were at hand, which say what its parts are for
-and that a tensor is swapped or computed again by comparing what both cost; and its fork of
-DTR's PyTorch, whose score and neighbourhoods are DTR's. What they leave open is chosen here:
+2022. Only its abstract and summaries were available, and its fork of DTR's PyTorch, whose score and
+neighbourhoods are DTR's. They say what each part is for, and that the director compares the costs
+of swapping and recomputing. The choices they leave open are made here:
 
-- The *filter* releases the tensor of least cost / (bytes x staleness), as DTR's h, where the cost
-  is that of the cheaper action; without it the stalest goes, as in Capuchin and vDNN.
-- The *director* swaps a tensor if its copies there and back take less than it and its evicted
-  neighbours (e*) take to be computed again; without it all that may be swapped is.
-- *Overlap*: a share of the arena is kept free or on its way to the host, by copies that begin while
-  nobody asks for their bytes; without it a copy begins when an allocation fails.
-- *Prefetch*: once something was fetched, what left last is fetched ahead, a few tensors at a time,
-  where holes take them, as a backward pass wants things in that order; without it compute waits.
+- The *filter* releases the tensor with the least cost / (bytes x staleness), as DTR's h, with the
+  cost of the cheaper action. Without it the stalest tensor is released, as in Capuchin and vDNN.
+- The *director* swaps a tensor if its copies there and back take less than recomputing it and its
+  evicted neighbours (e*). Without it every tensor that can be swapped is.
+- *Overlap*: a share of the arena is kept free or being offloaded, by copies that begin before an
+  allocation needs their bytes. Without it a copy begins when an allocation fails.
+- *Prefetch*: after the first prefetch, the tensors offloaded last are prefetched ahead, a few at a
+  time, as a backward pass reads them in that order. Without it compute waits for each.
 """
 
 import numpy as np
@@ -23,21 +23,21 @@ from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.online.neighbours import neighbour_cost
 from coop_plan.planner.online.space import NO_ROOM, allocate, free_bytes
 from coop_plan.planner.online.state import (
-    AWAY,
+    ARRIVING,
     BLOCKS,
     CLOCK,
     EVICTABLE,
-    FETCHED,
-    FLYING,
     FREE,
+    HAS_PREFETCHED,
     HOSTED,
     LAST_ACCESS,
     LEAVING,
     LIVE,
+    OFFLOAD_END,
+    OFFLOAD_ORDER,
     OUT_FREE,
     OWNER,
     PINS,
-    SWAPPED,
     VICTIM,
     ArenaState,
 )
@@ -47,11 +47,11 @@ from coop_plan.planner.online.transfers import (
     OVERLAPS,
     PREFETCHES,
     RECOMPUTES,
-    begin_fetch,
     begin_offload,
+    begin_prefetch,
     directed_to_host,
-    end_fetch,
     end_offload,
+    end_prefetch,
     swap_us,
 )
 
@@ -62,23 +62,24 @@ def _recomputable(s: ArenaState, t: int) -> bool:
 
 
 @inner
-def filtered(a: Arrays, s: ArenaState, to_host: bool) -> int:
+def filter_victim(a: Arrays, s: ArenaState, to_host: bool) -> int:
     """
-    The tensor to release next, or -1; not one that is pinned or being copied.
+    The tensor to release next, or -1; it is not pinned and not being copied.
 
-    With `to_host`, of those that the director wants to copy there.
+    With `to_host` only tensors that the director offloads count.
     """
     best, best_score = -1, np.inf
     for block in range(s.counts[BLOCKS]):
         t = s.block[OWNER, block]
         if t == FREE or t >= s.times.shape[1] or s.tensor[PINS, t] > 0:
             continue
-        if s.tensor[LEAVING, t] == 1 or s.tensor[FLYING, t] == 1:
+        if s.tensor[LEAVING, t] == 1 or s.tensor[ARRIVING, t] == 1:
             continue
         if to_host and (
             s.tensor[HOSTED, t] == 1 or not directed_to_host(a, s, t, _recomputable(s, t))
         ):
             continue
+        # Cost of the cheaper action that the director allows.
         cost = swap_us(a, s, t)
         if _recomputable(s, t) and s.tensor[HOSTED, t] == 0 and s.transfers & DIRECTS != 0:
             cost = min(cost, neighbour_cost(s, t))
@@ -94,32 +95,32 @@ def filtered(a: Arrays, s: ArenaState, to_host: bool) -> int:
 
 
 @inner
-def released(a: Arrays, s: ArenaState) -> int:
+def next_release(a: Arrays, s: ArenaState) -> int:
     """
-    List as a victim what the filter says, or what has nearly left; returns how many, 1 or 0.
+    List the next victim; returns the number of victims, 1 or 0.
 
-    A copy to the host is begun where the director wants one, unless waiting for one that is under
-    way is over sooner.
+    That is the filter's choice, whose offload begins here if the director wants one, or a tensor
+    whose offload ends sooner.
     """
     best, soonest = -1, np.inf
     for block in range(s.counts[BLOCKS]):
         t = s.block[OWNER, block]
         if t == FREE or t >= s.times.shape[1] or s.tensor[PINS, t] > 0:
             continue
-        if s.tensor[LEAVING, t] == 1 and s.times[AWAY, t] < soonest:
-            best, soonest = t, s.times[AWAY, t]
+        if s.tensor[LEAVING, t] == 1 and s.times[OFFLOAD_END, t] < soonest:
+            best, soonest = t, s.times[OFFLOAD_END, t]
     if best < 0 or soonest > s.total[CLOCK]:
-        t = filtered(a, s, False)
+        t = filter_victim(a, s, False)
         if t >= 0:
-            copied = s.tensor[HOSTED, t] == 0 and directed_to_host(a, s, t, _recomputable(s, t))
-            over = s.total[CLOCK]
-            if copied:
-                over = max(over, s.total[OUT_FREE]) + s.out_us[t]
+            offloads = s.tensor[HOSTED, t] == 0 and directed_to_host(a, s, t, _recomputable(s, t))
+            free_at = s.total[CLOCK]
+            if offloads:
+                free_at = max(free_at, s.total[OUT_FREE]) + s.out_us[t]
             elif s.tensor[HOSTED, t] == 0:
-                over += neighbour_cost(s, t)
-            if over < soonest:
+                free_at += neighbour_cost(s, t)
+            if free_at < soonest:
                 best = t
-                if copied:
+                if offloads:
                     begin_offload(a, s, t)
     if best < 0:
         return 0
@@ -128,43 +129,45 @@ def released(a: Arrays, s: ArenaState) -> int:
 
 
 @inner
-def look_ahead(a: Arrays, s: ArenaState, position: int) -> None:
-    """After an op: begin copies to the host, or from it, before anybody asks for them."""
+def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
+    """After an op: begin offloads and prefetches ahead of need."""
     count = s.times.shape[1]
+    # Overlap: free bytes and those being offloaded are below the reserve.
     if s.transfers & OVERLAPS != 0 and s.total[OUT_FREE] <= s.total[CLOCK]:
         spare = free_bytes(s)
         for t in range(count):
             if s.tensor[LEAVING, t] == 1:
                 spare += a.size[t]
-        if spare < s.ahead:
-            t = filtered(a, s, True)
+        if spare < s.reserve_bytes:
+            t = filter_victim(a, s, True)
             if t >= 0:
                 begin_offload(a, s, t)
-    if s.transfers & PREFETCHES == 0 or s.counts[FETCHED] == 0:
+    if s.transfers & PREFETCHES == 0 or s.counts[HAS_PREFETCHED] == 0:
         return
-    last, flying = 0, 0
+    latest, arriving = 0, 0
     for t in range(count):
-        flying += s.tensor[FLYING, t]
-    while flying < s.prefetched and last >= 0:
-        last = -1
+        arriving += s.tensor[ARRIVING, t]
+    # Prefetch: the tensor offloaded last first, as long as a free block holds it.
+    while arriving < s.max_prefetches and latest >= 0:
+        latest = -1
         for t in range(count):
             wanted = s.tensor[LIVE, t] == 0 and a.last_use[t] > position
-            latest = last < 0 or s.tensor[SWAPPED, t] > s.tensor[SWAPPED, last]
-            if s.tensor[HOSTED, t] == 1 and wanted and latest:
-                last = t
-        if last >= 0:
-            at = allocate(s, a.size[last], last, False)
+            is_latest = latest < 0 or s.tensor[OFFLOAD_ORDER, t] > s.tensor[OFFLOAD_ORDER, latest]
+            if s.tensor[HOSTED, t] == 1 and wanted and is_latest:
+                latest = t
+        if latest >= 0:
+            at = allocate(s, a.size[latest], latest, False)
             if at == NO_ROOM:
                 break
-            begin_fetch(s, last, at)
-            flying += 1
+            begin_prefetch(s, latest, at)
+            arriving += 1
 
 
 @inner
 def end_copies(s: ArenaState) -> None:
-    """At the end of the step: wait for all that is still being copied."""
+    """At the end of the step: wait for all copies."""
     for t in range(s.times.shape[1]):
         if s.tensor[LEAVING, t] == 1:
             end_offload(s, t)
-        if s.tensor[FLYING, t] == 1:
-            end_fetch(s, t)
+        if s.tensor[ARRIVING, t] == 1:
+            end_prefetch(s, t)

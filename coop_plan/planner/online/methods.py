@@ -1,27 +1,27 @@
 """
-Coop, DTR and DTE: one simulator of an eager execution at real addresses.
+Coop, DTR, DTE, DELTA and swap-only: one simulator of an eager execution at real addresses.
 
-The simulator (`planner.online`) runs the program op by op and knows nothing of what is to come,
-except when a tensor has no reader left in the program (its references die): then it goes, once.
-Before an op it recomputes what is missing; when an allocation fails, the method's eviction rule
-makes room. Recomputed in-place (Coop, section 3.4) hands a dying input's address to the output of
-an elementwise op.
+The simulator (`planner.online`) executes the program op by op. It knows nothing of later ops,
+except that a tensor has no reader left in the program (its last reference dies): it is then freed.
+Before an op it recomputes missing inputs; if an allocation fails, the method's eviction rule frees
+memory. Recomputable in-place (Coop, section 3.4) gives a dying input's address to the output of an
+elementwise op.
 
 Sources: Coop, NeurIPS 2023, Algorithm 1 and sections 3.2-3.4; DTR, ICLR 2021, section 3 and
-appendix C; and, where the papers leave a choice open, what their authors' public code does.
+appendix C; and, for choices that the papers leave open, their authors' public code.
 
 - DTR as its simulator (uwsampl/dtr-prototype, simrd/runtime/v2.py, `RuntimeV2EagerOptimized` with
-  `DTREqClass`): an op locks what it reads when its turn comes, not the closure; a tensor is
-  accessed when an op asks for it; what is recomputed stays until the rule evicts it.
+  `DTREqClass`): an op pins its inputs when its turn comes, not the whole closure. A tensor is
+  accessed when an op requests it. A recomputed tensor stays resident until the rule evicts it.
 - DTE as MegEngine (imperative/src/impl/interpreter/interpreter_impl.cpp, `flush_apply_stack`),
   which does the same three.
 - Coop as OneFlow (oneflow/core/vm/remat/util.cpp, `_IncReferenceNumOfRecomputedTensor` and
-  `EagerlyEvictRemattedTensors`): the whole closure is pinned before it runs, and a tensor that was
-  recomputed only for others goes when nothing pins it. OneFlow keeps those that it marked as needed
-  by the backward; a graph does not have that mark, and here the program's own readers decide. Best
-  fit; cost / staleness without the size in windows. A tensor's cost counts the evicted ones that it
-  and its twins are made from, not those made from it (core/eager/tensor_storage.cpp,
-  `approx_neighbor_cost`); it is accessed when an op begins that reads or makes it
+  `EagerlyEvictRemattedTensors`): the whole closure is pinned before it runs. A tensor recomputed
+  only for other recomputes is freed when its last pin is removed. OneFlow retains tensors marked as
+  needed by the backward; a graph has no such mark, and the program's own readers decide. Best fit;
+  cost / staleness without the size in windows. A tensor's cost counts the evicted inputs and other
+  outputs of its producer, not the tensors computed from it (core/eager/tensor_storage.cpp,
+  `approx_neighbor_cost`). It is accessed when an op begins that reads or produces it
   (`UpdateRematInfo`, before the op's time is added).
 """
 
@@ -45,7 +45,7 @@ from coop_plan.planner.online.transfers import (
 
 
 def solve_coop(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
-    """Coop with its three ideas, each unless switched off."""
+    """Coop with its three ideas, each unless ablated."""
     return _solution(run_coop(problem, request, params))
 
 
@@ -55,7 +55,7 @@ def run_coop(
     params: OnlineParams = DEFAULTS,
     cost_limit: float = math.inf,
 ) -> OnlineRun:
-    """Coop's run, before it is made a schedule; `TooDearError` above the limit (µs)."""
+    """Coop's run, not yet a schedule; `CostLimitError` above the limit (µs)."""
     return simulate_arena(
         problem,
         request,
@@ -69,32 +69,34 @@ def run_coop(
 
 
 def solve_dtr(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
-    """DTR's h with e*: minimum of cost / (bytes × staleness), one tensor at a time."""
+    """DTR's h with e*: evicts the tensor with the least cost / (bytes × staleness)."""
     return _solution(_run_single(problem, request, SINGLE, params))
 
 
 def solve_dte(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
-    """DTR's rule with the free bytes next to a tensor counted as its own."""
+    """DTR's rule, counting free bytes adjacent to a tensor as its own."""
     return _solution(_run_single(problem, request, SINGLE_WITH_NEIGHBOURS, params))
 
 
 def solve_delta(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:
-    """DELTA's filter and director with prefetch and overlap, each unless switched off."""
+    """DELTA's filter and director with prefetch and overlap, each unless ablated."""
     flags = {"director": DIRECTS, "filter": FILTERS, "prefetch": PREFETCHES, "overlap": OVERLAPS}
     on = [flag for switch, flag in flags.items() if switch not in request.off]
-    return _solution(_run_linked(problem, request, SWAPS_OUT + RECOMPUTES + sum(on), params))
+    return _solution(
+        _run_with_transfers(problem, request, SWAPS_OUT + RECOMPUTES + sum(on), params)
+    )
 
 
 def solve_swap_only(
     problem: Problem, request: Request, params: OnlineParams = DEFAULTS
 ) -> Solution:
-    """The stalest tensor is swapped, and nothing is computed again."""
+    """Swaps the stalest tensor; recomputes nothing."""
     flags = {"prefetch": PREFETCHES, "overlap": OVERLAPS}
     on = [flag for switch, flag in flags.items() if switch not in request.off]
-    return _solution(_run_linked(problem, request, SWAPS_OUT + sum(on), params))
+    return _solution(_run_with_transfers(problem, request, SWAPS_OUT + sum(on), params))
 
 
-def _run_linked(
+def _run_with_transfers(
     problem: Problem, request: Request, transfers: int, params: OnlineParams
 ) -> OnlineRun:
     if "transfers" not in problem.beyond_recomputation:

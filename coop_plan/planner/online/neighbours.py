@@ -1,9 +1,9 @@
 """
-DTR's e*: cost of evicting a tensor, its own plus that of its evicted neighbours.
+DTR's e*: the cost of recomputing a tensor together with its evicted neighbours.
 
-Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 4.1 and appendix C.2: evicted
-tensors that depend on each other form components, kept approximately in a union-find whose sums
-are merged on eviction and reduced, without splitting, when a tensor is computed again.
+Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 4.1 and appendix C.2. Evicted
+tensors that depend on each other form components, kept approximately in a union-find. Component
+costs are merged on eviction and reduced, without splitting, on recomputation.
 """
 
 from coop_plan.planner.core.jit import inlined, inner
@@ -19,9 +19,9 @@ from coop_plan.planner.online.state import (
 
 
 @inner
-def evicted(s: ArenaState, tensor: int) -> None:
-    """The tensor has left the arena: join its evicted neighbours' components."""
-    node = s.counts[NODES]  # a fresh one keeps it out of a component it was in before
+def mark_evicted(s: ArenaState, tensor: int) -> None:
+    """Add an evicted tensor: a new component, merged with those of its evicted neighbours."""
+    node = s.counts[NODES]  # a new node: an earlier one may still be in a component
     s.counts[NODES] += 1
     s.tensor[NODE, tensor] = node
     s.part[PARENT, node] = node
@@ -36,8 +36,8 @@ def evicted(s: ArenaState, tensor: int) -> None:
 
 
 @inner
-def computed(s: ArenaState, tensor: int) -> None:
-    """The tensor is in the arena again: take its cost out of its component."""
+def mark_resident(s: ArenaState, tensor: int) -> None:
+    """Remove a tensor that is resident again: subtract its cost from its component."""
     if s.tensor[NODE, tensor] >= 0:
         root = _root(s, s.tensor[NODE, tensor])
         s.component[root] = max(0.0, s.component[root] - s.times[OWN_COST, tensor])
@@ -46,7 +46,7 @@ def computed(s: ArenaState, tensor: int) -> None:
 
 @inlined
 def neighbour_cost(s: ArenaState, tensor: int) -> float:
-    """The tensor's cost and that of every evicted component next to it, in µs."""
+    """Cost of the tensor plus that of each adjacent evicted component, µs."""
     total = float(s.times[OWN_COST, tensor])
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]

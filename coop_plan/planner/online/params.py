@@ -1,4 +1,4 @@
-"""The parameters of the online methods; the type of a field is its range."""
+"""Parameters of the online methods; the type of a field is its valid range."""
 
 from dataclasses import dataclass
 
@@ -7,33 +7,31 @@ from coop_plan.planner.core.params import Count, Params, Positive, Share, Size
 
 @dataclass(frozen=True)
 class OnlineParams(Params):
-    """Parameters that the papers of `coop`, `dtr` and `dte` leave open."""
+    """Parameters that the papers of the online methods leave open."""
 
     min_staleness_us: Positive = 1e-3
-    """A tensor touched just now has no staleness; this keeps its cost finite. µs."""
+    """Lower bound on the staleness of a tensor in a score, µs."""
 
     max_recomputes_per_op: Size = 30
-    """More recomputed ops than this many times the program is thrashing, and counts as no fit."""
+    """
+    Most recomputes, as a multiple of the program's ops; beyond, the run thrashes and does not fit.
+    """
 
     first_record: Count = 4
     """
-    Events that the record has room for at first, as a factor on the program's ops.
-
-    A run that outgrows it is made again with twice the room.
+    Initial length of a run's record, as a multiple of the program's ops; it doubles if it is full.
     """
 
-    ahead_share: Share = 0.1
+    reserve_share: Share = 0.1
     """
-    Share of the arena that `delta` and `swap-only` keep free or on its way to the host.
-
-    It is for copies that overlap with what runs.
+    Share of the arena that `delta` and `swap-only` keep free, or being offloaded, for overlap.
     """
 
-    prefetched: Count = 2
-    """Tensors that `delta` and `swap-only` fetch ahead at a time."""
+    max_prefetches: Count = 2
+    """Most tensors that `delta` and `swap-only` prefetch at a time."""
 
     chunk_ops: Count = 256
-    """Ops between two looks at the clock."""
+    """Ops between two checks of the time limit."""
 
 
 DEFAULTS = OnlineParams()

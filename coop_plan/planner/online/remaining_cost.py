@@ -1,4 +1,4 @@
-"""Lower bound on the cost of an unfinished run."""
+"""Lower bound on the cost of a run in progress."""
 
 import numpy as np
 
@@ -8,30 +8,30 @@ from coop_plan.planner.online.state import CLOCK, LIVE, WRITTEN, ArenaState
 
 
 @njit
-def least_cost(a: Arrays, s: ArenaState, position: int) -> float:
+def run_cost_bound(a: Arrays, s: ArenaState, position: int) -> float:
     """
     Lower bound (µs) on the cost of a run without transfers that has reached op `position`.
 
-    The bound is the cost so far, plus the remaining ops, plus one recompute of each op in the
-    closure of an evicted tensor that is read later.
+    Costs so far, all later ops once, and each op once whose evicted outputs are read later or are
+    needed to recompute those.
     """
     total = float(s.total[CLOCK])
     for op in range(position, a.ops):
         total += a.cost[op]
-    again = np.zeros(a.ops, np.bool_)
+    reruns = np.zeros(a.ops, np.bool_)
     for t in range(a.size.size):
         if a.last_use[t] >= position and _is_evicted(a, s, t):
-            again[a.producer[t]] = True
-    for op in range(position - 1, -1, -1):  # whatever an op reads was made before it
-        if again[op]:
+            reruns[a.producer[t]] = True
+    for op in range(position - 1, -1, -1):  # an op's inputs have earlier producers
+        if reruns[op]:
             total += a.cost[op]
             for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
                 if _is_evicted(a, s, a.reads[k]):
-                    again[a.producer[a.reads[k]]] = True
+                    reruns[a.producer[a.reads[k]]] = True
     return total
 
 
 @inlined
 def _is_evicted(a: Arrays, s: ArenaState, t: int) -> bool:
-    """True if `t` was produced in the arena and is evicted now."""
+    """True if `t` was produced, is not live, and a rerun would write it to the arena."""
     return bool(a.outside[t] == 0 and s.tensor[WRITTEN, t] == 1 and s.tensor[LIVE, t] == 0)

@@ -1,4 +1,4 @@
-"""One run of the simulator on a problem, and its schedule."""
+"""A run of the simulator on a problem, and its schedule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams
-from coop_plan.planner.online.remaining_cost import least_cost
+from coop_plan.planner.online.remaining_cost import run_cost_bound
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import (
     CLOCK,
@@ -38,16 +38,16 @@ from coop_plan.planner.online.state import (
 )
 
 ROUNDING = 1e-9
-"""Share of a cost by which sums in another order may differ."""
+"""Relative difference that the order of a sum can make."""
 
 
-class TooDearError(Exception):
-    """A run would cost more than was asked for."""
+class CostLimitError(Exception):
+    """The run would cost more than the limit."""
 
 
 @dataclass(frozen=True)
 class OnlineRun:
-    """The record of a completed run; see `planner.online.state` for its arrays."""
+    """Record of a completed run; `planner.online.state` describes its arrays."""
 
     problem: Problem
     state: ArenaState
@@ -65,7 +65,7 @@ class OnlineRun:
 
     @property
     def evictions(self) -> int:
-        """Tensors that failed allocations evicted."""
+        """Number of tensors evicted by failed allocations."""
         return int(self.state.counts[EVICTED])
 
     @cached_property
@@ -105,17 +105,17 @@ def simulate_arena(
     """
     Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
 
-    Without `gaps` only bytes count, as in DTR's own simulator: addresses are of no arena.
-    `cost_limit` (µs) ends a run once it is sure to cost more.
+    Without `gaps` only bytes count, as in DTR's own simulator: addresses fit no arena. `cost_limit`
+    (µs) ends a run that is certain to cost more.
 
     Raises:
-        DoesNotFitError: at the op that cannot be run.
-        TooDearError: it costs more than the limit.
+        DoesNotFitError: an op does not fit.
+        CostLimitError: the run costs more than the limit.
         TimeLimitError: the request's deadline has passed.
     """
     unit = problem.alignment
     floor, units = request.arena_bytes // unit * unit, problem.rounded(request.arena_bytes)
-    begin = partial(
+    new_arena = partial(
         empty_arena,
         problem,
         params=params,
@@ -125,14 +125,14 @@ def simulate_arena(
         transfers=transfers,
         gaps=gaps,
     )
-    how = rule, inplace, transfers, cost_limit, params
+    settings = rule, inplace, transfers, cost_limit, params
     try:
-        return _simulate(problem, request, partial(begin, floor), *how)
+        return _simulate(problem, request, partial(new_arena, floor), *settings)
     except DoesNotFitError:
         if units == floor:
             raise
-    # The last unit is cut short: it serves whoever happens to end within the rest of it.
-    run = _simulate(problem, request, partial(begin, units), *how)
+    # Try again with the incomplete last alignment unit: a buffer may end within it.
+    run = _simulate(problem, request, partial(new_arena, units), *settings)
     if run.placed.arena_bytes > request.arena_bytes:
         raise DoesNotFitError(largest_working_set(problem).op)
     return run
@@ -141,34 +141,34 @@ def simulate_arena(
 def _simulate(
     problem: Problem,
     request: Request,
-    begin: Callable[[int], ArenaState],
+    new_arena: Callable[[int], ArenaState],
     rule: int,
     inplace: bool,
     transfers: int,
     cost_limit: float,
     params: OnlineParams,
 ) -> OnlineRun:
-    """Execute the step in an arena that `begin` makes with a record of so many events."""
+    """Execute the step in the arena that `begin` makes for a number of events."""
     arrays = to_arrays(problem)
     n = problem.op_count
-    most = n * (params.max_recomputes_per_op + 1)
-    record = min(most, params.first_record * n + 64)
+    max_events = n * (params.max_recomputes_per_op + 1)
+    record = min(max_events, params.first_record * n + 64)
     if transfers:
         record += 4 * problem.tensor_count
     limit = cost_limit * (1 + ROUNDING)
     while True:
-        state = begin(record)
+        state = new_arena(record)
         status = DONE
         for start in range(0, n, params.chunk_ops):
             request.check_time()
             if request.progress is not None:
                 request.progress(Progress("simulating", start / n))
             stop = min(start + params.chunk_ops, n)
-            status = advance(arrays, state, start, stop, most, rule, inplace)
+            status = advance(arrays, state, start, stop, max_events, rule, inplace)
             if status != DONE:
                 break
-            if limit < np.inf and not transfers and least_cost(arrays, state, stop) > limit:
-                raise TooDearError
+            if limit < np.inf and not transfers and run_cost_bound(arrays, state, stop) > limit:
+                raise CostLimitError
         if status == DONE:
             return OnlineRun(problem, state)
         if status != RECORD_FULL:

@@ -1,15 +1,16 @@
-"""The simulated step: recompute what is missing, allocate, evict when an allocation fails."""
+"""Simulated eager step: recompute missing inputs, allocate, evict if an allocation fails."""
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner, njit
 from coop_plan.planner.core.lifetimes import RUN
-from coop_plan.planner.online.delta import end_copies, look_ahead, released
-from coop_plan.planner.online.neighbours import computed, evicted, neighbour_cost
+from coop_plan.planner.online.delta import end_copies, next_release, start_copies_ahead
+from coop_plan.planner.online.neighbours import mark_evicted, mark_resident, neighbour_cost
 from coop_plan.planner.online.space import NO_ROOM, allocate, find, free_bytes, release
 from coop_plan.planner.online.state import (
     ADDRESS,
+    ARRIVING,
     BLOCK_SIZE,
     BLOCKS,
     CLOCK,
@@ -23,41 +24,40 @@ from coop_plan.planner.online.state import (
     EVICTABLE,
     EVICTED,
     FAILURES,
-    FLYING,
     FREE,
     FREE_RATIOS,
+    FROM_RIGHT,
     HOSTED,
     INPLACE_EVENT,
     INPLACE_OUT,
     INPLACE_SOURCE,
-    KEPT,
+    IS_OPEN,
+    IS_RETAINED,
     LAST_ACCESS,
     LEAVING,
     LIVE,
-    MARK,
     NODES,
     OFFSET,
     OFFSETS,
     OWNER,
     PINS,
     RETAINED,
-    RETAINED_NOW,
-    RIGHT,
+    RETAINED_LIST,
     SEEN,
     STAMP,
     TO_VISIT,
     TRANSIENT,
     VICTIM,
-    WAITING,
-    WAITS,
+    VISITED,
+    WAS_LIVE,
     WRITES,
     WRITTEN,
     ArenaState,
 )
-from coop_plan.planner.online.transfers import begin_fetch, end_fetch, end_offload
+from coop_plan.planner.online.transfers import begin_prefetch, end_offload, end_prefetch
 
 WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS = range(3)
-"""Eviction rules: Coop's, DTR's and DTE's."""
+"""Eviction rules of Coop, DTR and DTE."""
 
 DONE, RECORD_FULL = -1, -2
 
@@ -67,9 +67,9 @@ def advance(
     a: Arrays, s: ArenaState, start: int, stop: int, max_events: int, rule: int, inplace: bool
 ) -> int:
     """
-    Execute the program from op `start` to before op `stop`.
+    Execute the ops `start` to `stop` - 1 of the program.
 
-    Returns `DONE`, `RECORD_FULL` (run again with a longer record), or the op that cannot be run.
+    Returns `DONE`, `RECORD_FULL` (run again with a longer record), or the op that does not fit.
     """
     for position in range(start, stop):
         if s.whole_closure == 1:
@@ -77,19 +77,19 @@ def advance(
         status = _compute(a, s, position, max_events, rule, inplace)
         if status != DONE:
             return status
-        _release_touched(a, s, position, position + 1, position)
+        _release_operands(a, s, position, position + 1, position)
         if s.transfers != 0:
-            look_ahead(a, s, position)
+            start_copies_ahead(a, s, position)
             if position == a.ops - 1:
                 end_copies(s)
-        for i in range(s.counts[RETAINED] - 1, -1, -1):  # from the end: some may go
-            _release_if_dead(a, s, s.tensor[WAITING, i], position)
+        for i in range(s.counts[RETAINED] - 1, -1, -1):  # backwards: freed ones leave the list
+            _release_if_dead(a, s, s.tensor[RETAINED_LIST, i], position)
     return DONE
 
 
 @inner
 def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
-    """Pin the inputs of `goal`, and of every op that must run again before it."""
+    """Pin the inputs of `goal` and of every op that must run again for it."""
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
     s.op[SEEN, goal] = stamp
@@ -102,8 +102,8 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
             t = a.reads[k]
             s.tensor[PINS, t] += 1
             producer = a.producer[t]
-            evicted = s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0
-            if evicted and s.op[SEEN, producer] != stamp:
+            absent = s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0
+            if absent and s.op[SEEN, producer] != stamp:
                 s.op[SEEN, producer] = stamp
                 s.stack[depth] = producer
                 depth += 1
@@ -112,20 +112,21 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
 @inner
 def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, inplace: bool) -> int:
     """
-    Run `goal` after the ops it needs, depth first, each unpinning its inputs when it is done.
+    Run the closure of `goal` depth first; each op unpins its inputs after its run.
 
-    Unless the whole closure is pinned, an op pins what it reads when its turn comes, before what of
-    it is missing is made; then it counts as accessed.
+    Without `whole_closure` an op pins its inputs when it is first on the stack, before missing ones
+    are recomputed; that counts as an access.
     """
     s.stack[0] = goal
     depth = 1
     while depth > 0:
         op = s.stack[depth - 1]
-        if s.whole_closure == 0 and s.op[WAITS, op] == 0:
-            s.op[WAITS, op] = 1
+        if s.whole_closure == 0 and s.op[IS_OPEN, op] == 0:
+            s.op[IS_OPEN, op] = 1
             for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
                 s.tensor[PINS, a.reads[k]] += 1
                 s.times[LAST_ACCESS, a.reads[k]] = s.total[CLOCK]
+        # Push the producer of the first missing input; the op is visited again afterwards.
         missing = -1
         for k in range(a.reads_ptr[op + 1] - 1, a.reads_ptr[op] - 1, -1):
             t = a.reads[k]
@@ -135,7 +136,8 @@ def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, in
             s.stack[depth] = missing
             depth += 1
             continue
-        s.op[WAITS, op] = 0
+        # All inputs are live or on the host: run the op, if the record has room for it.
+        s.op[IS_OPEN, op] = 0
         depth -= 1
         if s.counts[EVENTS] >= max_events:
             return goal
@@ -146,7 +148,7 @@ def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, in
             or (s.transfers and s.counts[EVENTS] + 3 * s.times.shape[1] > s.event.shape[1])
         ):
             return RECORD_FULL
-        if s.transfers != 0 and not _fetch(a, s, op, rule):
+        if s.transfers != 0 and not _prefetch_inputs(a, s, op, rule):
             return goal
         if not _execute(a, s, op, goal, rule, inplace):
             return goal
@@ -155,27 +157,29 @@ def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, in
 
 @inner
 def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplace: bool) -> bool:
-    """Run `op` once; False when its outputs or its workspace find no room."""
+    """Run `op` once; False if an output or the workspace does not fit."""
     low, high = a.makes_ptr[op], a.makes_ptr[op + 1]
-    nobody = s.times.shape[1]
+    no_tensor = s.times.shape[1]
     s.counts[TRANSIENT] = 0
     first = s.counts[WRITES]
+    # In-place pairs first, so that their outputs need no allocation. Outputs are pinned until the
+    # op is done.
     if inplace:
         _choose_inplace(a, s, op, position)
     for k in range(low, high):
         t = a.makes[k]
-        s.tensor[KEPT, t] = s.tensor[LIVE, t]
-        s.tensor[PINS, t] += 1  # until the op is done
+        s.tensor[WAS_LIVE, t] = s.tensor[LIVE, t]
+        s.tensor[PINS, t] += 1
     at = 0
     for k in range(low, high + 1):  # the outputs, then the workspace
-        t, size, source, passing = nobody, a.workspace[op], -1, True
+        t, size, source, is_transient = no_tensor, a.workspace[op], -1, True
         if k < high:
             t = a.makes[k]
             if a.outside[t] == 1 and s.tensor[WRITTEN, t] == 0:
                 continue
             size = a.size[t]
-            # Made once more beside the one that is there, or outside: it ends with this op.
-            passing = s.tensor[KEPT, t] == 1 or a.outside[t] == 1
+            # A rerun's copy of an output that is live, or outside, is freed after this op.
+            is_transient = s.tensor[WAS_LIVE, t] == 1 or a.outside[t] == 1
             for j in range(first, s.counts[WRITES]):
                 if s.record[INPLACE_OUT, j] == t:
                     source = s.record[INPLACE_SOURCE, j]
@@ -183,25 +187,27 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
             at = s.tensor[ADDRESS, source]
             s.block[OWNER, find(s, at)] = t
             s.tensor[LIVE, source] = 0
-            evicted(s, source)
+            mark_evicted(s, source)
         else:
-            at = _allocate(a, s, size, nobody if passing else t, op, rule)
+            at = _allocate(a, s, size, no_tensor if is_transient else t, op, rule)
             if at == NO_ROOM:
                 return False
         if k < high:
             s.record[OFFSET, s.counts[OFFSETS]] = at
             s.counts[OFFSETS] += 1
-        if not passing:
+        if not is_transient:
             s.tensor[ADDRESS, t] = at
             s.tensor[LIVE, t] = 1
-            computed(s, t)
+            mark_resident(s, t)
         elif size > 0:
             s.transient[s.counts[TRANSIENT]] = at
             s.counts[TRANSIENT] += 1
+    # Compute waits for prefetches of its inputs.
     if s.transfers != 0:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-            if s.tensor[FLYING, a.reads[k]] == 1:
-                end_fetch(s, a.reads[k])
+            if s.tensor[ARRIVING, a.reads[k]] == 1:
+                end_prefetch(s, a.reads[k])
+    # Record the event; the clock is the sum of costs and waits.
     s.event[EVENT_DO, s.counts[EVENTS]] = RUN
     s.event[EVENT_OP, s.counts[EVENTS]] = op
     s.event[EVENT_WORKSPACE, s.counts[EVENTS]] = at
@@ -209,41 +215,42 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
     began = s.total[CLOCK]
     s.total[CLOCK] += a.cost[op]
     accessed = began if s.whole_closure == 1 else s.total[CLOCK]
+    # Free transient outputs and the workspace; unpin and date the operands.
     for i in range(s.counts[TRANSIENT]):
         release(s, s.transient[i])
     for k in range(low, high):
         t = a.makes[k]
         s.tensor[PINS, t] -= 1
-        new = s.tensor[KEPT, t] == 0 if s.whole_closure == 1 else s.tensor[WRITTEN, t] == 0
+        new = s.tensor[WAS_LIVE, t] == 0 if s.whole_closure == 1 else s.tensor[WRITTEN, t] == 0
         if new:
             s.times[LAST_ACCESS, t] = accessed
         s.tensor[WRITTEN, t] = 1
-        s.tensor[KEPT, t] = 0
+        s.tensor[WAS_LIVE, t] = 0
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         s.tensor[PINS, a.reads[k]] -= 1
         if s.whole_closure == 1:
             s.times[LAST_ACCESS, a.reads[k]] = accessed
     if s.whole_closure == 1:
-        _release_touched(a, s, op, position, position)
+        _release_operands(a, s, op, position, position)
     return True
 
 
 @inner
-def _fetch(a: Arrays, s: ArenaState, op: int, rule: int) -> bool:
-    """Begin to fetch what `op` reads and the host has; False when it finds no room."""
+def _prefetch_inputs(a: Arrays, s: ArenaState, op: int, rule: int) -> bool:
+    """Begin to prefetch the inputs of `op` that are on the host; False if one does not fit."""
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         t = a.reads[k]
         if s.tensor[LIVE, t] == 0:
             at = _allocate(a, s, a.size[t], t, op, rule)
             if at == NO_ROOM:
                 return False
-            begin_fetch(s, t, at)
+            begin_prefetch(s, t, at)
     return True
 
 
 @inner
 def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
-    """Record the pairs whose input has no reader left, in the program and in the closure."""
+    """Record in-place pairs whose input has no reader left, in the program or in the closure."""
     first = s.counts[WRITES]
     for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
         out, source = a.pairs_out[k], a.pairs_in[k]
@@ -270,24 +277,24 @@ def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
 
 @inner
 def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: int) -> int:
-    """The offset of `size` bytes, after as many evictions as it takes, or `NO_ROOM`."""
+    """Offset of `size` bytes after as many evictions as needed, or `NO_ROOM`."""
     if size == 0:
         return 0
-    at = allocate(s, size, owner, s.op[RIGHT, op] == 1)
+    at = allocate(s, size, owner, s.op[FROM_RIGHT, op] == 1)
     if at != NO_ROOM:
         return at
     while at == NO_ROOM:
         if s.transfers != 0:
-            victims = released(a, s)
+            victims = next_release(a, s)
         else:
             victims = _cheapest_window(s, size) if rule == WINDOW else _cheapest_tensor(s, rule)
         if victims == 0:
             return NO_ROOM
         s.counts[EVICTED] += victims
         for i in range(victims):
-            _drop(a, s, s.block[VICTIM, i])
-        at = allocate(s, size, owner, s.op[RIGHT, op] == 1)
-    # OneFlow takes the figure with the requested block still counted as free.
+            _free(a, s, s.block[VICTIM, i])
+        at = allocate(s, size, owner, s.op[FROM_RIGHT, op] == 1)
+    # The free ratio counts the requested block as free, as OneFlow's does.
     s.total[FREE_RATIOS] += (free_bytes(s) + size) / s.capacity
     s.counts[FAILURES] += 1
     return at
@@ -295,7 +302,7 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: in
 
 @inlined
 def _cost(s: ArenaState, t: int) -> float:
-    """e* over staleness, in µs per µs; infinite for what may not be evicted now."""
+    """e* / staleness, in µs per µs; infinite if `t` cannot be evicted now."""
     if t >= s.times.shape[1] or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
         return np.inf
     staleness = float(s.total[CLOCK] - s.times[LAST_ACCESS, t])
@@ -307,10 +314,9 @@ def _cheapest_window(s: ArenaState, size: int) -> int:
     """
     Coop's sliding window: the cheapest run of adjacent blocks of at least `size` bytes.
 
-    Lists the tensors in it as victims and returns how many they are.
-
-    Two pointers move over the blocks in address order; free blocks cost nothing, and a block that
-    cannot be evicted restarts the window behind it (Algorithm 1).
+    Lists its tensors as victims and returns their number. Two pointers move over the blocks in
+    address order. Free blocks cost nothing; a block that cannot be evicted restarts the window
+    behind it (Algorithm 1).
     """
     best_cost = np.inf
     best_start = best_end = 0
@@ -325,6 +331,7 @@ def _cheapest_window(s: ArenaState, size: int) -> int:
             continue
         total += cost
         window += s.block[BLOCK_SIZE, end]
+        # Shrink from the left as long as the window stays large enough.
         while window - s.block[BLOCK_SIZE, start] >= size:
             window -= s.block[BLOCK_SIZE, start]
             total -= s.costs[start]
@@ -342,9 +349,9 @@ def _cheapest_window(s: ArenaState, size: int) -> int:
 @inner
 def _cheapest_tensor(s: ArenaState, rule: int) -> int:
     """
-    DTR's and DTE's victim: the tensor of least cost / (bytes × staleness).
+    DTR's and DTE's victim: the tensor with the least cost / (bytes × staleness).
 
-    DTE counts the free bytes beside it as its own. Returns the number of victims, 1 or 0.
+    DTE adds adjacent free bytes to the tensor's own. Returns the number of victims, 1 or 0.
     """
     best_cost = np.inf
     victims = 0
@@ -367,12 +374,12 @@ def _cheapest_tensor(s: ArenaState, rule: int) -> int:
 
 
 @inner
-def _drop(a: Arrays, s: ArenaState, t: int) -> None:
-    """End tensor `t` after the last event so far; a copy of it must be over."""
+def _free(a: Arrays, s: ArenaState, t: int) -> None:
+    """End the lifetime of `t` after the last event so far; waits for a copy of it."""
     if s.tensor[LEAVING, t] == 1:
         end_offload(s, t)
-    if s.tensor[FLYING, t] == 1:
-        end_fetch(s, t)
+    if s.tensor[ARRIVING, t] == 1:
+        end_prefetch(s, t)
     s.record[DROPPED, s.counts[DROPS]] = t
     s.record[DROP_EVENT, s.counts[DROPS]] = s.counts[EVENTS] - 1
     s.counts[DROPS] += 1
@@ -380,12 +387,12 @@ def _drop(a: Arrays, s: ArenaState, t: int) -> None:
     if a.size[t] > 0:
         release(s, s.tensor[ADDRESS, t])
     if s.tensor[HOSTED, t] == 0:
-        evicted(s, t)
+        mark_evicted(s, t)
 
 
 @inner
-def _release_touched(a: Arrays, s: ArenaState, op: int, before: int, position: int) -> None:
-    """Drop what `op` read or made if its last use in the program is before op `before`."""
+def _release_operands(a: Arrays, s: ArenaState, op: int, before: int, position: int) -> None:
+    """Free operands of `op` whose last use in the program is before op `before`."""
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         if a.last_use[a.reads[k]] < before:
             _release_if_dead(a, s, a.reads[k], position)
@@ -397,39 +404,39 @@ def _release_touched(a: Arrays, s: ArenaState, op: int, before: int, position: i
 @inner
 def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
     """
-    Drop `t` if the program reads it no more after op `position` and nothing pins it.
+    Free `t` if the program does not read it after op `position` and it is not pinned.
 
-    A tensor that cannot be recomputed is banished (DTR, appendix C.3): it goes only when no
-    evicted tensor needs it, and what was made from it can no longer be evicted.
+    A tensor that cannot be recomputed is banished (DTR, appendix C.3): it is freed only if no
+    evicted tensor needs it, and tensors computed from it become unevictable.
     """
     if a.last_use[t] > position or s.tensor[PINS, t] > 0 or s.tensor[LIVE, t] == 0:
         return
     if s.tensor[EVICTABLE, t] == 1:
-        _drop(a, s, t)
+        _free(a, s, t)
     elif _banish(a, s, t, position):
-        if s.tensor[RETAINED_NOW, t] == 1:
-            _forget_retained(s, t)
-        _drop(a, s, t)
+        if s.tensor[IS_RETAINED, t] == 1:
+            _remove_retained(s, t)
+        _free(a, s, t)
     else:
         _retain(s, t)
 
 
 @inner
 def _retain(s: ArenaState, t: int) -> None:
-    """See after every op whether `t` can go."""
-    if s.tensor[RETAINED_NOW, t] == 0:
-        s.tensor[RETAINED_NOW, t] = 1
-        s.tensor[WAITING, s.counts[RETAINED]] = t
+    """Check after every op if `t` can be freed."""
+    if s.tensor[IS_RETAINED, t] == 0:
+        s.tensor[IS_RETAINED, t] = 1
+        s.tensor[RETAINED_LIST, s.counts[RETAINED]] = t
         s.counts[RETAINED] += 1
 
 
 @inner
-def _forget_retained(s: ArenaState, t: int) -> None:
-    s.tensor[RETAINED_NOW, t] = 0
+def _remove_retained(s: ArenaState, t: int) -> None:
+    s.tensor[IS_RETAINED, t] = 0
     kept = 0
     for i in range(s.counts[RETAINED]):
-        if s.tensor[WAITING, i] != t:
-            s.tensor[WAITING, kept] = s.tensor[WAITING, i]
+        if s.tensor[RETAINED_LIST, i] != t:
+            s.tensor[RETAINED_LIST, kept] = s.tensor[RETAINED_LIST, i]
             kept += 1
     s.counts[RETAINED] = kept
 
@@ -437,13 +444,13 @@ def _forget_retained(s: ArenaState, t: int) -> None:
 @inner
 def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
     """
-    True if no evicted tensor needs `t`; live ones made from it may then no longer be evicted.
+    False if an evicted tensor needs `t`; else live tensors computed from it become unevictable.
 
-    It looks at the descendants of `t`, through those that are gone.
+    Traverses the descendants of `t` through evicted tensors.
     """
     s.counts[STAMP] += 1
     stamp = s.counts[STAMP]
-    s.tensor[MARK, t] = stamp
+    s.tensor[VISITED, t] = stamp
     s.tensor[TO_VISIT, 0] = t
     depth, found = 1, 0
     while depth > 0:
@@ -455,9 +462,9 @@ def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
                 break
             for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                 child = a.makes[j]
-                if s.tensor[MARK, child] == stamp or a.is_output[child] == 1:
+                if s.tensor[VISITED, child] == stamp or a.is_output[child] == 1:
                     continue
-                s.tensor[MARK, child] = stamp
+                s.tensor[VISITED, child] = stamp
                 if s.tensor[LIVE, child] == 1 or s.tensor[HOSTED, child] == 1:
                     s.block[VICTIM, found] = child
                     found += 1
@@ -469,6 +476,6 @@ def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
     for i in range(found):
         child = s.block[VICTIM, i]
         s.tensor[EVICTABLE, child] = 0
-        if a.last_use[child] <= position:  # computed again for others, and now their only source
+        if a.last_use[child] <= position:  # live for recomputes only, now unevictable
             _retain(s, child)
     return True

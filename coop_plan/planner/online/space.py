@@ -1,4 +1,4 @@
-"""The arena as an online allocator sees it: blocks ordered by address, taken or free."""
+"""Free-list allocator of an online execution: blocks in address order, allocated or free."""
 
 from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import inlined, inner
@@ -16,16 +16,17 @@ from coop_plan.planner.online.state import (
 )
 
 NO_ROOM = -1
+"""Offset of an allocation that failed."""
 
 
 @inner
 def allocate(s: ArenaState, size: int, owner: int, right: bool) -> int:
     """
-    Best fit: the smallest free block that holds `size` > 0 bytes; its offset, or `NO_ROOM`.
+    Best fit: the smallest free block of at least `size` > 0 bytes; its offset, or `NO_ROOM`.
 
-    The block is taken from the left or the right end of the free block.
+    Allocates at the left or the right end of the free block.
     """
-    low = _hole(s, size, -1)
+    low = _find_hole(s, size, -1)
     if low == s.counts[HOLES] or size > free_bytes(s):
         return NO_ROOM
     s.counts[USED] += size
@@ -44,7 +45,7 @@ def allocate(s: ArenaState, size: int, owner: int, right: bool) -> int:
     s.counts[BLOCKS] += 1
     s.block[BLOCK_SIZE, block] = left if right else size
     s.block[OWNER, block] = FREE if right else owner
-    _remember(s, at if right else at + size, left)
+    _insert_hole(s, at if right else at + size, left)
     return at + left if right else at
 
 
@@ -59,11 +60,11 @@ def release(s: ArenaState, offset: int) -> None:
         first = block - 1
         start = s.block[BLOCK_AT, first]
         size += s.block[BLOCK_SIZE, first]
-        _forget(s, start, s.block[BLOCK_SIZE, first])
+        _remove_hole(s, start, s.block[BLOCK_SIZE, first])
     if block + 1 < s.counts[BLOCKS] and s.block[OWNER, block + 1] == FREE:
         last = block + 1
         size += s.block[BLOCK_SIZE, last]
-        _forget(s, s.block[BLOCK_AT, last], s.block[BLOCK_SIZE, last])
+        _remove_hole(s, s.block[BLOCK_AT, last], s.block[BLOCK_SIZE, last])
     s.block[BLOCK_AT, first] = start
     s.block[BLOCK_SIZE, first] = size
     s.block[OWNER, first] = FREE
@@ -72,12 +73,12 @@ def release(s: ArenaState, offset: int) -> None:
         _delete(s.block[BLOCK_SIZE], first + 1, s.counts[BLOCKS])
         _delete(s.block[OWNER], first + 1, s.counts[BLOCKS])
         s.counts[BLOCKS] -= 1
-    _remember(s, start, size)
+    _insert_hole(s, start, size)
 
 
 @inlined
 def find(s: ArenaState, offset: int) -> int:
-    """The index of the block at `offset`."""
+    """Index of the block at `offset`."""
     low, high = 0, s.counts[BLOCKS]
     while low < high:
         middle = (low + high) // 2
@@ -90,18 +91,18 @@ def find(s: ArenaState, offset: int) -> int:
 
 @inlined
 def free_bytes(s: ArenaState) -> int:
-    """Bytes that nobody has, of the arena's capacity."""
+    """Free bytes of the arena."""
     return int(s.capacity - s.counts[USED])
 
 
 @inlined
-def _hole(s: ArenaState, size: int, at: int) -> int:
-    """The first hole not before (size, at)."""
+def _find_hole(s: ArenaState, size: int, at: int) -> int:
+    """Index of the first free block not before (size, at)."""
     low, high = 0, s.counts[HOLES]
     while low < high:
         middle = (low + high) // 2
-        current_sequence = s.block[HOLE_SIZE, middle]
-        if current_sequence < size or (current_sequence == size and s.block[HOLE_AT, middle] < at):
+        middle_size = s.block[HOLE_SIZE, middle]
+        if middle_size < size or (middle_size == size and s.block[HOLE_AT, middle] < at):
             low = middle + 1
         else:
             high = middle
@@ -109,16 +110,16 @@ def _hole(s: ArenaState, size: int, at: int) -> int:
 
 
 @inner
-def _remember(s: ArenaState, at: int, size: int) -> None:
-    hole = _hole(s, size, at)
+def _insert_hole(s: ArenaState, at: int, size: int) -> None:
+    hole = _find_hole(s, size, at)
     _insert(s.block[HOLE_AT], hole, s.counts[HOLES], at)
     _insert(s.block[HOLE_SIZE], hole, s.counts[HOLES], size)
     s.counts[HOLES] += 1
 
 
 @inner
-def _forget(s: ArenaState, at: int, size: int) -> None:
-    hole = _hole(s, size, at)
+def _remove_hole(s: ArenaState, at: int, size: int) -> None:
+    hole = _find_hole(s, size, at)
     _delete(s.block[HOLE_AT], hole, s.counts[HOLES])
     _delete(s.block[HOLE_SIZE], hole, s.counts[HOLES])
     s.counts[HOLES] -= 1

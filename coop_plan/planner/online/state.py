@@ -1,4 +1,4 @@
-"""The state of one simulated step, as arrays that compiled code can share."""
+"""State of one simulated step, as arrays for compiled code."""
 
 from itertools import permutations
 from typing import NamedTuple
@@ -12,10 +12,13 @@ from coop_plan.planner.online.params import OnlineParams
 FREE = -1
 """Owner of a free block."""
 
-ENDLESS = 2**62
-"""Bytes that no step takes."""
+UNLIMITED = 2**62
+"""Arena size that no step needs, bytes."""
 
-# Entries of `ArenaState.counts`.
+# Entries of `ArenaState.counts`: blocks; free blocks; union-find nodes; events; offsets, drops and
+# in-place writes recorded; failed allocations; tensors these evicted; retained tensors; last stamp
+# of a graph traversal; transient buffers of the op; offloads; whether any prefetch began; bytes on
+# the host; bytes allocated.
 (
     BLOCKS,
     HOLES,
@@ -29,33 +32,39 @@ ENDLESS = 2**62
     RETAINED,
     STAMP,
     TRANSIENT,
-    SWAPS,
-    FETCHED,
+    OFFLOAD_COUNT,
+    HAS_PREFETCHED,
     HOST_BYTES,
     USED,
 ) = range(16)
 
-# Entries of `ArenaState.total`, µs and a sum of shares; when the copy engines are free.
+# Entries of `ArenaState.total`: compute's clock, µs; sum of free ratios at failed allocations; µs
+# at which the copy engines to the host and back are free.
 CLOCK, FREE_RATIOS, OUT_FREE, IN_FREE = range(4)
 
-# Rows of `ArenaState.block`: blocks in address order, free ones again by (size, offset), scratch.
+# Rows of `ArenaState.block`: offset, size and owner of the blocks in address order; size and offset
+# of the free ones, sorted by (size, offset); victims of an eviction.
 BLOCK_AT, BLOCK_SIZE, OWNER, HOLE_AT, HOLE_SIZE, VICTIM = range(6)
 
-# Rows of `ArenaState.tensor`; three are lists and marks, the last five are about the host.
-NODE, LIVE, KEPT, WRITTEN, RETAINED_NOW, PINS, EVICTABLE = range(7)
-ADDRESS, WAITING, TO_VISIT, MARK = range(7, 11)
-HOSTED, LEAVING, FLYING, MOVABLE, SWAPPED = range(11, 16)
+# Rows of `ArenaState.tensor`: union-find node or -1; live; live before the current op; produced
+# before; retained though dead; pins; evictable.
+NODE, LIVE, WAS_LIVE, WRITTEN, IS_RETAINED, PINS, EVICTABLE = range(7)
+# Offset; list of retained tensors; stack and stamps of a graph traversal.
+ADDRESS, RETAINED_LIST, TO_VISIT, VISITED = range(7, 11)
+# On the host; being offloaded; being prefetched; can be offloaded; number of its offload.
+HOSTED, LEAVING, ARRIVING, MOVABLE, OFFLOAD_ORDER = range(11, 16)
 
-# Rows of `ArenaState.times`, µs.
-OWN_COST, LAST_ACCESS, AWAY, BACK = range(4)
+# Rows of `ArenaState.times`, µs: cost of its producer; last access; ends of its copies.
+OWN_COST, LAST_ACCESS, OFFLOAD_END, PREFETCH_END = range(4)
 
-# Rows of `ArenaState.op`.
-RIGHT, SEEN, WAITS = range(3)
+# Rows of `ArenaState.op`: its outputs are allocated from the right; stamp of the last traversal; on
+# the stack with its inputs pinned.
+FROM_RIGHT, SEEN, IS_OPEN = range(3)
 
-# Rows of `ArenaState.part`: the union-find over evicted tensors.
+# Rows of `ArenaState.part`, the union-find of evicted tensors: parent; stamp of the last query.
 PARENT, ROOT_SEEN = range(2)
 
-# Rows of `ArenaState.event` and, each with a length of its own, of `ArenaState.record`.
+# Rows of `ArenaState.event`, and of `ArenaState.record`, each with a length of its own.
 EVENT_OP, EVENT_WORKSPACE, EVENT_DO = range(3)
 OFFSET, DROPPED, DROP_EVENT, INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(6)
 
@@ -65,13 +74,17 @@ class ArenaState(NamedTuple):
     Blocks, evicted components, tensors and the record of a run.
 
     Few arrays of many rows, because compile time grows with their number. Adjacent free blocks are
-    always merged; an owner is a tensor, `FREE`, or the number of tensors for what lives during one
-    op only. Sizes and offsets are bytes, times µs. `out_us` and `in_us` are what copies of a tensor
-    to the host and back take, `transfers` the flags of `planner.online.transfers`, 0 for none, and
-    `ahead` the bytes that are to be free or on their way to the host after every op, `prefetched`
-    how many tensors may be on their way back. With `whole_closure` 1 all that an op needs, through
-    everything that must run again before it, is pinned at once, and what only they read goes when
-    nothing pins it any more; then a tensor is accessed when an op that reads or makes it begins.
+    always merged. An owner is a tensor, `FREE`, or the number of tensors for a transient buffer of
+    the current op. Sizes and offsets are bytes, times µs. `near_ptr` and `near` are the adjacency
+    of e*, `component` the cost of each component.
+
+    `out_us` and `in_us` are the times of a tensor's copies to the host and back. `transfers` holds
+    the flags of `planner.online.transfers`, 0 for none. At least `reserve_bytes` shall be free or
+    being offloaded after each op, and at most `max_prefetches` tensors are prefetched at a time.
+
+    With `whole_closure` 1 an op's whole recompute closure is pinned at once, a tensor read only by
+    it is freed with its last pin, and an access is dated to the start of an op that reads or writes
+    the tensor.
     """
 
     capacity: int
@@ -95,8 +108,8 @@ class ArenaState(NamedTuple):
     in_us: Floats
     transfers: int
     host_budget: int
-    ahead: int
-    prefetched: int
+    reserve_bytes: int
+    max_prefetches: int
     whole_closure: int
 
 
@@ -113,17 +126,17 @@ def empty_arena(
     gaps: bool = True,
 ) -> ArenaState:
     """
-    An empty arena of `capacity` bytes and a record of `events` events at most.
+    An empty arena of `capacity` bytes with a record of up to `events` events.
 
-    Without `gaps` only the bytes count: addresses go on, so that no free block is too small.
-    `dependents` as in `_neighbours`.
+    Without `gaps` only bytes count: addresses are unlimited, so no free block is too small. For
+    `dependents` see `_neighbours`.
     """
     n, count = problem.op_count, problem.tensor_count
-    most = max((len(tensors) for tensors in problem.op_outputs), default=0)
-    total = max(1, sum(len(tensors) for tensors in problem.op_outputs))
-    blocks = 2 * (count + most) + 8
+    max_outputs = max((len(tensors) for tensors in problem.op_outputs), default=0)
+    outputs = max(1, sum(len(tensors) for tensors in problem.op_outputs))
+    blocks = 2 * (count + max_outputs) + 8
     # Between two events at most every tensor is dropped once.
-    drops = -(-events * total // max(n, 1)) + 2 * count + 64
+    drops = -(-events * outputs // max(n, 1)) + 2 * count + 64
     near_ptr, near = _neighbours(problem, dependents=dependents)
     state = ArenaState(
         capacity=capacity,
@@ -142,13 +155,13 @@ def empty_arena(
         event=np.zeros((3, events), dtype=np.int64),
         record=np.empty((6, drops), dtype=np.int64),
         stack=np.empty(events + count, dtype=np.int64),
-        transient=np.empty(most + 1, dtype=np.int64),
+        transient=np.empty(max_outputs + 1, dtype=np.int64),
         out_us=np.full(count, np.inf),
         in_us=np.full(count, np.inf),
         transfers=transfers,
         host_budget=-1 if problem.host_budget is None else problem.host_budget,
-        ahead=int(params.ahead_share * capacity),
-        prefetched=params.prefetched,
+        reserve_bytes=int(params.reserve_share * capacity),
+        max_prefetches=params.max_prefetches,
         whole_closure=int(whole_closure),
     )
     state.tensor[NODE] = -1
@@ -160,10 +173,10 @@ def empty_arena(
     state.tensor[EVICTABLE, :count] = problem.evictable
     state.times[OWN_COST] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
     if partition:
-        state.op[RIGHT] = _expensive(problem)
+        state.op[FROM_RIGHT] = _is_expensive(problem)
     if capacity:
         state.block[[BLOCK_AT, HOLE_AT], 0] = 0
-        state.block[[BLOCK_SIZE, HOLE_SIZE], 0] = capacity if gaps else ENDLESS
+        state.block[[BLOCK_SIZE, HOLE_SIZE], 0] = capacity if gaps else UNLIMITED
         state.block[OWNER, 0] = FREE
         state.counts[BLOCKS] = state.counts[HOLES] = 1
     return state
@@ -171,9 +184,9 @@ def empty_arena(
 
 def _neighbours(problem: Problem, *, dependents: bool) -> tuple[Ints, Ints]:
     """
-    Rows of the tensors beside each in e*: what an op makes it from, and makes from it (DTR).
+    Adjacency of e*: per tensor, the inputs of its producer and the outputs computed from it (DTR).
 
-    Without `dependents`: what an op makes it from, and makes beside it (OneFlow).
+    Without `dependents`: the inputs of its producer and the producer's other outputs (OneFlow).
     """
     pairs = [
         (made, read)
@@ -191,9 +204,9 @@ def _neighbours(problem: Problem, *, dependents: bool) -> tuple[Ints, Ints]:
     return pointer, np.ascontiguousarray(table[:, 1])
 
 
-def _expensive(problem: Problem) -> Flags:
+def _is_expensive(problem: Problem) -> Flags:
     """
-    Flags of ops with expensive outputs: cost density above that of the whole program.
+    Flags of ops whose outputs are expensive: cost density above that of the whole program.
 
     Cost density is cost / output bytes (Coop, section 3.3).
     """

@@ -1,20 +1,18 @@
-"""Copies to the host and back in an eager execution: the engines' clocks, and the record."""
+"""Offloads and prefetches of an online execution: the copy engines' clocks and the record."""
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, WAIT
-from coop_plan.planner.online.neighbours import computed, neighbour_cost
+from coop_plan.planner.online.neighbours import mark_resident, neighbour_cost
 from coop_plan.planner.online.state import (
     ADDRESS,
-    AWAY,
-    BACK,
+    ARRIVING,
     CLOCK,
     EVENT_DO,
     EVENT_OP,
     EVENT_WORKSPACE,
     EVENTS,
-    FETCHED,
-    FLYING,
+    HAS_PREFETCHED,
     HOST_BYTES,
     HOSTED,
     IN_FREE,
@@ -22,16 +20,18 @@ from coop_plan.planner.online.state import (
     LEAVING,
     LIVE,
     MOVABLE,
+    OFFLOAD_COUNT,
+    OFFLOAD_END,
+    OFFLOAD_ORDER,
     OFFSET,
     OFFSETS,
     OUT_FREE,
-    SWAPPED,
-    SWAPS,
+    PREFETCH_END,
     ArenaState,
 )
 
 SWAPS_OUT, DIRECTS, RECOMPUTES, FILTERS, PREFETCHES, OVERLAPS = 1, 2, 4, 8, 16, 32
-"""Flags of a method with transfers; see `planner.online.delta`."""
+"""Flags of a method with transfers, see `planner.online.delta`."""
 
 
 @inlined
@@ -45,51 +45,51 @@ def _record(s: ArenaState, do: int, t: int) -> None:
 
 @inner
 def begin_offload(a: Arrays, s: ArenaState, t: int) -> None:
-    """Tensor `t` begins to be copied to the host; its bytes stay until `end_offload`."""
+    """Begin to copy `t` to the host; its bytes stay in use until `end_offload`."""
     _record(s, OFFLOAD, t)
     s.total[OUT_FREE] = max(s.total[OUT_FREE], s.total[CLOCK]) + s.out_us[t]
-    s.times[AWAY, t] = s.total[OUT_FREE]
+    s.times[OFFLOAD_END, t] = s.total[OUT_FREE]
     s.tensor[LEAVING, t] = 1
     s.counts[HOST_BYTES] += a.size[t]
 
 
 @inner
 def end_offload(s: ArenaState, t: int) -> None:
-    """Compute waits until the copy to the host is there."""
+    """Wait for the copy of `t` to the host."""
     _record(s, WAIT, t)
-    s.total[CLOCK] = max(s.total[CLOCK], s.times[AWAY, t])
+    s.total[CLOCK] = max(s.total[CLOCK], s.times[OFFLOAD_END, t])
     s.tensor[LEAVING, t] = 0
     s.tensor[HOSTED, t] = 1
-    s.tensor[SWAPPED, t] = s.counts[SWAPS]
-    s.counts[SWAPS] += 1
+    s.tensor[OFFLOAD_ORDER, t] = s.counts[OFFLOAD_COUNT]
+    s.counts[OFFLOAD_COUNT] += 1
 
 
 @inner
-def begin_fetch(s: ArenaState, t: int, at: int) -> None:
-    """Tensor `t` begins to be copied from the host to offset `at`."""
+def begin_prefetch(s: ArenaState, t: int, at: int) -> None:
+    """Begin to copy `t` from the host to offset `at`."""
     _record(s, PREFETCH, t)
     s.record[OFFSET, s.counts[OFFSETS]] = at
     s.counts[OFFSETS] += 1
     s.tensor[ADDRESS, t] = at
     s.total[IN_FREE] = max(s.total[IN_FREE], s.total[CLOCK]) + s.in_us[t]
-    s.times[BACK, t] = s.total[IN_FREE]
-    s.tensor[LIVE, t] = s.tensor[FLYING, t] = 1
-    s.counts[FETCHED] = 1
+    s.times[PREFETCH_END, t] = s.total[IN_FREE]
+    s.tensor[LIVE, t] = s.tensor[ARRIVING, t] = 1
+    s.counts[HAS_PREFETCHED] = 1
     s.times[LAST_ACCESS, t] = s.total[CLOCK]
-    computed(s, t)
+    mark_resident(s, t)
 
 
 @inner
-def end_fetch(s: ArenaState, t: int) -> None:
-    """Compute waits until tensor `t` is back."""
+def end_prefetch(s: ArenaState, t: int) -> None:
+    """Wait for the copy of `t` from the host."""
     _record(s, WAIT, t)
-    s.total[CLOCK] = max(s.total[CLOCK], s.times[BACK, t])
-    s.tensor[FLYING, t] = 0
+    s.total[CLOCK] = max(s.total[CLOCK], s.times[PREFETCH_END, t])
+    s.tensor[ARRIVING, t] = 0
 
 
 @inner
 def swap_us(a: Arrays, s: ArenaState, t: int) -> float:
-    """Time (µs) to copy `t` to the host and back; infinite if `t` may not be offloaded."""
+    """Time to offload and prefetch `t`, µs; infinite if it cannot be offloaded."""
     if s.tensor[HOSTED, t] == 1:
         return float(s.in_us[t])
     full = s.host_budget >= 0 and s.counts[HOST_BYTES] + a.size[t] > s.host_budget
@@ -101,13 +101,13 @@ def swap_us(a: Arrays, s: ArenaState, t: int) -> float:
 @inner
 def directed_to_host(a: Arrays, s: ArenaState, t: int, evictable: bool) -> bool:
     """
-    The director: whether a tensor that is released is swapped; else it is computed again.
+    DELTA's director: True if a released tensor is swapped, False if it is recomputed.
 
-    The cheaper of the two, by what its copies take and what it and its evicted neighbours cost.
+    Compares the time of its copies with its cost plus that of its evicted neighbours.
     """
-    there_and_back = swap_us(a, s, t)
-    if there_and_back == float("inf"):
+    copy_us = swap_us(a, s, t)
+    if copy_us == float("inf"):
         return False
     if not evictable or s.transfers & DIRECTS == 0:
         return True
-    return bool(there_and_back < neighbour_cost(s, t))
+    return bool(copy_us < neighbour_cost(s, t))

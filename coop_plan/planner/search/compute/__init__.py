@@ -1,9 +1,10 @@
 """
-Metropolis search over event orders; the objective is the sum of op costs.
+Metropolis search over sequences of runs: recomputes and the order of first runs.
 
-A `sequence` lists the ops that run. `liveness` holds the lifetime of each copy of a tensor, `edits`
-inserts and removes events and undoes both, `objective` computes cost and excess memory of a
-candidate, `moves` change it, `repair` frees memory, and `metropolis` accepts or rejects. A step
-costs the events that it changes and one pass over the blocks. `planner.search.makespan` has the
-moves and the objective with transfers.
+A sequence lists the ops that run. `sequence` holds the search state, `event_list` the events in
+blocks, `liveness` the lifetime of each copy. `edits` inserts, removes, accepts and undoes;
+`objective` gives the cost and the memory excess of a candidate; `moves` proposes changes and
+`repair` frees memory at the peak. `metropolis` is the search kernel, `annealing` its cooling
+schedule. A step costs time in proportion to the tensors that it accesses, plus one pass over all
+blocks. `planner.search.makespan` adds transfers to the host.
 """

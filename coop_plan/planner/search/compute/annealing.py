@@ -1,11 +1,11 @@
 """
-Simulated annealing of event orders: the last stage of coop-offline and auto.
+Simulated annealing of the sequence itself: the last phase of coop-offline and auto.
 
 The Metropolis search (`planner.search.compute.metropolis`) looks for cheaper sequences within the
-arena. Candidates may exceed it at a penalty, which grows while they do. First runs may leave
-the order of the program, as in OLLA (Steiner et al., 2022, section 3) and Moccasin (Bartan et al.,
-ICML 2023, section 2), unless the switch "reorder" is off. Simulated annealing after Kirkpatrick et
-al., Optimization by Simulated Annealing, Science 1983.
+arena. Candidates may exceed it at a penalty, which grows as long as they do. First runs may leave
+program order, as in OLLA (Steiner et al., 2022, section 3) and Moccasin (Bartan et al., ICML 2023,
+section 2), unless the switch "reorder" is off. Kirkpatrick et al., Optimization by Simulated
+Annealing, Science 1983.
 """
 
 import contextlib
@@ -23,44 +23,46 @@ from coop_plan.planner.heuristic.eviction_run import Record
 from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.placement.layout import WORK, WORK_PER_SECOND, fit
-from coop_plan.planner.search.compute.metropolis import metropolis_search
+from coop_plan.planner.search.compute.metropolis import metropolis
 from coop_plan.planner.search.compute.sequence import (
+    add_margin,
     current_sequence,
-    reserve_margin,
+    new_state,
     set_sequence,
-    start,
 )
 
 
-class OrderAnnealing:
+class SequenceAnnealing:
     """
-    Annealing that starts at a `sequence` and offers incumbents to a portfolio.
+    Improves the incumbent of a portfolio, starting from `sequence`.
 
-    `run` ends at a deadline, a `time.monotonic` value, s; all else after so many steps.
+    `run` ends at `deadline`, a `time.monotonic` value (s); the other phases end after fixed numbers
+    of steps.
     """
 
     def __init__(self, portfolio: Portfolio, sequence: Ints, deadline: float = math.inf) -> None:
         params = portfolio.params
-        self.portfolio, self.params, self.fits = portfolio, params.order_annealing, sequence
+        self.portfolio, self.params = portfolio, params.sequence_annealing
+        self.feasible = sequence  # last sequence within the limit
         self.deadline = deadline
         self.random = np.random.default_rng(portfolio.request.seed)
-        room = self.params.room_factor * sequence.size + self.params.room
+        max_events = self.params.event_factor * sequence.size + self.params.extra_events
         self.program = to_program(portfolio.arrays)
         moves = params.moves
         if "reorder" in portfolio.request.off:
-            moves = replace(moves, first_chance=0.0)
-        self.state = start(portfolio.problem, room, moves)
+            moves = replace(moves, first_run_chance=0.0)
+        self.state = new_state(portfolio.problem, max_events, moves)
         found = portfolio.best.found
         self.settings = portfolio.settings[0] if found is None else found.settings
-        self.pace = self.params.first_pace  # steps a second
-        self.layouts = 0.0  # seconds
-        self.work = WORK
-        self.limit = portfolio.request.arena_bytes  # of what is live at once, in bytes
+        self.pace = self.params.initial_pace  # steps a second
+        self.layout_seconds = 0.0
+        self.layout_work = WORK
+        self.limit = portfolio.request.arena_bytes  # on live bytes
 
     def run(self, enough: Callable[[], bool]) -> None:
-        """Anneal from the start sequence until the deadline or `enough`."""
+        """Anneal until the deadline or until `enough` returns True."""
         params, portfolio, state = self.params, self.portfolio, self.state
-        set_sequence(state, self.fits)
+        set_sequence(state, self.feasible)
         base = portfolio.problem.base_cost_us
         temperature = params.temperature * base / portfolio.problem.op_count
         penalty = params.penalty
@@ -69,88 +71,89 @@ class OrderAnnealing:
         while (now := time.monotonic()) < self.deadline and not (
             chunks % params.check_chunks == 0 and enough()
         ):
-            cold = ((self.deadline - now) / (self.deadline - begin)) ** params.cooling
+            cooled = ((self.deadline - now) / (self.deadline - begin)) ** params.cooling
             steps = max(1, int(params.chunk_seconds * self.pace))
-            cost, too_much = self._search(steps, temperature * cold, penalty * base)
+            cost, excess = self._search(steps, temperature * cooled, penalty * base)
+            # Steps a second, as a moving average, so that a chunk takes about `chunk_seconds`.
             self.pace += params.pace_share * (steps / max(time.monotonic() - now, 1e-6) - self.pace)
-            if too_much > 0:
+            if excess > 0:
                 penalty *= params.penalty_growth
                 infeasible_streak += 1
                 if infeasible_streak > params.patience:
-                    set_sequence(state, self.fits)
+                    set_sequence(state, self.feasible)
             else:
                 infeasible_streak = 0
-                self.fits = current_sequence(state)
+                self.feasible = current_sequence(state)
                 penalty = max(params.penalty, penalty / params.penalty_decay)
-                worth = cost < portfolio.best.cost_us * (1 - params.worth_placing)
-                spare = params.layout_share * (1 - cold) * (time.monotonic() - begin)
-                if worth and self.layouts < spare:
+                # Layouts take at most a share of the time, less of it while the temperature is
+                # high.
+                saves = cost < portfolio.best.cost_us * (1 - params.min_saving)
+                allowed_seconds = params.layout_share * (1 - cooled) * (time.monotonic() - begin)
+                if saves and self.layout_seconds < allowed_seconds:
                     now = time.monotonic()
-                    left = int(max(0.0, self.deadline - now) * WORK_PER_SECOND)
-                    if not self._place(min(self.work, left)):
-                        self.work = min(params.most_work, 2 * self.work)
-                    self.layouts += time.monotonic() - now
+                    work = int(max(0.0, self.deadline - now) * WORK_PER_SECOND)
+                    if not self._place(min(self.layout_work, work)):
+                        self.layout_work = min(params.max_layout_work, 2 * self.layout_work)
+                    self.layout_seconds += time.monotonic() - now
             if chunks % params.report_chunks == 0:
                 portfolio.report(None)
             chunks += 1
 
     def run_fixed_length(self) -> None:
-        """Anneal for a fixed number of steps at each start temperature; the clock is not read."""
+        """Anneal for a fixed number of steps, once from each starting temperature."""
         for temperature in self.params.fixed_temperatures:
-            self._run_fixed_length_once(temperature)
+            self._anneal(temperature)
 
-    def _run_fixed_length_once(self, temperature: float) -> None:
+    def _anneal(self, temperature: float) -> None:
         params, portfolio, state = self.params, self.portfolio, self.state
-        set_sequence(state, self.fits)
+        set_sequence(state, self.feasible)
         base = portfolio.problem.base_cost_us
         temperature *= base / portfolio.problem.op_count
-        penalty, chunks, events = params.penalty, params.fixed_chunks, max(1, self.fits.size)
+        penalty, chunks, events = params.penalty, params.fixed_chunks, max(1, self.feasible.size)
         steps = -(-min(params.fixed_steps, params.fixed_steps_per_event * events) // chunks)
-        layouts = max(1, min(chunks, params.fixed_layout_blocks // events))
+        layouts = max(1, min(chunks, params.fixed_layout_events // events))
         for chunk in range(chunks):
-            cold = (1 - chunk / chunks) ** params.cooling
-            cost, too_much = self._search(steps, temperature * cold, penalty * base)
-            if too_much > 0:
+            cooled = (1 - chunk / chunks) ** params.cooling
+            cost, excess = self._search(steps, temperature * cooled, penalty * base)
+            if excess > 0:
                 penalty *= params.fixed_penalty_growth
                 continue
-            self.fits = current_sequence(state)
+            self.feasible = current_sequence(state)
             due = (chunk + 1) % -(-chunks // layouts) == 0 or chunk + 1 == chunks
-            due = due and cost < portfolio.best.cost_us * (1 - params.worth_placing)
+            due = due and cost < portfolio.best.cost_us * (1 - params.min_saving)
             if due and not self._place(WORK if chunk + 1 == chunks else 0):
-                self.limit -= int(params.narrower * self.limit)
+                self.limit -= int(params.limit_reduction * self.limit)
             if portfolio.request.out_of_time():
                 return
 
     def find_feasible(self) -> None:
-        """Walk from a sequence that needs too much to one that fits, as long as it comes nearer."""
-        params, state, events = self.params, self.state, max(1, self.fits.size)
-        set_sequence(state, self.fits)
+        """Search, at zero temperature, for a sequence that fits, from one that does not."""
+        params, state, events = self.params, self.state, max(1, self.feasible.size)
+        set_sequence(state, self.feasible)
         penalty = params.feasibility_penalty * self.portfolio.problem.base_cost_us
         steps = min(params.feasibility_steps, params.feasibility_steps_per_event * events)
-        layouts = stale = 0
-        least = math.inf
+        layouts = stalled = 0
+        least_excess = math.inf
         for _ in range(params.feasibility_chunks):
-            _, too_much = self._search(-(-steps // params.feasibility_chunks), 0.0, penalty)
-            if too_much == 0:
+            _, excess = self._search(-(-steps // params.feasibility_chunks), 0.0, penalty)
+            if excess == 0:
                 layouts += 1
                 if self._place(WORK) or layouts == params.feasibility_layouts:
                     return
-            stale = 0 if too_much < least or too_much == 0 else stale + 1
-            least = min(least, too_much)
-            if stale == params.feasibility_patience or self.portfolio.request.out_of_time():
+            stalled = 0 if excess < least_excess or excess == 0 else stalled + 1
+            least_excess = min(least_excess, excess)
+            if stalled == params.feasibility_patience or self.portfolio.request.out_of_time():
                 return
 
     def _search(self, steps: int, temperature: float, penalty: float) -> tuple[float, float]:
         seed = int(self.random.integers(1 << 31))
-        return metropolis_search(
-            self.program, self.state, steps, self.limit, temperature, penalty, seed
-        )
+        return metropolis(self.program, self.state, steps, self.limit, temperature, penalty, seed)
 
     def _place(self, work: int) -> bool:
         """
-        Make the sequence at hand the incumbent if there is a layout; else ask for more room.
+        Make the stored sequence the incumbent if it has a layout; else add a margin.
 
-        `work` is the effort for one where a greedy one does not fit.
+        `work` is the layout search effort if the greedy layout does not fit.
         """
         params, portfolio, arena = self.params, self.portfolio, self.portfolio.request.arena_bytes
         ops = current_sequence(self.state)
@@ -164,13 +167,14 @@ class OrderAnnealing:
         if placement.peak <= arena:
             portfolio.keep(Candidate(blocks.live, self.settings, run, blocks), placement.offsets)
             return True
+        # Keep memory free at the event with the most live bytes under the highest buffer.
         highest = int((placement.offsets + size).argmax())
         change = np.zeros(run.ops.size + 1, dtype=np.int64)
         np.add.at(change, lower, size)
         np.subtract.at(change, upper, size)
         live = change.cumsum()
         event = int(lower[highest] + live[lower[highest] : upper[highest]].argmax())
-        reserve_margin(self.state, event, int(arena - live[event] + params.margin * arena))
+        add_margin(self.state, event, int(arena - live[event] + params.margin * arena))
         return False
 
 
@@ -179,27 +183,27 @@ def reordered(
     sequence: Ints,
     cost_us: float,
     request: Request,
-    least_us: Callable[[], float] | None = None,
+    bound_us: Callable[[], float] | None = None,
 ) -> PlacedSchedule | None:
     """
-    A cheaper schedule of default variants than one that costs `cost_us`, in whatever order.
+    A schedule of default variants in any order that costs less than `cost_us`; None if none is
+    found.
 
-    It begins at a `sequence` of ops, and ends at the deadline, which the request has, or where what
-    it found costs no more than is known to be the least (`least_us`, else every op once); None
-    where it finds nothing, or where the sequence runs an op again that accesses what is
-    overwritten.
+    Starts from `sequence` and ends at the request's deadline, or if the cost reaches the lower
+    bound `bound_us` (by default every op once). Returns None, too, if the sequence reruns an op
+    that accesses overwritten tensors.
     """
     assert request.deadline is not None
     runs = np.bincount(sequence, minlength=problem.op_count)
     if any(problem.touches_overwritten(op) for op in np.flatnonzero(runs > 1).tolist()):
         return None
     portfolio = Portfolio(problem, request)
-    worth = portfolio.params.order_annealing.worth_placing
+    min_saving = portfolio.params.sequence_annealing.min_saving
     portfolio.best.cost_us = cost_us
-    least = least_us or (lambda: problem.base_cost_us)
-    search = OrderAnnealing(portfolio, sequence, request.deadline)
-    with contextlib.suppress(KeyboardInterrupt):  # whoever has seen enough gets the best so far
-        search.run(lambda: portfolio.best.cost_us * (1 - worth) <= least())
+    bound = bound_us or (lambda: problem.base_cost_us)
+    search = SequenceAnnealing(portfolio, sequence, request.deadline)
+    with contextlib.suppress(KeyboardInterrupt):  # returns the best so far
+        search.run(lambda: portfolio.best.cost_us * (1 - min_saving) <= bound())
     return None if portfolio.best.found is None else portfolio.solution().placed
 
 
@@ -208,6 +212,6 @@ def cheaper(problem: Problem, found: Solution, other: PlacedSchedule | None) -> 
     if other is None or other.cost_us >= found.placed.cost_us:
         return found
     bound, model = found.lower_bound_us, found.bound_model
-    if bound is not None and other.cost_us < bound:  # it holds for program order
+    if bound is not None and other.cost_us < bound:  # the bound holds for program order only
         bound, model = problem.floor_us, "any"
     return Solution(other, lower_bound_us=bound, bound_model=model)

@@ -1,53 +1,54 @@
 """
-The candidate's events in blocks: where each is, and what changes there; then kept, or taken back.
+Event list of the candidate, in blocks, with undo.
 
-A list of blocks of about the square root of its length: an event is put in or taken out in one
-block, and all later ones begin somewhere else.
+A sequence of n events is split into about sqrt(n) blocks. An edit shifts the events of one block
+and the first positions of all later blocks. The first change of a block in a step saves its
+members, so that `restore` can undo the step.
 """
 
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.search.compute.sequence import (
     BLOCK,
     BLOCKS,
-    DIFFER,
-    DIFFER_COUNT,
+    CHANGED,
+    CHANGED_COUNT,
     DIRTY,
     EVENTS,
     FULL,
     INDEX,
-    KEPT,
     MOVED,
     NONE,
+    SAVED_COUNT,
     SearchState,
 )
 
 
 @inlined
-def place(s: SearchState, e: int) -> int:
-    """Position in the candidate of an event, or of the end."""
-    return int(s.begin[s.event[e, BLOCK]] + s.event[e, INDEX])
+def position_of(s: SearchState, e: int) -> int:
+    """Position of an event of the candidate; the end of the step has one, too."""
+    return int(s.block_start[s.event[e, BLOCK]] + s.event[e, INDEX])
 
 
 @inlined
 def length(s: SearchState) -> int:
-    """Number of events in the candidate."""
-    return int(s.begin[s.counts[BLOCKS]])
+    """Number of events of the candidate."""
+    return int(s.block_start[s.counts[BLOCKS]])
 
 
 @inlined
 def event_at(s: SearchState, at: int) -> int:
-    """The candidate's event at a place."""
+    """The event at a position of the candidate."""
     b = block_at(s, at)
-    return int(s.row[b, at - s.begin[b]])
+    return int(s.members[b, at - s.block_start[b]])
 
 
 @inlined
 def block_at(s: SearchState, at: int) -> int:
-    """The block of a place; of the end, the last one."""
+    """The block of a position; the last block for the end."""
     low, high = 0, s.counts[BLOCKS] - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if s.begin[middle] <= at:
+        if s.block_start[middle] <= at:
             low = middle
         else:
             high = middle - 1
@@ -55,118 +56,120 @@ def block_at(s: SearchState, at: int) -> int:
 
 
 @inlined
-def mark(s: SearchState, e: int) -> None:
-    """Mark an event's block dirty: its memory figures must be recomputed."""
+def mark_dirty(s: SearchState, e: int) -> None:
+    """Mark the summary of the event's block as out of date."""
     s.block[s.event[e, BLOCK], DIRTY] = 1
 
 
 @inner
-def spread(s: SearchState, size: int) -> None:
-    """Put so many events, which the row `MOVED` of the lists has in order, into even blocks."""
-    fill = max((s.row.shape[1] - s.inserted.size) // 2, -(-size // s.row.shape[0]))
+def fill_blocks(s: SearchState, size: int) -> None:
+    """Distribute `size` events, listed in order in row `MOVED` of the lists, evenly over blocks."""
+    # Blocks start half full, so that insertions find room; fewer only if there are not enough
+    # blocks.
+    fill = max((s.members.shape[1] - s.pending.size) // 2, -(-size // s.members.shape[0]))
     blocks = max(1, -(-size // fill))
     s.counts[BLOCKS], s.counts[FULL] = blocks, 0
     for b in range(blocks):
-        s.begin[b] = b * fill
-        s.block[b, EVENTS], s.block[b, KEPT] = min(fill, size - b * fill), NONE
+        s.block_start[b] = b * fill
+        s.block[b, EVENTS], s.block[b, SAVED_COUNT] = min(fill, size - b * fill), NONE
         s.block[b, DIRTY] = 1
         for i in range(s.block[b, EVENTS]):
-            _set(s, b, i, s.lists[MOVED, b * fill + i])
+            _set_event(s, b, i, s.lists[MOVED, b * fill + i])
     end = s.sequence.size
-    s.begin[blocks] = size
+    s.block_start[blocks] = size
     s.event[end, BLOCK], s.event[end, INDEX] = blocks, 0
 
 
 @inner
-def even(s: SearchState) -> None:
-    """Make room in every block again, between two steps."""
-    listed(s)
-    spread(s, length(s))
+def rebalance(s: SearchState) -> None:
+    """Distribute the events evenly again, so that each block has room; between two steps."""
+    list_events(s)
+    fill_blocks(s, length(s))
 
 
 @inlined
-def listed(s: SearchState) -> None:
-    """List the candidate's events in order, in the row `MOVED` of the lists; between two steps."""
+def list_events(s: SearchState) -> None:
+    """Write the candidate's events in order to row `MOVED` of the lists; between two steps."""
     for b in range(s.counts[BLOCKS]):
         for i in range(s.block[b, EVENTS]):
-            s.lists[MOVED, s.begin[b] + i] = s.row[b, i]
+            s.lists[MOVED, s.block_start[b] + i] = s.members[b, i]
 
 
 @inlined
-def _set(s: SearchState, b: int, i: int, e: int) -> None:
-    """An event has this place in a block."""
-    s.row[b, i] = e
+def _set_event(s: SearchState, b: int, i: int, e: int) -> None:
+    s.members[b, i] = e
     s.event[e, BLOCK], s.event[e, INDEX] = b, i
 
 
 @inlined
 def _resize(s: SearchState, b: int, more: int) -> None:
-    """A block has so many more events."""
+    """Add `more` to the size of a block and to the start of each later one."""
     s.block[b, EVENTS] += more
     for later in range(b + 1, s.counts[BLOCKS] + 1):
-        s.begin[later] += more
+        s.block_start[later] += more
 
 
 @inlined
-def _differs(s: SearchState, b: int) -> None:
-    """A block is about to change."""
+def _save_before_change(s: SearchState, b: int) -> None:
+    """Save the members of a block before its first change in this step."""
     s.block[b, DIRTY] = 1
-    if s.block[b, KEPT] != NONE:
+    if s.block[b, SAVED_COUNT] != NONE:
         return
-    s.block[b, KEPT] = s.block[b, EVENTS]
+    s.block[b, SAVED_COUNT] = s.block[b, EVENTS]
     for i in range(s.block[b, EVENTS]):
-        s.kept[b, i] = s.row[b, i]
-    s.lists[DIFFER, s.counts[DIFFER_COUNT]] = b
-    s.counts[DIFFER_COUNT] += 1
+        s.saved_members[b, i] = s.members[b, i]
+    s.lists[CHANGED, s.counts[CHANGED_COUNT]] = b
+    s.counts[CHANGED_COUNT] += 1
 
 
 @inner
-def insert(s: SearchState, events: int, first: int, count: int, at: int) -> bool:
+def insert(s: SearchState, row: int, first: int, count: int, at: int) -> bool:
     """
-    Put `count` events, from the entry `first` of a row of the lists on, before the one at a place.
+    Insert `count` events, taken from row `row` of the lists from entry `first` on, at a position.
 
-    False where there is no room for them.
+    Returns False if the block is full; the caller then undoes the step and rebalances.
     """
     b = block_at(s, at)
-    size, begin = s.block[b, EVENTS], at - s.begin[b]
-    if size + count > s.row.shape[1]:
+    old, index = s.block[b, EVENTS], at - s.block_start[b]
+    if old + count > s.members.shape[1]:
         s.counts[FULL] = 1
         return False
-    _differs(s, b)
-    for i in range(size - 1, begin - 1, -1):
-        _set(s, b, i + count, s.row[b, i])
+    _save_before_change(s, b)
+    for i in range(old - 1, index - 1, -1):
+        _set_event(s, b, i + count, s.members[b, i])
     for i in range(count):
-        _set(s, b, begin + i, s.lists[events, first + i])
+        _set_event(s, b, index + i, s.lists[row, first + i])
     _resize(s, b, count)
     return True
 
 
 @inlined
 def remove(s: SearchState, e: int) -> None:
-    """Take an event out."""
+    """Remove an event from its block."""
     b = s.event[e, BLOCK]
-    _differs(s, b)
+    _save_before_change(s, b)
     _resize(s, b, -1)
     for i in range(s.event[e, INDEX], s.block[b, EVENTS]):
-        _set(s, b, i, s.row[b, i + 1])
+        _set_event(s, b, i, s.members[b, i + 1])
 
 
 @inlined
-def keep_changes(s: SearchState) -> None:
-    """The blocks are those of the current sequence."""
-    for i in range(s.counts[DIFFER_COUNT]):
-        s.block[s.lists[DIFFER, i], KEPT] = NONE
-    s.counts[DIFFER_COUNT] = 0
+def commit(s: SearchState) -> None:
+    """Make the candidate's blocks those of the current sequence."""
+    for i in range(s.counts[CHANGED_COUNT]):
+        s.block[s.lists[CHANGED, i], SAVED_COUNT] = NONE
+    s.counts[CHANGED_COUNT] = 0
 
 
 @inlined
-def take_back(s: SearchState) -> None:
-    """The blocks are those of the current sequence again."""
-    for i in range(s.counts[DIFFER_COUNT]):
-        b = s.lists[DIFFER, i]
-        s.block[b, EVENTS], s.block[b, KEPT], s.block[b, DIRTY] = s.block[b, KEPT], NONE, 1
+def restore(s: SearchState) -> None:
+    """Restore the blocks of the current sequence."""
+    for i in range(s.counts[CHANGED_COUNT]):
+        b = s.lists[CHANGED, i]
+        s.block[b, EVENTS], s.block[b, SAVED_COUNT] = s.block[b, SAVED_COUNT], NONE
+        s.block[b, DIRTY] = 1
         for k in range(s.block[b, EVENTS]):
-            _set(s, b, k, s.kept[b, k])
-    s.counts[DIFFER_COUNT] = 0
+            _set_event(s, b, k, s.saved_members[b, k])
+    s.counts[CHANGED_COUNT] = 0
     for b in range(s.counts[BLOCKS]):
-        s.begin[b + 1] = s.begin[b] + s.block[b, EVENTS]
+        s.block_start[b + 1] = s.block_start[b] + s.block[b, EVENTS]

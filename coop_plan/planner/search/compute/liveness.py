@@ -1,46 +1,45 @@
 """
-The lives of the copies of a tensor, from its accesses: what reads and makes it, in order.
+Incremental liveness: lifetimes of the copies of each tensor, from its accesses.
 
-An event accesses the tensors that it reads and makes. The accesses of each tensor are linked in the
-order of the candidate, so what a change does to memory is found from the tensors it accesses alone.
-A access that is its own `COPY` began one, and what that needs is counted at its `END`, until both
-are found anew.
+The accesses of a tensor form a linked list in candidate order, so an edit updates only the tensors
+that it accesses. A write `x` with `COPY == x` begins a copy; the copy ends at event `END`, where
+its bytes are counted as freed. These counts stay valid until the tensor is stale.
 """
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.event_list import mark, place
+from coop_plan.planner.search.compute.event_list import mark_dirty, position_of
 from coop_plan.planner.search.compute.sequence import (
-    ACCESSES,
-    ALONG,
+    ACCESS_KIND,
+    ALLOCATED,
     CODE,
     COPY,
-    DOES,
-    DOWN,
     END,
     EVENT,
+    FIRST_ACCESS,
+    FREED,
     HEAD,
-    LAST,
+    INPLACE_SAVED,
     NEXT,
+    NEXT_OF_EVENT,
     NONE,
+    PREVIOUS,
     QUEUE,
     QUEUE_COUNT,
     QUEUED,
     READ,
-    SAVED,
     STALE,
     STALE_COUNT,
     STALES,
     TAIL,
     TENSOR,
-    UP,
     SearchState,
 )
 
 
 @inlined
-def undo_access(s: SearchState, t: int) -> None:
-    """A tensor's accesses will change: its copies must be found anew."""
+def mark_stale(s: SearchState, t: int) -> None:
+    """Mark a tensor's lifetimes as out of date and queue it for dead-code elimination."""
     if s.tensor[t, QUEUED] == 0:
         s.tensor[t, QUEUED] = 1
         s.lists[QUEUE, s.counts[QUEUE_COUNT]] = t
@@ -52,94 +51,96 @@ def undo_access(s: SearchState, t: int) -> None:
 
 
 @inlined
-def _count(a: Program, s: SearchState, x: int, end: int) -> None:
-    """A access begins a copy that ends with an event."""
-    e, size, before = s.access[x, EVENT], a.size[s.access[x, TENSOR]], s.access[x, END]
+def _set_lifetime(a: Program, s: SearchState, x: int, end: int) -> None:
+    """Let the copy that write `x` begins end at event `end`; updates the bytes of both events."""
+    e, size, old_end = s.access[x, EVENT], a.size[s.access[x, TENSOR]], s.access[x, END]
     if s.access[x, COPY] == x:
-        if before == end:
+        if old_end == end:
             return
-        s.bytes[before, DOWN] -= size
-        mark(s, before)
+        s.event_bytes[old_end, FREED] -= size
+        mark_dirty(s, old_end)
     else:
         s.access[x, COPY] = x
-        s.bytes[e, UP] += size
+        s.event_bytes[e, ALLOCATED] += size
     s.access[x, END] = end
-    s.bytes[end, DOWN] += size
-    mark(s, e)
-    mark(s, end)
+    s.event_bytes[end, FREED] += size
+    mark_dirty(s, e)
+    mark_dirty(s, end)
 
 
 @inlined
-def _discount(a: Program, s: SearchState, x: int) -> None:
-    """A access does not begin a copy."""
+def _clear_lifetime(a: Program, s: SearchState, x: int) -> None:
+    """Let write `x` begin no copy; takes back the bytes it was counted with."""
     if s.access[x, COPY] == x:
         size = a.size[s.access[x, TENSOR]]
-        s.bytes[s.access[x, EVENT], UP] -= size
-        s.bytes[s.access[x, END], DOWN] -= size
-        mark(s, s.access[x, EVENT])
-        mark(s, s.access[x, END])
+        s.event_bytes[s.access[x, EVENT], ALLOCATED] -= size
+        s.event_bytes[s.access[x, END], FREED] -= size
+        mark_dirty(s, s.access[x, EVENT])
+        mark_dirty(s, s.access[x, END])
     s.access[x, COPY] = NONE
 
 
 @inner
-def run_fixed_length(a: Program, s: SearchState) -> bool:
-    """Find the copies of what is stale; false where one is read that is not there."""
+def update_liveness(a: Program, s: SearchState) -> bool:
+    """Recompute the lifetimes of stale tensors; False if an event reads a tensor without a copy."""
     while s.counts[STALE_COUNT] > 0:
         t = s.lists[STALES, s.counts[STALE_COUNT] - 1]
-        if not _live(a, s, t):
+        if not _update_copies(a, s, t):
             return False
         s.tensor[t, STALE] = 0
         s.counts[STALE_COUNT] -= 1
+        # An in-place output saves bytes only if its input ends there, so a changed lifetime may
+        # change the saving of each event that accesses the tensor.
         x = s.tensor[t, HEAD]
         while x != NONE:
             e = s.access[x, EVENT]
             code = s.event[e, CODE]
             if a.pairs_ptr[code] < a.pairs_ptr[code + 1]:
-                saved = _saved(a, s, e, code)
-                if saved != s.bytes[e, SAVED]:
-                    s.bytes[e, SAVED] = saved
-                    mark(s, e)
+                saved = _inplace_saving(a, s, e, code)
+                if saved != s.event_bytes[e, INPLACE_SAVED]:
+                    s.event_bytes[e, INPLACE_SAVED] = saved
+                    mark_dirty(s, e)
             x = s.access[x, NEXT]
     return True
 
 
 @inlined
-def _live(a: Program, s: SearchState, t: int) -> bool:
-    """Find out where the copies of a tensor begin and end; false where that is no schedule."""
+def _update_copies(a: Program, s: SearchState, t: int) -> bool:
+    """Recompute the lifetimes of one tensor; False if no schedule has these accesses."""
     copy = end = NONE
     x = s.tensor[t, HEAD]
     while x != NONE:
         e = s.access[x, EVENT]
-        if s.access[x, DOES] == READ:
+        if s.access[x, ACCESS_KIND] == READ:
             if copy == NONE:
                 return False
             s.access[x, COPY], end = copy, e
         elif copy != NONE and a.overwritten[t] == 1:
-            _discount(a, s, x)  # it writes elsewhere, for this event only
+            _clear_lifetime(a, s, x)  # a rerun writes to scratch memory, during its event only
         elif copy == NONE and s.event[e, CODE] >= a.ops:
-            return False  # it is fetched before it is made
+            return False  # prefetched before it was computed
         else:
             if copy != NONE:
-                _count(a, s, copy, end)
+                _set_lifetime(a, s, copy, end)
             copy, end = x, e
         x = s.access[x, NEXT]
-    if s.needed[t] == 1:
+    if s.is_output[t] == 1:
         if copy == NONE:
             return False
         end = s.sequence.size
     if copy != NONE:
-        _count(a, s, copy, end)
+        _set_lifetime(a, s, copy, end)
     return True
 
 
 @inlined
-def _saved(a: Program, s: SearchState, e: int, code: int) -> int:
-    """Bytes that a run needs less because an output takes the place of an input that ends."""
+def _inplace_saving(a: Program, s: SearchState, e: int, code: int) -> int:
+    """Bytes that an event saves by writing one output over an input whose lifetime ends there."""
     saved = 0
     for k in range(a.pairs_ptr[code], a.pairs_ptr[code + 1]):
-        x = s.event[e, ACCESSES]
-        while x != NONE and (s.access[x, TENSOR] != a.pairs_in[k] or s.access[x, DOES] != READ):
-            x = s.access[x, ALONG]
+        x, source = s.event[e, FIRST_ACCESS], a.pairs_in[k]
+        while x != NONE and (s.access[x, TENSOR] != source or s.access[x, ACCESS_KIND] != READ):
+            x = s.access[x, NEXT_OF_EVENT]
         if x != NONE and s.access[x, COPY] != NONE and s.access[s.access[x, COPY], END] == e:
             saved = a.size[a.pairs_out[k]]
             break
@@ -147,15 +148,15 @@ def _saved(a: Program, s: SearchState, e: int, code: int) -> int:
 
 
 @inlined
-def link(s: SearchState, x: int) -> None:
-    """Put a access among those of its tensor, at its event's place: it reads before it makes."""
-    t, at = s.access[x, TENSOR], place(s, s.access[x, EVENT])
-    at -= s.access[x, DOES] == READ
+def link_access(s: SearchState, x: int) -> None:
+    """Insert an access into its tensor's list; of one event the read comes before the write."""
+    t, at = s.access[x, TENSOR], position_of(s, s.access[x, EVENT])
+    at -= s.access[x, ACCESS_KIND] == READ
     last = s.tensor[t, TAIL]
-    while last != NONE and place(s, s.access[last, EVENT]) > at:
-        last = s.access[last, LAST]
+    while last != NONE and position_of(s, s.access[last, EVENT]) > at:
+        last = s.access[last, PREVIOUS]
     following = s.tensor[t, HEAD] if last == NONE else s.access[last, NEXT]
-    s.access[x, LAST], s.access[x, NEXT] = last, following
+    s.access[x, PREVIOUS], s.access[x, NEXT] = last, following
     if last == NONE:
         s.tensor[t, HEAD] = x
     else:
@@ -163,18 +164,18 @@ def link(s: SearchState, x: int) -> None:
     if following == NONE:
         s.tensor[t, TAIL] = x
     else:
-        s.access[following, LAST] = x
+        s.access[following, PREVIOUS] = x
 
 
 @inlined
-def unlink(a: Program, s: SearchState, x: int) -> None:
-    """Take a access out of those of its tensor."""
+def unlink_access(a: Program, s: SearchState, x: int) -> None:
+    """Remove an access from its tensor's list."""
     copy = s.access[x, COPY]
     if copy == x:
-        _discount(a, s, x)
+        _clear_lifetime(a, s, x)
     elif copy != NONE and s.access[copy, END] == s.access[x, EVENT]:
-        mark(s, s.access[copy, EVENT])  # it may end in another block
-    t, last, following = s.access[x, TENSOR], s.access[x, LAST], s.access[x, NEXT]
+        mark_dirty(s, s.access[copy, EVENT])  # the copy may now end in another block
+    t, last, following = s.access[x, TENSOR], s.access[x, PREVIOUS], s.access[x, NEXT]
     if last == NONE:
         s.tensor[t, HEAD] = following
     else:
@@ -182,48 +183,48 @@ def unlink(a: Program, s: SearchState, x: int) -> None:
     if following == NONE:
         s.tensor[t, TAIL] = last
     else:
-        s.access[following, LAST] = last
+        s.access[following, PREVIOUS] = last
 
 
 @inlined
-def renews(a: Program, s: SearchState, x: int) -> bool:
-    """True if a producing access may move: a recompute or a prefetch."""
+def redefines(a: Program, s: SearchState, x: int) -> bool:
+    """True if a write begins a new copy at any position: a recompute or a prefetch marker."""
     return bool(a.evictable[s.access[x, TENSOR]] == 1 or s.event[s.access[x, EVENT], CODE] >= a.ops)
 
 
 @inlined
-def wanted(a: Program, s: SearchState, x: int) -> bool:
-    """True if the tensor is read after an access, before it is produced again."""
+def is_live_after(a: Program, s: SearchState, x: int) -> bool:
+    """True if the tensor of access `x` is live directly after it."""
     t, y = s.access[x, TENSOR], s.access[x, NEXT]
     while y != NONE:
-        if s.access[y, DOES] == READ:
+        if s.access[y, ACCESS_KIND] == READ:
             return True
-        if renews(a, s, y):
+        if redefines(a, s, y):
             return False
         y = s.access[y, NEXT]
-    return bool(s.needed[t] == 1)
+    return bool(s.is_output[t] == 1)
 
 
 @inlined
-def wanted_at(a: Program, s: SearchState, t: int, at: int) -> bool:
-    """True if a tensor is live at the candidate's event `at`."""
+def is_live_at(a: Program, s: SearchState, t: int, at: int) -> bool:
+    """True if a tensor is live when event `at` of the candidate begins."""
     y = s.tensor[t, TAIL]
-    needed = bool(s.needed[t] == 1)
-    while y != NONE and place(s, s.access[y, EVENT]) >= at:
-        if s.access[y, DOES] == READ:
-            needed = True
-        elif renews(a, s, y):
-            needed = False
-        y = s.access[y, LAST]
-    return needed
+    live = bool(s.is_output[t] == 1)
+    while y != NONE and position_of(s, s.access[y, EVENT]) >= at:
+        if s.access[y, ACCESS_KIND] == READ:
+            live = True
+        elif redefines(a, s, y):
+            live = False
+        y = s.access[y, PREVIOUS]
+    return live
 
 
 @inlined
 def next_read(s: SearchState, t: int, at: int) -> int:
-    """The first event of the candidate from `at` on that reads a tensor; its end if none does."""
-    x, found = s.tensor[t, TAIL], place(s, s.sequence.size)
-    while x != NONE and place(s, s.access[x, EVENT]) >= at:
-        if s.access[x, DOES] == READ:
-            found = place(s, s.access[x, EVENT])
-        x = s.access[x, LAST]
+    """Position of the first read of a tensor from `at` on; the end if there is none."""
+    x, found = s.tensor[t, TAIL], position_of(s, s.sequence.size)
+    while x != NONE and position_of(s, s.access[x, EVENT]) >= at:
+        if s.access[x, ACCESS_KIND] == READ:
+            found = position_of(s, s.access[x, EVENT])
+        x = s.access[x, PREVIOUS]
     return found

@@ -1,42 +1,42 @@
 """
-Metropolis search over orders of runs.
+Metropolis search among sequences of runs.
 
-A step draws one move (`planner.search.compute.moves`). Memory and cost are updated for the tensors
-that it accesses (`liveness`, `objective` of this folder). After Metropolis et al., Equation of
-State Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
+Each step draws a move (`moves`), eliminates dead events, and evaluates the candidate from the
+tensors that changed (`liveness`, `objective`). Metropolis et al., Equation of State Calculations by
+Fast Computing Machines, J. Chem. Phys. 1953.
 """
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, njit
-from coop_plan.planner.search.compute.edits import accept, collect, end_step, enter, leave
-from coop_plan.planner.search.compute.moves import change, move_first
-from coop_plan.planner.search.compute.objective import cost_of, excess
+from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
+from coop_plan.planner.search.compute.moves import move_first_run, propose
+from coop_plan.planner.search.compute.objective import candidate_cost, memory_excess
 from coop_plan.planner.search.compute.repair import repair
 from coop_plan.planner.search.compute.sequence import AREA, SearchState
 
 
 @njit
-def measured(a: Program, s: SearchState, capacity: int) -> tuple[float, float]:
-    """Cost (µs) of the current sequence, and its excess over the capacity (bytes) as a share."""
-    if not enter(a, s):
+def evaluate_sequence(a: Program, s: SearchState, capacity: int) -> tuple[float, float]:
+    """Cost (µs) and memory excess (share of `capacity`, bytes) of the stored sequence."""
+    if not load(a, s):
         return np.inf, np.inf
-    return cost_of(a, s, np.inf), excess(s, capacity)
+    return candidate_cost(a, s, np.inf), memory_excess(s, capacity)
 
 
 @inlined
-def _strays(s: SearchState, area: float) -> bool:
+def _is_rejected_drift(s: SearchState, current_area: float) -> bool:
     """
-    True if a moved first run saved nothing and is not kept by chance.
+    True if a first-run move that saves nothing lengthens lifetimes and is rejected at random.
 
-    Orders that drift freely get longer lifetimes, for which layouts are harder to find.
+    Without it the order drifts to long lifetimes, for which layouts are harder to find.
     """
-    return bool(s.sums[AREA] > area and np.random.random() >= s.numbers.stray_chance)
+    return bool(s.sums[AREA] > current_area and np.random.random() >= s.params.drift_chance)
 
 
 @njit
-def metropolis_search(
+def metropolis(
     a: Program,
     s: SearchState,
     steps: int,
@@ -46,38 +46,47 @@ def metropolis_search(
     seed: int,
 ) -> tuple[float, float]:
     """
-    Run `steps` Metropolis steps from the current sequence; returns `measured` of the last one.
+    Make `steps` Metropolis steps from the stored sequence and store where they end.
 
-    `temperature` is the mean increase (µs) that a step accepts. `penalty` is about the cost (µs) of
-    live bytes of e times the capacity (bytes).
+    A candidate has energy cost + `penalty` (µs) * memory excess above `capacity` (bytes), and is
+    accepted with probability exp(-increase / `temperature`), µs. Returns cost and excess as
+    `evaluate_sequence` does.
     """
     np.random.seed(seed)
-    if not enter(a, s):
+    if not load(a, s):
         return np.inf, np.inf
-    kept, needs = cost_of(a, s, np.inf), excess(s, capacity)
+    current_cost = candidate_cost(a, s, np.inf)
+    current_excess = memory_excess(s, capacity)
     accept(s)
-    area = s.sums[AREA]
+    current_area = s.sums[AREA]
     for _ in range(steps):
-        limit = kept + penalty * needs + temperature * np.random.exponential()
-        taken = False
-        moved = np.random.random() < s.numbers.first_chance
-        if move_first(a, s) if moved else change(a, s):
-            eager = np.random.random() < s.numbers.mend_chance
-            for mended in range(s.numbers.repairs + 1):
-                collect(a, s)
-                cost = cost_of(a, s, limit)
+        # Drawing the acceptance threshold first lets an evaluation stop early above it:
+        # u < exp(-d / T) is d < T * Exp(1).
+        energy = current_cost + penalty * current_excess
+        limit = energy + temperature * np.random.exponential()
+        accepted = False
+        moves_first_run = np.random.random() < s.params.first_run_chance
+        if move_first_run(a, s) if moves_first_run else propose(a, s):
+            repair_early = np.random.random() < s.params.repair_chance
+            for repairs in range(s.params.max_repairs + 1):
+                eliminate_dead(a, s)
+                cost = candidate_cost(a, s, limit)
                 if cost == np.inf:
                     break
-                over = excess(s, capacity)
-                worth = cost + penalty * over
-                good = worth <= limit
-                if good and moved and worth >= kept + penalty * needs and _strays(s, area):
+                excess = memory_excess(s, capacity)
+                found = cost + penalty * excess
+                acceptable = found <= limit
+                drifts = acceptable and moves_first_run and found >= energy
+                if drifts and _is_rejected_drift(s, current_area):
                     break
-                if good and not (eager and over > 0.0 and mended < s.numbers.repairs):
-                    kept, needs, area, taken = cost, over, s.sums[AREA], True
+                last = excess == 0.0 or repairs == s.params.max_repairs
+                if acceptable and (last or not repair_early):
+                    current_cost, current_excess = cost, excess
+                    current_area, accepted = s.sums[AREA], True
                     break
-                if over == 0.0 or mended == s.numbers.repairs or not repair(a, s):
+                # Too expensive only for its memory excess: repair the peak and try again.
+                if last or not repair(a, s):
                     break
-        end_step(a, s, taken)
-    leave(s)
-    return kept, needs
+        finish_step(a, s, accepted)
+    store(s)
+    return current_cost, current_excess

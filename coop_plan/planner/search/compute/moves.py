@@ -1,28 +1,28 @@
 """
-Moves of the Metropolis search: insert, move and remove recomputes, and move first runs.
+Moves of the Metropolis search: insert, move or remove recomputes, and move first runs.
 
-Dead-code elimination removes events that serve nothing (`planner.search.compute.edits`).
+Dead events are eliminated afterwards (`planner.search.compute.edits`).
 """
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.edits import move, put_in, take_out
-from coop_plan.planner.search.compute.event_list import event_at, length, place
-from coop_plan.planner.search.compute.liveness import wanted_at
+from coop_plan.planner.search.compute.edits import insert_ops, move_events, remove_event
+from coop_plan.planner.search.compute.event_list import event_at, length, position_of
+from coop_plan.planner.search.compute.liveness import is_live_at
 from coop_plan.planner.search.compute.sequence import (
-    ACCESSES,
-    ALONG,
+    ACCESS_KIND,
     BLOCK,
     CODE,
-    DOES,
     EVENT,
     EVENTS,
+    FIRST_ACCESS,
     FIRST_RUN,
     HEAD,
     INDEX,
     NEXT,
+    NEXT_OF_EVENT,
     NONE,
     READ,
     TENSOR,
@@ -31,195 +31,204 @@ from coop_plan.planner.search.compute.sequence import (
 
 
 @inner
-def change(a: Program, s: SearchState) -> bool:
+def propose(a: Program, s: SearchState) -> bool:
     """
-    Change the candidate, which equals the current sequence, at one of its events.
+    Apply a random move to the candidate, which equals the current sequence.
 
-    Returns False if the drawn change is impossible; the candidate may then be changed in part.
+    Returns False if the move is invalid; the candidate may then have changed in part.
     """
-    numbers, size = s.numbers, length(s)
+    p, size = s.params, length(s)
     if size == 0:
         return False
     kind = np.random.random()
     begin = np.random.randint(size)
-    if kind < numbers.recompute_chance:
-        return _serve(a, s, begin)
-    for _ in range(numbers.tries):
-        if not is_first(s, begin):
+    if kind < p.recompute_chance:
+        return _recompute_for(a, s, begin)
+    for _ in range(p.max_draws):
+        if not is_first_run(s, begin):
             break
         begin = np.random.randint(size)
-    if is_first(s, begin):
+    if is_first_run(s, begin):
         return False
-    if kind < numbers.recompute_chance + numbers.move_chance:
-        return _move(a, s, begin)
-    return take_out_block(a, s, begin, numbers.removed_block)
+    if kind < p.recompute_chance + p.move_chance:
+        return _move_group(a, s, begin)
+    return remove_group(a, s, begin, p.remove_more_chance)
 
 
 @inlined
-def is_first(s: SearchState, at: int) -> bool:
+def is_first_run(s: SearchState, at: int) -> bool:
     return bool(s.event[event_at(s, at), FIRST_RUN] == 1)
 
 
 @inner
-def _serve(a: Program, s: SearchState, event: int) -> bool:
-    """Insert a recompute of one input of an event."""
+def _recompute_for(a: Program, s: SearchState, event: int) -> bool:
+    """Insert a recompute of a random input of an event, directly or some events before it."""
     op = s.event[event_at(s, event), CODE]
     count = a.reads_ptr[op + 1] - a.reads_ptr[op]
     if count == 0:
         return False
     t = a.reads[a.reads_ptr[op] + np.random.randint(count)]
     maker, at = a.producer[t], event
-    if np.random.random() < s.numbers.early_chance:
-        at -= int(s.numbers.earliest ** np.random.random())
-    if s.again[maker] == 0 or at < 0 or at <= place(s, s.op[maker]):
+    if np.random.random() < s.params.lead_chance:
+        at -= int(s.params.max_lead ** np.random.random())
+    if s.recomputable[maker] == 0 or at < 0 or at <= position_of(s, s.first_run[maker]):
         return False
-    return recompute(a, s, maker, at, evicted_chance(s))
+    return insert_recompute(a, s, maker, at, draw_evicted_chance(s))
 
 
 @inner
-def _move(a: Program, s: SearchState, begin: int) -> bool:
-    """Move a block of events that are no first runs."""
+def _move_group(a: Program, s: SearchState, begin: int) -> bool:
+    """Move a group of recomputes by a log-uniform distance."""
     size = length(s)
-    more = s.numbers.moved_block if np.random.random() < s.numbers.moved_block_chance else 0.0
-    end = block_end(s, begin, more)
-    distance = int(s.numbers.furthest ** np.random.random())
-    to = begin + (distance if np.random.random() < s.numbers.later_chance else -distance)
+    is_group = np.random.random() < s.params.move_group_chance
+    more_chance = s.params.move_more_chance if is_group else 0.0
+    end = group_end(s, begin, more_chance)
+    distance = int(s.params.max_move ** np.random.random())
+    to = begin + (distance if np.random.random() < s.params.move_later_chance else -distance)
     if to < 0 or to > size - (end - begin):
         return False
+    # No recompute may come before its op's first run, whose position shifts if it lies behind the
+    # group.
     for at in range(begin, end):
         code = s.event[event_at(s, at), CODE]
-        first = place(s, s.op[code])
-        if s.again[code] == 0 or first - (end - begin if first > begin else 0) >= to:
+        first = position_of(s, s.first_run[code])
+        if s.recomputable[code] == 0 or first - (end - begin if first > begin else 0) >= to:
             return False
-    return move(a, s, begin, end, to)
+    return move_events(a, s, begin, end, to)
 
 
 @inner
-def move_first(a: Program, s: SearchState) -> bool:
-    """Move a first run to where data, effects and phases allow it; false where that is nowhere."""
+def move_first_run(a: Program, s: SearchState) -> bool:
+    """Move a random first run within its dependencies; False if it cannot move."""
     begin = NONE
-    for _ in range(s.numbers.tries if length(s) > 0 else 0):
+    for _ in range(s.params.max_draws if length(s) > 0 else 0):
         begin = np.random.randint(length(s))
-        if is_first(s, begin):
+        if is_first_run(s, begin):
             break
-    if begin == NONE or not is_first(s, begin):
+    if begin == NONE or not is_first_run(s, begin):
         return False
-    low, high = _bounds(s, begin)
-    later = np.random.random() < s.numbers.later_chance
-    if np.random.random() < s.numbers.to_bound_chance:
+    low, high = _dependency_bounds(s, begin)
+    later = np.random.random() < s.params.move_later_chance
+    if np.random.random() < s.params.to_bound_chance:
         to = high if later else low
     else:
-        distance = int(s.numbers.furthest ** np.random.random())
+        distance = int(s.params.max_move ** np.random.random())
         to = min(high, begin + distance) if later else max(low, begin - distance)
-    at = _as_far_as(s, begin, to)
-    return at != begin and move(a, s, begin, begin + 1, at)
+    at = _reachable(s, begin, to)
+    return at != begin and move_events(a, s, begin, begin + 1, at)
 
 
 @inlined
-def _as_far_as(s: SearchState, begin: int, to: int) -> int:
-    """Position that the first run at `begin` can reach on its way to `to`."""
+def _reachable(s: SearchState, begin: int, to: int) -> int:
+    """Farthest position, up to `to`, that the first run at `begin` can move to."""
     e = event_at(s, begin)
     op, b, i = s.event[e, CODE], s.event[e, BLOCK], s.event[e, INDEX]
     step = 1 if to > begin else -1
     for at in range(begin, to, step):
+        # (b, i) is the event that the first run would cross next.
         i += step
         while i < 0 or i == s.block[b, EVENTS]:
             b += step
             i = 0 if step > 0 else s.block[b, EVENTS] - 1
-        if _keeps(s, op, s.row[b, i]):
+        if _must_not_cross(s, op, s.members[b, i]):
             return at
     return to
 
 
 @inlined
-def _bounds(s: SearchState, at: int) -> tuple[int, int]:
-    """The first and the last place where the first run at `at` finds and leaves what is needed."""
+def _dependency_bounds(s: SearchState, at: int) -> tuple[int, int]:
+    """Earliest and latest position of the first run at `at` given its reads and its readers."""
     low, high = 0, length(s) - 1
-    x = s.event[event_at(s, at), ACCESSES]
+    x = s.event[event_at(s, at), FIRST_ACCESS]
     while x != NONE:
         t = s.access[x, TENSOR]
-        if s.access[x, DOES] == READ:
-            low = max(low, place(s, s.access[s.tensor[t, HEAD], EVENT]) + 1)
+        if s.access[x, ACCESS_KIND] == READ:
+            low = max(low, position_of(s, s.access[s.tensor[t, HEAD], EVENT]) + 1)
         elif s.access[x, NEXT] != NONE:
-            high = min(high, place(s, s.access[s.access[x, NEXT], EVENT]) - 1)
-        x = s.access[x, ALONG]
+            high = min(high, position_of(s, s.access[s.access[x, NEXT], EVENT]) - 1)
+        x = s.access[x, NEXT_OF_EVENT]
     return low, high
 
 
 @inlined
-def _keeps(s: SearchState, op: int, e: int) -> bool:
-    """True if the first run of an op may not pass an event."""
+def _must_not_cross(s: SearchState, op: int, e: int) -> bool:
+    """True if the first run of an op must stay on its side of event `e`: phases and chained ops."""
     other, first = s.event[e, CODE], s.event[e, FIRST_RUN] == 1
     if first and s.phase[other] != s.phase[op]:
         return True
-    return bool(s.chained[op] == 1 and s.chained[other] == 1 and (first or s.again[other] == 0))
+    both_chained = s.chained[op] == 1 and s.chained[other] == 1
+    return bool(both_chained and (first or s.recomputable[other] == 0))
 
 
 @inner
-def take_out_block(a: Program, s: SearchState, begin: int, more: float) -> bool:
-    """Take out a block of recomputes; see `block_end`."""
-    for _ in range(begin, block_end(s, begin, more)):
-        take_out(a, s, event_at(s, begin))
+def remove_group(a: Program, s: SearchState, begin: int, more_chance: float) -> bool:
+    """Remove a group of recomputes."""
+    for _ in range(begin, group_end(s, begin, more_chance)):
+        remove_event(a, s, event_at(s, begin))
     return True
 
 
 @inlined
-def block_end(s: SearchState, begin: int, more: float) -> int:
-    """End of a block of recomputes; each next event joins with chance `more`."""
+def group_end(s: SearchState, begin: int, more_chance: float) -> int:
+    """End of a group from `begin` on; each next event joins with probability `more_chance`."""
     end = begin + 1
-    while np.random.random() < more and end < length(s) and not is_first(s, end):
+    while np.random.random() < more_chance and end < length(s) and not is_first_run(s, end):
         end += 1
     return end
 
 
 @inlined
-def evicted_chance(s: SearchState) -> float:
-    """Chance to recompute also an input that is evicted at the place of a recompute."""
-    usually = np.random.random() < s.numbers.usually
-    return s.numbers.evicted_usually if usually else s.numbers.evicted_rarely
+def draw_evicted_chance(s: SearchState) -> float:
+    """Draw the probability with which evicted inputs of a recompute are recomputed, too."""
+    usual = np.random.random() < s.params.usual_chance
+    return s.params.recompute_evicted_usual if usual else s.params.recompute_evicted_rare
 
 
 @inner
-def recompute(a: Program, s: SearchState, op: int, at: int, evicted: float) -> bool:
+def insert_recompute(a: Program, s: SearchState, op: int, at: int, evicted_chance: float) -> bool:
     """
-    Insert a recompute of `op` before event `at`; False if the candidate has no room for events.
+    Insert a recompute of `op` before event `at`; False if there is no room.
 
-    Each evicted input is recomputed with it, with chance `evicted`, or kept until then.
+    Inputs that are evicted there are recomputed with it, with probability `evicted_chance`; else
+    their lifetimes are extended.
     """
-    n = s.numbers
-    kept = n.resident_usually if np.random.random() < n.usually else n.resident_rarely
-    s.inserted[0] = op
+    p = s.params
+    usual = np.random.random() < p.usual_chance
+    live_chance = p.recompute_live_usual if usual else p.recompute_live_rare
+    s.pending[0] = op
     count = 1
     i = 0
+    # Breadth-first over the inputs of all pending ops.
     while i < count:
-        o = s.inserted[i]
+        code = s.pending[i]
         i += 1
-        for k in range(a.reads_ptr[o], a.reads_ptr[o + 1]):
+        for k in range(a.reads_ptr[code], a.reads_ptr[code + 1]):
             maker = a.producer[a.reads[k]]
-            chance = kept if wanted_at(a, s, a.reads[k], at) else evicted
-            if s.again[maker] == 0 or count == s.inserted.size or np.random.random() >= chance:
+            chance = live_chance if is_live_at(a, s, a.reads[k], at) else evicted_chance
+            if s.recomputable[maker] == 0 or count == s.pending.size:
                 continue
-            count = gather(s, count, maker)
-    return put_in_order(a, s, count, at)
+            if np.random.random() < chance:
+                count = add_pending(s, count, maker)
+    return insert_pending(a, s, count, at)
 
 
 @inlined
-def gather(s: SearchState, count: int, code: int) -> int:
-    """Have one more among the first `count` of `inserted`, if it is none of them; how many are."""
+def add_pending(s: SearchState, count: int, code: int) -> int:
+    """Add an op to the first `count` of `pending` unless it is there; returns the new count."""
     for other in range(count):
-        if s.inserted[other] == code:
+        if s.pending[other] == code:
             return count
-    s.inserted[count] = code
+    s.pending[count] = code
     return count + 1
 
 
 @inner
-def put_in_order(a: Program, s: SearchState, count: int, at: int) -> bool:
-    """Put the first `count` of `inserted` in as `put_in` does: marks, then ops in program order."""
+def insert_pending(a: Program, s: SearchState, count: int, at: int) -> bool:
+    """Insert the first `count` of `pending`: prefetch markers first, then ops in program order."""
     for i in range(1, count):
-        o, k = s.inserted[i], i
-        while k > 0 and s.inserted[k - 1] < a.ops and (o >= a.ops or s.inserted[k - 1] > o):
-            s.inserted[k] = s.inserted[k - 1]
+        code, k = s.pending[i], i
+        while k > 0 and s.pending[k - 1] < a.ops and (code >= a.ops or s.pending[k - 1] > code):
+            s.pending[k] = s.pending[k - 1]
             k -= 1
-        s.inserted[k] = o
-    return put_in(a, s, count, at)
+        s.pending[k] = code
+    return insert_ops(a, s, count, at)

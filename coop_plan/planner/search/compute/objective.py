@@ -1,132 +1,143 @@
-"""Objective of a candidate: the sum of its costs, and its excess memory."""
+"""Objective of a candidate: its compute cost and its memory excess above the capacity."""
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.liveness import run_fixed_length
+from coop_plan.planner.search.compute.liveness import update_liveness
 from coop_plan.planner.search.compute.sequence import (
-    ACCESSES,
-    ALONG,
+    ACCESS_KIND,
+    ALLOCATED,
     AREA,
     BLOCK,
+    BLOCK_AREA,
     BLOCKS,
+    CANDIDATE_COST,
     CODE,
-    COMPUTE,
     COPY,
     DIRTY,
-    DOES,
-    DOWN,
     END,
     EVENTS,
+    FIRST_ACCESS,
+    FIRST_LONG,
     FIRST_RUN,
-    FIRSTS,
-    LATER,
-    LIVED,
-    LONG,
-    MARGINS,
-    MOST,
+    FIRST_RUNS,
+    FREED,
+    INPLACE_SAVED,
+    LAST_END,
+    MARGIN_COUNT,
     NET,
+    NEXT_LONG,
+    NEXT_OF_EVENT,
     NONE,
-    ONCE,
-    OVER,
-    REACH,
+    PEAK,
+    PEAK_EVENT,
+    PEAK_EXCESS,
     READ,
-    SAVED,
     TENSOR,
-    UP,
-    WORST,
+    TRANSIENT,
     SearchState,
 )
 
-NOTHING = -(1 << 62)
-"""Memory of an empty block, bytes."""
+EMPTY_PEAK = -(1 << 62)
+"""Peak of an empty block, below any other, bytes."""
 
 
 @inlined
-def cost_of(a: Program, s: SearchState, limit: float) -> float:
-    """Cost of the candidate, µs; infinite if it is no schedule or exceeds `limit`."""
-    if s.sums[COMPUTE] > limit or not run_fixed_length(a, s):
+def candidate_cost(a: Program, s: SearchState, limit: float) -> float:
+    """Compute cost of the candidate, µs; infinite above `limit` or if it is no schedule."""
+    if s.sums[CANDIDATE_COST] > limit or not update_liveness(a, s):
         return np.inf
-    return float(s.sums[COMPUTE])
+    return float(s.sums[CANDIDATE_COST])
 
 
 @inner
-def excess(s: SearchState, capacity: int) -> float:
+def memory_excess(s: SearchState, capacity: int) -> float:
     """
-    Excess of a candidate over `capacity` (bytes), as a share; also finds the fullest event.
+    Memory excess of a candidate of finite cost, as a share of `capacity` (bytes); 0 if it fits.
 
-    The candidate is one whose cost is finite.
+    Sets `PEAK_EVENT`, the event with the largest excess, and `PEAK_EXCESS`, its bytes above the
+    capacity.
     """
-    live, most, total, area = 0, -1, 0.0, 0.0
-    margins, position = s.counts[MARGINS] > 0, 0
+    # Before block b: `live` bytes are live and `block_position` first runs are done.
+    live, worst, total, area = 0, -1, 0.0, 0.0
+    margins, block_position = s.counts[MARGIN_COUNT] > 0, 0
     for b in range(s.counts[BLOCKS]):
         if s.block[b, DIRTY] == 1:
-            look_at(s, b)
-        tight = margins and s.tight[position] < s.tight[position + s.block[b, FIRSTS] + 1]
-        if tight or live + s.block[b, MOST] > capacity:
-            within, current_sequence = live, position
+            summarize_block(s, b)
+        # Only a block whose peak exceeds the capacity, or with a margin, is scanned event by event.
+        after = block_position + s.block[b, FIRST_RUNS] + 1
+        has_margin = margins and s.margin_prefix[block_position] < s.margin_prefix[after]
+        if has_margin or live + s.block[b, PEAK] > capacity:
+            block_live, position = live, block_position
             for i in range(s.block[b, EVENTS]):
-                e = s.row[b, i]
-                within += s.bytes[e, UP]
-                over = within + s.bytes[e, ONCE] - s.bytes[e, SAVED] - capacity
-                within -= s.bytes[e, DOWN]
-                if tight:
-                    if s.tight[current_sequence] < s.tight[current_sequence + 1]:
-                        over += _margin(s, current_sequence, s.event[e, CODE])
-                    current_sequence += s.event[e, FIRST_RUN]
-                if over > 0:
-                    total += over
-                    if over > most:
-                        most = over
-                        s.counts[WORST], s.counts[OVER] = s.begin[b] + i, over
-        area += live * s.block[b, EVENTS] + s.block[b, LIVED]
+                e = s.members[b, i]
+                block_live += s.event_bytes[e, ALLOCATED]
+                excess = block_live + s.event_bytes[e, TRANSIENT]
+                excess -= s.event_bytes[e, INPLACE_SAVED] + capacity
+                block_live -= s.event_bytes[e, FREED]
+                if has_margin:
+                    if s.margin_prefix[position] < s.margin_prefix[position + 1]:
+                        excess += _margin(s, position, s.event[e, CODE])
+                    position += s.event[e, FIRST_RUN]
+                if excess > 0:
+                    total += excess
+                    if excess > worst:
+                        worst = excess
+                        s.counts[PEAK_EVENT], s.counts[PEAK_EXCESS] = s.block_start[b] + i, excess
+        area += live * s.block[b, EVENTS] + s.block[b, BLOCK_AREA]
         live += s.block[b, NET]
-        position += s.block[b, FIRSTS]
+        block_position += s.block[b, FIRST_RUNS]
     s.sums[AREA] = area
-    if most < 0:
+    # excess = min_excess + (max + weight * sum) / capacity: the sum rewards progress at other
+    # events than the peak.
+    if worst < 0:
         return 0.0
-    return float(s.numbers.least_excess + (most + s.numbers.spread * total) / max(1, capacity))
+    weighted = worst + s.params.total_excess_weight * total
+    return float(s.params.min_excess + weighted / max(1, capacity))
 
 
 @inlined
-def look_at(s: SearchState, b: int) -> None:
-    """Find what a block needs."""
+def summarize_block(s: SearchState, b: int) -> None:
+    """Recompute the summary columns of a block and its list of long-lived copies."""
+    # Relative to the live bytes at the block's start, which an edit of an earlier block changes.
     live = area = firsts = 0
-    most, last = NOTHING, NONE
-    s.block[b, LONG] = s.block[b, REACH] = NONE
-    wide = narrow = 0.0
+    peak, last = EMPTY_PEAK, NONE
+    s.block[b, FIRST_LONG] = s.block[b, LAST_END] = NONE
+    gain = gain_per_byte = 0.0
     for i in range(s.block[b, EVENTS]):
-        e = s.row[b, i]
-        live += s.bytes[e, UP]
-        most = max(most, live + s.bytes[e, ONCE] - s.bytes[e, SAVED])
+        e = s.members[b, i]
+        live += s.event_bytes[e, ALLOCATED]
+        peak = max(peak, live + s.event_bytes[e, TRANSIENT] - s.event_bytes[e, INPLACE_SAVED])
         area += live
-        live -= s.bytes[e, DOWN]
+        live -= s.event_bytes[e, FREED]
         firsts += s.event[e, FIRST_RUN]
-        x = s.event[e, ACCESSES]
-        while x != NONE and s.access[x, DOES] != READ:
+        # Writes come first in an event's list. A copy that ends in another block and can be evicted
+        # joins the block's list of long-lived copies, for `repair` to draw from.
+        x = s.event[e, FIRST_ACCESS]
+        while x != NONE and s.access[x, ACCESS_KIND] != READ:
             t, end = s.access[x, TENSOR], s.event[s.access[x, END], BLOCK]
-            if s.access[x, COPY] == x and end != b and s.worth[t, 1] > 0.0:
-                s.access[x, LATER] = NONE
+            if s.access[x, COPY] == x and end != b and s.gain_bound[t, 1] > 0.0:
+                s.access[x, NEXT_LONG] = NONE
                 if last == NONE:
-                    s.block[b, LONG] = x
+                    s.block[b, FIRST_LONG] = x
                 else:
-                    s.access[last, LATER] = x
+                    s.access[last, NEXT_LONG] = x
                 last = x
-                s.block[b, REACH] = max(s.block[b, REACH], end)
-                wide += s.worth[t, 0]
-                narrow += s.worth[t, 1]
-            x = s.access[x, ALONG]
-    s.block[b, NET], s.block[b, MOST], s.block[b, LIVED] = live, most, area
-    s.block[b, FIRSTS], s.block[b, DIRTY] = firsts, 0
-    s.weight[b, 0], s.weight[b, 1] = wide, narrow
+                s.block[b, LAST_END] = max(s.block[b, LAST_END], end)
+                gain += s.gain_bound[t, 0]
+                gain_per_byte += s.gain_bound[t, 1]
+            x = s.access[x, NEXT_OF_EVENT]
+    s.block[b, NET], s.block[b, PEAK], s.block[b, BLOCK_AREA] = live, peak, area
+    s.block[b, FIRST_RUNS], s.block[b, DIRTY] = firsts, 0
+    s.long_gain[b, 0], s.long_gain[b, 1] = gain, gain_per_byte
 
 
 @inlined
 def _margin(s: SearchState, position: int, op: int) -> int:
-    """Bytes to leave free while the op runs for this position."""
+    """Bytes to keep free if the op runs after `position` first runs."""
     margin = 0
-    for i in range(s.counts[MARGINS]):
+    for i in range(s.counts[MARGIN_COUNT]):
         if s.margin[0, i] == position and s.margin[1, i] == op:
             margin = s.margin[2, i]
     return margin

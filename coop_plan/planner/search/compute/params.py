@@ -1,4 +1,4 @@
-"""Parameters of the Metropolis searches over sequences; the type of a field is its range."""
+"""Parameters of the Metropolis search over sequences; the type of a field is its valid range."""
 
 from dataclasses import dataclass
 
@@ -8,91 +8,94 @@ from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Share, S
 @dataclass(frozen=True)
 class MoveParams(Params):
     """
-    Moves of a Metropolis search; the default chances are for recomputation alone
-    (`planner.search.compute`).
+    Move and repair parameters; the defaults are those of `planner.search.compute`.
+
+    A group is a run of adjacent events, none of which is the first run of its op.
     """
 
-    repairs: Size = 8
-    """Upper bound on the repairs of one candidate."""
+    max_repairs: Size = 8
+    """Most repairs of one candidate."""
 
-    least_excess: Ratio = 0.002
-    """Lower bound on a positive excess, as a share of the capacity."""
+    min_excess: Ratio = 0.002
+    """Least memory excess of a candidate above the capacity, as a share of the capacity."""
 
-    spread: Ratio = 0.2
-    """Weight of the excess of all events beside that of the fullest one."""
+    total_excess_weight: Ratio = 0.2
+    """Weight of the excess summed over all events, relative to the excess at the peak."""
 
-    mend_chance: Share = 0.3
-    """Chance to repair a candidate that exceeds the memory although it would be accepted."""
+    repair_chance: Share = 0.3
+    """Probability of repairing a candidate above the capacity that would be accepted as it is."""
 
     recompute_chance: Share = 0.2
-    """Chance of a move that inserts a recompute of an input of an event."""
+    """Probability of a move that recomputes an input of an event."""
 
     move_chance: Share = 0.2
-    """Chance of a move that shifts recomputes; the rest of 1 is for removing some."""
+    """Probability of a move that shifts recomputes; the rest, up to 1, removes some."""
 
-    tries: Size = 50
-    """Draws of an event until one is no first run, or is one where that is asked for."""
+    max_draws: Size = 50
+    """Most random draws of an event until one is (or is not) a first run, as the move requires."""
 
-    removed_block: Share = 0.3
-    """Chance of the next event to be taken out along with one."""
+    remove_more_chance: Share = 0.3
+    """Probability of removing one more event of a group; group length is geometric."""
 
-    moved_block: Share = 0.8
-    """Chance of the next event to be moved along with one, where any is."""
+    move_more_chance: Share = 0.8
+    """Probability of moving one more event of a group, if a group is moved."""
 
-    moved_block_chance: Share = 0.6
-    """Chance that any is."""
+    move_group_chance: Share = 0.6
+    """Probability of moving a group and not a single event."""
 
-    furthest: Factor = 60.0
-    """Events by which events are moved, at most."""
+    max_move: Factor = 60.0
+    """Longest distance of a move, in events; distances are log-uniform."""
 
-    later_chance: Share = 0.5
-    """Chance that they are moved to later and not to earlier events."""
+    move_later_chance: Share = 0.5
+    """Probability of moving events towards the end of the sequence."""
 
-    earliest: Factor = 40.0
-    """Events by which recomputes come before the op that needs them, at most."""
+    max_lead: Factor = 40.0
+    """Most events between a recompute and the event it is for; log-uniform."""
 
-    early_chance: Share = 0.5
-    """Chance that they come earlier than right before it."""
+    lead_chance: Share = 0.5
+    """Probability of a recompute earlier than directly before the event it is for."""
 
-    usually: Share = 0.7
-    """Chance of the usual chances below instead of the rare ones."""
+    usual_chance: Share = 0.7
+    """Probability of the `_usual` rate below; otherwise the `_rare` rate applies."""
 
-    resident_usually: Share = 0.0
-    """Chance to recompute also an input that is resident at the place of a recompute."""
+    recompute_live_usual: Share = 0.0
+    """Probability of recomputing an input of an inserted op although it is live."""
 
-    resident_rarely: Share = 0.3
-    """The same, rarely."""
+    recompute_live_rare: Share = 0.3
+    """The same, at the rare rate."""
 
-    evicted_usually: Share = 0.9
-    """Chance to recompute also an input that is evicted at the place of a recompute."""
+    recompute_evicted_usual: Share = 0.9
+    """
+    Probability of recomputing an evicted input of an inserted op; else its lifetime is extended.
+    """
 
-    evicted_rarely: Share = 0.5
-    """The same, rarely."""
+    recompute_evicted_rare: Share = 0.5
+    """The same, at the rare rate."""
 
-    insertion: Count = 64
-    """Ops that one change puts in at most."""
+    max_insertion: Count = 64
+    """Most ops that one move inserts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recompute_chance + self.move_chance > 1:
-            raise ValueError("the chances of kinds of changes are at most 1 together")
+            raise ValueError("recompute_chance + move_chance must be at most 1")
 
 
 @dataclass(frozen=True)
-class OrderParams(MoveParams):
-    """Parameters of the search over orders of runs, which reserves margins after failed layouts."""
+class ComputeMoveParams(MoveParams):
+    """Moves of the search over orders of runs, with memory margins at single events."""
 
-    first_chance: Share = 0.25
-    """Chance of a change to move a first run, where the order need not be the program's."""
+    first_run_chance: Share = 0.25
+    """Probability of moving the first run of an op; 0 keeps them in program order."""
 
     to_bound_chance: Share = 0.3
-    """Chance that it goes as far as it may, and not some events only."""
+    """Probability of moving a first run as far as its dependencies allow."""
 
-    stray_chance: Share = 0.1
-    """Chance to keep such a move although it saves nothing and lengthens lifetimes."""
+    drift_chance: Share = 0.1
+    """Probability of accepting a first-run move that saves nothing and lengthens lifetimes."""
 
-    margins: Size = 256
-    """Upper bound on the events with a reserved margin."""
+    max_margins: Size = 256
+    """Most events at which extra memory can be kept free."""
 
 
-DEFAULTS = OrderParams()
+DEFAULTS = ComputeMoveParams()

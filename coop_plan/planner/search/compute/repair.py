@@ -1,157 +1,163 @@
-"""Repair of a candidate: the cheapest tensor at its fullest event is evicted."""
+"""Repair of a candidate above the capacity: evict one tensor at the peak and recompute it later."""
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.event_list import block_at, place
-from coop_plan.planner.search.compute.liveness import next_read, wanted_at
-from coop_plan.planner.search.compute.moves import evicted_chance, recompute
+from coop_plan.planner.search.compute.event_list import block_at, position_of
+from coop_plan.planner.search.compute.liveness import is_live_at, next_read
+from coop_plan.planner.search.compute.moves import draw_evicted_chance, insert_recompute
 from coop_plan.planner.search.compute.sequence import (
-    ACCESSES,
-    ALONG,
+    ACCESS_KIND,
     CODE,
     COPY,
-    DOES,
     END,
-    LATER,
-    LEAST_US,
-    LONG,
+    FIRST_ACCESS,
+    FIRST_LONG,
+    LAST_END,
+    MIN_COST_US,
+    NEXT_LONG,
+    NEXT_OF_EVENT,
     NONE,
-    OVER,
-    REACH,
+    PEAK_EVENT,
+    PEAK_EXCESS,
     READ,
     TENSOR,
-    WORST,
     SearchState,
 )
 
-DRAWS = 16
-"""Copies drawn from all that may be there before each is looked at."""
+MAX_DRAWS = 16
+"""Most rejection-sampling attempts before an exhaustive scan."""
 
 
 @inner
 def repair(a: Program, s: SearchState) -> bool:
     """
-    Something that is only kept at the fullest event for its next read is computed again for that.
+    Recompute one tensor that is live but unused at the peak for its next read.
 
-    Each is as likely as what it costs a byte is low.
+    The tensor is drawn with probability proportional to its gain: bytes freed per µs of
+    recomputation.
     """
-    worst = s.counts[WORST]
-    t = _drawn(a, s, worst)
+    peak = s.counts[PEAK_EVENT]
+    t = _draw_victim(a, s, peak)
     if t == NONE:
         return False
-    return recompute(
-        a, s, a.producer[t], next_read(s, t, worst + 1), evicted_chance_at(a, s, t, worst)
-    )
+    read = next_read(s, t, peak + 1)
+    return insert_recompute(a, s, a.producer[t], read, draw_input_chance(a, s, t, peak))
 
 
 @inlined
-def evicted_chance_at(a: Program, s: SearchState, t: int, worst: int) -> float:
-    """The chance with which what a tensor is made from is computed again with it; `gains`."""
-    kept, again = gains(a, s, t, worst)
-    return 0.0 if np.random.random() * (kept + again) < kept else evicted_chance(s)
+def draw_input_chance(a: Program, s: SearchState, t: int, peak: int) -> float:
+    """Draw the probability with which evicted inputs of `t` are recomputed, by both gains."""
+    extend, rerun = recompute_gains(a, s, t, peak)
+    return 0.0 if np.random.random() * (extend + rerun) < extend else draw_evicted_chance(s)
 
 
 @inlined
-def _drawn(a: Program, s: SearchState, worst: int) -> int:
+def _draw_victim(a: Program, s: SearchState, peak: int) -> int:
     """
-    A tensor that is only kept at the fullest event; NONE if there is none.
+    Draw a tensor that is live but unused at event `peak`, by its gain; NONE if there is none.
 
-    Of the blocks before that event's it is known what all that they leave is worth, be it gone by
-    then or not: a copy drawn by that is taken with the chance that it is worth so much.
+    Long-lived copies of earlier blocks are drawn by an upper bound on their gain and accepted with
+    probability gain / bound. That avoids a scan of all live tensors.
     """
-    last, over = block_at(s, worst), s.counts[OVER]
-    op = s.event[s.row[last, worst - s.begin[last]], CODE]
-    near, nearest = 0.0, NONE
-    for i in range(worst - s.begin[last]):
-        x = s.event[s.row[last, i], ACCESSES]
-        while x != NONE and s.access[x, DOES] != READ:
-            near, nearest = _either(s, near, nearest, x, _worth(a, s, x, worst, op))
-            x = s.access[x, ALONG]
-    wide = narrow = 0.0
-    for b in range(last):
-        if s.block[b, REACH] >= last:
-            wide += s.weight[b, 0]
-            narrow += s.weight[b, 1]
-    by, scale = (0, 1.0) if wide <= narrow * over else (1, float(over))
-    total = near + min(wide, narrow * over)
-    for _ in range(DRAWS if total > near else 0):
-        left = np.random.random() * total - near
+    peak_block, excess = block_at(s, peak), s.counts[PEAK_EXCESS]
+    op = s.event[s.members[peak_block, peak - s.block_start[peak_block]], CODE]
+    near_gain, near = 0.0, NONE
+    # Copies that begin in the peak's own block: exact gains, by reservoir sampling.
+    for i in range(peak - s.block_start[peak_block]):
+        x = s.event[s.members[peak_block, i], FIRST_ACCESS]
+        while x != NONE and s.access[x, ACCESS_KIND] != READ:
+            near_gain, near = _reservoir_step(s, near_gain, near, x, _gain(a, s, x, peak, op))
+            x = s.access[x, NEXT_OF_EVENT]
+    # Copies of earlier blocks: a gain is at most size / cost, and at most excess / cost. The
+    # smaller of the two sums is used as the bound.
+    gain = gain_per_byte = 0.0
+    for b in range(peak_block):
+        if s.block[b, LAST_END] >= peak_block:
+            gain += s.long_gain[b, 0]
+            gain_per_byte += s.long_gain[b, 1]
+    column, scale = (0, 1.0) if gain <= gain_per_byte * excess else (1, float(excess))
+    total = near_gain + min(gain, gain_per_byte * excess)
+    for _ in range(MAX_DRAWS if total > near_gain else 0):
+        left = np.random.random() * total - near_gain
         if left < 0.0:
-            return int(nearest)
-        x = _left_by_blocks(s, last, by, left / scale)
+            return int(near)
+        x = _find_by_weight(s, peak_block, column, left / scale)
         if x == NONE:
             continue
-        most = scale * s.worth[s.access[x, TENSOR], by]
-        if np.random.random() * most < _worth(a, s, x, worst, op):
+        bound = scale * s.gain_bound[s.access[x, TENSOR], column]
+        if np.random.random() * bound < _gain(a, s, x, peak, op):
             return int(s.access[x, TENSOR])
-    for b in range(last):
-        x = s.block[b, LONG]
+    # All draws rejected: scan every long-lived copy.
+    for b in range(peak_block):
+        x = s.block[b, FIRST_LONG]
         while x != NONE:
-            near, nearest = _either(s, near, nearest, x, _worth(a, s, x, worst, op))
-            x = s.access[x, LATER]
-    return int(nearest)
+            near_gain, near = _reservoir_step(s, near_gain, near, x, _gain(a, s, x, peak, op))
+            x = s.access[x, NEXT_LONG]
+    return int(near)
 
 
 @inlined
-def _either(s: SearchState, total: float, t: int, x: int, worth: float) -> tuple[float, int]:
-    """One tensor of those before, worth `total` together, and of one more; and what all are."""
-    total += worth
-    if worth > 0.0 and np.random.random() * total < worth:
-        t = s.access[x, TENSOR]
-    return total, t
+def _reservoir_step(
+    s: SearchState, total: float, choice: int, x: int, weight: float
+) -> tuple[float, int]:
+    """One step of weighted reservoir sampling; returns the new total weight and the choice."""
+    total += weight
+    if weight > 0.0 and np.random.random() * total < weight:
+        choice = s.access[x, TENSOR]
+    return total, choice
 
 
 @inlined
-def _left_by_blocks(s: SearchState, last: int, by: int, left: float) -> int:
-    """Block at which the running sum over blocks reaches `left`, or NONE."""
+def _find_by_weight(s: SearchState, peak_block: int, column: int, left: float) -> int:
+    """The long-lived copy at which the running sum of bounds exceeds `left`; NONE if none does."""
     b = 0
-    while b < last and (s.block[b, REACH] < last or left >= s.weight[b, by]):
-        if s.block[b, REACH] >= last:
-            left -= s.weight[b, by]
+    while b < peak_block and (s.block[b, LAST_END] < peak_block or left >= s.long_gain[b, column]):
+        if s.block[b, LAST_END] >= peak_block:
+            left -= s.long_gain[b, column]
         b += 1
-    x = s.block[b, LONG] if b < last else NONE
-    while x != NONE and left >= s.worth[s.access[x, TENSOR], by]:
-        left -= s.worth[s.access[x, TENSOR], by]
-        x = s.access[x, LATER]
+    x = s.block[b, FIRST_LONG] if b < peak_block else NONE
+    while x != NONE and left >= s.gain_bound[s.access[x, TENSOR], column]:
+        left -= s.gain_bound[s.access[x, TENSOR], column]
+        x = s.access[x, NEXT_LONG]
     return int(x)
 
 
 @inlined
-def _worth(a: Program, s: SearchState, x: int, worst: int, op: int) -> float:
-    """Bytes freed per µs of recomputation if the copy of this access is evicted at the peak."""
+def _gain(a: Program, s: SearchState, x: int, peak: int, op: int) -> float:
+    """Bytes freed per µs of recomputation if the copy of write `x` is evicted at the peak."""
     t = s.access[x, TENSOR]
-    ended = s.access[x, COPY] != x or place(s, s.access[x, END]) <= worst
-    if ended or s.worth[t, 1] == 0.0 or _held(a, op, t):
+    ended = s.access[x, COPY] != x or position_of(s, s.access[x, END]) <= peak
+    if ended or s.gain_bound[t, 1] == 0.0 or _is_pinned(a, op, t):
         return 0.0
-    return max(*gains(a, s, t, worst))
+    return max(*recompute_gains(a, s, t, peak))
 
 
 @inlined
-def gains(a: Program, s: SearchState, t: int, worst: int) -> tuple[float, float]:
+def recompute_gains(a: Program, s: SearchState, t: int, peak: int) -> tuple[float, float]:
     """
-    Bytes a µs where a tensor is computed again instead of kept at an event.
+    Gains, in bytes per µs, of evicting `t` at the peak and recomputing it later.
 
-    First where what it is made from and is not kept there is from then on, which only counts as one
-    of those who read it: what one recompute keeps is there for the others, and of the inputs of a
-    concatenation, say, all or none are worth keeping. Then where that is computed again as well.
+    First with its evicted inputs kept live for it: an input read by k ops is charged 1/k of its
+    bytes, because one recompute keeps it live for all of them. Else no input of a concatenation
+    would ever be worth keeping. Second with those inputs recomputed as well.
     """
-    maker, kept, us = a.producer[t], 0.0, 0.0
+    maker, extended, us = a.producer[t], 0.0, 0.0
     for k in range(a.reads_ptr[maker], a.reads_ptr[maker + 1]):
-        r = a.reads[k]
-        if a.size[r] > 0 and not wanted_at(a, s, r, worst):
-            kept, us = kept + s.part[r], us + s.renewal[r]
-    over, cost = float(s.counts[OVER]), max(a.cost[maker], LEAST_US)
-    return max(0.0, min(a.size[t] - kept, over)) / cost, min(a.size[t], over) / (cost + us)
+        source = a.reads[k]
+        if a.size[source] > 0 and not is_live_at(a, s, source, peak):
+            extended, us = extended + s.input_share[source], us + s.input_us[source]
+    excess, cost = float(s.counts[PEAK_EXCESS]), max(a.cost[maker], MIN_COST_US)
+    return max(0.0, min(a.size[t] - extended, excess)) / cost, min(a.size[t], excess) / (cost + us)
 
 
 @inlined
-def _held(a: Program, op: int, t: int) -> bool:
-    """True if an event reads a tensor and does not overwrite it."""
-    held = False
+def _is_pinned(a: Program, op: int, t: int) -> bool:
+    """True if op `op` reads `t` and does not overwrite it."""
+    pinned = False
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-        held = held or a.reads[k] == t
+        pinned = pinned or a.reads[k] == t
     for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
-        held = held and a.pairs_in[k] != t
-    return held
+        pinned = pinned and a.pairs_in[k] != t
+    return pinned

@@ -1,9 +1,9 @@
 """
-Sequence of runs, and the state of a search over sequences.
+State of the Metropolis search: a sequence of runs and its lifetimes, as arrays for compiled code.
 
-An event reads the latest copy of each input, and a copy lives until its last read. Every sequence
-whose reads find what they need is a schedule, if `Problem.chained` ops and those of different
-phases run for the first time in program order.
+An event reads the latest copy of each input, and a copy is live until its last read. A sequence is
+a schedule if each read has a live copy, and if `Problem.chained` ops and ops of different phases
+first run in program order.
 """
 
 import math
@@ -15,222 +15,235 @@ import numpy.typing as npt
 
 from coop_plan.planner.core.arrays import Flags, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.search.compute.params import OrderParams
+from coop_plan.planner.search.compute.params import ComputeMoveParams
 
-# Columns of `SearchState.event`: the op that runs; its block, and its place among those of the
-# block; the first of its accesses; whether it is in the candidate; whether it is the op's first
-# run; whether the current sequence does not have it.
-CODE, BLOCK, INDEX, ACCESSES, PRESENT, FIRST_RUN, NEW = range(7)
-# Columns of `SearchState.bytes`, per event: of copies that begin with it, of those that end with
-# it, of what is live for it only, of what it needs less because an output takes the place of an
-# input.
-UP, DOWN, ONCE, SAVED = range(4)
-# Columns of `SearchState.block`: its events, and how many they were in the current sequence if it
-# has changed, else NONE; whether what follows must be found anew: by how many bytes more are live
-# after it than before it; what an event of it needs at most and what lives in all its events, both
-# beyond what is live before it; how many of them are first runs; the first access of those which
-# begin a copy that outlives the block and could be spared, and the last block in which one ends.
-EVENTS, KEPT, DIRTY, NET, MOST, LIVED, FIRSTS, LONG, REACH = range(9)
-# Columns of `SearchState.access`: tensor and event; what the event does to it, READ or MAKE; the
-# next and the last access of the tensor, in the order of the candidate; the next of the event; the
-# access that began the copy it is of, and the event with which one that it began ends; the next one
-# like this of the block that outlives it.
-TENSOR, DOES, EVENT, NEXT, LAST, ALONG, COPY, END, LATER = range(9)
-READ, MAKE = range(2)
-# Columns of `SearchState.tensor`: the first and the last access; whether its copies must be found
-# anew, and whether its events may serve nothing.
+Int32s = npt.NDArray[np.int32]
+
+# Columns of `SearchState.event`: the op; the block and the index in it; the first of its accesses;
+# flags: in the candidate, the op's first run, not in the current sequence.
+CODE, BLOCK, INDEX, FIRST_ACCESS, PRESENT, FIRST_RUN, IS_NEW = range(7)
+# Columns of `SearchState.event_bytes`: bytes of the copies whose lifetime begins with the event,
+# and ends with it; bytes live during the event only; bytes that an in-place output saves.
+ALLOCATED, FREED, TRANSIENT, INPLACE_SAVED = range(4)
+# Columns of `SearchState.block`: number of events; their number before the step if the block has
+# changed, else NONE; whether the summary in the other columns is out of date. The summary: net
+# change of live bytes; peak and sum over events of the live bytes, both relative to the block's
+# start; number of first runs; the first write of a copy that outlives the block and can be
+# evicted; the last block in which such a copy ends.
+EVENTS, SAVED_COUNT, DIRTY, NET, PEAK, BLOCK_AREA, FIRST_RUNS, FIRST_LONG, LAST_END = range(9)
+# Columns of `SearchState.access`: tensor; READ or WRITE; event; next and previous access of the
+# tensor, in candidate order; next access of the event; the write that began the copy, and, of such
+# a write, the event that ends the copy; next write of the list that FIRST_LONG begins.
+TENSOR, ACCESS_KIND, EVENT, NEXT, PREVIOUS, NEXT_OF_EVENT, COPY, END, NEXT_LONG = range(9)
+READ, WRITE = range(2)
+# Columns of `SearchState.tensor`: first and last access; whether its lifetimes are out of date;
+# whether it is queued for dead-code elimination.
 HEAD, TAIL, STALE, QUEUED = range(4)
-# Rows of `SearchState.lists`: events that are free; that the candidate has and the current sequence
-# has not, the other way round, and at another place; tensors that are stale, and queued; blocks in
-# which the candidate differs from the current sequence.
-FREE, BORN, REMOVED, MOVED, STALES, QUEUE, DIFFER = range(7)
-# Entries of `SearchState.counts`: events of the sequence at hand; of the lists; blocks in use, and
-# whether one had no room; the free access to be taken next; the fullest event and by how many bytes
-# it is too full.
+# Rows of `SearchState.lists`: free events; events of the candidate that the current sequence does
+# not have, the reverse, and events that moved; stale tensors; tensors queued for dead-code
+# elimination; changed blocks.
+FREE, ADDED, REMOVED, MOVED, STALES, QUEUE, CHANGED = range(7)
+# Entries of `SearchState.counts`: length of the stored sequence; lengths of the lists; blocks in
+# use; whether an insertion found a full block; head and length of the list of free accesses; the
+# event of the peak and its bytes above the capacity; margins in use.
 (
     LENGTH,
     FREE_COUNT,
-    BORN_COUNT,
+    ADDED_COUNT,
     REMOVED_COUNT,
     MOVED_COUNT,
     STALE_COUNT,
     QUEUE_COUNT,
-    DIFFER_COUNT,
+    CHANGED_COUNT,
     BLOCKS,
     FULL,
     FREE_ACCESS,
     FREE_ACCESSES,
-    WORST,
-    OVER,
-    MARGINS,
+    PEAK_EVENT,
+    PEAK_EXCESS,
+    MARGIN_COUNT,
     COUNTS,
 ) = range(16)
-# Entries of `SearchState.sums`: what computes in the candidate, and in the current sequence, µs;
-# bytes that live in the candidate, from event to event, times events.
-COMPUTE, ACCEPTED, AREA = range(3)
+# Entries of `SearchState.sums`: compute cost (µs) of the candidate and of the current sequence;
+# live bytes summed over the candidate's events.
+CANDIDATE_COST, CURRENT_COST, AREA = range(3)
 NONE = -1
-"""No event, no access."""
-MIN_FILL = 16
-"""Events that a block holds at least, if there are as many."""
-LEAST_US = 1e-9
-"""Lower bound on a recompute cost, µs."""
+"""Null index of an event or an access."""
+MIN_BLOCK_EVENTS = 16
+"""Least number of events that a block is made for."""
+MIN_COST_US = 1e-9
+"""Lower bound on a recompute cost in a ratio of bytes to µs."""
 
 
-class MoveNumbers(NamedTuple):
-    """`OrderParams` for compiled code; see there."""
+class ComputeMoveValues(NamedTuple):
+    """The fields of `ComputeMoveParams`, for compiled code."""
 
-    repairs: int
-    least_excess: float
-    spread: float
-    mend_chance: float
+    max_repairs: int
+    min_excess: float
+    total_excess_weight: float
+    repair_chance: float
     recompute_chance: float
     move_chance: float
-    tries: int
-    first_chance: float
+    max_draws: int
+    first_run_chance: float
     to_bound_chance: float
-    stray_chance: float
-    removed_block: float
-    moved_block: float
-    moved_block_chance: float
-    furthest: float
-    later_chance: float
-    earliest: float
-    early_chance: float
-    usually: float
-    resident_usually: float
-    resident_rarely: float
-    evicted_usually: float
-    evicted_rarely: float
-    insertion: int
-    margins: int
-
-
-Numbers = npt.NDArray[np.int32]
+    drift_chance: float
+    remove_more_chance: float
+    move_more_chance: float
+    move_group_chance: float
+    max_move: float
+    move_later_chance: float
+    max_lead: float
+    lead_chance: float
+    usual_chance: float
+    recompute_live_usual: float
+    recompute_live_rare: float
+    recompute_evicted_usual: float
+    recompute_evicted_rare: float
+    max_insertion: int
+    max_margins: int
 
 
 class SearchState(NamedTuple):
     """
-    State of a Metropolis search in compiled code.
+    The current sequence, the candidate that a step makes of it, and data of the program.
 
-    `sequence` is the current one as ops, of which `counts[LENGTH]` are in use. In a search its
-    events have numbers, and `sequence.size` is the number of its end. They lie in blocks, a `row`
-    of each with its events in order, so that a change and a look at what it did to memory cost the
-    square root of their number: `begin` has the place of a block's first event, and that of the end
-    last, `kept` what the row was before the step, and `weight` the sums of `worth` of what outlives
-    a block. `event`, `bytes`, `block`, `access` and `tensor` know them and
-    what they do to tensors; see above. `op` tells the event of its first run. `inserted` lists what
-    one change puts in. `again` says of an op whether it may run anywhere after its first run,
-    `needed` of a tensor whether it is there in the end, `worth` what it is worth not to keep it,
-    bytes a µs, and that for a byte of it: 0 where it cannot be computed again; `part` its bytes for
-    each op that reads it, and `renewal` what it takes to have it again, µs.
-    `chained` and `phase` of ops what keeps their first runs in order. `margin` lists (position, op,
-    bytes to leave free while it runs between the first runs before and of that position), and
-    `tight` counts the positions in it before each.
+    `sequence` holds the stored sequence as ops, `counts[LENGTH]` of them. Inside a search each
+    event has a number; `sequence.size` is the end of the step. Events lie in blocks, so that an
+    edit and the search for the peak cost the square root of their number.
+
+    Per op: `recomputable` if it may run again after its first run, `chained` and `phase` constrain
+    the order of first runs, and `first_run` is the event of the first run.
+
+    Per tensor: `is_output` if it must be live at the end; `gain_bound[:, 0]`, its bytes freed per
+    µs of recomputation, and `[:, 1]`, the same for one byte (0 if it cannot be evicted), which
+    bound the gain of an eviction from above; `input_share`, its bytes divided by its number of
+    reading ops; `input_us`, the cost of its producer, infinite if it cannot be recomputed.
+
+    Per block: `members` lists its events, `saved_members` those before the step, `block_start` its
+    first position (the last entry is the length), and `long_gain` sums `gain_bound` over its
+    long-lived copies.
+
+    `event`, `event_bytes`, `block`, `access`, `tensor`, `lists`, `counts` and `sums` have the
+    columns listed above. `pending` is the buffer of ops to insert. `margin` has rows
+    (position, op, bytes): bytes to keep free if the op runs after `position` first runs;
+    `margin_prefix` counts the margins before each position.
     """
 
-    numbers: MoveNumbers
-    again: Flags
-    needed: Flags
-    worth: npt.NDArray[np.float64]
-    part: npt.NDArray[np.float64]
-    renewal: npt.NDArray[np.float64]
+    params: ComputeMoveValues
+    recomputable: Flags
+    is_output: Flags
+    gain_bound: npt.NDArray[np.float64]
+    input_share: npt.NDArray[np.float64]
+    input_us: npt.NDArray[np.float64]
     chained: Flags
     phase: Flags
     sequence: Ints
-    row: Numbers
-    kept: Numbers
-    begin: Ints
+    members: Int32s
+    saved_members: Int32s
+    block_start: Ints
     block: Ints
-    weight: npt.NDArray[np.float64]
-    event: Numbers
-    bytes: Ints
-    access: Numbers
-    tensor: Numbers
-    op: Ints
+    long_gain: npt.NDArray[np.float64]
+    event: Int32s
+    event_bytes: Ints
+    access: Int32s
+    tensor: Int32s
+    first_run: Ints
     lists: Ints
-    inserted: Ints
+    pending: Ints
     margin: Ints
-    tight: Ints
+    margin_prefix: Ints
     counts: Ints
     sums: npt.NDArray[np.float64]
 
 
-def start(problem: Problem, room: int, params: OrderParams) -> SearchState:
-    """State for sequences of at most `room` events; the current one is empty."""
+def new_state(problem: Problem, max_events: int, params: ComputeMoveParams) -> SearchState:
+    """State without a sequence, for up to `max_events` events."""
     arrays = to_arrays(problem)
-    again = np.array(problem.rerunnable(problem.evictable), dtype=np.uint8)
-    spare = (arrays.size > 0) & (arrays.evictable == 1) & (again[arrays.producer] == 1)
-    each = spare / np.maximum(arrays.cost[arrays.producer], LEAST_US)
-    state = allocate(to_program(arrays), room, params, again, each)
+    recomputable = np.array(problem.rerunnable(problem.evictable), dtype=np.uint8)
+    evictable = (arrays.size > 0) & (arrays.evictable == 1) & (recomputable[arrays.producer] == 1)
+    gain_per_byte = evictable / np.maximum(arrays.cost[arrays.producer], MIN_COST_US)
+    state = allocate(to_program(arrays), max_events, params, recomputable, gain_per_byte)
     return state._replace(
-        needed=arrays.is_output & (1 - arrays.outside),
+        is_output=arrays.is_output & (1 - arrays.outside),
         chained=np.array(problem.chained, dtype=np.uint8),
         phase=np.array(problem.phase, dtype=np.uint8),
     )
 
 
 def allocate(
-    a: Program, room: int, params: OrderParams, again: Flags, worth: npt.NDArray[np.float64]
+    a: Program,
+    max_events: int,
+    params: ComputeMoveParams,
+    recomputable: Flags,
+    gain_per_byte: npt.NDArray[np.float64],
 ) -> SearchState:
     """
-    A state with room for so many events of a program; nothing is needed in the end, or chained.
+    State for up to `max_events` events of a program, with no outputs and no chained ops.
 
-    `worth` is that of a byte of each tensor, as in `SearchState`.
+    `gain_per_byte` is column 1 of `SearchState.gain_bound`.
     """
-    codes, count = a.reads_ptr.size - 1, a.size.size
-    accesses = int(a.reads_ptr[codes] + a.makes_ptr[codes])
-    most = int((np.diff(a.reads_ptr) + np.diff(a.makes_ptr)).max(initial=1))
-    fill = max(MIN_FILL, math.isqrt(room) // 2)
-    blocks, width = room // fill + 2, 2 * fill + params.insertion
+    ops, tensors = a.reads_ptr.size - 1, a.size.size
+    program_accesses = int(a.reads_ptr[ops] + a.makes_ptr[ops])
+    max_accesses = int((np.diff(a.reads_ptr) + np.diff(a.makes_ptr)).max(initial=1))
+    fill = max(MIN_BLOCK_EVENTS, math.isqrt(max_events) // 2)
+    blocks, width = max_events // fill + 2, 2 * fill + params.max_insertion
+    evictable = (a.evictable == 1) & (recomputable[a.producer] == 1)
+    accesses = 4 * program_accesses + 64 * max_accesses + max_events
+    accesses = min(max_events * max_accesses, accesses)
     return SearchState(
-        numbers=MoveNumbers(**asdict(params)),
-        again=again,
-        needed=np.zeros(count, dtype=np.uint8),
-        worth=np.stack([a.size * worth, worth], axis=1),
-        part=a.size / np.maximum(np.bincount(a.reads, minlength=count), 1),
-        renewal=np.where((a.evictable == 1) & (again[a.producer] == 1), a.cost[a.producer], np.inf),
-        chained=np.zeros(codes, dtype=np.uint8),
-        phase=np.zeros(codes, dtype=np.uint8),
-        sequence=np.zeros(room, dtype=np.int64),
-        row=np.zeros((blocks, width), dtype=np.int32),
-        kept=np.zeros((blocks, width), dtype=np.int32),
-        begin=np.zeros(blocks + 1, dtype=np.int64),
+        params=ComputeMoveValues(**asdict(params)),
+        recomputable=recomputable,
+        is_output=np.zeros(tensors, dtype=np.uint8),
+        gain_bound=np.stack([a.size * gain_per_byte, gain_per_byte], axis=1),
+        input_share=a.size / np.maximum(np.bincount(a.reads, minlength=tensors), 1),
+        input_us=np.where(evictable, a.cost[a.producer], np.inf),
+        chained=np.zeros(ops, dtype=np.uint8),
+        phase=np.zeros(ops, dtype=np.uint8),
+        sequence=np.zeros(max_events, dtype=np.int64),
+        members=np.zeros((blocks, width), dtype=np.int32),
+        saved_members=np.zeros((blocks, width), dtype=np.int32),
+        block_start=np.zeros(blocks + 1, dtype=np.int64),
         block=np.zeros((blocks + 1, 9), dtype=np.int64),
-        weight=np.zeros((blocks, 2)),
-        event=np.zeros((room + 1, 7), dtype=np.int32),
-        bytes=np.zeros((room + 1, 4), dtype=np.int64),
-        access=np.zeros((min(room * most, 4 * accesses + 64 * most + room), 9), dtype=np.int32),
-        tensor=np.zeros((count, 4), dtype=np.int32),
-        op=np.zeros(codes, dtype=np.int64),
-        lists=np.zeros((7, max(room + 2, count + 1)), dtype=np.int64),
-        inserted=np.zeros(params.insertion, dtype=np.int64),
-        margin=np.zeros((3, params.margins), dtype=np.int64),
-        tight=np.zeros(codes + 2, dtype=np.int64),
+        long_gain=np.zeros((blocks, 2)),
+        event=np.zeros((max_events + 1, 7), dtype=np.int32),
+        event_bytes=np.zeros((max_events + 1, 4), dtype=np.int64),
+        access=np.zeros((accesses, 9), dtype=np.int32),
+        tensor=np.zeros((tensors, 4), dtype=np.int32),
+        first_run=np.zeros(ops, dtype=np.int64),
+        lists=np.zeros((7, max(max_events + 2, tensors + 1)), dtype=np.int64),
+        pending=np.zeros(params.max_insertion, dtype=np.int64),
+        margin=np.zeros((3, params.max_margins), dtype=np.int64),
+        margin_prefix=np.zeros(ops + 2, dtype=np.int64),
         counts=np.zeros(COUNTS, dtype=np.int64),
         sums=np.zeros(3),
     )
 
 
 def set_sequence(state: SearchState, sequence: Ints) -> None:
-    """Make `sequence` the current one."""
+    """Set the stored sequence."""
     state.sequence[: sequence.size] = sequence
     state.counts[LENGTH] = sequence.size
 
 
 def current_sequence(state: SearchState) -> Ints:
-    """Copy of the current sequence."""
+    """Copy of the stored sequence."""
     return state.sequence[: state.counts[LENGTH]].copy()
 
 
-def reserve_margin(state: SearchState, event: int, margin: int) -> None:
-    """Reserve `margin` bytes whenever the event's op runs at the same program position."""
-    before = state.sequence[:event]
-    position, op = np.unique(before).size, state.sequence[event]
-    known = state.margin[:, : state.counts[MARGINS]]
-    same = np.flatnonzero((known[0] == position) & (known[1] == op))
+def add_margin(state: SearchState, event: int, margin: int) -> None:
+    """
+    Keep `margin` bytes free from now on if the op of this event runs at its position.
+
+    For a candidate that was within the capacity but had no layout.
+    """
+    earlier = state.sequence[:event]
+    position, op = np.unique(earlier).size, state.sequence[event]
+    margins = state.margin[:, : state.counts[MARGIN_COUNT]]
+    same = np.flatnonzero((margins[0] == position) & (margins[1] == op))
     if same.size:
-        known[2, same[0]] = margin
-    elif known.shape[1] < state.margin.shape[1]:
-        state.margin[:, known.shape[1]] = position, op, margin
-        state.tight[position + 1 :] += 1
-        state.counts[MARGINS] += 1
+        margins[2, same[0]] = margin
+    elif margins.shape[1] < state.margin.shape[1]:
+        state.margin[:, margins.shape[1]] = position, op, margin
+        state.margin_prefix[position + 1 :] += 1
+        state.counts[MARGIN_COUNT] += 1

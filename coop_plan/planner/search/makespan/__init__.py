@@ -1,10 +1,8 @@
 """
-Recomputes and transfers as one: sequences of runs with marks, and the search among them.
+Joint search of recomputes and transfers: sequences of runs and prefetch markers.
 
-A sequence (`marks`) lists runs, and marks that say what is read from a copy out of the host; when
-that is copied there and back follows from the sequence (`timing`), so no change leaves a copy
-behind that has become early, late or in the way of others. `moves` change a sequence, `repair`
-makes room, `metropolis_search` is a Metropolis search over such changes, and `search` anneals from
-coop-offline's plan, so that a link never makes a plan dearer. `worth` says why a link is of no use.
-`params` has the numbers.
+A marker in a sequence (`sequence`) says that later reads of its tensor use a prefetched copy. The
+objective (`objective`) simulates the copy engines and derives the time of each transfer, so that no
+edit leaves a copy too early or too late. `moves` proposes changes, `repair` frees memory at the
+peak, `metropolis` is the search kernel, and `annealing` starts it from coop-offline's plans.
 """

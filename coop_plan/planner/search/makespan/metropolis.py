@@ -1,56 +1,57 @@
 """
-The search: a random search among sequences with marks, by Metropolis' rule.
+Metropolis search among sequences of runs and prefetch markers.
 
-A step draws one of the moves (`planner.search.makespan.moves`). What that does to the lives of
-tensors is seen from what it accesses (`planner.search.compute`); what the engines do then, by going
-through all events (`planner.search.makespan.objective`). After Metropolis et al., Equation of State
-Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
+Each step draws a move (`moves`), updates liveness from the changed tensors
+(`planner.search.compute`), and simulates the copy engines over all events (`objective`). Metropolis
+et al., Equation of State Calculations by Fast Computing Machines, J. Chem. Phys. 1953.
 """
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inner, njit
-from coop_plan.planner.search.compute.edits import accept, collect, end_step, enter, leave
-from coop_plan.planner.search.compute.liveness import run_fixed_length, undo_access
-from coop_plan.planner.search.makespan.moves import change
+from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
+from coop_plan.planner.search.compute.liveness import mark_stale, update_liveness
+from coop_plan.planner.search.makespan.moves import propose
 from coop_plan.planner.search.makespan.objective import evaluate
 from coop_plan.planner.search.makespan.repair import repair
-from coop_plan.planner.search.makespan.sequence import MarkerSearchState
+from coop_plan.planner.search.makespan.sequence import MakespanState
 
 
 @inner
-def _enter(a: Program, m: MarkerSearchState) -> bool:
-    """Make the sequence, without what serves nothing, the current one; false where it is none."""
-    s = m.orders
-    if not enter(a, s):
+def _load(a: Program, m: MakespanState) -> bool:
+    """Load the stored sequence and eliminate its dead events; False if it is no schedule."""
+    s = m.search
+    if not load(a, s):
         return False
     for t in range(a.size.size):
-        undo_access(s, t)
-    collect(a, s)
-    if not run_fixed_length(a, s):
+        mark_stale(s, t)
+    eliminate_dead(a, s)
+    if not update_liveness(a, s):
         return False
     accept(s)
     return True
 
 
 @njit
-def measured(a: Program, m: MarkerSearchState, capacity: int, host: int) -> tuple[float, float]:
+def evaluate_sequence(
+    a: Program, m: MakespanState, capacity: int, host: int
+) -> tuple[float, float]:
     """
-    Makespan (µs) of the sequence at hand, and how much more than the capacities it needs.
+    Makespan (µs) and memory excess of the stored sequence (share of the capacities, bytes).
 
-    Runs and marks that serve nothing are taken out of it.
+    Dead runs and markers are removed from it.
     """
-    if not _enter(a, m):
+    if not _load(a, m):
         return np.inf, np.inf
-    leave(m.orders)
+    store(m.search)
     return evaluate(a, m, capacity, host, np.inf)
 
 
 @njit
-def metropolis_search(
+def metropolis(
     a: Program,
-    m: MarkerSearchState,
+    m: MakespanState,
     steps: int,
     capacity: int,
     host: int,
@@ -59,32 +60,34 @@ def metropolis_search(
     seed: int,
 ) -> tuple[float, float]:
     """
-    So many steps from the sequence at hand on; what `measured` says of where they end.
+    Make `steps` Metropolis steps from the stored sequence and store where they end.
 
-    `temperature` is by how much a step may make it worse on average (µs), `penalty` what it costs
-    (µs) to need e times the capacity (bytes), roughly. `host` below 0 is no limit.
+    Energy is makespan + `penalty` (µs) * memory excess; `temperature` is in µs. A negative `host`
+    is no limit on host memory. Returns makespan and excess as `evaluate_sequence` does.
     """
     np.random.seed(seed)
-    s = m.orders
-    if not _enter(a, m):
+    s = m.search
+    if not _load(a, m):
         return np.inf, np.inf
-    kept, needs = evaluate(a, m, capacity, host, np.inf)
+    current_cost, current_excess = evaluate(a, m, capacity, host, np.inf)
     for _ in range(steps):
-        limit = kept + penalty * needs + temperature * np.random.exponential()
-        taken = False
-        if change(a, m):
-            eager = np.random.random() < m.numbers.mend_chance
-            for mended in range(m.numbers.repairs + 1):
-                collect(a, s)
-                cost, over = evaluate(a, m, capacity, host, limit)
+        # The threshold is drawn first: an evaluation stops early above it.
+        limit = current_cost + penalty * current_excess + temperature * np.random.exponential()
+        accepted = False
+        if propose(a, m):
+            repair_early = np.random.random() < m.params.repair_chance
+            for repairs in range(m.params.max_repairs + 1):
+                eliminate_dead(a, s)
+                cost, excess = evaluate(a, m, capacity, host, limit)
                 if cost == np.inf:
                     break
-                good = cost + penalty * over <= limit
-                if good and not (eager and over > 0.0 and mended < m.numbers.repairs):
-                    kept, needs, taken = cost, over, True
+                last = excess == 0.0 or repairs == m.params.max_repairs
+                if cost + penalty * excess <= limit and (last or not repair_early):
+                    current_cost, current_excess, accepted = cost, excess, True
                     break
-                if over == 0.0 or mended == m.numbers.repairs or not repair(a, m):
+                # Too expensive only for its memory excess: repair the peak and try again.
+                if last or not repair(a, m):
                     break
-        end_step(a, s, taken)
-    leave(s)
-    return kept, needs
+        finish_step(a, s, accepted)
+    store(s)
+    return current_cost, current_excess

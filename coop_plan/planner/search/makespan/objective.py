@@ -1,267 +1,291 @@
 """
-Objective of a sequence with prefetch markers: makespan, memory, and the times of copies.
+Objective of the joint search: makespan and memory excess from a simulation of the copy engines.
 
-The engines go by the rules of `planner.core.timeline`. Of the tensors that wait to be copied to the
-host, the one whose last read before its fetch comes first goes as soon as the engine is free, and
-leaves the device when that is over. A tensor is fetched as late as nobody waits for it, in the
-order of the reads. Where memory is short, fetches come later, and compute waits for bytes that are
-leaving; what is too much even so is counted. With `AHEAD` they come later, too, where memory will
-be short before the read: that costs time where the other rule costs memory. So a change of the
-sequence needs to say nothing of times, and no copy is left behind by a change elsewhere.
+The engines follow `planner.core.timeline`. Offloads: when the engine is free, the queued tensor
+whose last reader before its prefetch comes first is copied; its bytes are free once the copy ends.
+Prefetches begin as late as possible without a stall, in the order of their reads. If memory is
+short, prefetches are delayed and compute waits for offloads; what still exceeds the capacity counts
+as excess. With `LOOK_AHEAD` a prefetch is also delayed if memory will be short before its read:
+that costs time and saves memory.
 """
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Ints, Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.event_list import place
-from coop_plan.planner.search.compute.objective import cost_of
+from coop_plan.planner.search.compute.event_list import position_of
+from coop_plan.planner.search.compute.objective import candidate_cost
 from coop_plan.planner.search.compute.sequence import (
-    ACCESSES,
-    ALONG,
+    ACCESS_KIND,
+    ALLOCATED,
     BLOCKS,
     CODE,
     COPY,
-    DOES,
-    DOWN,
     END,
     EVENT,
     EVENTS,
+    FIRST_ACCESS,
+    FREED,
     HEAD,
-    LAST,
+    INPLACE_SAVED,
     NEXT,
+    NEXT_OF_EVENT,
     NONE,
-    ONCE,
-    OVER,
+    PEAK_EVENT,
+    PEAK_EXCESS,
+    PREVIOUS,
     READ,
-    SAVED,
     TENSOR,
-    UP,
-    WORST,
+    TRANSIENT,
 )
 from coop_plan.planner.search.makespan.sequence import (
-    AHEAD,
-    ARRIVE,
+    AWAITING_OFFLOAD,
     BEFORE,
-    FETCH,
-    FETCHES,
-    GO,
-    HELD,
+    EVENT_COUNT,
+    HOST_EXCESS,
+    HOST_EXCESS_SUM,
     HOST_LIVE,
-    HOST_MOST,
-    HOST_TOTAL,
     IN_FREE,
+    IS_AWAY,
+    IS_OFFLOADED,
     KIND,
-    LAST_FETCH,
-    LAST_READ,
-    LEAVE,
-    LEAVING,
-    LEFT,
+    LAST_PREFETCH,
+    LAST_READER,
+    LAST_READS,
     LEFT_COUNT,
     LIVE,
-    MADE,
-    MAKES,
-    MOVED_COUNT,
-    MOVES,
-    NEXT_MADE,
-    NEXT_READ,
+    LOOK_AHEAD,
+    MOVED_TENSOR,
+    NEXT_LAST_READ,
+    NEXT_PRODUCED,
     NOW,
+    OFFLOAD_END,
+    OFFLOAD_START,
+    OFFLOADED_COUNT,
     OUT_FREE,
-    QUEUED,
-    READS,
-    SIZE,
-    TRANSFERS,
-    WHAT,
-    MarkerSearchState,
+    PREFETCH_COUNT,
+    PREFETCH_END,
+    PREFETCH_START,
+    PRODUCED,
+    PRODUCER_EVENT,
+    QUEUE_LENGTH,
+    SENT_COUNT,
+    TRANSFER_COUNT,
+    MakespanState,
 )
 
 
 @inner
 def evaluate(
-    a: Program, m: MarkerSearchState, capacity: int, host: int, limit: float
+    a: Program, m: MakespanState, capacity: int, host: int, limit: float
 ) -> tuple[float, float]:
     """
-    The candidate's makespan, µs, and how much more than the capacities (bytes) it needs, as shares.
+    Makespan (µs) of the candidate and its memory excess, as shares of the capacities (bytes).
 
-    Infinite if the sequence is no schedule, or ends after `limit`. `host` below 0 is no limit.
+    Infinite if the sequence is no schedule or its makespan exceeds `limit`. A negative `host` is no
+    limit.
     """
-    if cost_of(a, m.orders, limit) == np.inf:
+    if candidate_cost(a, m.search, limit) == np.inf:
         return np.inf, np.inf
     _list_events(a, m)
-    _list_moved(m)
-    _find_latest(m)
-    return _go(a, m, capacity, host, limit)
+    _list_offloads(m)
+    _find_latest_starts(m)
+    return _simulate(a, m, capacity, host, limit)
 
 
 @inlined
-def _list_events(a: Program, m: MarkerSearchState) -> None:
-    """List events in order, their begins without stalls, and the markers that are read."""
-    s = m.orders
-    now, at, fetches = 0.0, 0, 0
+def _list_events(a: Program, m: MakespanState) -> None:
+    """List the candidate's events with their stall-free starts, and the markers with a read."""
+    s = m.search
+    start, at, prefetches = 0.0, 0, 0
     for b in range(s.counts[BLOCKS]):
         for i in range(s.block[b, EVENTS]):
-            e = s.row[b, i]
-            m.order[at], m.begins[at] = e, now
+            e = s.members[b, i]
+            m.order[at], m.start_us[at] = e, start
             at += 1
             code = s.event[e, CODE]
             if code < a.ops:
-                now += a.cost[code]
+                start += a.cost[code]
                 continue
-            x = s.event[e, ACCESSES]
+            # A marker without a read is dead. Insertion sort by first reader: nearly sorted
+            # already.
+            x = s.event[e, FIRST_ACCESS]
             read = s.access[x, NEXT]
-            if read == NONE or s.access[read, DOES] != READ:
+            if read == NONE or s.access[read, ACCESS_KIND] != READ:
                 continue
-            first, k = place(s, s.access[read, EVENT]), fetches
-            while k > 0 and m.reader[k - 1] > first:
-                m.reader[k], m.fetched[k] = m.reader[k - 1], m.fetched[k - 1]
+            first, k = position_of(s, s.access[read, EVENT]), prefetches
+            while k > 0 and m.first_reader[k - 1] > first:
+                m.first_reader[k], m.prefetches[k] = m.first_reader[k - 1], m.prefetches[k - 1]
                 k -= 1
-            m.reader[k], m.fetched[k] = first, x
-            fetches += 1
-    m.begins[at] = now
-    m.flow[SIZE], m.flow[FETCHES] = at, fetches
+            m.first_reader[k], m.prefetches[k] = first, x
+            prefetches += 1
+    m.start_us[at] = start
+    m.flow[EVENT_COUNT], m.flow[PREFETCH_COUNT] = at, prefetches
 
 
 @inlined
-def _list_moved(m: MarkerSearchState) -> None:
-    """Copies that are offloaded, by their producing event and their last read."""
-    s, flow = m.orders, m.flow
-    for i in range(flow[MOVED_COUNT]):
-        t = m.moved[i]
-        m.first_of[m.mover[t, MADE], MAKES] = m.first_of[m.mover[t, LAST_READ], READS] = NONE
-        m.mover[t, MOVES] = m.mover[t, LEFT] = 0
-    flow[MOVED_COUNT] = 0
-    for i in range(flow[FETCHES]):
-        t = s.access[m.fetched[i], TENSOR]
-        m.mover[t, LAST_FETCH] = i
-        if m.mover[t, MOVES] == 1:
+def _list_offloads(m: MakespanState) -> None:
+    """List the offloaded tensors, also by the event that produces each and by its last reader."""
+    s, flow = m.search, m.flow
+    for i in range(flow[OFFLOADED_COUNT]):
+        t = m.offloaded[i]
+        m.offload_head[m.offload[t, PRODUCER_EVENT], PRODUCED] = NONE
+        m.offload_head[m.offload[t, LAST_READER], LAST_READS] = NONE
+        m.offload[t, IS_OFFLOADED] = m.offload[t, IS_AWAY] = 0
+    flow[OFFLOADED_COUNT] = 0
+    for i in range(flow[PREFETCH_COUNT]):
+        t = s.access[m.prefetches[i], TENSOR]
+        m.offload[t, LAST_PREFETCH] = i
+        if m.offload[t, IS_OFFLOADED] == 1:
             continue
         x = s.tensor[t, HEAD]
-        made, read = s.access[x, EVENT], s.access[x, END]
-        m.mover[t, MOVES], m.mover[t, MADE], m.mover[t, LAST_READ] = 1, made, read
-        m.mover[t, NEXT_MADE], m.first_of[made, MAKES] = m.first_of[made, MAKES], t
-        m.mover[t, NEXT_READ], m.first_of[read, READS] = m.first_of[read, READS], t
-        m.moved[flow[MOVED_COUNT]] = t
-        flow[MOVED_COUNT] += 1
+        producer, reader = s.access[x, EVENT], s.access[x, END]
+        m.offload[t, IS_OFFLOADED] = 1
+        m.offload[t, PRODUCER_EVENT], m.offload[t, LAST_READER] = producer, reader
+        m.offload[t, NEXT_PRODUCED] = m.offload_head[producer, PRODUCED]
+        m.offload[t, NEXT_LAST_READ] = m.offload_head[reader, LAST_READS]
+        m.offload_head[producer, PRODUCED] = m.offload_head[reader, LAST_READS] = t
+        m.offloaded[flow[OFFLOADED_COUNT]] = t
+        flow[OFFLOADED_COUNT] += 1
 
 
 @inlined
-def _find_latest(m: MarkerSearchState) -> None:
-    """The places before which fetches begin so late that nobody waits."""
-    at, late = m.flow[SIZE] - 1, np.inf
-    for i in range(m.flow[FETCHES] - 1, -1, -1):
-        late = min(late, m.begins[m.reader[i]]) - m.in_us[m.orders.access[m.fetched[i], TENSOR]]
-        while at > 0 and m.begins[at] > late:
+def _find_latest_starts(m: MakespanState) -> None:
+    """Latest positions at which the prefetches begin without a stall, computed backwards."""
+    at, latest = m.flow[EVENT_COUNT] - 1, np.inf
+    # One engine: a prefetch must end before its read, and before the next one must begin.
+    for i in range(m.flow[PREFETCH_COUNT] - 1, -1, -1):
+        t = m.search.access[m.prefetches[i], TENSOR]
+        latest = min(latest, m.start_us[m.first_reader[i]]) - m.prefetch_us[t]
+        while at > 0 and m.start_us[at] > latest:
             at -= 1
-        m.latest[i] = at
+        m.latest_start[i] = at
 
 
 @inner
-def _go(
-    a: Program, m: MarkerSearchState, capacity: int, host: int, limit: float
+def _simulate(
+    a: Program, m: MakespanState, capacity: int, host: int, limit: float
 ) -> tuple[float, float]:
-    """Go through the events as the engines do; see `evaluate`."""
-    s, clock, flow = m.orders, m.clock, m.flow
-    s.counts[WORST], s.counts[OVER] = NONE, 0
+    """Simulate compute and both copy engines, event by event; see `evaluate`."""
+    s, clock, flow = m.search, m.clock, m.flow
+    s.counts[PEAK_EVENT], s.counts[PEAK_EXCESS] = NONE, 0
     clock[:] = 0.0
-    flow[:SIZE] = 0
-    fetching = waited = most = 0
-    overfull = NONE
-    total, end = 0.0, m.begins[flow[SIZE]]
-    for at in range(flow[SIZE]):
+    flow[:EVENT_COUNT] = 0
+    started = arrived = worst = 0
+    last_overflow = NONE
+    total, stall_free_end = 0.0, m.start_us[flow[EVENT_COUNT]]
+    for at in range(flow[EVENT_COUNT]):
         e = m.order[at]
-        c = s.event[e, CODE]
-        if c >= a.ops:
+        op = s.event[e, CODE]
+        if op >= a.ops:
             continue
-        needs = s.bytes[e, UP] + s.bytes[e, ONCE]
-        if s.bytes[e, SAVED] > 0:
-            needs -= s.bytes[e, SAVED] if flow[MOVED_COUNT] == 0 else _saved(a, m, e, c)
-        while flow[QUEUED] > 0 and clock[OUT_FREE] <= clock[NOW] + a.cost[c]:
-            _send(m, at, host, a.size)
-        while flow[LEFT_COUNT] < flow[LEAVING] and m.leaves[flow[LEFT_COUNT]] <= clock[NOW]:
-            _leave(m, at, host, a.size)
-        while fetching < flow[FETCHES] and m.latest[fetching] <= at:
-            x = m.fetched[fetching]
+        # Bytes that the event adds. An input that waits for its offload cannot be overwritten in
+        # place.
+        new_bytes = s.event_bytes[e, ALLOCATED] + s.event_bytes[e, TRANSIENT]
+        if s.event_bytes[e, INPLACE_SAVED] > 0:
+            none_waits = flow[OFFLOADED_COUNT] == 0
+            saved = s.event_bytes[e, INPLACE_SAVED]
+            new_bytes -= saved if none_waits else _inplace_saving(a, m, e, op)
+        # Offloads that begin before this op ends, and those that have ended by now.
+        while flow[QUEUE_LENGTH] > 0 and clock[OUT_FREE] <= clock[NOW] + a.cost[op]:
+            _start_offload(m, at, host, a.size)
+        while flow[LEFT_COUNT] < flow[SENT_COUNT] and m.sent_end_us[flow[LEFT_COUNT]] <= clock[NOW]:
+            _finish_offload(m, at, host, a.size)
+        # Prefetches due now. One whose first read is still ahead is delayed as long as its bytes
+        # are not free.
+        while started < flow[PREFETCH_COUNT] and m.latest_start[started] <= at:
+            x = m.prefetches[started]
             t = s.access[x, TENSOR]
-            if m.reader[fetching] > at:
-                if at <= overfull or m.mover[t, LEFT] == 0:
+            if m.first_reader[started] > at:
+                if at <= last_overflow or m.offload[t, IS_AWAY] == 0:
                     break
-                if flow[LIVE] + needs + a.size[t] > capacity:
+                if flow[LIVE] + new_bytes + a.size[t] > capacity:
                     break
-                if place(s, s.access[s.access[x, LAST], EVENT]) >= at:
+                if position_of(s, s.access[s.access[x, PREVIOUS], EVENT]) >= at:
                     break
-                if flow[AHEAD] == 1:
-                    overfull = _last_overfull(a, m, at, m.reader[fetching], capacity - a.size[t])
-                    if at <= overfull:
+                if flow[LOOK_AHEAD] == 1:
+                    until = m.first_reader[started]
+                    last_overflow = _last_overflow(a, m, at, until, capacity - a.size[t])
+                    if at <= last_overflow:
                         break
-            while m.mover[t, LEFT] == 0 and _may_leave(m):
-                _leave(m, at, host, a.size)
-            _make_room(m, at, needs + a.size[t], capacity, host, a.size)
-            clock[IN_FREE] = m.back[fetching] = max(clock[NOW], clock[IN_FREE]) + m.in_us[t]
-            _list(m, at, FETCH, t)
+            # A tensor must have been offloaded before it is prefetched.
+            while m.offload[t, IS_AWAY] == 0 and _has_pending_offload(m):
+                _finish_offload(m, at, host, a.size)
+            _wait_for_room(m, at, new_bytes + a.size[t], capacity, host, a.size)
+            clock[IN_FREE] = max(clock[NOW], clock[IN_FREE]) + m.prefetch_us[t]
+            m.arrival_us[started] = clock[IN_FREE]
+            _record(m, at, PREFETCH_START, t)
             flow[LIVE] += a.size[t]
-            fetching += 1
-        _make_room(m, at, needs, capacity, host, a.size)
-        while waited < fetching and m.reader[waited] == at:
-            t = s.access[m.fetched[waited], TENSOR]
-            clock[NOW] = max(clock[NOW], m.back[waited])
-            _list(m, at, ARRIVE, t)
-            flow[HOST_LIVE] -= a.size[t] if m.mover[t, LAST_FETCH] == waited else 0
-            waited += 1
-        clock[NOW] += a.cost[c]
-        if clock[NOW] + (end - m.begins[at + 1]) > limit:
+            started += 1
+        _wait_for_room(m, at, new_bytes, capacity, host, a.size)
+        # Compute waits for the prefetches that this op reads.
+        while arrived < started and m.first_reader[arrived] == at:
+            t = s.access[m.prefetches[arrived], TENSOR]
+            clock[NOW] = max(clock[NOW], m.arrival_us[arrived])
+            _record(m, at, PREFETCH_END, t)
+            flow[HOST_LIVE] -= a.size[t] if m.offload[t, LAST_PREFETCH] == arrived else 0
+            arrived += 1
+        clock[NOW] += a.cost[op]
+        # Lower bound on the makespan: no stall from here on.
+        if clock[NOW] + (stall_free_end - m.start_us[at + 1]) > limit:
             return np.inf, np.inf
-        over = flow[LIVE] + needs - capacity
-        if over > 0:
-            total += over
-            if over > most:
-                most = over
-                s.counts[WORST], s.counts[OVER] = at, over
-        flow[LIVE] += s.bytes[e, UP] - s.bytes[e, DOWN]
-        t = m.first_of[e, READS]
+        excess = flow[LIVE] + new_bytes - capacity
+        if excess > 0:
+            total += excess
+            if excess > worst:
+                worst = excess
+                s.counts[PEAK_EVENT], s.counts[PEAK_EXCESS] = at, excess
+        flow[LIVE] += s.event_bytes[e, ALLOCATED] - s.event_bytes[e, FREED]
+        # After its last reader a tensor stays live until its offload has ended.
+        t = m.offload_head[e, LAST_READS]
         while t != NONE:
-            if m.mover[t, LEFT] == 0:
+            if m.offload[t, IS_AWAY] == 0:
                 flow[LIVE] += a.size[t]
-                flow[HELD] += a.size[t]
-            t = m.mover[t, NEXT_READ]
-        t = m.first_of[e, MAKES]
+                flow[AWAITING_OFFLOAD] += a.size[t]
+            t = m.offload[t, NEXT_LAST_READ]
+        # A tensor can be offloaded once it is produced.
+        t = m.offload_head[e, PRODUCED]
         while t != NONE:
-            _queue(m, place(s, m.mover[t, LAST_READ]), t)
-            t = m.mover[t, NEXT_MADE]
-    excess = _share(m, most, total, capacity)
+            _enqueue(m, position_of(s, m.offload[t, LAST_READER]), t)
+            t = m.offload[t, NEXT_PRODUCED]
+    share = _excess_share(m, worst, total, capacity)
     if host >= 0:
-        excess += _share(m, flow[HOST_MOST], clock[HOST_TOTAL], host)
-    return clock[NOW], excess
+        share += _excess_share(m, flow[HOST_EXCESS], clock[HOST_EXCESS_SUM], host)
+    return clock[NOW], share
 
 
 @inlined
-def _last_overfull(a: Program, m: MarkerSearchState, at: int, until: int, capacity: int) -> int:
-    """The last of the events from one on at which too much will be live, or NONE.
-
-    What waits to leave has left after the first of them.
+def _last_overflow(a: Program, m: MakespanState, at: int, until: int, capacity: int) -> int:
     """
-    s, found, live = m.orders, NONE, m.flow[LIVE]
+    Last event from `at` to `until` - 1 at which the live bytes exceed `capacity`; NONE if none.
+
+    Assumes that queued offloads end after event `at`.
+    """
+    s, found, live = m.search, NONE, m.flow[LIVE]
     for k in range(at, until):
         e = m.order[k]
         if s.event[e, CODE] < a.ops:
-            if live + s.bytes[e, UP] + s.bytes[e, ONCE] - s.bytes[e, SAVED] > capacity:
+            peak = live + s.event_bytes[e, ALLOCATED] + s.event_bytes[e, TRANSIENT]
+            if peak - s.event_bytes[e, INPLACE_SAVED] > capacity:
                 found = k
-            live += s.bytes[e, UP] - s.bytes[e, DOWN]
+            live += s.event_bytes[e, ALLOCATED] - s.event_bytes[e, FREED]
         if k == at:
-            live -= m.flow[HELD]
+            live -= m.flow[AWAITING_OFFLOAD]
     return found
 
 
 @inlined
-def _saved(a: Program, m: MarkerSearchState, e: int, code: int) -> int:
-    """Bytes that a run needs less as an output takes the place of an input that does not wait."""
-    s, saved = m.orders, 0
+def _inplace_saving(a: Program, m: MakespanState, e: int, code: int) -> int:
+    """Bytes that an in-place output saves; none if the input waits for its offload."""
+    s, saved = m.search, 0
     for k in range(a.pairs_ptr[code], a.pairs_ptr[code + 1]):
         t = a.pairs_in[k]
-        x = s.event[e, ACCESSES]
-        while x != NONE and (s.access[x, TENSOR] != t or s.access[x, DOES] != READ):
-            x = s.access[x, ALONG]
+        x = s.event[e, FIRST_ACCESS]
+        while x != NONE and (s.access[x, TENSOR] != t or s.access[x, ACCESS_KIND] != READ):
+            x = s.access[x, NEXT_OF_EVENT]
         x = s.access[x, COPY] if x != NONE else NONE
-        waits = x == s.tensor[t, HEAD] and m.mover[t, MOVES] == 1 and m.mover[t, LEFT] == 0
+        is_offloaded = x == s.tensor[t, HEAD] and m.offload[t, IS_OFFLOADED] == 1
+        waits = is_offloaded and m.offload[t, IS_AWAY] == 0
         if x != NONE and s.access[x, END] == e and not waits:
             saved = a.size[a.pairs_out[k]]
             break
@@ -269,87 +293,88 @@ def _saved(a: Program, m: MarkerSearchState, e: int, code: int) -> int:
 
 
 @inlined
-def _share(m: MarkerSearchState, most: int, total: float, capacity: int) -> float:
-    if most <= 0:
+def _excess_share(m: MakespanState, worst: int, total: float, capacity: int) -> float:
+    if worst <= 0:
         return 0.0
-    return m.numbers.least_excess + (most + m.numbers.spread * total) / max(1, capacity)
+    return m.params.min_excess + (worst + m.params.total_excess_weight * total) / max(1, capacity)
 
 
 @inlined
-def _list(m: MarkerSearchState, at: int, kind: int, t: int) -> None:
-    row = m.transfer[m.flow[TRANSFERS]]
-    row[BEFORE], row[KIND], row[WHAT] = at, kind, t
-    m.flow[TRANSFERS] += 1
+def _record(m: MakespanState, at: int, kind: int, t: int) -> None:
+    row = m.transfer[m.flow[TRANSFER_COUNT]]
+    row[BEFORE], row[KIND], row[MOVED_TENSOR] = at, kind, t
+    m.flow[TRANSFER_COUNT] += 1
 
 
 @inlined
-def _may_leave(m: MarkerSearchState) -> bool:
-    """True if an offload is running or queued."""
-    return bool(m.flow[LEFT_COUNT] < m.flow[LEAVING] or m.flow[QUEUED] > 0)
+def _has_pending_offload(m: MakespanState) -> bool:
+    """True if an offload is under way or queued."""
+    return bool(m.flow[LEFT_COUNT] < m.flow[SENT_COUNT] or m.flow[QUEUE_LENGTH] > 0)
 
 
 @inlined
-def _make_room(
-    m: MarkerSearchState, at: int, bytes_: int, capacity: int, host: int, size: Ints
+def _wait_for_room(
+    m: MakespanState, at: int, bytes_: int, capacity: int, host: int, size: Ints
 ) -> None:
-    """Before an event wait for as many bytes to leave as are missing, if that is enough."""
+    """Wait for offloads to end until `bytes_` more fit, if they ever suffice."""
     flow = m.flow
-    while flow[LIVE] + bytes_ > capacity >= flow[LIVE] + bytes_ - flow[HELD] and _may_leave(m):
-        _leave(m, at, host, size)
+    while _has_pending_offload(m):
+        missing = flow[LIVE] + bytes_ - capacity
+        if missing <= 0 or missing > flow[AWAITING_OFFLOAD]:
+            break
+        _finish_offload(m, at, host, size)
 
 
 @inlined
-def _leave(m: MarkerSearchState, at: int, host: int, size: Ints) -> None:
-    """Before an event the next tensor has left: compute waits for that, if it has not yet."""
+def _finish_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
+    """Wait for the next offload to end; its bytes are free unless the tensor is still read."""
     flow = m.flow
-    if flow[LEFT_COUNT] == flow[LEAVING]:
-        _send(m, at, host, size)
-    t = m.leaving[flow[LEFT_COUNT]]
-    m.clock[NOW] = max(m.clock[NOW], m.leaves[flow[LEFT_COUNT]])
+    if flow[LEFT_COUNT] == flow[SENT_COUNT]:
+        _start_offload(m, at, host, size)
+    t = m.sent[flow[LEFT_COUNT]]
+    m.clock[NOW] = max(m.clock[NOW], m.sent_end_us[flow[LEFT_COUNT]])
     flow[LEFT_COUNT] += 1
-    m.mover[t, LEFT] = 1
-    _list(m, at, LEAVE, t)
-    if place(m.orders, m.mover[t, LAST_READ]) < at:
+    m.offload[t, IS_AWAY] = 1
+    _record(m, at, OFFLOAD_END, t)
+    if position_of(m.search, m.offload[t, LAST_READER]) < at:
         flow[LIVE] -= size[t]
-        flow[HELD] -= size[t]
+        flow[AWAITING_OFFLOAD] -= size[t]
 
 
 @inlined
-def _send(m: MarkerSearchState, at: int, host: int, size: Ints) -> None:
-    """The first of the queue begins to be copied to the host."""
+def _start_offload(m: MakespanState, at: int, host: int, size: Ints) -> None:
+    """Begin the first queued offload and remove it from the heap."""
     flow, clock = m.flow, m.clock
-    flow[QUEUED] -= 1
-    t, last = m.queue[0, 1], flow[QUEUED]
-    key, moved = m.queue[last, 0], m.queue[last, 1]
-    current_sequence, below = 0, 1
+    # Pop the heap's root: the last entry sinks from there.
+    flow[QUEUE_LENGTH] -= 1
+    t, last = m.queue[0, 1], flow[QUEUE_LENGTH]
+    key, tensor = m.queue[last, 0], m.queue[last, 1]
+    slot, below = 0, 1
     while below < last:
         if below + 1 < last and m.queue[below + 1, 0] < m.queue[below, 0]:
             below += 1
         if m.queue[below, 0] >= key:
             break
-        m.queue[current_sequence, 0], m.queue[current_sequence, 1] = (
-            m.queue[below, 0],
-            m.queue[below, 1],
-        )
-        current_sequence, below = below, 2 * below + 1
-    m.queue[current_sequence, 0], m.queue[current_sequence, 1] = key, moved
-    clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + m.out_us[t]
-    m.leaving[flow[LEAVING]], m.leaves[flow[LEAVING]] = t, clock[OUT_FREE]
-    flow[LEAVING] += 1
-    _list(m, at, GO, t)
+        m.queue[slot, 0], m.queue[slot, 1] = m.queue[below, 0], m.queue[below, 1]
+        slot, below = below, 2 * below + 1
+    m.queue[slot, 0], m.queue[slot, 1] = key, tensor
+    clock[OUT_FREE] = max(clock[NOW], clock[OUT_FREE]) + m.offload_us[t]
+    m.sent[flow[SENT_COUNT]], m.sent_end_us[flow[SENT_COUNT]] = t, clock[OUT_FREE]
+    flow[SENT_COUNT] += 1
+    _record(m, at, OFFLOAD_START, t)
     flow[HOST_LIVE] += size[t]
     if flow[HOST_LIVE] > host:
-        flow[HOST_MOST] = max(flow[HOST_MOST], flow[HOST_LIVE] - host)
-        clock[HOST_TOTAL] += flow[HOST_LIVE] - host
+        flow[HOST_EXCESS] = max(flow[HOST_EXCESS], flow[HOST_LIVE] - host)
+        clock[HOST_EXCESS_SUM] += flow[HOST_LIVE] - host
 
 
 @inlined
-def _queue(m: MarkerSearchState, key: int, t: int) -> None:
-    """A tensor waits to be copied to the host; the least key comes first."""
-    at = m.flow[QUEUED]
+def _enqueue(m: MakespanState, key: int, t: int) -> None:
+    """Push a tensor on the heap of offloads; the smallest key comes first."""
+    at = m.flow[QUEUE_LENGTH]
     while at > 0 and m.queue[(at - 1) >> 1, 0] > key:
         above = (at - 1) >> 1
         m.queue[at, 0], m.queue[at, 1] = m.queue[above, 0], m.queue[above, 1]
         at = above
     m.queue[at, 0], m.queue[at, 1] = key, t
-    m.flow[QUEUED] += 1
+    m.flow[QUEUE_LENGTH] += 1

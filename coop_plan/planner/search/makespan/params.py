@@ -1,4 +1,4 @@
-"""The parameters of the joint search; the type of a field is its range."""
+"""Parameters of the joint search of recomputes and transfers; a field's type is its valid range."""
 
 from dataclasses import dataclass
 
@@ -16,128 +16,132 @@ from coop_plan.planner.search.compute.params import MoveParams
 
 
 @dataclass(frozen=True)
-class MarkParams(MoveParams):
-    """Parameters of the search with prefetch markers, and of its moves."""
+class MakespanMoveParams(MoveParams):
+    """Moves of the search over runs and prefetch markers."""
 
     recompute_chance: Share = 0.12
-    """Chance of a change to compute something again for an event that reads it."""
+    """Probability of a move that recomputes an input of an event."""
 
-    fetch_chance: Share = 0.2
-    """Chance of a change to fetch something for an event that reads it."""
+    prefetch_chance: Share = 0.2
+    """Probability of a move that prefetches an input of an event."""
 
     convert_chance: Share = 0.2
-    """Chance of a change to fetch what is computed again, or to compute again what is fetched."""
+    """Probability of a move that turns a recompute into a prefetch or the reverse."""
 
     move_chance: Share = 0.2
-    """Chance of a change to move recomputes; what is left of 1 is to take events out."""
+    """Probability of a move that shifts events; the rest, up to 1, removes some."""
 
-    fetched_chance: Share = 0.5
-    """Chance to fetch what an op put in reads, instead of computing it again."""
+    prefetch_input_chance: Share = 0.5
+    """Probability of prefetching an input of an inserted op instead of recomputing it."""
 
-    link_price: Ratio = 0.3
-    """Value of a copy engine's time in repairs, as a share of compute time."""
+    copy_time_weight: Ratio = 0.3
+    """Mean cost of 1 µs of a copy engine, in µs of compute, in a repair's choice."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        chances = self.recompute_chance + self.fetch_chance + self.convert_chance
+        chances = self.recompute_chance + self.prefetch_chance + self.convert_chance
         if chances + self.move_chance > 1:
-            raise ValueError("the chances of kinds of changes are at most 1 together")
+            raise ValueError(
+                "the sum of recompute, prefetch, convert and move_chance must be at most 1"
+            )
 
 
 @dataclass(frozen=True)
-class JointParams(Params):
-    """The annealing of sequences with marks (`planner.search.makespan.annealing`)."""
+class MakespanParams(Params):
+    """Annealing of sequences with prefetch markers (`planner.search.makespan.annealing`)."""
 
-    moves: MarkParams = MarkParams()
+    moves: MakespanMoveParams = MakespanMoveParams()
 
     temperature: Ratio = 0.15
-    """Temperature at the beginning, in mean costs of an op."""
+    """Initial temperature, in mean costs of an op."""
 
     cooling: Ratio = 2.0
-    """The temperature falls with this power of what is left of the search."""
+    """Exponent of the temperature in the remaining share of the search."""
 
     steps: Size = 8_000
-    """The search's length without a time limit, in steps, and so many more:"""
+    """Metropolis steps of a search without a time limit, plus `steps_per_event` per event."""
 
     steps_per_event: Size = 560
-    """for each event of a sequence."""
+    """Metropolis steps per event of the longest start sequence."""
 
-    events: Size = 100_000_000
-    """The same in events gone through, at most, about."""
+    max_event_steps: Size = 100_000_000
+    """Most steps times events of such a search, about."""
 
     events_per_second: Count = 30_000_000
-    """About how many of them a second is."""
+    """
+    Events simulated per second, an estimate that turns a time limit into a number of searches.
+    """
 
-    searches: Count = 60
-    """With a time limit it is searched as often as there is time for, so often at most; on small
-    graphs for longer, then."""
+    max_searches: Count = 60
+    """Most searches within a time limit, one after another."""
 
-    hotter: tuple[Positive, ...] = (1.0, 3.0)
-    """Factors on the temperature, in turn: which is better is another one on each graph."""
+    temperature_factors: tuple[Positive, ...] = (1.0, 3.0)
+    """Factors on the temperature, one per two searches: the best one depends on the graph."""
 
-    hurried: Count = 10
-    """The search is shorter by this factor where any schedule will do."""
+    any_schedule_divisor: Count = 10
+    """Divisor of the search length if any feasible schedule is enough."""
 
     start_share: Share = 0.55
-    """Share of the search for all of its starts, before the best one is annealed again:"""
+    """Share of a search for annealing each start; the rest anneals the best result again."""
 
-    last_temperatures: tuple[Positive, ...] = (1.0, 0.3)
-    """once for each of these factors on the temperature."""
+    final_temperatures: tuple[Positive, ...] = (1.0, 0.3)
+    """Factors on the temperature of these final annealings."""
 
     chunk_events: Count = 400_000
-    """Events gone through from one look at the result to the next."""
+    """Events simulated between two checks of the result."""
 
-    chunks: Count = 100
-    """Such looks at least."""
+    min_chunks: Count = 100
+    """Least number of such checks per search."""
 
-    room_factor: Count = 3
-    """A sequence may have as many events as the first one times this."""
+    event_factor: Count = 3
+    """Most events of a sequence, as a multiple of the longest start, plus `extra_events`."""
 
-    room: Count = 2000
-    """And so many more."""
+    extra_events: Count = 2000
+    """Events added to that limit."""
 
-    soft: Positive = 1e-3
+    initial_penalty: Positive = 1e-3
     """
-    Initial penalty for live bytes of e times the arena, in base costs.
-
-    So little that at first only room is made that costs next to nothing.
+    Initial penalty weight, in base costs per unit of memory excess: only nearly free evictions pay
+    off.
     """
 
-    softly: PositiveShare = 0.5
-    """Share of an annealing until it costs `penalty`."""
+    initial_penalty_share: PositiveShare = 0.5
+    """Share of an annealing in which the penalty weight grows to `penalty`."""
 
     penalty: Positive = 5.0
-    """Lower bound on the penalty afterwards."""
+    """Least penalty weight afterwards, in base costs per unit of memory excess."""
 
     penalty_growth: Factor = 1.01
-    """Factor on that where a sequence does not fit;"""
+    """Growth of the penalty weight after a chunk that ends infeasible."""
 
-    steepest: Factor = 1.3
-    """where none did so far."""
+    penalty_growth_infeasible: Factor = 1.3
+    """The same, while no chunk has ended feasible."""
 
     penalty_decay: Factor = 1.007
-    """Divisor of it where one does."""
+    """Divisor of the penalty weight after a chunk that ends feasible."""
 
     patience: Size = 50
-    """Chunks after which it goes back to the last sequence that fitted."""
+    """
+    Longest infeasible streak, in chunks; the search then restarts from the best feasible sequence.
+    """
 
-    tighter: Factor = 1.001
-    """Divisor of the bytes to plan within where a layout of as many was not found."""
+    capacity_shrink: Factor = 1.001
+    """Divisor of the capacity after a failed layout."""
 
-    looser: Factor = 1.0005
-    """Factor on them where one was, up to the arena."""
+    capacity_growth: Factor = 1.0005
+    """Growth of the capacity, up to the arena, after a successful layout."""
 
-    worth_placing: Share = 1e-3
-    """Share of the incumbent's cost a sequence must save to have its layout tried on the way."""
+    min_saving: Share = 1e-3
+    """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
 
-    layouts: Size = 10
-    """Layouts that may fail on the way of an annealing without a time limit."""
+    max_failed_layouts: Size = 10
+    """Most failed layouts of an annealing without a time limit."""
 
     layout_share: Share = 0.2
-    """Share of its time for layouts with one."""
+    """Most share of the time for layouts, with a time limit."""
 
-    last_work: Count = 10
-    """Factor on the effort of a layout for the end of the search."""
+    final_work_factor: Count = 10
+    """Factor on the layout effort at the end of the search."""
 
 
-DEFAULTS = JointParams()
+DEFAULTS = MakespanParams()

@@ -1,105 +1,121 @@
-"""Repair of a sequence: the cheapest tensor at its fullest event is evicted."""
+"""
+Repair of a candidate above the capacity: evict a tensor at the peak, recompute or prefetch it
+later.
+"""
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.event_list import block_at, length, place
+from coop_plan.planner.search.compute.event_list import block_at, length, position_of
 from coop_plan.planner.search.compute.liveness import next_read
-from coop_plan.planner.search.compute.objective import look_at
-from coop_plan.planner.search.compute.repair import evicted_chance_at, gains
+from coop_plan.planner.search.compute.objective import summarize_block
+from coop_plan.planner.search.compute.repair import draw_input_chance, recompute_gains
 from coop_plan.planner.search.compute.sequence import (
-    ACCESSES,
-    ALONG,
+    ACCESS_KIND,
     CODE,
     COPY,
     DIRTY,
-    DOES,
     END,
     EVENT,
-    LATER,
-    LEAST_US,
-    LONG,
+    FIRST_ACCESS,
+    FIRST_LONG,
+    LAST_END,
+    MIN_COST_US,
     NEXT,
+    NEXT_LONG,
+    NEXT_OF_EVENT,
     NONE,
-    OVER,
-    REACH,
+    PEAK_EVENT,
+    PEAK_EXCESS,
     READ,
     TENSOR,
-    WORST,
 )
-from coop_plan.planner.search.makespan.moves import fetch, recompute
-from coop_plan.planner.search.makespan.sequence import MarkerSearchState
+from coop_plan.planner.search.makespan.moves import insert_prefetch, insert_recompute
+from coop_plan.planner.search.makespan.sequence import MakespanState
 
 
 @inner
-def repair(a: Program, m: MarkerSearchState) -> bool:
+def repair(a: Program, m: MakespanState) -> bool:
     """
-    Something that is only kept at the fullest event is not: the candidate was just evaluated.
+    Evict one tensor that is live but unused at the peak of the candidate evaluated last.
 
-    For its next read it is computed again, or fetched. Each is as likely as what it costs a byte is
-    low.
+    Its next read is served by a recompute or a prefetch. Each choice has a probability proportional
+    to its bytes freed per µs.
     """
-    s = m.orders
-    worst = s.counts[WORST]
-    if worst == NONE:
+    s = m.search
+    peak = s.counts[PEAK_EVENT]
+    if peak == NONE:
         return False
-    last = block_at(s, worst)
-    op, best, by_link, total = s.event[m.order[worst], CODE], NONE, False, 0.0
-    for b in range(last + 1):
+    peak_block = block_at(s, peak)
+    op, choice, by_prefetch, total = s.event[m.order[peak], CODE], NONE, False, 0.0
+    for b in range(peak_block + 1):
         if s.block[b, DIRTY] == 1:
-            look_at(s, b)
-        x = s.block[b, LONG] if b < last and s.block[b, REACH] >= last else NONE
+            summarize_block(s, b)
+        x = (
+            s.block[b, FIRST_LONG]
+            if b < peak_block and s.block[b, LAST_END] >= peak_block
+            else NONE
+        )
         while x != NONE:
-            best, by_link, total = _either(a, m, x, worst, op, best, by_link, total)
-            x = s.access[x, LATER]
-    for at in range(s.begin[last], worst):
-        x = s.event[m.order[at], ACCESSES]
-        while x != NONE and s.access[x, DOES] != READ:
-            best, by_link, total = _either(a, m, x, worst, op, best, by_link, total)
-            x = s.access[x, ALONG]
-    if best == NONE:
+            choice, by_prefetch, total = _reservoir_step(
+                a, m, x, peak, op, choice, by_prefetch, total
+            )
+            x = s.access[x, NEXT_LONG]
+    for at in range(s.block_start[peak_block], peak):
+        x = s.event[m.order[at], FIRST_ACCESS]
+        while x != NONE and s.access[x, ACCESS_KIND] != READ:
+            choice, by_prefetch, total = _reservoir_step(
+                a, m, x, peak, op, choice, by_prefetch, total
+            )
+            x = s.access[x, NEXT_OF_EVENT]
+    if choice == NONE:
         return False
-    read = next_read(s, best, worst + 1)
+    read = next_read(s, choice, peak + 1)
     if read == length(s):
         return False
-    if by_link:
-        return fetch(a, m, best, read)
-    return recompute(a, m, a.producer[best], read, evicted_chance_at(a, s, best, worst))
+    if by_prefetch:
+        return insert_prefetch(a, m, choice, read)
+    return insert_recompute(a, m, a.producer[choice], read, draw_input_chance(a, s, choice, peak))
 
 
 @inlined
-def _either(
+def _reservoir_step(
     a: Program,
-    m: MarkerSearchState,
+    m: MakespanState,
     x: int,
-    worst: int,
+    peak: int,
     op: int,
-    best: int,
-    by_link: bool,
+    choice: int,
+    by_prefetch: bool,
     total: float,
 ) -> tuple[int, bool, float]:
-    """One tensor of those before, worth `total` together, and of one more; and what all are."""
-    s, t = m.orders, m.orders.access[x, TENSOR]
-    if s.access[x, COPY] != x or s.worth[t, 1] == 0.0 or place(s, s.access[x, END]) <= worst:
-        return best, by_link, total
-    # What is fetched is there from its first read on, more or less.
-    fetched = s.event[s.access[x, EVENT], CODE] >= a.ops
-    if fetched and place(s, s.access[s.access[x, NEXT], EVENT]) >= worst:
-        return best, by_link, total
+    """
+    One step of weighted reservoir sampling over both ways to evict the copy of write `x`.
+
+    Returns the choice, True if it is a prefetch, and the new total weight.
+    """
+    s, t = m.search, m.search.access[x, TENSOR]
+    ended = s.access[x, COPY] != x or position_of(s, s.access[x, END]) <= peak
+    if ended or s.gain_bound[t, 1] == 0.0:
+        return choice, by_prefetch, total
+    # A prefetched copy becomes resident shortly before its first read.
+    is_prefetched = s.event[s.access[x, EVENT], CODE] >= a.ops
+    if is_prefetched and position_of(s, s.access[s.access[x, NEXT], EVENT]) >= peak:
+        return choice, by_prefetch, total
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         if a.reads[k] == t:
-            return best, by_link, total
-    bytes_, maker = float(min(a.size[t], s.counts[OVER])), a.producer[t]
+            return choice, by_prefetch, total
+    bytes_, maker = float(min(a.size[t], s.counts[PEAK_EXCESS])), a.producer[t]
     if m.movable[t] == 1:
-        us = m.in_us[t] + (0.0 if fetched else m.out_us[t])
-        us *= m.numbers.link_price * 2.0 * np.random.random()
-        total += bytes_ / max(us, LEAST_US)
-        if np.random.random() * total < bytes_ / max(us, LEAST_US):
-            best, by_link = t, True
-    if s.again[maker] == 1 and a.evictable[t] == 1:
-        gained = max(*gains(a, s, t, worst))
+        us = m.prefetch_us[t] + (0.0 if is_prefetched else m.offload_us[t])
+        us *= m.params.copy_time_weight * 2.0 * np.random.random()
+        total += bytes_ / max(us, MIN_COST_US)
+        if np.random.random() * total < bytes_ / max(us, MIN_COST_US):
+            choice, by_prefetch = t, True
+    if s.recomputable[maker] == 1 and a.evictable[t] == 1:
+        gained = max(*recompute_gains(a, s, t, peak))
         total += gained
         if np.random.random() * total < gained:
-            best, by_link = t, False
-    return best, by_link, total
+            choice, by_prefetch = t, False
+    return choice, by_prefetch, total
