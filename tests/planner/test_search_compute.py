@@ -19,7 +19,7 @@ from coop_plan.planner.heuristic.portfolio import Portfolio
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import lay_out
-from coop_plan.planner.planning import written
+from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.annealing import SequenceAnnealing
 from coop_plan.planner.search.compute.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.compute.params import DEFAULTS
@@ -64,7 +64,7 @@ def check(problem, program, state, arena):
     placed, _ = lay_out(schedule, work=0)
     options = PlanOptions.of({"budget": "100%"})
     budget = max(1, placed.arena_bytes + problem.fixed_bytes)
-    written(problem.graph, Solution(placed), options, budget, 0.0)  # as the verifier sees it
+    verified_plan(problem.graph, Solution(placed), options, budget, 0.0)  # as the verifier sees it
     most = int(schedule.live_bytes().max(initial=0))
     assert schedule.blocks().live == most
     cost, over = evaluate_sequence(program, state, arena)

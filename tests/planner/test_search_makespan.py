@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from coop_plan.planner import InfeasibleBudgetError, Problem, plan
 from coop_plan.planner.core.schedule import Schedule
-from coop_plan.planner.inspect.link_report import unworthy_link
+from coop_plan.planner.inspect.link_report import unused_link_reason
 from coop_plan.planner.method import Request
 from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_parallel
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
@@ -168,13 +168,13 @@ def test_a_copy_that_takes_too_long_is_computed_again_instead():
 def test_a_link_that_is_worth_nothing_is_told_with_its_numbers():
     # An activation is not used for 290 µs at most, and takes 20 ms there and back.
     slow = linked(pyramid(16), 0.01)
-    told = unworthy_link(Problem.from_graph(slow, 1), plan(slow, 800, alignment=1))
+    told = unused_link_reason(Problem.from_graph(slow, 1), plan(slow, 800, alignment=1))
     assert "at 1e-05 GB/s the cheapest copy hides 0 bytes" in told
     assert "100 B take 20 ms there and back and are unused for 0.29 ms" in told
     wide = linked(pyramid(16), 1000.0)
-    assert unworthy_link(Problem.from_graph(wide, 1), plan(wide, 800, alignment=1)) is None
+    assert unused_link_reason(Problem.from_graph(wide, 1), plan(wide, 800, alignment=1)) is None
     alone = plan(wide, 800, alignment=1, host_budget=0)
-    assert unworthy_link(Problem.from_graph(wide, 1, host_budget=0), alone) is None
+    assert unused_link_reason(Problem.from_graph(wide, 1, host_budget=0), alone) is None
 
 
 def test_no_budget_on_the_host_gives_the_plan_of_a_device_without_a_link():

@@ -10,7 +10,7 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.method import Solution
 from coop_plan.planner.placement.layout import lay_out
-from coop_plan.planner.planning import written
+from coop_plan.planner.planning import verified_plan
 from coop_plan.planner.search.compute.metropolis import metropolis
 from coop_plan.planner.search.compute.params import DEFAULTS
 from coop_plan.planner.search.compute.sequence import current_sequence, new_state, set_sequence
@@ -30,7 +30,7 @@ def shuffled_plan(graph, options, *, seed=0):
     metropolis(to_program(to_arrays(problem)), state, STEPS, 1 << 60, temperature, 1.0, seed)
     placed, _ = lay_out(Schedule.of(problem, current_sequence(state)), work=0)
     budget = problem.fixed_bytes + placed.arena_bytes
-    return written(graph, Solution(placed), options, budget, time.monotonic())
+    return verified_plan(graph, Solution(placed), options, budget, time.monotonic())
 
 
 def is_shuffled(graph, plan):
