@@ -296,7 +296,7 @@ def test_an_interruption_ends_with_130_and_leaves_nothing(folder):
     (folder / "big.json").write_text(make_graph(tensors, ops).to_json())
     script = (  # a shell starts what it puts into the background with SIGINT ignored
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "import api.cli.main; print(flush=True); api.cli.main.main()"
+        "from coop_plan.api.cli.main import main; print(flush=True); main()"
     )
     command = [sys.executable, "-c", script, "big.json", "--budget", "min", "-o", "plan.json"]
     environment_root = str(Path(__file__).parents[2])
