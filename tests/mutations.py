@@ -117,8 +117,8 @@ MUTATIONS = (
     Mutation(  # nobody waits for copies
         "wait-for-copies",
         "runtime",
-        "over = self._link.wait(ticket)",
-        "over = None",
+        "copied = self._running_engines.wait(handle)",
+        "copied = None",
         ("tests/runtime/test_swap.py::test_losses_and_parameters_equal_eager",),
         compiled=True,
     ),

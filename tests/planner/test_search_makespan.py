@@ -169,8 +169,8 @@ def test_a_link_that_is_worth_nothing_is_told_with_its_numbers():
     # An activation is not used for 290 µs at most, and takes 20 ms there and back.
     slow = linked(pyramid(16), 0.01)
     told = unused_link_reason(Problem.from_graph(slow, 1), plan(slow, 800, alignment=1))
-    assert "at 1e-05 GB/s the cheapest copy hides 0 bytes" in told
-    assert "100 B take 20 ms there and back and are unused for 0.29 ms" in told
+    assert "at 1e-05 GB/s no copy can be hidden" in told
+    assert "of 100 B, takes 20 ms there and back; its tensor is unused for 0.29 ms" in told
     wide = linked(pyramid(16), 1000.0)
     assert unused_link_reason(Problem.from_graph(wide, 1), plan(wide, 800, alignment=1)) is None
     alone = plan(wide, 800, alignment=1, host_budget=0)

@@ -43,7 +43,7 @@ def test_a_plan_with_a_body_that_is_not_known_is_refused(monkeypatch, verified):
     w = torch.randn(8, 8, requires_grad=True)
     options = {"budget": "min"}
     step = torch.compile(lambda x: torch.sin(x @ w).sum(), backend="coop", options=options)
-    what = "op 0 has no variant 'tiled'"
+    what = r"op 0 \(aten.mm.default\) has no variant 'tiled'"
     if not verified:
         what = r"runs variant 'tiled' of op 0 \(aten.mm.default\), which this capture does not have"
     with pytest.raises(Exception, match=what) as told:

@@ -9,7 +9,6 @@ from coop_plan.runtime.capture.graph_builder import device_of
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Slots
-from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.execute.lower_to_fx import (
     INVOCATION,
     OCCURRENCE,
@@ -123,14 +122,14 @@ class CompiledPlan:
                     graph.call_function(self._clock.mark, (int(again),))
                     kind = again
                 if op in self.replayed:
-                    prepare = Invocation.restore_generator if again else Invocation.save_generator
-                    graph.call_function(prepare, (invocation, op))
+                    prepare = "restore_generator" if again else "save_generator"
+                    graph.call_method(prepare, (invocation, op))
                 graph.call_function(self.arena.enter, (number,))
             if node.target in GRADIENT_SINKS:
                 node.args = (invocation, *node.args[1:])
             if op in self.replayed and again:
                 with graph.inserting_after(node):
-                    graph.call_function(Invocation.resume_generator, (invocation,))
+                    graph.call_method("resume_generator", (invocation,))
         code: Callable[..., Any] = fx.GraphModule(module, graph).forward
         return code
 
