@@ -54,7 +54,7 @@ def test_layers_are_recognised(program):
         for offset in range(run.period):
             names = {program.problem.graph.ops[op].name for op in run.copies(offset)}
             assert len(names) == 1
-            assert len(run.copies(offset)) >= repeated_blocks.FEWEST
+            assert len(run.copies(offset)) >= repeated_blocks.MIN_COPIES
 
 
 def test_a_block_that_is_cut_short_counts_as_far_as_it_goes():
@@ -101,7 +101,7 @@ def test_no_bound_exceeds_the_optimum(graph, outputs, share, alignment):
     program = Program.of(problem)
     params = replace(DEFAULTS, bounding=BoundingParams(min_block_share=0.1, first_spread=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_blocks, "FEWEST", 2)
+        patch.setattr(repeated_blocks, "MIN_COPIES", 2)
         Bounding(program, program.problem.rounded(arena), set(), reported.append, params).run()
     assert reported
     assert max(reported) <= (best - problem.base_cost_us) + 1e-6 * best

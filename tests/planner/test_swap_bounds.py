@@ -77,7 +77,7 @@ def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs,
     told = []
     params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeated_blocks, "FEWEST", 2)
+        patch.setattr(repeated_blocks, "MIN_COPIES", 2)
         bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)
         bounding.run()
     assert told

@@ -95,7 +95,7 @@ def test_numbers_beside_lengths_are_traced_once_for_all(monkeypatch):
     monkeypatch.setattr(
         specialize.ByShape,
         "_specialise",
-        lambda self, args: traced.append(self._for_all is not None) or first(self, args),
+        lambda self, args: traced.append(self._symbolic is not None) or first(self, args),
     )
     weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
 
