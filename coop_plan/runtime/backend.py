@@ -149,7 +149,8 @@ def coop(
     return compile_static(gm, example_inputs)
 
 
-coop.reset = release_idle  # type: ignore[attr-defined]  # for torch._dynamo.reset(): steps may outlive it
+# For torch._dynamo.reset(): steps may outlive it.
+coop.reset = release_idle  # type: ignore[attr-defined]
 unplanned_calls.install(coop)
 
 

@@ -52,8 +52,8 @@ def test_a_framework_trains_within_half_of_the_peak(name, monkeypatch, tmp_path)
         lambda *args, options, **others: plain(*args, **others | {"backend": "aot_eager"}),
     )
     if name in ("trainer", "lightning"):  # these insist on a plan
-        door = __import__(f"coop_plan.runtime.integrations.{name}", fromlist=["_steps"])
-        monkeypatch.setattr(door, "_steps", itertools.count().__next__)
+        door = __import__(f"coop_plan.runtime.integrations.{name}", fromlist=["steps_run"])
+        monkeypatch.setattr(door, "steps_run", itertools.count().__next__)
     coop_plan.clear_reports()
     expected = run(name)
     assert not coop_plan.reports()
