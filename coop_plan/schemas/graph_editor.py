@@ -36,15 +36,6 @@ class GraphEditor:
         """Set fields of a tensor."""
         self._tensors[tensor_id] = self._tensors[tensor_id].model_copy(update=changes)
 
-    def drop_tensor(self, tensor_id: int) -> None:
-        """Remove a tensor, which no op may name when `graph()` is called."""
-        del self._tensors[tensor_id]
-
-    def redirect_tensor(self, old: int, new: int) -> None:
-        """Let every op that names tensor `old` name `new`, and remove `old`."""
-        self._ops = [renumbered(op, {old: new}) for op in self._ops]
-        self.drop_tensor(old)
-
     def add_op(self, op: Op, ids: Mapping[int, int] | None = None, at: int | None = None) -> None:
         """Insert an op at position `at`, or last, with its tensors renumbered by `ids`."""
         added = op if ids is None else renumbered(op, ids)

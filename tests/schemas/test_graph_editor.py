@@ -42,21 +42,19 @@ def test_merged_graphs_are_the_graphs_with_other_ids(first, second):
             assert renumbered(next(ops), back).model_copy(update={"id": op.id}) == op
 
 
-def test_tensors_are_added_changed_redirected_and_dropped():
+def test_tensors_are_added_changed_and_checked():
     op = Op(id=7, name="aten.relu", inputs=[0], outputs=[1], cost_us=1, inplace=[[1, 0]])
     graph = Graph(schema_="coop-plan/graph/1", tensors=[], ops=[])
     editor = GraphEditor(graph)
-    weight, made = (editor.add_tensor(name, 4, "buffer") for name in ("weight", "made"))
+    other, made = (editor.add_tensor(name, 4, "buffer") for name in ("other", "made"))
     editor.change_tensor(made, kind="activation", bytes=8)
-    editor.add_op(op, {0: weight, 1: made})
-    other = editor.add_tensor("other", 4, "parameter")
-    editor.redirect_tensor(weight, other)
+    editor.add_op(op, {0: other, 1: made})
     found = editor.graph()
-    assert [tensor.name for tensor in found.tensors] == ["made", "other"]
-    assert found.tensors[0].bytes == 8
+    assert [tensor.name for tensor in found.tensors] == ["other", "made"]
+    assert found.tensors[1].bytes == 8
     (only,) = found.ops
     assert (only.id, only.inputs, only.inplace) == (0, [other], [[made, other]])
-    editor.drop_tensor(other)
+    editor.add_op(op, {0: made + 1, 1: made})
     with pytest.raises(InvalidInputError, match="unknown tensor"):
         editor.graph()
 
