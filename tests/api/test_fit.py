@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from coop_plan.api.cli.main import fit
+from coop_plan.api.cli import fit
 from coop_plan.runtime import CaptureError
 from coop_plan.schemas import Device, InvalidInputError, parse_graph
 from tests.planner.test_fit import chain
@@ -57,7 +57,7 @@ def test_where_no_device_can_be_asked_there_is_one_message(ask):
 
 
 @pytest.mark.parametrize(
-    ("graphs", "said"),
+    ("graphs", "text"),
     [
         (failing(CaptureError("too large"), "one", above=4), "at batch 8, too large"),
         (lambda device, batch: chain(batch) if batch == 4 else other(batch), "one batch at a time"),

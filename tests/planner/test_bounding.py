@@ -171,7 +171,7 @@ def test_hard_models_are_bounded_beside_or_before_the_search(
     monkeypatch, processors, program, capacity
 ):
     """Either way the plan's bound is at least what the background proves at once."""
-    monkeypatch.setattr(refine, "processors", lambda: processors)
+    monkeypatch.setattr(refine, "usable_cpus", lambda: processors)
     begun = []
     begin = BoundingProcess.begin
 
@@ -207,7 +207,7 @@ def test_an_op_that_raises_no_bound_is_dropped(monkeypatch, program, capacity):
 @pytest.mark.parametrize("known", [False, True])
 def test_a_gap_is_wide_only_once_a_bound_is_known(monkeypatch, program, capacity, known):
     base = program.problem.base_cost_us
-    monkeypatch.setattr(refine, "processors", lambda: 2)
+    monkeypatch.setattr(refine, "usable_cpus", lambda: 2)
     begun = []
     bounding = SimpleNamespace(begin=lambda *job: begun.append(job))
     incumbent = SimpleNamespace(

@@ -462,10 +462,10 @@ def test_the_worker_starts_without_what_it_does_not_need():
 @pytest.mark.parametrize(
     ("group", "fields"),
     [
-        (SearchParams, {"climb_share": 1.1}),
+        (SearchParams, {"offline_share": 1.1}),
         (SearchParams, {"default_seconds": -1.0}),
-        (SearchParams, {"shrink": ()}),
-        (SearchParams, {"shrink": (0.9, math.nan)}),
+        (SearchParams, {"shrunk_arenas": ()}),
+        (SearchParams, {"shrunk_arenas": (0.9, math.nan)}),
         (RefinementParams, {"first_points": 0}),
         (RoundShares, {"cuts": 0.5, "solve": -0.1, "lns": 0.5}),
         (PathCutParams, {"precision": ((0.1, 0.1), (0.1, 2.0))}),

@@ -60,7 +60,7 @@ def test_no_plan_is_shorter_than_the_model_says(
 ):
     """At any time points, and at all of them."""
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
-    assert Program.of(problem).links is not None
+    assert Program.of(problem).host_link is not None
     for answer, bound in relaxations(process, problem, arena, chosen):
         if best is None:
             continue
@@ -75,7 +75,7 @@ def test_no_relaxation_with_path_cuts_exceeds_the_shortest(graph, host, outputs,
     problem, arena, best = drawn(graph, outputs, share, alignment, host)
     assume(best is not None)
     told = []
-    params = replace(DEFAULTS, bounding=BoundingParams(mostly=0.1, spread=1))
+    params = replace(DEFAULTS, bounding=BoundingParams(min_block_share=0.1, first_spread=1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeated_blocks, "MIN_COPIES", 2)
         bounding = Bounding(Program.of(problem), problem.rounded(arena), set(), told.append, params)

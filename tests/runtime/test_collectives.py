@@ -139,5 +139,5 @@ def test_messages_between_two_ranks_are_refused():
     made = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (tensor,))
     graph.output(made)
     module = torch.fx.GraphModule(nn.Module(), graph)
-    with pytest.raises(runtime.CaptureError, match="began outside it"):
+    with pytest.raises(runtime.CaptureError, match="issued outside it"):
         collectives.complete_collectives(module)

@@ -412,5 +412,5 @@ def test_a_device_of_ones_own(tmp_path):
     path = tmp_path / "mine.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(CPU, name="")))
     assert device(str(path)) == msgspec.structs.replace(CPU, name="mine")
-    with pytest.raises(InvalidInputError, match="the devices are a100-80gb"):
+    with pytest.raises(InvalidInputError, match=r"neither a built-in device \(a100-80gb"):
         device("a100")

@@ -71,8 +71,8 @@ def test_a_recorded_step_is_planned(tmp_path, capsys):
     ("content", "said"),
     [
         ("{", "bad.json: not JSON"),
-        ('{"nodes": [{"id": 1}]}', "bad.json#/nodes/0/name: a node has a name"),
-        ("\x80", "bad.json: no memory snapshot"),
+        ('{"nodes": [{"id": 1}]}', "bad.json#/nodes/0/name: a node must have a name"),
+        ("\x80", "bad.json: not a memory snapshot"),
     ],
 )
 def test_a_bad_file_is_named_with_the_place(tmp_path, capsys, content, said):
@@ -91,11 +91,11 @@ def test_a_bad_kineto_trace_is_named_and_not_the_other(tmp_path, capsys):
     event = {"ph": "X", "cat": "kernel", "ts": 1, "dur": "x"}
     kineto.write_text(json.dumps({"traceEvents": [event]}))
     assert imported(et, "--kineto", kineto, "-o", "-") == 2
-    assert f"{kineto}#/traceEvents/0/dur: dur is a number of µs" in capsys.readouterr().err
+    assert f"{kineto}#/traceEvents/0/dur: dur must be a number of µs" in capsys.readouterr().err
     kineto.write_text("null")
     out = tmp_path / "out.json"
     assert imported(et, "--kineto", kineto, "-o", out) == 2
-    assert "no Kineto trace" in capsys.readouterr().err
+    assert "not a Kineto trace" in capsys.readouterr().err
     assert not out.exists()
     named = tmp_path / os.fsdecode(b"\xff.json")
     named.write_bytes(et.read_bytes())

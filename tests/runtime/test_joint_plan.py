@@ -255,14 +255,15 @@ def of_blocks():
     )
 
 
-def both_by_blocks(loop, budget="min"):
+def both_by_blocks(loop, budget="min", outputs="gradients"):
     """Run `loop(model)` in eager, and with each block compiled by itself."""
+    options = {"budget": budget, "outputs": outputs}
     compiled = []
 
     def by_blocks(model, _):
         if compiled:
             for block in model:
-                block.compile(backend="coop", options={"budget": budget})
+                block.compile(backend="coop", options=options)
         compiled.append(True)
         return loop(model)
 

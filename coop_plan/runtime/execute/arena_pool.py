@@ -119,6 +119,12 @@ def release_idle() -> None:
             pool.release_idle()
 
 
+def pool_of(invocation: Invocation) -> ArenaPool:
+    """The pool that an invocation has its memory from."""
+    assert isinstance(invocation.owner, ArenaPool)
+    return invocation.owner
+
+
 def take_saved(invocation: Invocation) -> Sequence[Any] | None:
     """Take the saved tensors of an invocation; None if it had to release its arena."""
     with _lock:

@@ -9,21 +9,18 @@ import threading
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from coop_plan.runtime.device.arena import Memory, Run
 from coop_plan.runtime.errors import StepSpentError
+from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.rng_state import Generator
 from coop_plan.runtime.torch_internals.autograd import accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_version
 from coop_plan.schemas import Plan
-
-if TYPE_CHECKING:
-    from coop_plan.runtime.execute.arena_pool import ArenaPool
-    from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 
 _numbers = itertools.count()
 _invocations: "dict[int, Invocation]" = {}
@@ -36,7 +33,7 @@ def room(plan: Plan) -> int:
 
 
 class Invocation:
-    """One call of step `name`, which runs `compiled` in a memory from `owner`.
+    """One call of step `name`, which runs `compiled` in a memory from `owner`, its pool.
 
     `room` is the number of bytes that its budget leaves for arenas (`room(plan)`).
 
@@ -55,8 +52,8 @@ class Invocation:
     def __init__(
         self,
         name: str,
-        compiled: "CompiledPlan",
-        owner: "ArenaPool",
+        compiled: CompiledPlan,
+        owner: object,
         room: int,
         generators: Sequence[Generator],
     ) -> None:
@@ -81,12 +78,12 @@ class Invocation:
         self._versions: Sequence[int] = ()
         self._saved_versions: Sequence[int] = ()
 
-    def use_plan(self, compiled: "CompiledPlan", room: int) -> None:
+    def use_plan(self, compiled: CompiledPlan, room: int) -> None:
         """Run both halves by this plan."""
         self.compiled, self.room, self.run = compiled, room, Run(compiled.arena)
         self.transfers = compiled.transfer_runner()
 
-    def use_own_plan(self, compiled: "CompiledPlan", room: int) -> None:
+    def use_own_plan(self, compiled: CompiledPlan, room: int) -> None:
         """Run by this plan of its own, also after a joint plan was abandoned."""
         self._alone = compiled, room
         self.use_plan(compiled, room)
@@ -222,6 +219,21 @@ class Invocation:
             generator, state = self._interrupted
             generator.set(state)
             self._interrupted = None
+
+    def offload(self, number: int, tensor: torch.Tensor) -> None:
+        """Start transfer `number` of the plan, a copy of the tensor's storage to the host."""
+        assert self.transfers is not None
+        self.transfers.offload(number, tensor)
+
+    def prefetch(self, number: int) -> torch.Tensor:
+        """Start transfer `number`; the tensor returned may be read after the wait for it."""
+        assert self.transfers is not None
+        return self.transfers.prefetch(number)
+
+    def wait(self, number: int) -> None:
+        """Wait for transfer `number`."""
+        assert self.transfers is not None
+        self.transfers.wait(number)
 
 
 def invocation_of(handle: torch.Tensor) -> Invocation:

@@ -18,7 +18,6 @@ from torch import fx
 from coop_plan.runtime.capture.graph_builder import GETITEM, SNAPSHOT, tensor_args
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.execute.plan_index import Buffer, PlanIndex
-from coop_plan.runtime.execute.transfers import offload, prefetch, wait
 from coop_plan.runtime.torch_internals.fakes import FakeTensor
 from coop_plan.runtime.torch_internals.joint_graphs import (
     SavedForBackwardsAOTOutput,
@@ -254,12 +253,12 @@ class _Half:
     def transfer(self, step: Offload | Prefetch | Wait, number: int) -> None:
         """Start transfer `number` of the plan, or wait for it."""
         if isinstance(step, Wait):
-            self.graph.call_function(wait, (self._invocation, number))
+            self.graph.call_method("wait", (self._invocation, number))
         elif isinstance(step, Offload):
             source = self.tensor(("buffer", step.buffer))
-            self.graph.call_function(offload, (self._invocation, number, source))
+            self.graph.call_method("offload", (self._invocation, number, source))
         else:
-            node = self.graph.call_function(prefetch, (self._invocation, number))
+            node = self.graph.call_method("prefetch", (self._invocation, number))
             maker, position = self.captured.producer[step.tensor]
             value = maker.meta["val"]
             node.meta["val"] = value if isinstance(value, torch.Tensor) else value[position]

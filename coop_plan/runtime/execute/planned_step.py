@@ -15,7 +15,7 @@ from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
-from coop_plan.runtime.execute.arena_pool import ArenaPools, take_saved
+from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of, take_saved
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.invocation import Invocation, invocation_of, room
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
@@ -156,7 +156,7 @@ class PlannedStep:
             handle, *tangents = args
             args.clear()
             invocation = invocation_of(handle)
-            recorder = invocation.owner.recorder
+            recorder = pool_of(invocation).recorder
             recorder.backward(invocation)
             saved = take_saved(invocation)
             if saved is None:
@@ -215,7 +215,7 @@ class PlannedStep:
             )
         self.report.forwards_again += 1
         with invocation.rewound_generators():
-            invocation.owner.allocate(invocation)
+            pool_of(invocation).allocate(invocation)
             if invocation.transfers is not None:
                 invocation.transfers.begin(invocation.memory)
             with self._running(invocation, fresh=True), torch.no_grad():
@@ -337,7 +337,7 @@ class PlannedStep:
             self._clock.end()
         self.report.steps_run += 1
         if invocation.in_joint_plan:
-            invocation.owner.recorder.finished(invocation, counters, memory, duplicated)
+            pool_of(invocation).recorder.finished(invocation, counters, memory, duplicated)
             return
         invocation.run.end()
         if memory is not None:

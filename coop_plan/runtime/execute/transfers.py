@@ -5,7 +5,7 @@ tensor that was offloaded.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,9 +22,6 @@ from coop_plan.runtime.errors import CopyError
 from coop_plan.runtime.execute.plan_index import Transfer
 from coop_plan.runtime.reports import CopySpan
 from coop_plan.schemas import Device
-
-if TYPE_CHECKING:
-    from coop_plan.runtime.execute.invocation import Invocation
 
 
 class TransferProgram(NamedTuple):
@@ -146,21 +143,3 @@ class TransferRunner:
 
 def _direction(moved: Transfer) -> int:
     return TO_HOST if moved.to_host else FROM_HOST
-
-
-def offload(invocation: "Invocation", number: int, tensor: torch.Tensor) -> None:
-    """`TransferRunner.offload`, as a call in a graph."""
-    assert invocation.transfers is not None
-    invocation.transfers.offload(number, tensor)
-
-
-def prefetch(invocation: "Invocation", number: int) -> torch.Tensor:
-    """`TransferRunner.prefetch`, as a call in a graph."""
-    assert invocation.transfers is not None
-    return invocation.transfers.prefetch(number)
-
-
-def wait(invocation: "Invocation", number: int) -> None:
-    """`TransferRunner.wait`, as a call in a graph."""
-    assert invocation.transfers is not None
-    invocation.transfers.wait(number)
