@@ -7,7 +7,7 @@ import { bytes, element, micros, ticks } from "./units.js";
 
 const LEFT = 74;
 const TOP = 8;
-const CURVE = 70;
+const CURVE = 130;
 const GAP = 14;
 const BELOW = 26;
 const CELLS = 256;
@@ -26,7 +26,8 @@ export class MemoryMap {
     this.canvas.map = this; // for tests
     this.tip = element("div", { class: "tip", hidden: true });
     this.status = element("p", { class: "status", "aria-live": "polite" });
-    this.node = element("div", { class: "map" }, this.canvas, this.tip, this.status);
+    this.sum = element("p", { class: "help" }, this.composition());
+    this.node = element("div", { class: "map" }, this.canvas, this.tip, this.sum, this.status);
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => this.choose(-1));
     this.canvas.addEventListener("pointerdown", (event) => this.grab(event));
@@ -102,7 +103,7 @@ export class MemoryMap {
   draw() {
     const box = this.node.clientWidth;
     if (!box) return;
-    const tall = Math.max(280, Math.min(620, Math.round(box * 0.55)));
+    const tall = Math.max(340, Math.min(680, Math.round(box * 0.6)));
     const sharp = devicePixelRatio || 1;
     this.canvas.style.height = `${tall}px`;
     this.canvas.width = Math.round(box * sharp);
@@ -112,14 +113,13 @@ export class MemoryMap {
     this.width = box - LEFT - 10;
     this.bottom = tall - BELOW;
     this.height = this.bottom - TOP - CURVE - GAP;
-    const budget = this.data.budget_arena;
-    this.top = Math.max(this.data.arena, budget <= this.data.arena * 1.6 ? budget : 0, 1) * 1.02;
+    this.top = Math.max(this.data.arena, 1) * 1.02;
     const paint = colours();
     pen.font = "11px system-ui, sans-serif";
     this.axes(pen, paint);
     this.rectangles(pen, paint);
     this.curve(pen, paint);
-    this.marks(pen, paint, budget);
+    this.marks(pen, paint);
     this.drawn = this.drawn ?? document.createElement("canvas");
     [this.drawn.width, this.drawn.height] = [this.canvas.width, this.canvas.height];
     this.drawn.getContext("2d").drawImage(this.canvas, 0, 0);
@@ -131,6 +131,7 @@ export class MemoryMap {
     const pen = this.canvas.getContext("2d");
     pen.save();
     pen.resetTransform();
+    pen.clearRect(0, 0, this.canvas.width, this.canvas.height);
     pen.drawImage(this.drawn, 0, 0);
     pen.restore();
     if (this.chosen >= 0) this.outline(pen, colours(), this.chosen);
@@ -184,40 +185,78 @@ export class MemoryMap {
     pen.drawImage(raster.done(), LEFT, this.bottom - this.height, this.width, this.height);
   }
 
-  // Live bytes by moment; the maximum of the moments that share a pixel.
-  curve(pen, paint) {
-    const { live } = this.data;
-    const most = Math.max(1, live[this.data.peak] ?? 0, this.data.arena);
-    pen.beginPath();
-    const floor = TOP + CURVE;
-    pen.moveTo(LEFT, floor);
-    const [from, to] = this.window;
-    for (let m = from; m < to; ) {
-      const x = this.x(m);
-      let highest = live[m];
-      let next = m + 1;
-      for (; next < to && this.x(next) < x + 0.5; next += 1) highest = Math.max(highest, live[next]);
-      const y = floor - (highest / most) * (CURVE - 12);
-      pen.lineTo(x, y);
-      pen.lineTo(this.x(next), y);
-      m = next;
-    }
-    pen.lineTo(LEFT + this.width, floor);
-    pen.globalAlpha = 0.25;
-    pen.fillStyle = paint.accent;
-    pen.fill();
-    pen.globalAlpha = 1;
-    pen.strokeStyle = paint.accent;
-    pen.stroke();
-    pen.fillStyle = paint.soft;
-    pen.textAlign = "right";
-    pen.fillText("live bytes", LEFT - 6, floor - 2);
-    pen.fillText(bytes(most), LEFT - 6, TOP + 16);
+  // All bytes that count, as [name, colour, bytes at a moment], from the bottom upwards. The arena
+  // counts whole: its live bytes are drawn, and above them the rest of it.
+  layers(paint) {
+    const { resident, live, arena, outside } = this.data;
+    const fixed = resident.map(([kind, size], i) => [`${kind}s`, paint.resident[i % 3], () => size]);
+    return [
+      ...fixed,
+      ["arena, live", paint.accent, (m) => live[m]],
+      ["arena, free", paint.line, (m) => Math.max(0, arena - live[m])],
+      ["outputs outside", paint.kinds[KINDS.indexOf("output")], (m) => outside[m]],
+    ].filter(([, , size]) => live.some((_, m) => size(m)));
   }
 
-  marks(pen, paint, budget) {
-    if (budget > 0 && budget <= this.top) {
-      const y = this.y(budget);
+  // The peak, its moment and its parts, in words.
+  composition() {
+    const { peak, resident, arena, outside } = this.data;
+    if (peak < 0) return "";
+    const parts = resident.map(([kind, size]) => `${kind}s ${bytes(size)}`);
+    parts.push(`arena ${bytes(arena)}`);
+    if (outside[peak]) parts.push(`outputs outside it ${bytes(outside[peak])}`);
+    return `peak ${bytes(this.used(peak))}, first at step ${peak}: ${parts.join(", ")}`;
+  }
+
+  // Bytes that count towards the budget at a moment.
+  used(moment) {
+    const { resident, arena, outside } = this.data;
+    return resident.reduce((sum, [, size]) => sum + size, arena + (outside[moment] ?? 0));
+  }
+
+  // The stacked curve of all that counts, on one axis with the budget. Of the moments that share a
+  // pixel the fullest is drawn.
+  curve(pen, paint) {
+    const { live, outside, budget, peak } = this.data;
+    const most = Math.max(1, this.used(peak), budget);
+    const floor = TOP + CURVE;
+    this.level = (size) => floor - (size / most) * (CURVE - 14);
+    const [from, to] = this.window;
+    const at = [];
+    for (let m = from; m < to; ) {
+      const x = this.x(m);
+      let fullest = m;
+      let next = m + 1;
+      for (; next < to && this.x(next) < x + 0.5; next += 1) {
+        if (live[next] + outside[next] > live[fullest] + outside[fullest]) fullest = next;
+      }
+      at.push([x, this.x(next), fullest]);
+      m = next;
+    }
+    const below = at.map(() => 0);
+    pen.textAlign = "right";
+    for (const [name, colour, size] of this.layers(paint)) {
+      const [low, high] = [below[0], below[0] + size(at[0]?.[2] ?? 0)].map((part) => this.level(part));
+      pen.fillStyle = paint.soft;
+      if (low - high > 9) pen.fillText(name, LEFT - 6, (low + high) / 2 + 4);
+      pen.beginPath();
+      at.forEach(([x, past, m], i) => {
+        const low = this.level(below[i]);
+        below[i] += size(m);
+        pen.rect(x, this.level(below[i]), past - x, low - this.level(below[i]));
+      });
+      pen.fillStyle = colour;
+      pen.fill();
+    }
+    pen.fillStyle = paint.soft;
+    if (!budget) pen.fillText(bytes(most), LEFT - 6, this.level(most) + 4);
+  }
+
+  // The budget as a line of the curve's axis, and the peak at its moment.
+  marks(pen, paint) {
+    const { budget, peak, live } = this.data;
+    if (budget > 0) {
+      const y = this.level(budget);
       pen.strokeStyle = paint.alarm;
       pen.setLineDash([6, 4]);
       pen.beginPath();
@@ -226,22 +265,21 @@ export class MemoryMap {
       pen.stroke();
       pen.setLineDash([]);
       pen.fillStyle = paint.alarm;
-      pen.textAlign = "right";
-      pen.fillText("budget", LEFT + this.width - 4, y - 4);
+      pen.textAlign = "left";
+      pen.fillText(`budget ${bytes(budget)}`, LEFT + 4, y - 4);
     }
-    const peak = this.data.peak;
-    if (peak >= this.window[0] && peak < this.window[1]) {
+    if (peak >= this.window[0] && peak < this.window[1] && live.length) {
       const x = (this.x(peak) + this.x(peak + 1)) / 2;
       pen.strokeStyle = paint.text;
       pen.setLineDash([2, 3]);
       pen.beginPath();
       pen.moveTo(x, TOP);
-      pen.lineTo(x, this.bottom);
+      pen.lineTo(x, TOP + CURVE);
       pen.stroke();
       pen.setLineDash([]);
       pen.fillStyle = paint.text;
       pen.textAlign = x > LEFT + this.width - 130 ? "right" : "left";
-      pen.fillText(` peak ${bytes(this.data.live[peak])} `, x, TOP + 8);
+      pen.fillText(` peak ${bytes(this.used(peak))} `, x, TOP + CURVE + 11);
     }
   }
 

@@ -1,4 +1,4 @@
-// Overhead over peak, with a line for each method and the proved lower bound as a shaded floor.
+// Overhead over peak, with steps for each method and the proved lower bound as a shaded floor.
 
 import { colours, onTheme } from "./palette.js";
 import { bytes, element, percent, ticks } from "./units.js";
@@ -19,7 +19,7 @@ export class Pareto {
     this.open = open;
     this.canvas = element("canvas", {
       role: "img",
-      "aria-label": "Overhead over peak bytes, a line for each method; the table below has the figures",
+      "aria-label": "Overhead over peak bytes, steps for each method; the table below has the figures",
     });
     this.canvas.plot = this; // for tests
     this.canvas.addEventListener("click", (event) => {
@@ -135,7 +135,14 @@ export class Pareto {
     pen.strokeStyle = colour;
     pen.fillStyle = colour;
     pen.beginPath();
-    for (const cell of own) pen.lineTo(this.x(cell.peak_bytes), this.y(cell.overhead));
+    // A plan meets every larger budget too: steps, down to the next plan that costs less.
+    let height = null;
+    for (const cell of own) {
+      const x = this.x(cell.peak_bytes);
+      if (height != null) pen.lineTo(x, this.y(height));
+      height = height == null ? cell.overhead : Math.min(height, cell.overhead);
+      pen.lineTo(x, this.y(height));
+    }
     pen.stroke();
     for (const cell of own) {
       pen.beginPath();

@@ -10,6 +10,7 @@ export function replay(graph, plan) {
   const still = new Map(); // by moment: bytes of a buffer that a smaller one overwrites in place
   const ran = new Set();
   const begin = [];
+  const left = []; // by moment: bytes of outputs outside the arena
   let now = 0;
   let clock = 0;
   let outside = 0;
@@ -58,12 +59,26 @@ export function replay(graph, plan) {
       ran.add(step.op);
     } else {
       copies = true;
-      if (step.do === "offload") live.get(step.buffer).kind = kind("swapped");
+      if (step.do === "offload") live.get(step.buffer).kind = kind("offloaded");
       if (step.do === "prefetch") {
-        hold(tensorAt.get(step.tensor), -1, step.offset, step.bytes, "swapped", step.buffer);
+        hold(tensorAt.get(step.tensor), -1, step.offset, step.bytes, "prefetched", step.buffer);
       }
     }
     now += 1;
+    left.push(outside);
+  }
+  // A first run's buffer is evicted if its tensor has a later one.
+  const last = new Map();
+  for (const made of held) {
+    const before = made.tensor < 0 ? null : last.get(made.tensor);
+    if (before && [kind("kept"), kind("output")].includes(before.kind)) before.kind = kind("evicted");
+    last.set(made.tensor, made);
+  }
+  const resident = new Map();
+  for (const tensor of graph.tensors) {
+    if (tensor.kind !== "activation" && tensor.kind !== "output") {
+      resident.set(tensor.kind, (resident.get(tensor.kind) ?? 0) + tensor.bytes);
+    }
   }
   for (const made of live.values()) made.end = now;
   const change = new Array(now + 1).fill(0);
@@ -85,9 +100,11 @@ export function replay(graph, plan) {
     live: bytes,
     begin_us: copies ? [] : begin, // only the planner's timeline has the times of copies
     end_us: clock,
-    peak: bytes.reduce((best, value, i) => (value > bytes[best] ? i : best), 0),
+    outside: left,
+    resident: [...resident],
+    peak: left.reduce((best, value, i) => (value > left[best] ? i : best), 0),
     arena: plan.arena_bytes,
-    budget_arena: plan.budget_bytes - plan.resident_bytes - outside,
+    budget: plan.budget_bytes,
     names: graph.tensors.map((tensor) => tensor.name || `tensor ${tensor.id}`),
     ops: graph.ops.map((op) => op.name),
     sources: graph.ops.map((op) => op.source ?? ""),

@@ -1,5 +1,6 @@
 // Report of `coop-plan compare`: a plot, a table, and the memory map of the opened plan.
 
+import { onTheme } from "./palette.js";
 import { Pareto, hue } from "./pareto.js";
 import { bytes, element, percent } from "./units.js";
 import { mapsView } from "./views.js";
@@ -29,6 +30,8 @@ export function reportView(data) {
     }
     const map = { ...(await unpacked(cell.map)), ...data.once };
     place.replaceChildren(mapsView([{ title, figures: cell.figures, map }]));
+    place.scrollIntoView({ block: "nearest" });
+    place.querySelector("canvas").focus({ preventScroll: true });
   }
 
   const body = element("tbody");
@@ -52,26 +55,31 @@ export function reportView(data) {
     rows.set(cell, row);
     body.append(row);
   }
-  const names = methods.map((method, i) => {
-    const swatch = element("span", { class: "swatch" });
-    swatch.style.background = hue(i);
-    return element("li", {}, swatch, method);
-  });
+  const swatches = methods.map(() => element("span", { class: "swatch" }));
+  const paint = () => swatches.forEach((swatch, i) => (swatch.style.background = hue(i)));
+  paint();
+  onTheme(paint);
+  const names = methods.map((method, i) => element("li", {}, swatches[i], method));
+  const failures = data.cells
+    .filter((cell) => cell.why)
+    .map((cell) => element("li", {}, `${cell.method} within ${cell.asked}: ${cell.why}`));
+  const plot = element(
+    "section",
+    { class: "panel", "aria-label": "overhead over peak" },
+    element("ul", { class: "legend" }, ...names),
+    new Pareto(planned, methods, open).node,
+    element("p", { class: "help" }, "No plan lies in the shaded area: it is below a proved bound. Click a point for its memory map."),
+  );
   const head = element("tr", {}, ...HEADS.map((name) => element("th", { scope: "col" }, name)));
   return element(
     "div",
     {},
-    element(
-      "section",
-      { class: "panel", "aria-label": "overhead over peak" },
-      element("ul", { class: "legend" }, ...names),
-      new Pareto(planned, methods, open).node,
-      element("p", { class: "help" }, "No plan lies in the shaded area: it is below a proved bound. Click a point for its memory map."),
-    ),
+    planned.length ? plot : element("p", { class: "wrong" }, "No method has a plan within these budgets."),
     element(
       "section",
       { class: "panel scroll", tabindex: "0", "aria-label": "all plans" },
       element("table", {}, element("thead", {}, head), body),
+      failures.length ? element("ul", { class: "help", "aria-label": "failures" }, ...failures) : null,
     ),
     place,
   );

@@ -1,7 +1,7 @@
 // Memory maps side by side, with a common legend, filter and horizontal axis.
 
 import { MemoryMap } from "./map.js";
-import { KINDS, colours, onTheme } from "./palette.js";
+import { KINDS, MEANINGS, colours, onTheme } from "./palette.js";
 import { bytes, element, micros, percent } from "./units.js";
 
 export function figures(plan) {
@@ -33,7 +33,7 @@ export function legend() {
       ...KINDS.map((kind, i) => {
         const swatch = element("span", { class: "swatch" });
         swatch.style.background = paint.kinds[i];
-        return element("li", {}, swatch, kind);
+        return element("li", { title: MEANINGS[kind] }, swatch, kind);
       }),
     );
   };
@@ -81,7 +81,7 @@ export function mapsView(drawings) {
     "p",
     { class: "help" },
     "Point at a rectangle, or focus a map: arrows select, + and − zoom (so does Shift with the wheel), " +
-      "a drag scrolls, Home shows everything. Above each map: the bytes in use.",
+      "a drag scrolls, Home shows everything. Above each map: all bytes that count towards the budget, and the peak.",
   );
   return element("div", {}, bar, element("div", { class: "side" }, ...panels), help);
 }

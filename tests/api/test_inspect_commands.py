@@ -97,6 +97,16 @@ def test_a_comparison_s_figures_are_the_plans_in_every_form(run, folder, chain):
     assert "http" not in page
 
 
+@pytest.mark.parametrize(("budget", "code"), [("1KiB", 3), ("70%", 0)])
+def test_a_comparison_without_a_plan_says_why_and_fails(run, folder, budget, code):
+    options = ("--methods", "coop,dtr", "--budgets", budget, "-o", folder / "report.html")
+    found, out, err = run("compare", EXAMPLE, *options)
+    assert found == code
+    for method in ("coop", "dtr") if code else ():
+        assert f"{method} within {budget}: {method} cannot meet a budget" in err
+    assert ("infeasible" in out) == bool(code)
+
+
 def test_a_comparison_that_is_stopped_ends_its_processes(chain):
     asked = [PlanOptions.of({"budget": b, "method": "keep-all"}) for b in ("min", "100%")]
     cells = compare(chain, asked, 1)

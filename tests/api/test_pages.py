@@ -90,6 +90,36 @@ def test_pointing_at_a_rectangle_shows_tensor_op_module_line_size_and_steps(page
         assert word in tip
 
 
+def test_the_map_shows_the_plan_s_peak_where_it_is(page, two_maps, plans):
+    """With its parts, on one axis with the budget."""
+    page.goto(two_maps)
+    made = plans["within 50%"]
+    drawn = drawing(EXAMPLE, made)["map"]
+    used, peak, order = page.evaluate("""() => {
+        const map = document.querySelector("canvas").map;
+        const all = map.data.live.map((_, m) => map.used(m));
+        const [budget, peak, floor] = [map.data.budget, Math.max(...all), 0].map((v) => map.level(v));
+        return [Math.max(...all), all.indexOf(Math.max(...all)), budget < peak && peak < floor];
+    }""")
+    assert (used, peak, order) == (made.peak_bytes, drawn["peak"], True)
+    parts = page.locator(".map .help").first.inner_text()
+    for words in (f"peak {made.peak_bytes / 2**20:.2f} MiB", f"step {peak}", "parameters", "arena"):
+        assert words in parts
+
+
+def test_a_walk_by_keyboard_leaves_no_trace(page, two_maps):
+    page.goto(two_maps)
+    picture = "document.querySelector('canvas').toDataURL()"
+    canvas = page.locator("canvas").first
+    canvas.focus()
+    before = page.evaluate(picture)
+    for key in ("ArrowRight", "ArrowRight", "PageDown", "ArrowLeft"):
+        canvas.press(key)
+    assert page.evaluate(picture) != before
+    canvas.press("Escape")
+    assert page.evaluate(picture) == before
+
+
 def test_the_keyboard_alone_selects_zooms_and_filters(page, two_maps):
     page.goto(two_maps)
     page.keyboard.press("Tab")  # the filter
@@ -137,7 +167,9 @@ def test_fifty_thousand_buffers_are_drawn_and_found(page, tmp_path):
         "end_us": 0,
         "peak": 0,
         "arena": 1000 << 10,
-        "budget_arena": 0,
+        "outside": [0] * (count + 40),
+        "resident": [],
+        "budget": 0,
         "names": [f"t{i}" for i in range(count)],
         "ops": [],
         "sources": [],
@@ -203,6 +235,9 @@ def test_the_report_opens_the_map_of_a_plan(page, tmp_path, plans):
     page.get_by_role("button", name="map of coop-offline, 50%").press("Enter")
     page.locator(".map canvas").wait_for()
     assert page.locator("h2").inner_text() == "coop-offline within 50%"
+    assert page.evaluate("document.activeElement === document.querySelector('.map canvas')")
+    assert page.evaluate("document.activeElement.getBoundingClientRect().top < innerHeight")
+    assert "coop within 1%: too small" in page.get_by_label("failures").inner_text()
     assert serious(page) == []
     page.evaluate("document.querySelector('.opened').replaceChildren()")
     page.locator("section canvas").first.click(

@@ -68,5 +68,5 @@ def test_the_placement_is_one_of_minimalloc_s(made):
 def test_the_table_has_a_row_a_buffer(made):
     rows = list(csv.DictReader(io.StringIO(table(EXAMPLE, made).decode())))
     assert len(rows) == len(replay_plan(EXAMPLE, made).rectangles)
-    assert {"kept", "swapped"} <= {row["kind"] for row in rows}
+    assert {"kept", "offloaded", "prefetched"} <= {row["kind"] for row in rows}
     assert any(row["source"].startswith("model.0") for row in rows)

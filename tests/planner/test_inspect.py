@@ -8,6 +8,7 @@ from hypothesis import given
 
 from coop_plan.planner import InfeasibleBudgetError, plan
 from coop_plan.planner.inspect.buffers import replay_plan
+from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.planner.inspect.explain import Price, explain, price_list, slopes
 from coop_plan.planner.options import PlanOptions
 from coop_plan.schemas import Compute, Free, Prefetch, TensorRead, Write, load_graph, parse_graph
@@ -69,6 +70,76 @@ def test_the_top_holders_are_those_of_a_computation_by_hand(name):
     assert {holder.tensor for holder in found.holders} <= there
 
 
+def peak_by_hand(graph, made):
+    """The peak, its step and its parts, from the plan's steps alone."""
+    resident = sum(t.bytes for t in graph.tensors if t.resident)
+    outside, best, moment, now = 0, -1, -1, 0
+    for step in made.steps:
+        if isinstance(step, Free):
+            continue
+        if isinstance(step, Compute):
+            outside += sum(w.bytes for w in step.writes if w.offset is None)
+        if outside > best:
+            best, moment = outside, now
+        now += 1
+    return moment, (resident, made.arena_bytes, max(best, 0))
+
+
+@pytest.mark.parametrize("link", [None, "25GB/s"])
+@pytest.mark.parametrize("name", ["example", *SIX])
+def test_peak_moment_and_parts_are_equal_in_plan_map_and_explanation(name, link):
+    if name != "example" and not DATA.is_dir():
+        pytest.skip("needs ../shared/data")
+    graph = EXAMPLE if name == "example" else load_graph(DATA / f"{name}.json")
+    method = "coop-offline" if "monet" in name else "delta" if link else "dtr"
+    made = plan(graph, "70%", method=method, link=link)
+    moment, parts = peak_by_hand(graph, made)
+    assert sum(parts) == made.peak_bytes
+    found = explain(graph, made)
+    assert (found.peak_bytes, found.peak_moment) == (made.peak_bytes, moment)
+    shown = (sum(found.residents.values()), found.arena_bytes, found.outside_bytes)
+    assert shown == parts
+    drawn = drawing(graph, made)["map"]
+    fixed = sum(size for _, size in drawn["resident"])
+    assert drawn["peak"] == moment
+    assert (fixed, drawn["arena"], drawn["outside"][moment]) == parts
+    assert drawn["budget"] == made.budget_bytes
+
+
+@pytest.mark.parametrize("method", ["dtr", "coop-offline", "delta"])
+@given(graph=graphs())
+def test_no_tensor_that_comes_again_counts_as_kept(method, graph):
+    try:
+        made = plan(graph, "60%", method=method)
+    except InfeasibleBudgetError:
+        return
+    seen = {}
+    for held in replay_plan(graph, made).rectangles:
+        if held.tensor >= 0:
+            seen.setdefault(held.tensor, []).append(held.kind)
+    for kinds in seen.values():
+        assert not {"kept", "output"} & {*kinds[:-1]}
+        assert "evicted" not in kinds[-1:]
+
+
+def test_a_list_that_is_cut_says_what_it_leaves_out():
+    made = plan(EXAMPLE, "50%")
+    whole, cut = explain(EXAMPLE, made, top=10**6), explain(EXAMPLE, made, top=2)
+    assert whole.omitted == {}
+    for name in ("holders", "modules", "reruns"):
+        entries = getattr(whole, name)
+        assert [*getattr(cut, name)] == entries[:2]
+        assert cut.omitted[name] == (len(entries) - 2, sum(e.bytes for e in entries[2:]))
+
+
+def test_moves_to_the_host_are_explained():
+    made = plan(EXAMPLE, "50%", link="25GB/s")
+    assert made.swapped_bytes
+    moves = explain(EXAMPLE, made, top=10**6).moves
+    back = sum(step.bytes for step in made.steps if isinstance(step, Prefetch))
+    assert sum(move.times * move.bytes for move in moves) + back == made.swapped_bytes
+
+
 @given(graphs())
 def test_live_bytes_and_times_are_the_plan_s(graph):
     try:
@@ -112,7 +183,7 @@ def test_kinds_are_what_the_steps_say():
     again = [m for m in view.moments if m.rerun]
     assert len(again) == made.recomputed_ops
     back = sum(isinstance(step, Prefetch) for step in made.steps)
-    assert sum(h.kind == "swapped" for h in view.rectangles) >= back
+    assert sum(h.kind == "prefetched" for h in view.rectangles) >= back
     runs = sum(isinstance(step, Compute) for step in made.steps)
     assert sum(m.engine == "compute" for m in view.moments) == runs
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from coop_plan.api.cli.exit_codes import EXIT_ERROR, EXIT_INFEASIBLE, EXIT_TIME, printable
 from coop_plan.api.cli.input import read_graph
 from coop_plan.api.cli.plan_options import plan_options
 
@@ -72,7 +73,8 @@ def compare(
     """Plan GRAPH with each method within each budget, in parallel processes.
 
     The .html report is one file that needs no network: overhead over peak, lower bounds, and the
-    memory map of each plan. After Ctrl-C the finished plans are printed and written.
+    memory map of each plan. After Ctrl-C the finished plans are printed and written. Without any
+    plan the exit code is 3 if no budget can be met, 4 if the time limit ended a method, and else 1.
     """
     from coop_plan.api.cli.output import OutputError, check_writable, write_whole
     from coop_plan.planner.inspect.compare import compare as cells_of
@@ -110,6 +112,15 @@ def compare(
         _print(done)
     if interrupted:
         raise KeyboardInterrupt
+    if not any(cell.figures for cell in done):
+        raise SystemExit(_exit_code({cell.state for cell in done}))
+
+
+def _exit_code(states: set[str]) -> int:
+    """The exit code of a comparison without a plan."""
+    if states == {"infeasible"}:
+        return EXIT_INFEASIBLE
+    return EXIT_TIME if states <= {"infeasible", "out of time"} else EXIT_ERROR
 
 
 def _listed(text: str) -> list[str]:
@@ -194,6 +205,9 @@ def _print(cells: "Sequence[Cell]") -> None:
             f"{figures['solve_seconds']:.2f} s",
         )
     Console(width=100, highlight=False).print(table)
+    for cell in cells:
+        if cell.why:
+            click.echo(f"{cell.method} within {cell.asked}: {printable(cell.why)}", err=True)
     if points:
         click.echo()
         click.echo(_scatter(points))

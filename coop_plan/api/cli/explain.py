@@ -80,19 +80,31 @@ def _print(found: "Explanation") -> None:
     from coop_plan.planner.inspect.explain import slopes
     from coop_plan.schemas import format_bytes
 
-    at = found.at_op + (f" ({found.at_source})" if found.at_source else "")
+    def at(op: str, source: str) -> str:
+        return op + (f" ({source})" if source else "")
+
+    def omitted(name: str) -> None:
+        if name in found.omitted:
+            count, size = found.omitted[name]
+            _echo(f"  {format_bytes(size):>11}  in {count:,} more")
+
+    parts = {f"{kind}s": size for kind, size in found.residents.items()}
+    parts |= {"arena": found.arena_bytes, "outputs outside it": found.outside_bytes}
     _echo(
         f"{found.method}: peak {format_bytes(found.peak_bytes)}, overhead {found.overhead:.2%}",
-        f"  resident {format_bytes(found.resident_bytes)}, arena"
-        f" {format_bytes(found.arena_bytes)}, outputs outside {format_bytes(found.outside_bytes)}",
+        f"  first at step {found.peak_moment}, {at(found.peak_op, found.peak_source)}",
+        *(f"  {format_bytes(size):>11}  {name}" for name, size in parts.items() if size),
     )
     if found.holders:
-        _echo("", f"At the peak, while {at} runs, the arena holds")
+        full = f"{format_bytes(found.live_bytes)} of {format_bytes(found.arena_bytes)}"
+        _echo("", f"The arena is fullest ({full}) while {at(found.at_op, found.at_source)} runs")
         _table(found.holders)
+        omitted("holders")
     if found.modules:
         _echo("", "by module")
-        for name, size in found.modules:
-            _echo(f"  {format_bytes(size):>11}  {name}")
+        for entry in found.modules:
+            _echo(f"  {format_bytes(entry.bytes):>11}  {entry.module}")
+        omitted("modules")
     if found.blocker is not None:
         _print_blocker(found.blocker)
     if found.reruns:
@@ -104,6 +116,14 @@ def _print(found: "Explanation") -> None:
                 f"  {freed:>11}  {rerun.op}  {rerun.times} x, {share:.2%} of the step"
                 + (f"  {rerun.source}" if rerun.source else "")
             )
+        omitted("reruns")
+    if found.moves:
+        _echo("", "Moved to the host, the most memory first")
+        for move in found.moves:
+            waits = f"{move.times} x, waits of {move.stall_us / 1e3:.3g} ms"
+            made = f"{move.op}  {move.source}".rstrip()
+            _echo(f"  {format_bytes(move.bytes):>11}  {move.tensor}  {waits}  {made}".rstrip())
+        omitted("moves")
     if len(found.prices) > 1:
         unit = 1 << (30 if found.prices[0].budget_bytes > 1 << 30 else 20)
         _echo("", "Price of memory")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from coop_plan.api.cli.buffers_csv import Buffers
     from coop_plan.schemas import Graph, Plan
 
-_COLOURS = ("#5b8fd6", "#e07b39", "#8a5bb5", "#9aa3ad", "#3f9d6b")
+_COLOURS = ("#5b8fd6", "#b9a227", "#e07b39", "#8a5bb5", "#c25b8e", "#9aa3ad", "#3f9d6b")
 """By kind, as the page has them (web/palette.js)."""
 
 WIDTH, HEIGHT = 1200, 700
@@ -79,7 +79,7 @@ def draw_plan(target: str, graph: "Graph", plan: "Plan") -> None:
         list(rows),
         colours,
         plan.arena_bytes,
-        columns["budget_arena"],
+        plan.budget_bytes - plan.resident_bytes - max(columns["outside"], default=0),
         made["title"],
         "step",
         set(columns["kind"]),
@@ -118,7 +118,9 @@ def _placement(
         "end_us": 0,
         "peak": max(range(len(live)), key=live.__getitem__, default=-1),
         "arena": peak,
-        "budget_arena": capacity or 0,
+        "outside": [0] * len(live),
+        "resident": [],
+        "budget": capacity or 0,
         "names": buffers.id,
         "ops": [],
         "sources": [],
@@ -152,7 +154,7 @@ def _picture(
     )
     top = max(peak, 1)
     if capacity is not None and 0 < capacity <= 2 * top:
-        axes.axhline(capacity, color="firebrick", linestyle="--", label="budget")
+        axes.axhline(capacity, color="firebrick", linestyle="--", label="budget for the arena")
         top = max(top, capacity)
     axes.set_xlim(
         min((row[0] for row in rectangles), default=0),

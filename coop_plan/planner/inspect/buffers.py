@@ -6,17 +6,21 @@ Lifetimes are in moments, and each moment has start and end on the timeline in �
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from coop_plan.planner.core.timeline import Timeline, step_costs
 from coop_plan.schemas import Compute, Free, Graph, Offload, Plan, Prefetch, Wait
 
-Kind = Literal["kept", "recomputed", "swapped", "workspace", "output"]
-KINDS: tuple[Kind, ...] = ("kept", "recomputed", "swapped", "workspace", "output")
-"""Kinds of rectangles: written by an op's first run, by a rerun, source or target of a transfer,
-workspace of a run, or output of the step."""
+Kind = Literal["kept", "evicted", "recomputed", "offloaded", "prefetched", "workspace", "output"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Kinds of rectangles.
+
+Buffers of first runs are kept until the last use, or evicted before it, to be recomputed. Buffers
+of reruns are recomputed. The source of a transfer is offloaded, its target prefetched. The rest are
+the workspace of a run, and the last buffer of an output of the step.
+"""
 
 Engine = Literal["compute", "offload", "prefetch", "wait"]
 
@@ -58,10 +62,13 @@ class PlanView:
     """
     A replayed plan.
 
-    `live[m]` is the exact live bytes of the arena at moment m, workspace included; `outside[m]` the
-    bytes of outputs written outside it so far.
+    `resident` has the bytes of the tensors that exist before the step, by their kind, and
+    `arena_bytes` the size of the arena. `live[m]` is the exact live bytes of the arena at moment m,
+    workspace included; `outside[m]` the bytes of outputs written outside it so far.
     """
 
+    resident: dict[str, int]
+    arena_bytes: int
     rectangles: list[Rectangle] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
@@ -69,7 +76,21 @@ class PlanView:
 
     @property
     def peak(self) -> int:
-        """The first moment with the most live bytes; −1 without moments."""
+        """The first moment with `peak_bytes`; −1 without moments.
+
+        The arena counts whole at every moment, so it is the first with the most bytes outside.
+        """
+        return max(range(len(self.outside)), key=self.outside.__getitem__, default=-1)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The plan's peak: residents, the arena, and the outputs outside it."""
+        fixed = sum(self.resident.values()) + self.arena_bytes
+        return fixed + max(self.outside, default=0)
+
+    @property
+    def fullest(self) -> int:
+        """The first moment with the most live bytes in the arena; −1 without moments."""
         return max(range(len(self.live)), key=self.live.__getitem__, default=-1)
 
     def at(self, moment: int) -> list[Rectangle]:
@@ -90,7 +111,11 @@ def replay_plan(graph: Graph, plan: Plan) -> PlanView:
     op_at = {op.id: position for position, op in enumerate(graph.ops)}
     tensor_at = {tensor.id: position for position, tensor in enumerate(graph.tensors)}
     is_output = [tensor.kind == "output" for tensor in graph.tensors]
-    view, live = PlanView(), dict[int, Rectangle]()
+    resident: Counter[str] = Counter()
+    for fixed in graph.tensors:
+        if fixed.resident:
+            resident[fixed.kind] += fixed.bytes
+    view, live = PlanView(dict(resident), plan.arena_bytes), dict[int, Rectangle]()
     line = Timeline(graph.device.with_link(plan.link_bytes_per_s))
     cost = step_costs(graph)
     ran: set[int] = set()
@@ -154,7 +179,7 @@ def replay_plan(graph: Graph, plan: Plan) -> PlanView:
                 view.moments.append(
                     Moment("offload", -1, end_us - took, end_us, source.bytes, tensor=source.tensor)
                 )
-                source.kind = "swapped"
+                source.kind = "offloaded"
                 pending[step.buffer] = (source.tensor, source.bytes)
             case Prefetch():
                 end_us = line.prefetch(step.buffer, step.bytes)
@@ -164,7 +189,7 @@ def replay_plan(graph: Graph, plan: Plan) -> PlanView:
                     Moment("prefetch", -1, end_us - took, end_us, step.bytes, tensor=tensor)
                 )
                 made = Rectangle(
-                    step.buffer, tensor, -1, step.offset, step.bytes, now, now + 1, "swapped"
+                    step.buffer, tensor, -1, step.offset, step.bytes, now, now + 1, "prefetched"
                 )
                 live[step.buffer] = made
                 view.rectangles.append(made)
@@ -177,8 +202,21 @@ def replay_plan(graph: Graph, plan: Plan) -> PlanView:
         view.outside.append(outside)
     for rectangle in live.values():
         rectangle.end = len(view.moments)
+    _mark_evicted(view.rectangles)
     _count_live(view, uncovered)
     return view
+
+
+def _mark_evicted(rectangles: Iterable[Rectangle]) -> None:
+    """Mark buffers of first runs whose tensor has a later buffer."""
+    last: dict[int, Rectangle] = {}
+    for rectangle in rectangles:
+        if rectangle.tensor < 0:
+            continue
+        before = last.get(rectangle.tensor)
+        if before is not None and before.kind in ("kept", "output"):
+            before.kind = "evicted"
+        last[rectangle.tensor] = rectangle
 
 
 def _count_live(view: PlanView, uncovered: Mapping[int, int]) -> None:

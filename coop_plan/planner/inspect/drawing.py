@@ -12,7 +12,8 @@ def drawing(graph: Graph, plan: Plan, title: str = "") -> dict[str, Any]:
     The memory map, figures and title of a plan.
 
     `map` has columns per rectangle: offset, size (bytes), begin, end (moments), kind (index in
-    `KINDS`), op and tensor (positions, −1 for none); and per moment: live bytes, start in µs.
+    `KINDS`), op and tensor (positions, −1 for none); and per moment: live bytes of the arena, bytes
+    of outputs outside it, start in µs. `resident` lists (kind, bytes).
     """
     figures = {name: value for name, value in plan.to_dict().items() if name != "steps"}
     return {
@@ -23,7 +24,6 @@ def drawing(graph: Graph, plan: Plan, title: str = "") -> dict[str, Any]:
 
 
 def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
-    outside = view.outside[-1] if view.outside else 0
     runs = [moment for moment in view.moments if moment.engine == "compute"]
     return {
         "offset": [rectangle.offset for rectangle in view.rectangles],
@@ -34,11 +34,13 @@ def _map(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
         "op": [rectangle.op for rectangle in view.rectangles],
         "tensor": [rectangle.tensor for rectangle in view.rectangles],
         "live": view.live,
+        "outside": view.outside,
+        "resident": [[kind, size] for kind, size in view.resident.items()],
         "begin_us": [round(moment.begin_us, 3) for moment in view.moments],
         "end_us": max((moment.end_us for moment in runs), default=0.0),
         "peak": view.peak,
         "arena": plan.arena_bytes,
-        "budget_arena": plan.budget_bytes - plan.resident_bytes - outside,
+        "budget": plan.budget_bytes,
         **graph_columns(graph),
     }
 

@@ -4,8 +4,10 @@ the overhead of smaller budgets.
 """
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -31,6 +33,14 @@ class PeakTensor:
     source: str
     bytes: int
     kind: str
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """Live bytes of a module's buffers at the moment when the arena is fullest."""
+
+    module: str
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -64,55 +74,96 @@ class Price:
 
 
 @dataclass(frozen=True)
+class Move:
+    """A tensor that moves to the host: times, bytes each, and the time its waits take, µs."""
+
+    tensor: str
+    op: str
+    source: str
+    times: int
+    bytes: int
+    stall_us: float
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """Explanation of a plan; sizes are bytes, `base_cost_us` is the cost of every op once."""
+    """
+    Explanation of a plan; sizes are bytes, `base_cost_us` is the cost of every op once.
+
+    The peak is first reached at step `peak_moment`, while `peak_op` runs: `residents` by kind, the
+    arena, and `outside_bytes` of outputs. The arena has the most live bytes, `live_bytes`, while
+    `at_op` runs. `omitted` has, by list, the entries left out and the sum of their bytes.
+    """
 
     graph: str
     method: str
     budget_bytes: int
     peak_bytes: int
+    peak_moment: int
+    peak_op: str
+    peak_source: str
     resident_bytes: int
+    residents: dict[str, int]
     outside_bytes: int
     arena_bytes: int
+    live_bytes: int
     at_op: str
     at_source: str
     overhead: float
     base_cost_us: float
     holders: list[PeakTensor]
-    modules: list[tuple[str, int]]
+    modules: list[ModuleBytes]
     blocker: Blocker | None
     reruns: list[Rerun]
+    moves: list[Move]
+    omitted: dict[str, tuple[int, int]]
     prices: list[Price]
+
+
+Sized = TypeVar("Sized", PeakTensor, ModuleBytes, Rerun, Move)
 
 
 def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5) -> Explanation:
     """
     Explain `made`, a verified plan for `graph`; `top` limits the length of each list.
 
-    The peak is the moment with the most live bytes in the arena; resident tensors and outputs
-    outside are given as sums. Of equal sizes the oldest comes first.
+    Of equal sizes the oldest comes first.
     """
     view = replay_plan(graph, made)
-    peak = view.peak
-    live = view.at(peak)
-    at = view.moments[peak].op if peak >= 0 else -1
     problem = Problem.from_graph(graph, made.alignment, made.outputs, made.host_budget_bytes)
+    live = view.at(view.fullest)
+    at, peak_op = (view.moments[m].op if m >= 0 else -1 for m in (view.fullest, view.peak))
+    omitted: dict[str, tuple[int, int]] = {}
+
+    def first(name: str, found: list[Sized]) -> list[Sized]:
+        rest = found[top:]
+        if rest:
+            omitted[name] = (len(rest), sum(entry.bytes for entry in rest))
+        return found[:top]
+
     return Explanation(
         graph=graph.name,
         method=made.method,
         budget_bytes=made.budget_bytes,
         peak_bytes=made.peak_bytes,
+        peak_moment=view.peak,
+        peak_op=_op(graph, peak_op),
+        peak_source=_source(graph, peak_op),
         resident_bytes=made.resident_bytes,
-        outside_bytes=problem.outside_bytes,
+        residents=view.resident,
+        outside_bytes=max(view.outside, default=0),
         arena_bytes=made.arena_bytes,
+        live_bytes=max(view.live, default=0),
         at_op=_op(graph, at),
         at_source=_source(graph, at),
         overhead=made.overhead,
         base_cost_us=made.base_cost_us,
-        holders=[_peak_tensor(graph, rectangle, problem) for rectangle in live[:top]],
-        modules=_modules(graph, live, problem)[:top],
+        holders=first("holders", [_peak_tensor(graph, found, problem) for found in live]),
+        modules=first("modules", _modules(graph, live, problem)),
         blocker=_blocker(problem, top),
-        reruns=_reruns(graph, view, problem)[:top],
+        reruns=first("reruns", _reruns(graph, view, problem)),
+        moves=first("moves", _moves(graph, view, problem)),
+        omitted=omitted,
         prices=list(prices),
     )
 
@@ -190,14 +241,15 @@ def split_source(source: str) -> tuple[str, str]:
     return ("", module) if not comma and ":" in module else (module, line)
 
 
-def _modules(graph: Graph, live: Iterable[Rectangle], problem: Problem) -> list[tuple[str, int]]:
+def _modules(graph: Graph, live: Iterable[Rectangle], problem: Problem) -> list[ModuleBytes]:
     total: dict[str, int] = {}
     for rectangle in live:
         op = _producer(rectangle, problem)
         module, line = split_source(_source(graph, op))
         name = module or line or _op(graph, op)
         total[name] = total.get(name, 0) + rectangle.bytes
-    return sorted(total.items(), key=lambda pair: -pair[1])
+    found = [ModuleBytes(name, size) for name, size in total.items()]
+    return sorted(found, key=lambda entry: -entry.bytes)
 
 
 def _blocker(problem: Problem, top: int) -> Blocker | None:
@@ -245,3 +297,20 @@ def _reruns(graph: Graph, view: PlanView, problem: Problem) -> list[Rerun]:
         for op, times in count.items()
     ]
     return sorted(found, key=lambda rerun: -rerun.bytes)
+
+
+def _moves(graph: Graph, view: PlanView, problem: Problem) -> list[Move]:
+    """Tensors that move to the host, those with the most bytes first."""
+    times, size, stall = Counter[int](), dict[int, int](), defaultdict[int, float](float)
+    for moment in view.moments:
+        if moment.engine == "offload":
+            times[moment.tensor] += 1
+            size[moment.tensor] = moment.bytes
+        elif moment.engine == "wait":
+            stall[moment.tensor] += moment.end_us - moment.begin_us
+    found = []
+    for t, count in times.items():
+        op = problem.producer[t]
+        name, maker, source = tensor_name(graph, t), _op(graph, op), _source(graph, op)
+        found.append(Move(name, maker, source, count, size[t], stall[t]))
+    return sorted(found, key=lambda move: -move.bytes)
