@@ -98,8 +98,9 @@ def test_the_map_shows_the_plan_s_peak_where_it_is(page, two_maps, plans):
     used, peak, order = page.evaluate("""() => {
         const map = document.querySelector("canvas").map;
         const all = map.data.live.map((_, m) => map.used(m));
-        const [budget, peak, floor] = [map.data.budget, Math.max(...all), 0].map((v) => map.level(v));
-        return [Math.max(...all), all.indexOf(Math.max(...all)), budget < peak && peak < floor];
+        const levels = [map.data.budget, Math.max(...all), 0].map((v) => map.level(v));
+        const rising = levels[0] < levels[1] && levels[1] < levels[2];
+        return [Math.max(...all), all.indexOf(Math.max(...all)), rising];
     }""")
     assert (used, peak, order) == (made.peak_bytes, drawn["peak"], True)
     parts = page.locator(".map .help").first.inner_text()
