@@ -6,9 +6,18 @@ import { bytes, element, percent, ticks } from "./units.js";
 const MARGIN = { left: 62, right: 14, top: 12, bottom: 30 };
 const HUES = [214, 24, 150, 280, 350, 50, 190, 100];
 
-export function hue(place) {
+function hue(place) {
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
   return `hsl(${HUES[place % HUES.length]} 65% ${dark ? 66 : 40}%)`;
+}
+
+// The methods with their colours, as items of a list.
+export function legendOf(methods) {
+  const swatches = methods.map(() => element("span", { class: "swatch" }));
+  const paint = () => swatches.forEach((swatch, i) => (swatch.style.background = hue(i)));
+  paint();
+  onTheme(paint);
+  return methods.map((method, i) => element("li", {}, swatches[i], method));
 }
 
 export class Pareto {

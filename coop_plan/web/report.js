@@ -1,7 +1,6 @@
 // Report of `coop-plan compare`: a plot, a table, and the memory map of the opened plan.
 
-import { onTheme } from "./palette.js";
-import { Pareto, hue } from "./pareto.js";
+import { Pareto, legendOf } from "./pareto.js";
 import { bytes, element, percent } from "./units.js";
 import { mapsView } from "./views.js";
 
@@ -55,11 +54,7 @@ export function reportView(data) {
     rows.set(cell, row);
     body.append(row);
   }
-  const swatches = methods.map(() => element("span", { class: "swatch" }));
-  const paint = () => swatches.forEach((swatch, i) => (swatch.style.background = hue(i)));
-  paint();
-  onTheme(paint);
-  const names = methods.map((method, i) => element("li", {}, swatches[i], method));
+  const names = legendOf(methods);
   const failures = data.cells
     .filter((cell) => cell.why)
     .map((cell) => element("li", {}, `${cell.method} within ${cell.asked}: ${cell.why}`));

@@ -1,6 +1,6 @@
 // Page of the service: plans of a graph for several budgets and methods, with memory maps.
 
-import { Pareto, hue } from "./pareto.js";
+import { Pareto, legendOf } from "./pareto.js";
 import { replay } from "./replay.js";
 import { bytes, element, percent } from "./units.js";
 import { mapsView } from "./views.js";
@@ -77,8 +77,21 @@ export function serviceView() {
 
   async function get(address) {
     const answer = await fetch(address, { headers: bearer(token.value) });
+    if (answer.status === 401) throw new Error(token.value ? "the token is not known" : "a token is needed");
     if (!answer.ok) throw new Error((await answer.json()).detail || answer.statusText);
     return answer;
+  }
+
+  // The digest of the graph's document, once the service has it; null where the page may not compute
+  // it (browsers hash in secure contexts only) or the service refuses it: the graph is sent then.
+  async function uploaded(text) {
+    if (!globalThis.crypto?.subtle) return null;
+    const document = new TextEncoder().encode(text);
+    const hash = new Uint8Array(await crypto.subtle.digest("SHA-256", document));
+    const digest = `sha256:${Array.from(hash, (byte) => byte.toString(16).padStart(2, "0")).join("")}`;
+    const headers = { "Content-Type": "application/json", ...bearer(token.value) };
+    const answer = await fetch(`/graphs/${digest}`, { method: "PUT", headers, body: document });
+    return answer.ok ? digest : null;
   }
 
   // List the graphs that the service stores.
@@ -86,8 +99,9 @@ export function serviceView() {
     let graphs = [];
     try {
       graphs = await (await get("/graphs")).json();
+      if (status.classList.contains("wrong")) showStatus("No graph yet.");
     } catch (error) {
-      if (token.value) showStatus(`no list of graphs: ${error.message}`, true);
+      showStatus(`no list of graphs: ${error.message}`, true);
     }
     const none = element("option", { value: "" }, graphs.length ? "choose" : "none");
     const each = graphs.map(({ digest, name, ops }) => {
@@ -107,9 +121,10 @@ export function serviceView() {
   // A stored graph is named by its digest; another one is sent with each request.
   async function load(given, digest = null) {
     try {
-      const graph = JSON.parse(await given.text());
+      const text = await given.text();
+      const graph = JSON.parse(text);
       if (!Array.isArray(graph.ops) || !Array.isArray(graph.tensors)) throw new Error("no ops");
-      Object.assign(state, { graph, digest });
+      Object.assign(state, { graph, digest, text });
       if (!digest) stored.value = "";
       go.disabled = false;
       const size = `${graph.ops.length} ops, ${graph.tensors.length} tensors`;
@@ -120,13 +135,20 @@ export function serviceView() {
   }
 
   async function sweep() {
-    state.run += 1;
-    const { run, digest } = state;
-    const graph = digest ?? state.graph;
     const methods = boxes.filter(([box]) => box.checked).map(([box]) => box.value);
+    if (!methods.length) return showStatus("Choose at least one method.", true);
+    state.run += 1;
+    const { run } = state;
+    try {
+      state.digest ??= await uploaded(state.text);
+    } catch (error) {
+      return showStatus(`the service did not answer: ${error.message}`, true);
+    }
+    const graph = state.digest ?? state.graph;
+    if (state.digest) location.hash = new URLSearchParams({ graph: state.digest, methods });
     const least = new Map();
     state.cells = [];
-    let done = 0;
+    let [done, plans] = [0, 0];
     // The smallest budget comes second, so that budgets below it are not requested.
     for (const share of [SHARES[0], LEAST, ...SHARES.slice(1)]) {
       for (const method of methods) {
@@ -152,12 +174,14 @@ export function serviceView() {
         const proved = planned && plan.lower_bound_us != null && base;
         const bound = proved ? Math.max(0, plan.lower_bound_us / base - 1) : null;
         const why = planned ? "" : plan.detail || plan.title;
-        if (!planned && plan.status !== 422 && plan.status !== 409) return showStatus(why, true);
+        if (!planned && plan.status !== 409) return showStatus(why, true);
+        plans += planned;
         if (planned && share === LEAST) least.set(method, plan.peak_bytes);
         state.cells.push({ ...(planned ? plan : {}), asked: budget, share, method, planned, bound, why, plan });
       }
     }
-    showStatus(`${done} plans`);
+    const refused = done - plans;
+    showStatus(`${plans} plans${refused ? `, ${refused} budgets that cannot be met` : ""}`);
     show(methods);
   }
 
@@ -195,11 +219,7 @@ export function serviceView() {
       );
     }
 
-    const names = methods.map((method, i) => {
-      const swatch = element("span", { class: "swatch" });
-      swatch.style.background = hue(i);
-      return element("li", {}, swatch, method);
-    });
+    const names = legendOf(methods);
     results.replaceChildren(
       element(
         "section",
@@ -224,13 +244,25 @@ export function serviceView() {
     return element("button", { type: "button", onclick: save }, text);
   }
 
-  list();
+  // After a reload the address has the graph and the methods.
+  async function restore() {
+    await list();
+    const asked = new URLSearchParams(location.hash.slice(1));
+    const digest = asked.get("graph");
+    if (!digest) return;
+    const methods = (asked.get("methods") ?? "").split(",");
+    for (const [box] of boxes) box.checked = methods.includes(box.value);
+    await load({ name: digest, text: async () => (await get(`/graphs/${digest}`)).text() }, digest);
+    if (state.graph) sweep();
+  }
+
+  restore();
   return element("div", {}, drop, results);
 }
 
 function commands({ asked, method }) {
-  const question = `'{"graph": '"$(cat graph.json)"', "budget": "${asked}", "method": "${method}"}'`;
-  const curl = `curl -H 'Content-Type: application/json' -o plan.json --data ${question} ${location.origin}/plan`;
+  const question = `(echo '{"budget": "${asked}", "method": "${method}", "graph": '; cat graph.json; echo '}')`;
+  const curl = `${question} | curl -H 'Content-Type: application/json' -o plan.json --data-binary @- ${location.origin}/plan`;
   const python = [
     "import coop_plan",
     "",

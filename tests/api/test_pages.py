@@ -276,6 +276,10 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
         page.get_by_text("53 ops, 72 tensors").wait_for()
         page.set_input_files("#graph", ROOT / "examples" / "graph.json")
         page.get_by_label("coop-offline").uncheck()
+        page.get_by_label("coop", exact=True).uncheck()
+        page.get_by_role("button", name="Plan").press("Enter")
+        page.get_by_text("Choose at least one method.").wait_for()
+        page.get_by_label("coop", exact=True).check()
         page.get_by_role("button", name="Plan").press("Enter")
         page.locator(".map canvas").wait_for(timeout=300_000)
         drawn = page.evaluate("document.querySelector('.map canvas').map.data")
@@ -297,6 +301,17 @@ def test_the_service_s_page_plans_a_graph_and_shows_what_the_planner_makes(
             page.keyboard.press("End")
             page.get_by_role("button", name="Download coop").press("Enter")
         assert json.loads(saved.value.path().read_text())["method"] == "coop"
+        page.reload()  # the address has the graph and the methods; its plans are stored
+        page.locator(".map canvas").wait_for(timeout=300_000)
+        assert not page.get_by_label("coop-offline").is_checked()
+        assert wrong == []
+        damaged = json.loads(document) | {"schema": "coop-plan/graph/9"}
+        file = {"name": "bad.json", "mimeType": "application/json"}
+        page.set_input_files("#graph", file | {"buffer": json.dumps(damaged).encode()})
+        page.get_by_role("button", name="Plan").press("Enter")
+        page.locator(".status.wrong").wait_for()
+        assert sum("422" in line for line in wrong) == 2  # the upload and one request
+        wrong.clear()
     context.close()
     assert all(url.startswith((at, "blob:", "data:")) for url in asked)
     assert wrong == []  # budgets below the smallest are not asked for: a 409 would be told here
