@@ -142,12 +142,11 @@ def test_capture_plan_and_verify_print_what_is_shown(clone):
 def test_a_plan_is_drawn_explained_and_compared_as_shown(clone):
     """All lines of the block but that of `fit`, which tests/api/test_fit.py has."""
     folder, environment = clone
-    [block] = [b for b in blocks("") if "coop-plan show" in b]
+    [block] = [b for b in blocks("sh") if "coop-plan show" in b]
     lines = [line for line in block.splitlines() if " fit " not in line]
     assert len(lines) == 3
-    script = "\n".join(
-        ["set -e", "coop-plan examples/graph.json --budget 50% -o plan.json", *lines]
-    )
+    planned = "coop-plan examples/graph.json --budget 50% -o plan.json"
+    script = "\n".join(["set -e", planned, *lines])
     subprocess.run(["bash", "-c", script], cwd=folder, env=environment, check=True)
     assert (folder / "map.html").stat().st_size
     assert (folder / "methods.html").stat().st_size
