@@ -1,5 +1,4 @@
-"""
-Planner of training steps within a memory budget; uses neither PyTorch nor HTTP.
+"""Planner of training steps within a memory budget; uses neither PyTorch nor HTTP.
 
 The names below are imported at first use, so that verifying alone loads no kernel.
 """

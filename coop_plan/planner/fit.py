@@ -1,5 +1,4 @@
-"""
-Fit of a step on a device: its plan within the memory, its overhead, and the largest batch.
+"""Fit of a step on a device: its plan within the memory, its overhead, and the largest batch.
 
 Every number is that of a verified plan. The search for the largest batch interpolates between two
 captured graphs, with sizes and costs affine in the batch. A batch is accepted once the step has
@@ -36,8 +35,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Fit:
-    """
-    Plans of one step on one device with `memory_bytes` of memory.
+    """Plans of one step on one device with `memory_bytes` of memory.
 
     `kept` is the plan of keep-everything, without a limit; `least` that of the smallest budget;
     `planned` that within the memory, or None. `largest` has an entry per limit of overhead; if it
@@ -59,8 +57,7 @@ def fit(
     limits: Mapping[str, float],
     link: int = 0,
 ) -> Fit:
-    """
-    Plan the step at a batch within a memory, and search the largest batch per limit of overhead.
+    """Plan the step at a batch within a memory, and search the largest batch per limit of overhead.
 
     Args:
         graph_at: captures the step at a batch. If it raises `InvalidInputError` at any batch but
@@ -86,8 +83,7 @@ def fit(
 
 
 def scaled(small: Graph, large: Graph, position: float) -> Graph:
-    """
-    Linear interpolation between the graphs of two batches: 0 is the first, 1 the second.
+    """Linear interpolation between the graphs of two batches: 0 is the first, 1 the second.
 
     Positions outside [0, 1] extrapolate.
 

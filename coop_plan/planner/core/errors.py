@@ -6,8 +6,7 @@ from coop_plan.schemas import format_bytes
 
 
 class InfeasibleBudgetError(ValueError):
-    """
-    The budget cannot be met by the method.
+    """The budget cannot be met by the method.
 
     Attributes:
         budget_bytes: the budget asked for.

@@ -31,8 +31,7 @@ __all__ = ["OUTSIDE", "Event", "Offload", "PlacedSchedule", "Prefetch", "Run", "
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """
-    A run of variant `variant`. `reads` follow its inputs and `writes` its outputs, one by one.
+    """A run of variant `variant`. `reads` follow its inputs and `writes` its outputs, one by one.
 
     `OUTSIDE` stands for resident tensors and outputs outside the arena.
     """
@@ -76,8 +75,7 @@ class NoScheduleError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """
-    Events in order, without addresses.
+    """Events in order, without addresses.
 
     Event e is of kind `do[e]` (see `planner.core.lifetimes`); its subject `what[e]` is a variant
     for `RUN`, else a tensor. All else follows from that order (`trace`).
@@ -90,8 +88,7 @@ class Schedule:
 
     @classmethod
     def of(cls, problem: Problem, variants: Sequence[int] | Ints) -> "Schedule":
-        """
-        The schedule that runs these variants in order and keeps no tensor beyond its last read.
+        """The schedule that runs these variants in order and keeps no tensor beyond its last read.
 
         Raises:
             NoScheduleError: a variant reads a tensor that is not resident.
@@ -101,8 +98,7 @@ class Schedule:
 
     @classmethod
     def of_named_events(cls, problem: Problem, events: Iterable[tuple[str, int]]) -> "Schedule":
-        """
-        The schedule of events ("run", variant), and ("offload" | "prefetch" | "wait", tensor).
+        """The schedule of events ("run", variant), and ("offload" | "prefetch" | "wait", tensor).
 
         A wait is for the last copy of that tensor.
 
@@ -115,8 +111,7 @@ class Schedule:
 
     @classmethod
     def of_events(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":
-        """
-        The schedule of events of kind `do[e]` (`planner.core.lifetimes`) and subject `what[e]`.
+        """The schedule of events of kind `do[e]` (`planner.core.lifetimes`) and subject `what[e]`.
 
         Raises:
             NoScheduleError: an event needs a tensor or a host copy that does not exist.
@@ -127,8 +122,7 @@ class Schedule:
     def with_decisions(
         cls, problem: Problem, what: Ints, taken: Ints, dropped: Ints, do: Ints
     ) -> "Schedule":
-        """
-        The schedule of an online run, with its evictions and in-place decisions.
+        """The schedule of an online run, with its evictions and in-place decisions.
 
         `taken` and `dropped` are those of `planner.core.lifetimes.trace_with_decisions`; event e is
         of kind `do[e]` and subject `what[e]`.
@@ -246,8 +240,7 @@ class Schedule:
         return int(self.live_bytes().max(initial=0)) <= units
 
     def place(self, offsets: Ints, blocks: Blocks | None = None) -> "PlacedSchedule":
-        """
-        The schedule with offsets (bytes) of its `blocks`; pass `blocks` if already computed.
+        """The schedule with offsets (bytes) of its `blocks`; pass `blocks` if already computed.
 
         Buffers that share an address in place have the offset of the first.
         """

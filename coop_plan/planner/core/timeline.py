@@ -1,5 +1,4 @@
-"""
-Cost model: the timeline of a plan's steps on one compute stream and two copy engines.
+"""Cost model: the timeline of a plan's steps on one compute stream and two copy engines.
 
 Three engines run in plan order: compute, device to host, host to device. Compute reaches a step
 when every earlier compute step has ended, and every copy that an earlier `wait` names. From then on

@@ -19,8 +19,7 @@ OPTIMALITY_TOLERANCE = 1e-6
 
 
 class Incumbent:
-    """
-    Best placed plan for one arena (bytes) and best lower bound, both in µs.
+    """Best placed plan for one arena (bytes) and best lower bound, both in µs.
 
     Changes are reported to `progress`. `bound_model` names the schedules for which the bound holds.
     """
@@ -91,8 +90,7 @@ class Incumbent:
         self._progress(Progress(message, overhead=overhead, bound=least, gap=gap))
 
     def answer(self) -> Solution:
-        """
-        Returns the best plan with its bound.
+        """Returns the best plan with its bound.
 
         Raises:
             DoesNotFitError: there is no plan.

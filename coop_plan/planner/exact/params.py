@@ -1,5 +1,4 @@
-"""
-Parameters of the exact methods: one group per part that reads it, all in `ExactParams`.
+"""Parameters of the exact methods: one group per part that reads it, all in `ExactParams`.
 
 The annotated type of a field is its valid range, checked on construction: `Share` is in [0, 1],
 `Ratio`, `Seconds` and `Size` are at least 0, `Factor` and `Count` at least 1. Tolerances and cost
@@ -21,8 +20,7 @@ class SearchParams(Params):
     """Time limit of a request that sets none, s."""
 
     probe_seconds: Seconds = 10.0
-    """
-    Time limit of a feasibility probe (`any_schedule`), such as a budget of the `min` search, s.
+    """Time limit of a feasibility probe (`any_schedule`), such as a budget of the `min` search, s.
     """
 
     small_graph_ops: Size = 3000
@@ -74,8 +72,7 @@ class SearchParams(Params):
     """Runs that an op may have in the joint model, its first run included."""
 
     joint_seconds: Seconds = 2.0
-    """
-    Time for improving a plan by the joint model, s; without a plan it has all the time left. The
+    """Time for improving a plan by the joint model, s; without a plan it has all the time left. The
     joint model has no transfers: with a host link this time goes to coop-offline.
     """
 
@@ -148,8 +145,7 @@ class ModelParams(Params):
     """The time-point model (see `planner.exact.model.timepoint`)."""
 
     finest_rounding: Size = 40
-    """
-    Memory rows are also rounded down to multiples of each size that is at least room /
+    """Memory rows are also rounded down to multiples of each size that is at least room /
     `finest_rounding`; 0 turns rounded rows off.
     """
 
@@ -169,8 +165,7 @@ class PathCutParams(Params):
         (1e-3, 5e-4),
         (1e-3, 5e-4),
     )
-    """
-    (relative accuracy of the relaxation, minimum relative gain of a round) pairs. A round that
+    """(relative accuracy of the relaxation, minimum relative gain of a round) pairs. A round that
     gains less moves on to the next pair; after the last pair separation ends. Bounds are valid at
     any accuracy.
     """
@@ -179,8 +174,7 @@ class PathCutParams(Params):
     """The same pairs for quick comparisons of models."""
 
     simplex_columns: Size = 60_000
-    """
-    With transfers, up to this many columns relaxations are solved by simplex, as PDLP is slow.
+    """With transfers, up to this many columns relaxations are solved by simplex, as PDLP is slow.
     """
 
     cuts_per_round: Count = 3000

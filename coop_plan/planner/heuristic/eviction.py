@@ -1,5 +1,4 @@
-"""
-Offline (Belady-style) eviction: executes the program at a logical budget and evicts by next use.
+"""Offline (Belady-style) eviction: executes the program at a logical budget and evicts by next use.
 
 No tensor has an address yet. Memory is exact: a tensor is freed after its last use, unless an
 evicted tensor will be recomputed from it. When an op does not fit, the live tensor with the least
@@ -75,8 +74,7 @@ from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
 def run_evictions(
     a: Arrays, s: EvictionState, position: int, cost: float, cost_limit: float, events: int
 ) -> tuple[int, int, float]:
-    """
-    Continue a run from a program position and its cost (µs) for about `events` events.
+    """Continue a run from a program position and its cost (µs) for about `events` events.
 
     Returns (failed op or -1, next position, cost in µs). A run fails if it exceeds its record or
     `cost_limit` (µs).
@@ -115,8 +113,7 @@ def _record_paid_costs(a: Arrays, s: EvictionState, position: int) -> None:
 
 @inlined
 def _order_recomputes(a: Arrays, s: EvictionState, goal: int) -> int:
-    """
-    List the ops to run for `goal`, itself last, and pin their inputs; returns their number.
+    """List the ops to run for `goal`, itself last, and pin their inputs; returns their number.
 
     Depth-first; of an op's missing inputs, the one produced earliest comes first. In the order of
     its inputs a long chain would produce all side inputs of its links before the first link.
@@ -150,8 +147,7 @@ def _order_recomputes(a: Arrays, s: EvictionState, goal: int) -> int:
 
 @inlined
 def _choose_inplace(a: Arrays, s: EvictionState, op: int, position: int) -> int:
-    """
-    List the in-place writes of `op`; returns the bytes that it needs besides its inputs.
+    """List the in-place writes of `op`; returns the bytes that it needs besides its inputs.
 
     An input can be overwritten if this is its last use and no evicted tensor needs it.
     """
@@ -202,8 +198,7 @@ def _make_room(a: Arrays, s: EvictionState, need: int, position: int) -> bool:
 
 @inlined
 def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> int:
-    """
-    The victim with the least score; -1 if nothing can be evicted.
+    """The victim with the least score; -1 if nothing can be evicted.
 
     Attempt 0 takes the pool and the tensors that changed since it was filled. Attempt 1 takes all
     large tensors, and attempt 2 the small ones, if no large one can be evicted.
@@ -252,8 +247,7 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
 
 @inner
 def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: bool) -> None:
-    """
-    Fill the pool with the victims of least score, from the small tensors if `small`.
+    """Fill the pool with the victims of least score, from the small tensors if `small`.
 
     A score only rises as its use comes nearer, so the key in the heap is a lower bound on it.
     Without a heap all live tensors are scored: few are live, or `cap` makes scores depend on the

@@ -26,8 +26,7 @@ from coop_plan.planner.heuristic.params import EvictionParams
 
 @dataclass(frozen=True)
 class Settings:
-    """
-    Scoring settings of a run; see `planner.heuristic.eviction`.
+    """Scoring settings of a run; see `planner.heuristic.eviction`.
 
     `price` is a prefix sum over program positions, n + 1 entries; `weight` a factor per entry of
     `Arrays.uses`, plus one.
@@ -42,8 +41,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """
-    Record of a completed run: its cost (µs) and the ops in execution order.
+    """Record of a completed run: its cost (µs) and the ops in execution order.
 
     Per entry of `Arrays.uses`, plus one: `expected` is the weighted closure cost (µs) at the
     eviction before that use, `paid` the closure cost at the use; both 0 without an eviction.
@@ -55,8 +53,7 @@ class Record:
     paid: Floats = field(default_factory=lambda: np.empty(0))
 
     def corrections(self, max_factor: float) -> Floats:
-        """
-        Learned corrections: paid / expected per weight, within `max_factor` and its inverse.
+        """Learned corrections: paid / expected per weight, within `max_factor` and its inverse.
 
         A single 1 if the record has no costs, as for a sequence that no weights produced.
         """
@@ -101,8 +98,7 @@ class Runner:
     def __call__(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
     ) -> Record | None:
-        """
-        Run at a logical budget of `budget` bytes.
+        """Run at a logical budget of `budget` bytes.
 
         Returns None if the run fails, exceeds `cost_limit` (µs), or runs out of time.
         """

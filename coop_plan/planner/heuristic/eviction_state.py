@@ -65,8 +65,7 @@ INPLACE_OUT, INPLACE_SOURCE = range(2)
 
 
 class EvictionState(NamedTuple):
-    """
-    Settings, state and record of an eviction run.
+    """Settings, state and record of an eviction run.
 
     `budget` and `small` are bytes; tensors below `small` bytes are evicted last. `price` is a
     prefix sum over program positions, `weight` a factor per entry of `Arrays.uses` and one for

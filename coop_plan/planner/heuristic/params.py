@@ -1,5 +1,4 @@
-"""
-Parameters of coop-offline, one group per phase.
+"""Parameters of coop-offline, one group per phase.
 
 The type of a field is its valid range, see `planner.core.params`.
 """
@@ -72,8 +71,7 @@ class PortfolioParams(Params):
         for alpha in (1 / 16, *EXPONENTS)
         for cap in (False, True)
     )
-    """
-    Scoring rules to try; `foresee` helps where an eviction would extend the lifetimes of its
+    """Scoring rules to try; `foresee` helps where an eviction would extend the lifetimes of its
     inputs.
     """
 
@@ -81,8 +79,7 @@ class PortfolioParams(Params):
     """Ratio of neighbouring logical budgets of the grid."""
 
     grid_windows: tuple[tuple[int, int], ...] = ((-8, 8), (-20, -8), (-44, -20))
-    """
-    Windows of grid steps around the arena, (above, up to), tried in order until one has a plan.
+    """Windows of grid steps around the arena, (above, up to), tried in order until one has a plan.
     """
 
     small_ops: Size = 500
@@ -339,8 +336,7 @@ class CoopOfflineParams(Params):
     makespan: MakespanParams = MAKESPAN
 
     start_shares: tuple[Share, ...] = (0.25, 0.5, 0.75)
-    """
-    Further starts of the joint search: recompute plans at these shares between arena and peak.
+    """Further starts of the joint search: recompute plans at these shares between arena and peak.
     """
 
     weights_share: Share = 0.25

@@ -1,5 +1,4 @@
-"""
-Recompute closures and next uses of tensors, through chains of evicted tensors.
+"""Recompute closures and next uses of tensors, through chains of evicted tensors.
 
 The closure of a tensor is the set of ops to run again for it, given the current residents. If an
 evicted tensor is needed at a position, so are the evicted tensors that it is recomputed from. Both
@@ -79,8 +78,7 @@ def propagate_demand(a: Arrays, s: EvictionState, t: int, position: int) -> None
 
 @inlined
 def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> None:
-    """
-    Mark live tensors as dirty whose closure or next use depends on the residency of `t`.
+    """Mark live tensors as dirty whose closure or next use depends on the residency of `t`.
 
     Those are its ancestors and its descendants, through evicted tensors.
     """
@@ -120,8 +118,7 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
 
 @inlined
 def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
-    """
-    Cost (µs) of the ops to run again for `t`, given the current residents.
+    """Cost (µs) of the ops to run again for `t`, given the current residents.
 
     Evictable tensors whose last use is before position `due` do not count as residents: they would
     have to be retained for `t`.
@@ -155,8 +152,7 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
 
 @inlined
 def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
-    """
-    Banish dead tensor `t`, which cannot be recomputed; False if an evicted tensor needs it.
+    """Banish dead tensor `t`, which cannot be recomputed; False if an evicted tensor needs it.
 
     Live tensors that depend on it become unevictable (DTR, appendix C.3).
     """

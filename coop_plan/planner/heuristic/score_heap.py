@@ -1,5 +1,4 @@
-"""
-Binary heap of live tensors by score, with the index of each tensor in it.
+"""Binary heap of live tensors by score, with the index of each tensor in it.
 
 Tensors below `small` bytes sort behind all others.
 """

@@ -23,8 +23,7 @@ State = Literal["planned", "infeasible", "out of time", "failed"]
 
 @dataclass(frozen=True)
 class Cell:
-    """
-    Result of a method for a budget, with `asked` as the user wrote it.
+    """Result of a method for a budget, with `asked` as the user wrote it.
 
     `figures` are the plan's fields except its steps, None without a plan; `least_bytes` is the
     smallest budget that the method can meet, None if unknown; `map` is the gzipped JSON of the
@@ -49,8 +48,7 @@ class Cell:
 
 
 def compare(graph: Graph, asked: Iterable[PlanOptions], processes: int) -> Generator[Cell]:
-    """
-    Cells in the order of completion; closing the generator terminates the processes.
+    """Cells in the order of completion; closing the generator terminates the processes.
 
     An error of a method is in its cell.
     """

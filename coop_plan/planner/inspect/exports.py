@@ -17,8 +17,7 @@ NAMES = {1: "compute", 2: "device to host", 3: "host to device"}
 
 
 def trace(graph: Graph, plan: Plan) -> bytes:
-    """
-    The timeline as Chrome's JSON trace events, which Perfetto opens as well.
+    """The timeline as Chrome's JSON trace events, which Perfetto opens as well.
 
     One track per engine, and counters of the bytes in use; times are µs since the first step.
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -69,8 +68,7 @@ BASE = 1 << 40
 
 
 def memory_snapshot(graph: Graph, plan: Plan) -> bytes:
-    """
-    A pickle as of `torch.cuda.memory._dump_snapshot`, for https://pytorch.org/memory_viz.
+    """A pickle as of `torch.cuda.memory._dump_snapshot`, for https://pytorch.org/memory_viz.
 
     The arena is one segment. Every buffer and workspace is allocated and freed at its address, with
     its op, module and line as stack frames.
@@ -168,8 +166,7 @@ def _segment(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
 
 
 def minimalloc(graph: Graph, plan: Plan) -> bytes:
-    """
-    Buffers and workspaces in MiniMalloc's CSV: lifetimes [lower, upper) in moments, and offsets.
+    """Buffers and workspaces in MiniMalloc's CSV: lifetimes [lower, upper) in moments, and offsets.
 
     The format of https://github.com/google/minimalloc, which `coop-plan place` reads as well.
     Buffers of 0 bytes are omitted.

@@ -1,5 +1,4 @@
-"""
-DELTA's filter and director, its prefetch and its overlap, for an online execution.
+"""DELTA's filter and director, its prefetch and its overlap, for an online execution.
 
 Tang et al., DELTA: Dynamically Optimizing GPU Memory beyond Tensor Recomputation, arXiv 2203.15980,
 2022. Only its abstract and summaries were available, and its fork of DTR's PyTorch, whose score and
@@ -63,8 +62,7 @@ def _recomputable(s: ArenaState, t: int) -> bool:
 
 @inner
 def filter_victim(a: Arrays, s: ArenaState, to_host: bool) -> int:
-    """
-    The tensor to release next, or -1; it is not pinned and not being copied.
+    """The tensor to release next, or -1; it is not pinned and not being copied.
 
     With `to_host` only tensors that the director offloads count.
     """
@@ -96,8 +94,7 @@ def filter_victim(a: Arrays, s: ArenaState, to_host: bool) -> int:
 
 @inner
 def next_release(a: Arrays, s: ArenaState) -> int:
-    """
-    List the next victim; returns the number of victims, 1 or 0.
+    """List the next victim; returns the number of victims, 1 or 0.
 
     That is the filter's choice, whose offload begins here if the director wants one, or a tensor
     whose offload ends sooner.

@@ -1,5 +1,4 @@
-"""
-Coop, DTR, DTE, DELTA and swap-only: one simulator of an eager execution at real addresses.
+"""Coop, DTR, DTE, DELTA and swap-only: one simulator of an eager execution at real addresses.
 
 The simulator (`planner.online`) executes the program op by op. It knows nothing of later ops,
 except that a tensor has no reader left in the program (its last reference dies): it is then freed.

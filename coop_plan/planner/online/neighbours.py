@@ -1,5 +1,4 @@
-"""
-DTR's e*: the cost of recomputing a tensor together with its evicted neighbours.
+"""DTR's e*: the cost of recomputing a tensor together with its evicted neighbours.
 
 Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 4.1 and appendix C.2. Evicted
 tensors that depend on each other form components, kept approximately in a union-find. Component

@@ -23,8 +23,7 @@ class OnlineParams(Params):
     """
 
     reserve_share: Share = 0.1
-    """
-    Share of the arena that `delta` and `swap-only` keep free, or being offloaded, for overlap.
+    """Share of the arena that `delta` and `swap-only` keep free, or being offloaded, for overlap.
     """
 
     max_prefetches: Count = 2

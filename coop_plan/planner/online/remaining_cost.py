@@ -9,8 +9,7 @@ from coop_plan.planner.online.state import CLOCK, LIVE, WRITTEN, ArenaState
 
 @njit
 def run_cost_bound(a: Arrays, s: ArenaState, position: int) -> float:
-    """
-    Lower bound (µs) on the cost of a run without transfers that has reached op `position`.
+    """Lower bound (µs) on the cost of a run without transfers that has reached op `position`.
 
     Costs so far, all later ops once, and each op once whose evicted outputs are read later or are
     needed to recompute those.

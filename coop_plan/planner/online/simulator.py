@@ -66,8 +66,7 @@ DONE, RECORD_FULL = -1, -2
 def advance(
     a: Arrays, s: ArenaState, start: int, stop: int, max_events: int, rule: int, inplace: bool
 ) -> int:
-    """
-    Execute the ops `start` to `stop` - 1 of the program.
+    """Execute the ops `start` to `stop` - 1 of the program.
 
     Returns `DONE`, `RECORD_FULL` (run again with a longer record), or the op that does not fit.
     """
@@ -111,8 +110,7 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
 
 @inner
 def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, inplace: bool) -> int:
-    """
-    Run the closure of `goal` depth first; each op unpins its inputs after its run.
+    """Run the closure of `goal` depth first; each op unpins its inputs after its run.
 
     Without `whole_closure` an op pins its inputs when it is first on the stack, before missing ones
     are recomputed; that counts as an access.
@@ -311,8 +309,7 @@ def _cost(s: ArenaState, t: int) -> float:
 
 @inner
 def _cheapest_window(s: ArenaState, size: int) -> int:
-    """
-    Coop's sliding window: the cheapest run of adjacent blocks of at least `size` bytes.
+    """Coop's sliding window: the cheapest run of adjacent blocks of at least `size` bytes.
 
     Lists its tensors as victims and returns their number. Two pointers move over the blocks in
     address order. Free blocks cost nothing; a block that cannot be evicted restarts the window
@@ -348,8 +345,7 @@ def _cheapest_window(s: ArenaState, size: int) -> int:
 
 @inner
 def _cheapest_tensor(s: ArenaState, rule: int) -> int:
-    """
-    DTR's and DTE's victim: the tensor with the least cost / (bytes × staleness).
+    """DTR's and DTE's victim: the tensor with the least cost / (bytes × staleness).
 
     DTE adds adjacent free bytes to the tensor's own. Returns the number of victims, 1 or 0.
     """
@@ -403,8 +399,7 @@ def _release_operands(a: Arrays, s: ArenaState, op: int, before: int, position: 
 
 @inner
 def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
-    """
-    Free `t` if the program does not read it after op `position` and it is not pinned.
+    """Free `t` if the program does not read it after op `position` and it is not pinned.
 
     A tensor that cannot be recomputed is banished (DTR, appendix C.3): it is freed only if no
     evicted tensor needs it, and tensors computed from it become unevictable.
@@ -443,8 +438,7 @@ def _remove_retained(s: ArenaState, t: int) -> None:
 
 @inner
 def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
-    """
-    False if an evicted tensor needs `t`; else live tensors computed from it become unevictable.
+    """False if an evicted tensor needs `t`; else live tensors computed from it become unevictable.
 
     Traverses the descendants of `t` through evicted tensors.
     """

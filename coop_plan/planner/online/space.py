@@ -21,8 +21,7 @@ NO_ROOM = -1
 
 @inner
 def allocate(s: ArenaState, size: int, owner: int, right: bool) -> int:
-    """
-    Best fit: the smallest free block of at least `size` > 0 bytes; its offset, or `NO_ROOM`.
+    """Best fit: the smallest free block of at least `size` > 0 bytes; its offset, or `NO_ROOM`.
 
     Allocates at the left or the right end of the free block.
     """

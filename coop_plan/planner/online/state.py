@@ -70,8 +70,7 @@ OFFSET, DROPPED, DROP_EVENT, INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(
 
 
 class ArenaState(NamedTuple):
-    """
-    Blocks, evicted components, tensors and the record of a run.
+    """Blocks, evicted components, tensors and the record of a run.
 
     Few arrays of many rows, because compile time grows with their number. Adjacent free blocks are
     always merged. An owner is a tensor, `FREE`, or the number of tensors for a transient buffer of
@@ -125,8 +124,7 @@ def empty_arena(
     transfers: int = 0,
     gaps: bool = True,
 ) -> ArenaState:
-    """
-    An empty arena of `capacity` bytes with a record of up to `events` events.
+    """An empty arena of `capacity` bytes with a record of up to `events` events.
 
     Without `gaps` only bytes count: addresses are unlimited, so no free block is too small. For
     `dependents` see `_neighbours`.
@@ -205,8 +203,7 @@ def _neighbours(problem: Problem, *, dependents: bool) -> tuple[Ints, Ints]:
 
 
 def _is_expensive(problem: Problem) -> Flags:
-    """
-    Flags of ops whose outputs are expensive: cost density above that of the whole program.
+    """Flags of ops whose outputs are expensive: cost density above that of the whole program.
 
     Cost density is cost / output bytes (Coop, section 3.3).
     """

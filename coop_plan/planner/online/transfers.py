@@ -100,8 +100,7 @@ def swap_us(a: Arrays, s: ArenaState, t: int) -> float:
 
 @inner
 def directed_to_host(a: Arrays, s: ArenaState, t: int, evictable: bool) -> bool:
-    """
-    DELTA's director: True if a released tensor is swapped, False if it is recomputed.
+    """DELTA's director: True if a released tensor is swapped, False if it is recomputed.
 
     Compares the time of its copies with its cost plus that of its evicted neighbours.
     """

@@ -1,5 +1,4 @@
-"""
-Remapping of a plan's ids and costs to another graph of the same structure.
+"""Remapping of a plan's ids and costs to another graph of the same structure.
 
 Graphs with equal fingerprints have equal ops in order, and equal tensors by first appearance; ids
 and costs may differ. A cached plan has the ids of the graph that it was made for.
@@ -16,8 +15,7 @@ from coop_plan.schemas.fingerprint import tensor_order
 def remap_ids(
     plan: Plan, ops: Sequence[int], tensors: Sequence[int], graph: Graph, *, same_costs: bool
 ) -> Plan:
-    """
-    `plan`, whose graph has these op and tensor ids in order, as a plan for `graph`.
+    """`plan`, whose graph has these op and tensor ids in order, as a plan for `graph`.
 
     Cost figures are those of `graph`. Unless the costs are equal (`same_costs`), a proved bound no
     longer holds and is dropped.

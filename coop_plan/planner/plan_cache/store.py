@@ -40,8 +40,7 @@ def planner_version() -> str:
 
 
 class PlanStore(Protocol):
-    """
-    Store of records by key, safe for use from several threads and processes.
+    """Store of records by key, safe for use from several threads and processes.
 
     Records are signed with a secret, without which they cannot be forged. `dropped` counts damaged
     records found. Each method raises `StoreError` or sqlite3's errors if the store fails.
@@ -58,8 +57,7 @@ class PlanStore(Protocol):
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
     ) -> None:
-        """
-        Store a record if the key has none.
+        """Store a record if the key has none.
 
         With `another` it is added to existing ones, and the oldest is deleted above the limit.
         """
@@ -91,8 +89,7 @@ def default_path() -> Path:
 
 
 class SqliteStore:
-    """
-    Plan store in one SQLite file, shared by threads and processes.
+    """Plan store in one SQLite file, shared by threads and processes.
 
     With `wal` readers and a writer do not wait for each other; without it, the file is readable in
     a read-only folder. Above `max_bytes` of records the least recently used are deleted.

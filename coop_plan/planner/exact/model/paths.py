@@ -1,5 +1,4 @@
-"""
-Path cuts: they stop the relaxation of the time-point model from recomputing fractions of ops.
+"""Path cuts: they stop the relaxation of the time-point model from recomputing fractions of ops.
 
 Let tensor t be needed after τ_j and not after τ_k, and let t, t₁, …, t_m be a path of the graph
 against its edges: each is an input of the op that makes the one before it. Then one of them was
@@ -39,8 +38,7 @@ Signature of `planner.exact.solver.process.SolverProcess.relax` and of its in-pr
 
 @dataclass(frozen=True)
 class Path:
-    """
-    A cut between the time points at positions `low` and `high`.
+    """A cut between the time points at positions `low` and `high`.
 
     `tensors` begins with the one needed: by a first run, or as a resident of position
     `resident_at`. For those in `via_host_copy` the cut counts the host copy G, for others the
@@ -56,8 +54,7 @@ class Path:
 
 @dataclass
 class PathCuts:
-    """
-    Cuts found so far; they hold for every model with their time points.
+    """Cuts found so far; they hold for every model with their time points.
 
     `quick` trades the quality of the bound for speed, to compare models; `rounds` limits the number
     of relaxations solved.
@@ -75,8 +72,7 @@ class PathCuts:
         deadline: float,
         report: Callable[[float], None] | None = None,
     ) -> float:
-        """
-        Add cuts to the model until its relaxation gains no more; returns the best bound.
+        """Add cuts to the model until its relaxation gains no more; returns the best bound.
 
         Cuts that are slack in the last relaxation are removed. The bound is −∞ if none was proved
         by `deadline` (a `time.monotonic` value, s). Each bound is passed to `report`.

@@ -1,5 +1,4 @@
-"""
-Edits of the candidate: insert, move and remove events, dead-code elimination, accept and undo.
+"""Edits of the candidate: insert, move and remove events, dead-code elimination, accept and undo.
 
 Each edit costs time in proportion to the tensors that its events access.
 """
@@ -252,8 +251,7 @@ def _detach(a: Program, s: SearchState, e: int) -> None:
 
 @inner
 def insert_ops(a: Program, s: SearchState, count: int, at: int) -> bool:
-    """
-    Insert the first `count` ops of `pending` before event `at`.
+    """Insert the first `count` ops of `pending` before event `at`.
 
     Returns False if there is no room; the caller then undoes the step.
     """
@@ -275,8 +273,7 @@ def insert_ops(a: Program, s: SearchState, count: int, at: int) -> bool:
 
 @inner
 def move_events(a: Program, s: SearchState, begin: int, end: int, to: int) -> bool:
-    """
-    Move the events `begin` to `end` - 1; the first of them has position `to` afterwards.
+    """Move the events `begin` to `end` - 1; the first of them has position `to` afterwards.
 
     Returns False if there is no room; they are then detached until the step is undone.
     """
@@ -308,8 +305,7 @@ def remove_event(a: Program, s: SearchState, e: int) -> None:
 
 @inner
 def eliminate_dead(a: Program, s: SearchState) -> None:
-    """
-    Dead-code elimination: remove reruns and prefetch markers without a live output.
+    """Dead-code elimination: remove reruns and prefetch markers without a live output.
 
     Walks each queued tensor's accesses backwards; removals queue the tensors that they read.
     """

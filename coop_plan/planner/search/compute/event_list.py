@@ -1,5 +1,4 @@
-"""
-Event list of the candidate, in blocks, with undo.
+"""Event list of the candidate, in blocks, with undo.
 
 A sequence of n events is split into about sqrt(n) blocks. An edit shifts the events of one block
 and the first positions of all later blocks. The first change of a block in a step saves its

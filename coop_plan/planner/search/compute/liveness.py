@@ -1,5 +1,4 @@
-"""
-Incremental liveness: lifetimes of the copies of each tensor, from its accesses.
+"""Incremental liveness: lifetimes of the copies of each tensor, from its accesses.
 
 The accesses of a tensor form a linked list in candidate order, so an edit updates only the tensors
 that it accesses. A write `x` with `COPY == x` begins a copy; the copy ends at event `END`, where

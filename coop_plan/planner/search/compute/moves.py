@@ -1,5 +1,4 @@
-"""
-Moves of the Metropolis search: insert, move or remove recomputes, and move first runs.
+"""Moves of the Metropolis search: insert, move or remove recomputes, and move first runs.
 
 Dead events are eliminated afterwards (`planner.search.compute.edits`).
 """
@@ -32,8 +31,7 @@ from coop_plan.planner.search.compute.sequence import (
 
 @inner
 def propose(a: Program, s: SearchState) -> bool:
-    """
-    Apply a random move to the candidate, which equals the current sequence.
+    """Apply a random move to the candidate, which equals the current sequence.
 
     Returns False if the move is invalid; the candidate may then have changed in part.
     """
@@ -186,8 +184,7 @@ def draw_evicted_chance(s: SearchState) -> float:
 
 @inner
 def insert_recompute(a: Program, s: SearchState, op: int, at: int, evicted_chance: float) -> bool:
-    """
-    Insert a recompute of `op` before event `at`; False if there is no room.
+    """Insert a recompute of `op` before event `at`; False if there is no room.
 
     Inputs that are evicted there are recomputed with it, with probability `evicted_chance`; else
     their lifetimes are extended.

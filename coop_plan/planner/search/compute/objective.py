@@ -53,8 +53,7 @@ def candidate_cost(a: Program, s: SearchState, limit: float) -> float:
 
 @inner
 def memory_excess(s: SearchState, capacity: int) -> float:
-    """
-    Memory excess of a candidate of finite cost, as a share of `capacity` (bytes); 0 if it fits.
+    """Memory excess of a candidate of finite cost, as a share of `capacity` (bytes); 0 if it fits.
 
     Sets `PEAK_EVENT`, the event with the largest excess, and `PEAK_EXCESS`, its bytes above the
     capacity.

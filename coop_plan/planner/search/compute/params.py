@@ -7,8 +7,7 @@ from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Share, S
 
 @dataclass(frozen=True)
 class MoveParams(Params):
-    """
-    Move and repair parameters; the defaults are those of `planner.search.compute`.
+    """Move and repair parameters; the defaults are those of `planner.search.compute`.
 
     A group is a run of adjacent events, none of which is the first run of its op.
     """
@@ -65,8 +64,7 @@ class MoveParams(Params):
     """The same, at the rare rate."""
 
     recompute_evicted_usual: Share = 0.9
-    """
-    Probability of recomputing an evicted input of an inserted op; else its lifetime is extended.
+    """Probability of recomputing an evicted input of an inserted op; else its lifetime is extended.
     """
 
     recompute_evicted_rare: Share = 0.5

@@ -32,8 +32,7 @@ MAX_DRAWS = 16
 
 @inner
 def repair(a: Program, s: SearchState) -> bool:
-    """
-    Recompute one tensor that is live but unused at the peak for its next read.
+    """Recompute one tensor that is live but unused at the peak for its next read.
 
     The tensor is drawn with probability proportional to its gain: bytes freed per µs of
     recomputation.
@@ -55,8 +54,7 @@ def draw_input_chance(a: Program, s: SearchState, t: int, peak: int) -> float:
 
 @inlined
 def _draw_victim(a: Program, s: SearchState, peak: int) -> int:
-    """
-    Draw a tensor that is live but unused at event `peak`, by its gain; NONE if there is none.
+    """Draw a tensor that is live but unused at event `peak`, by its gain; NONE if there is none.
 
     Long-lived copies of earlier blocks are drawn by an upper bound on their gain and accepted with
     probability gain / bound. That avoids a scan of all live tensors.
@@ -136,8 +134,7 @@ def _gain(a: Program, s: SearchState, x: int, peak: int, op: int) -> float:
 
 @inlined
 def recompute_gains(a: Program, s: SearchState, t: int, peak: int) -> tuple[float, float]:
-    """
-    Gains, in bytes per µs, of evicting `t` at the peak and recomputing it later.
+    """Gains, in bytes per µs, of evicting `t` at the peak and recomputing it later.
 
     First with its evicted inputs kept live for it: an input read by k ops is charged 1/k of its
     bytes, because one recompute keeps it live for all of them. Else no input of a concatenation

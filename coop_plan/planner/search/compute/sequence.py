@@ -105,8 +105,7 @@ class ComputeMoveValues(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """
-    The current sequence, the candidate that a step makes of it, and data of the program.
+    """The current sequence, the candidate that a step makes of it, and data of the program.
 
     `sequence` holds the stored sequence as ops, `counts[LENGTH]` of them. Inside a search each
     event has a number; `sequence.size` is the end of the step. Events lie in blocks, so that an
@@ -178,8 +177,7 @@ def allocate(
     recomputable: Flags,
     gain_per_byte: npt.NDArray[np.float64],
 ) -> SearchState:
-    """
-    State for up to `max_events` events of a program, with no outputs and no chained ops.
+    """State for up to `max_events` events of a program, with no outputs and no chained ops.
 
     `gain_per_byte` is column 1 of `SearchState.gain_bound`.
     """
@@ -232,8 +230,7 @@ def current_sequence(state: SearchState) -> Ints:
 
 
 def add_margin(state: SearchState, event: int, margin: int) -> None:
-    """
-    Keep `margin` bytes free from now on if the op of this event runs at its position.
+    """Keep `margin` bytes free from now on if the op of this event runs at its position.
 
     For a candidate that was within the capacity but had no layout.
     """

@@ -1,5 +1,4 @@
-"""
-Metropolis search among sequences of runs and prefetch markers.
+"""Metropolis search among sequences of runs and prefetch markers.
 
 Each step draws a move (`moves`), updates liveness from the changed tensors
 (`planner.search.compute`), and simulates the copy engines over all events (`objective`). Metropolis
@@ -37,8 +36,7 @@ def _load(a: Program, m: MakespanState) -> bool:
 def evaluate_sequence(
     a: Program, m: MakespanState, capacity: int, host: int
 ) -> tuple[float, float]:
-    """
-    Makespan (µs) and memory excess of the stored sequence (share of the capacities, bytes).
+    """Makespan (µs) and memory excess of the stored sequence (share of the capacities, bytes).
 
     Dead runs and markers are removed from it.
     """
@@ -59,8 +57,7 @@ def metropolis(
     penalty: float,
     seed: int,
 ) -> tuple[float, float]:
-    """
-    Make `steps` Metropolis steps from the stored sequence and store where they end.
+    """Make `steps` Metropolis steps from the stored sequence and store where they end.
 
     Energy is makespan + `penalty` (µs) * memory excess; `temperature` is in µs. A negative `host`
     is no limit on host memory. Returns makespan and excess as `evaluate_sequence` does.

@@ -1,5 +1,4 @@
-"""
-Moves of the joint search: insert, move, convert and remove recomputes and prefetch markers.
+"""Moves of the joint search: insert, move, convert and remove recomputes and prefetch markers.
 
 A read is served by a live copy, a recompute or a prefetch.
 """
@@ -25,8 +24,7 @@ from coop_plan.planner.search.makespan.sequence import MakespanState
 
 @inner
 def propose(a: Program, m: MakespanState) -> bool:
-    """
-    Apply a random move to the candidate, which equals the current sequence.
+    """Apply a random move to the candidate, which equals the current sequence.
 
     Returns False if the move is invalid; the candidate may then have changed in part.
     """
@@ -121,8 +119,7 @@ def insert_prefetch(a: Program, m: MakespanState, t: int, at: int) -> bool:
 
 @inner
 def insert_recompute(a: Program, m: MakespanState, op: int, at: int, evicted_chance: float) -> bool:
-    """
-    Insert a recompute of `op` before event `at`; False if there is no room.
+    """Insert a recompute of `op` before event `at`; False if there is no room.
 
     Evicted inputs are recomputed or prefetched with it, with probability `evicted_chance`; else
     their lifetimes are extended.

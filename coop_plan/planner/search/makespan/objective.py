@@ -1,5 +1,4 @@
-"""
-Objective of the joint search: makespan and memory excess from a simulation of the copy engines.
+"""Objective of the joint search: makespan and memory excess from a simulation of the copy engines.
 
 The engines follow `planner.core.timeline`. Offloads: when the engine is free, the queued tensor
 whose last reader before its prefetch comes first is copied; its bytes are free once the copy ends.
@@ -79,8 +78,7 @@ from coop_plan.planner.search.makespan.sequence import (
 def evaluate(
     a: Program, m: MakespanState, capacity: int, host: int, limit: float
 ) -> tuple[float, float]:
-    """
-    Makespan (µs) of the candidate and its memory excess, as shares of the capacities (bytes).
+    """Makespan (µs) of the candidate and its memory excess, as shares of the capacities (bytes).
 
     Infinite if the sequence is no schedule or its makespan exceeds `limit`. A negative `host` is no
     limit.
@@ -256,8 +254,7 @@ def _simulate(
 
 @inlined
 def _last_overflow(a: Program, m: MakespanState, at: int, until: int, capacity: int) -> int:
-    """
-    Last event from `at` to `until` - 1 at which the live bytes exceed `capacity`; NONE if none.
+    """Last event from `at` to `until` - 1 at which the live bytes exceed `capacity`; NONE if none.
 
     Assumes that queued offloads end after event `at`.
     """

@@ -68,8 +68,7 @@ class MakespanParams(Params):
     """Most steps times events of such a search, about."""
 
     events_per_second: Count = 30_000_000
-    """
-    Events simulated per second, an estimate that turns a time limit into a number of searches.
+    """Events simulated per second, an estimate that turns a time limit into a number of searches.
     """
 
     max_searches: Count = 60
@@ -100,9 +99,8 @@ class MakespanParams(Params):
     """Events added to that limit."""
 
     initial_penalty: Positive = 1e-3
-    """
-    Initial penalty weight, in base costs per unit of memory excess: only nearly free evictions pay
-    off.
+    """Initial penalty weight, in base costs per unit of memory excess: only nearly free evictions
+    pay off.
     """
 
     initial_penalty_share: PositiveShare = 0.5

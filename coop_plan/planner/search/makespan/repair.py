@@ -1,5 +1,4 @@
-"""
-Repair of a candidate above the capacity: evict a tensor at the peak, recompute or prefetch it
+"""Repair of a candidate above the capacity: evict a tensor at the peak, recompute or prefetch it
 later.
 """
 
@@ -37,8 +36,7 @@ from coop_plan.planner.search.makespan.sequence import MakespanState
 
 @inner
 def repair(a: Program, m: MakespanState) -> bool:
-    """
-    Evict one tensor that is live but unused at the peak of the candidate evaluated last.
+    """Evict one tensor that is live but unused at the peak of the candidate evaluated last.
 
     Its next read is served by a recompute or a prefetch. Each choice has a probability proportional
     to its bytes freed per µs.
@@ -90,8 +88,7 @@ def _reservoir_step(
     by_prefetch: bool,
     total: float,
 ) -> tuple[int, bool, float]:
-    """
-    One step of weighted reservoir sampling over both ways to evict the copy of write `x`.
+    """One step of weighted reservoir sampling over both ways to evict the copy of write `x`.
 
     Returns the choice, True if it is a prefetch, and the new total weight.
     """

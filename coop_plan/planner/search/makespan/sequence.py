@@ -1,5 +1,4 @@
-"""
-State of the joint search: a sequence of runs and prefetch markers, and its simulated transfers.
+"""State of the joint search: a sequence of runs and prefetch markers, and its simulated transfers.
 
 In a closed program of n ops, code o < n is a run of op o and code n + t a prefetch marker of tensor
 t: from there on, reads of t use a copy prefetched from the host. The marker fixes no time;
@@ -100,8 +99,7 @@ class MakespanMoveValues(NamedTuple):
 
 
 class MakespanState(NamedTuple):
-    """
-    State of the joint search, and the transfers of the candidate that was evaluated last.
+    """State of the joint search, and the transfers of the candidate that was evaluated last.
 
     `search` holds the sequence and its liveness. Per tensor: `movable` if it can be offloaded,
     `offload_us` and `prefetch_us` the times of its copies, `offload` the columns above.
@@ -140,8 +138,7 @@ class MakespanState(NamedTuple):
 
 
 def to_closed_program(problem: Problem) -> Program:
-    """
-    The program, an op that reads the outputs of the step, and a marker per tensor.
+    """The program, an op that reads the outputs of the step, and a marker per tensor.
 
     As that op reads all outputs at the end, an output can be evicted before. `ops` does not count
     markers.
