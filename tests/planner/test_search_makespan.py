@@ -12,10 +12,10 @@ from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.inspect.link_report import unused_link_reason
 from coop_plan.planner.method import Request
 from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_parallel
+from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.makespan.params import MakespanMoveParams
 from coop_plan.planner.search.makespan.sequence import (
-    LOOK_AHEAD,
     new_state,
     set_sequence,
     to_closed_program,

@@ -8,19 +8,9 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
 from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
+from coop_plan.planner.heuristic import columns as c
 from coop_plan.planner.heuristic.eviction import run_evictions
-from coop_plan.planner.heuristic.eviction_state import (
-    DEMAND,
-    DIRTY,
-    EVENTS,
-    EVICTABLE,
-    HEAP_INDEX,
-    LIST_INDEX,
-    NEVER,
-    NEXT_USE,
-    SLOT,
-    EvictionState,
-)
+from coop_plan.planner.heuristic.eviction_state import EvictionState
 from coop_plan.planner.heuristic.params import EvictionParams
 
 
@@ -129,11 +119,11 @@ class Runner:
             event=self._event,
             pair=self._pair,
         )
-        state.tensor[SLOT] = self.arrays.uses_ptr
-        state.tensor[[DEMAND, NEXT_USE]] = NEVER
-        state.tensor[DIRTY] = 1
-        state.tensor[[LIST_INDEX, HEAP_INDEX]] = -1
-        state.tensor[EVICTABLE, :count] = self.arrays.evictable
+        state.tensor[c.SLOT] = self.arrays.uses_ptr
+        state.tensor[[c.DEMAND, c.NEXT_USE]] = c.NEVER
+        state.tensor[c.DIRTY] = 1
+        state.tensor[[c.LIST_INDEX, c.HEAP_INDEX]] = -1
+        state.tensor[c.EVICTABLE, :count] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:
             if position and self.out_of_time():
@@ -144,5 +134,5 @@ class Runner:
             )
             if self.failed_op >= 0:
                 return None
-        events = self._event[: state.counts[EVENTS]].copy()
+        events = self._event[: state.counts[c.EVENTS]].copy()
         return Record(cost, events, state.expected, state.paid)

@@ -5,13 +5,8 @@ Tensors below `small` bytes sort behind all others.
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.heuristic.eviction_state import (
-    HEAP,
-    HEAP_COUNT,
-    HEAP_INDEX,
-    KEY,
-    EvictionState,
-)
+from coop_plan.planner.heuristic.columns import HEAP, HEAP_COUNT, HEAP_INDEX, KEY
+from coop_plan.planner.heuristic.eviction_state import EvictionState
 
 
 @inner

@@ -6,15 +6,8 @@ costs are merged on eviction and reduced, without splitting, on recomputation.
 """
 
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.online.state import (
-    NODE,
-    NODES,
-    OWN_COST,
-    PARENT,
-    ROOT_SEEN,
-    STAMP,
-    ArenaState,
-)
+from coop_plan.planner.online.columns import NODE, NODES, OWN_COST, PARENT, ROOT_SEEN, STAMP
+from coop_plan.planner.online.state import ArenaState
 
 
 @inner

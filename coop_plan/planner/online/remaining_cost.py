@@ -4,7 +4,8 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, njit
-from coop_plan.planner.online.state import CLOCK, LIVE, WRITTEN, ArenaState
+from coop_plan.planner.online.columns import CLOCK, LIVE, WRITTEN
+from coop_plan.planner.online.state import ArenaState
 
 
 @njit

@@ -12,30 +12,11 @@ from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.remaining_cost import run_cost_bound
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
-from coop_plan.planner.online.state import (
-    CLOCK,
-    DROP_EVENT,
-    DROPPED,
-    DROPS,
-    EVENT_DO,
-    EVENT_OP,
-    EVENT_WORKSPACE,
-    EVENTS,
-    EVICTED,
-    FAILURES,
-    FREE_RATIOS,
-    INPLACE_EVENT,
-    INPLACE_OUT,
-    INPLACE_SOURCE,
-    OFFSET,
-    OFFSETS,
-    WRITES,
-    ArenaState,
-    empty_arena,
-)
+from coop_plan.planner.online.state import ArenaState, empty_arena
 
 ROUNDING = 1e-9
 """Relative difference that the order of a sum can make."""
@@ -55,36 +36,36 @@ class OnlineRun:
     @property
     def cost_us(self) -> float:
         """Cost of all events, µs."""
-        return float(self.state.total[CLOCK])
+        return float(self.state.total[c.CLOCK])
 
     @property
     def eviction_free_ratio(self) -> float:
         """Mean of free bytes / arena at forced evictions, the requested block counted as free."""
-        failures = int(self.state.counts[FAILURES])
-        return float(self.state.total[FREE_RATIOS]) / failures if failures else 0.0
+        failures = int(self.state.counts[c.FAILURES])
+        return float(self.state.total[c.FREE_RATIOS]) / failures if failures else 0.0
 
     @property
     def evictions(self) -> int:
         """Number of tensors evicted by failed allocations."""
-        return int(self.state.counts[EVICTED])
+        return int(self.state.counts[c.EVICTED])
 
     @cached_property
     def placed(self) -> PlacedSchedule:
         """The schedule with its addresses."""
         s, count = self.state, self.state.counts
-        events, writes, drops = count[EVENTS], count[WRITES], count[DROPS]
-        rows = [INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE]
+        events, writes, drops = count[c.EVENTS], count[c.WRITES], count[c.DROPS]
+        rows = [c.INPLACE_EVENT, c.INPLACE_OUT, c.INPLACE_SOURCE]
         schedule = Schedule.with_decisions(
             self.problem,
-            s.event[EVENT_OP, :events].copy(),
-            do=s.event[EVENT_DO, :events].copy(),
+            s.event[c.EVENT_OP, :events].copy(),
+            do=s.event[c.EVENT_DO, :events].copy(),
             taken=np.ascontiguousarray(s.record[rows, :writes].T),
-            dropped=np.ascontiguousarray(s.record[[DROP_EVENT, DROPPED], :drops].T),
+            dropped=np.ascontiguousarray(s.record[[c.DROP_EVENT, c.DROPPED], :drops].T),
         )
         return PlacedSchedule(
             schedule,
-            offset=s.record[OFFSET, : count[OFFSETS]].copy(),
-            workspace_offset=s.event[EVENT_WORKSPACE, :events].copy(),
+            offset=s.record[c.OFFSET, : count[c.OFFSETS]].copy(),
+            workspace_offset=s.event[c.EVENT_WORKSPACE, :events].copy(),
         )
 
 

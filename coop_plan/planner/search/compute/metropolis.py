@@ -9,11 +9,12 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, njit
+from coop_plan.planner.search.compute.columns import AREA
 from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.moves import move_first_run, propose
 from coop_plan.planner.search.compute.objective import candidate_cost, memory_excess
 from coop_plan.planner.search.compute.repair import repair
-from coop_plan.planner.search.compute.sequence import AREA, SearchState
+from coop_plan.planner.search.compute.sequence import SearchState
 
 
 @njit

@@ -7,26 +7,11 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.edits import insert_ops, move_events, remove_event
 from coop_plan.planner.search.compute.event_list import event_at, length, position_of
 from coop_plan.planner.search.compute.liveness import is_live_at
-from coop_plan.planner.search.compute.sequence import (
-    ACCESS_KIND,
-    BLOCK,
-    CODE,
-    EVENT,
-    EVENTS,
-    FIRST_ACCESS,
-    FIRST_RUN,
-    HEAD,
-    INDEX,
-    NEXT,
-    NEXT_OF_EVENT,
-    NONE,
-    READ,
-    TENSOR,
-    SearchState,
-)
+from coop_plan.planner.search.compute.sequence import SearchState
 
 
 @inner
@@ -55,13 +40,13 @@ def propose(a: Program, s: SearchState) -> bool:
 
 @inlined
 def is_first_run(s: SearchState, at: int) -> bool:
-    return bool(s.event[event_at(s, at), FIRST_RUN] == 1)
+    return bool(s.event[event_at(s, at), c.FIRST_RUN] == 1)
 
 
 @inner
 def _recompute_for(a: Program, s: SearchState, event: int) -> bool:
     """Insert a recompute of a random input of an event, directly or some events before it."""
-    op = s.event[event_at(s, event), CODE]
+    op = s.event[event_at(s, event), c.CODE]
     count = a.reads_ptr[op + 1] - a.reads_ptr[op]
     if count == 0:
         return False
@@ -88,7 +73,7 @@ def _move_group(a: Program, s: SearchState, begin: int) -> bool:
     # No recompute may come before its op's first run, whose position shifts if it lies behind the
     # group.
     for at in range(begin, end):
-        code = s.event[event_at(s, at), CODE]
+        code = s.event[event_at(s, at), c.CODE]
         first = position_of(s, s.first_run[code])
         if s.recomputable[code] == 0 or first - (end - begin if first > begin else 0) >= to:
             return False
@@ -98,12 +83,12 @@ def _move_group(a: Program, s: SearchState, begin: int) -> bool:
 @inner
 def move_first_run(a: Program, s: SearchState) -> bool:
     """Move a random first run within its dependencies; False if it cannot move."""
-    begin = NONE
+    begin = c.NONE
     for _ in range(s.params.max_draws if length(s) > 0 else 0):
         begin = np.random.randint(length(s))
         if is_first_run(s, begin):
             break
-    if begin == NONE or not is_first_run(s, begin):
+    if begin == c.NONE or not is_first_run(s, begin):
         return False
     low, high = _dependency_bounds(s, begin)
     later = np.random.random() < s.params.move_later_chance
@@ -120,14 +105,14 @@ def move_first_run(a: Program, s: SearchState) -> bool:
 def _reachable(s: SearchState, begin: int, to: int) -> int:
     """Farthest position, up to `to`, that the first run at `begin` can move to."""
     e = event_at(s, begin)
-    op, b, i = s.event[e, CODE], s.event[e, BLOCK], s.event[e, INDEX]
+    op, b, i = s.event[e, c.CODE], s.event[e, c.BLOCK], s.event[e, c.INDEX]
     step = 1 if to > begin else -1
     for at in range(begin, to, step):
         # (b, i) is the event that the first run would cross next.
         i += step
-        while i < 0 or i == s.block[b, EVENTS]:
+        while i < 0 or i == s.block[b, c.EVENTS]:
             b += step
-            i = 0 if step > 0 else s.block[b, EVENTS] - 1
+            i = 0 if step > 0 else s.block[b, c.EVENTS] - 1
         if _must_not_cross(s, op, s.members[b, i]):
             return at
     return to
@@ -137,21 +122,21 @@ def _reachable(s: SearchState, begin: int, to: int) -> int:
 def _dependency_bounds(s: SearchState, at: int) -> tuple[int, int]:
     """Earliest and latest position of the first run at `at` given its reads and its readers."""
     low, high = 0, length(s) - 1
-    x = s.event[event_at(s, at), FIRST_ACCESS]
-    while x != NONE:
-        t = s.access[x, TENSOR]
-        if s.access[x, ACCESS_KIND] == READ:
-            low = max(low, position_of(s, s.access[s.tensor[t, HEAD], EVENT]) + 1)
-        elif s.access[x, NEXT] != NONE:
-            high = min(high, position_of(s, s.access[s.access[x, NEXT], EVENT]) - 1)
-        x = s.access[x, NEXT_OF_EVENT]
+    x = s.event[event_at(s, at), c.FIRST_ACCESS]
+    while x != c.NONE:
+        t = s.access[x, c.TENSOR]
+        if s.access[x, c.ACCESS_KIND] == c.READ:
+            low = max(low, position_of(s, s.access[s.tensor[t, c.HEAD], c.EVENT]) + 1)
+        elif s.access[x, c.NEXT] != c.NONE:
+            high = min(high, position_of(s, s.access[s.access[x, c.NEXT], c.EVENT]) - 1)
+        x = s.access[x, c.NEXT_OF_EVENT]
     return low, high
 
 
 @inlined
 def _must_not_cross(s: SearchState, op: int, e: int) -> bool:
     """True if the first run of an op must stay on its side of event `e`: phases and chained ops."""
-    other, first = s.event[e, CODE], s.event[e, FIRST_RUN] == 1
+    other, first = s.event[e, c.CODE], s.event[e, c.FIRST_RUN] == 1
     if first and s.phase[other] != s.phase[op]:
         return True
     both_chained = s.chained[op] == 1 and s.chained[other] == 1

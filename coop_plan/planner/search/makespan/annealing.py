@@ -18,10 +18,10 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.makespan.params import DEFAULTS, MakespanParams
 from coop_plan.planner.search.makespan.sequence import (
-    LOOK_AHEAD,
     current_sequence,
     new_state,
     set_sequence,

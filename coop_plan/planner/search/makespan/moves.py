@@ -7,6 +7,7 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.search.compute.columns import CODE
 from coop_plan.planner.search.compute.edits import insert_ops, move_events, remove_event
 from coop_plan.planner.search.compute.event_list import event_at, length, position_of
 from coop_plan.planner.search.compute.liveness import is_live_at, next_read
@@ -18,7 +19,6 @@ from coop_plan.planner.search.compute.moves import (
     is_first_run,
     remove_group,
 )
-from coop_plan.planner.search.compute.sequence import CODE
 from coop_plan.planner.search.makespan.sequence import MakespanState
 
 

@@ -22,51 +22,8 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.search.compute import sequence
 from coop_plan.planner.search.compute.params import DEFAULTS as MOVES
 from coop_plan.planner.search.compute.sequence import Int32s, SearchState, allocate
+from coop_plan.planner.search.makespan import columns as mc
 from coop_plan.planner.search.makespan.params import MakespanMoveParams
-
-# Columns of `MakespanState.transfer`: position of the event before which it is listed; its kind;
-# its tensor.
-BEFORE, KIND, MOVED_TENSOR = range(3)
-# Kinds of transfer events: an offload begins or its end is waited for, after which the bytes are
-# free; a prefetch begins or its end is waited for.
-OFFLOAD_START, OFFLOAD_END, PREFETCH_START, PREFETCH_END = range(4)
-# Entries of `MakespanState.clock`, µs: compute's clock; when the engines to the host and back are
-# free. The last entry is in bytes: the host's excess summed over all offloads.
-NOW, OUT_FREE, IN_FREE, HOST_EXCESS_SUM = range(4)
-# Entries of `MakespanState.flow`. Bytes: live; of these, unused and waiting for their offload; on
-# the host; the host's largest excess. Counts: tensors queued for an offload; offloads begun;
-# offloads ended; transfer events; events; prefetches; offloaded tensors. A flag: prefetches wait
-# for memory that events before their read will need.
-(
-    LIVE,
-    AWAITING_OFFLOAD,
-    HOST_LIVE,
-    HOST_EXCESS,
-    QUEUE_LENGTH,
-    SENT_COUNT,
-    LEFT_COUNT,
-    TRANSFER_COUNT,
-    EVENT_COUNT,
-    PREFETCH_COUNT,
-    OFFLOADED_COUNT,
-    LOOK_AHEAD,
-    FLOW_SIZE,
-) = range(13)
-# Columns of `MakespanState.offload`, per tensor: whether it is offloaded; whether its offload has
-# ended; its last prefetch; the event that produces it and the last that reads that copy; the next
-# tensor in the list of either event.
-(
-    IS_OFFLOADED,
-    IS_AWAY,
-    LAST_PREFETCH,
-    PRODUCER_EVENT,
-    LAST_READER,
-    NEXT_PRODUCED,
-    NEXT_LAST_READ,
-) = range(7)
-# Columns of `MakespanState.offload_head`, per event: first offloaded tensor that it produces, and
-# first of which it is the last reader.
-PRODUCED, LAST_READS = range(2)
 
 
 class MakespanMoveValues(NamedTuple):
@@ -199,7 +156,7 @@ def new_state(
         sent_end_us=np.zeros(tensors),
         transfer=np.zeros((2 * max_events + 2 * tensors, 3), dtype=np.int32),
         clock=np.zeros(4),
-        flow=np.zeros(FLOW_SIZE, dtype=np.int64),
+        flow=np.zeros(mc.FLOW_SIZE, dtype=np.int64),
     )
 
 
@@ -220,12 +177,12 @@ def to_events(state: MakespanState) -> tuple[Ints, Ints]:
     last = state.search.recomputable.size - 1
     event_kinds: list[int] = []
     subjects: list[int] = []
-    transfers = iter(state.transfer[: state.flow[TRANSFER_COUNT]].tolist())
+    transfers = iter(state.transfer[: state.flow[mc.TRANSFER_COUNT]].tolist())
     transfer = next(transfers, None)
     for position, code in enumerate(current_sequence(state).tolist()):
-        while transfer is not None and transfer[BEFORE] <= position:
-            event_kinds.append(kinds[transfer[KIND]])
-            subjects.append(transfer[MOVED_TENSOR])
+        while transfer is not None and transfer[mc.BEFORE] <= position:
+            event_kinds.append(kinds[transfer[mc.KIND]])
+            subjects.append(transfer[mc.MOVED_TENSOR])
             transfer = next(transfers, None)
         if code < last:
             event_kinds.append(RUN)
