@@ -7,7 +7,7 @@ the two, and the search continues below it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum
 
 import msgspec
@@ -115,22 +115,16 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
     return msgspec.structs.replace(small, tensors=tensors, ops=ops)
 
 
+@dataclass
 class _Search:
     """Cached captures and plans of one step at many batches within one memory."""
 
-    def __init__(
-        self,
-        graph_at: Callable[[int], Graph],
-        captured: dict[int, Graph],
-        memory_bytes: int,
-        link: int,
-    ) -> None:
-        self._graph_at = graph_at
-        self._captured = captured
-        self._memory = memory_bytes
-        self._link = link
-        self._planned_at: dict[int, Plan | None] = {}
-        self._interpolated: dict[tuple[int, int, int], Plan | None] = {}
+    _graph_at: Callable[[int], Graph]
+    _captured: dict[int, Graph]
+    _memory: int
+    _link: int
+    _planned_at: dict[int, Plan | None] = field(default_factory=dict)
+    _interpolated: dict[tuple[int, int, int], Plan | None] = field(default_factory=dict)
 
     def within(self, graph: Graph) -> Plan | None:
         """The plan within the memory, or None if the method finds none."""

@@ -1,6 +1,7 @@
 """Errors of planning: infeasible budget, time limit."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from coop_plan.schemas import format_bytes
 
@@ -59,6 +60,17 @@ class InfeasibleBudgetError(ValueError):
             f" ({format_bytes(min_feasible_bytes)}){proved}{blocked}"
             + (f"; {method} does not use the graph's {' and '.join(unused)}" if unused else "")
         )
+
+
+INFEASIBLE_FIELDS = (
+    *("budget_bytes", "min_feasible_bytes", "budget_lower_bound_bytes"),
+    *("blocking_op", "blocking_op_name", "working_set_bytes", "held"),
+)
+
+
+def infeasible_fields(error: InfeasibleBudgetError) -> dict[str, Any]:
+    """The attributes of an error that are sent to clients, by name."""
+    return {name: getattr(error, name) for name in INFEASIBLE_FIELDS}
 
 
 class TimeLimitError(TimeoutError):

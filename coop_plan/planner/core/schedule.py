@@ -1,6 +1,6 @@
 """Schedules: typed events in order, and the buffers that they write and read."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,9 +65,6 @@ class Wait:
 
 Event = Run | Offload | Prefetch | Wait
 
-KINDS = {"run": RUN, "offload": OFFLOAD, "prefetch": PREFETCH, "wait": WAIT}
-"""Event kinds by name; the subject of "run" is a variant, of all others a tensor."""
-
 
 class NoScheduleError(ValueError):
     """A sequence of events that reads, copies or waits for a tensor that is not resident."""
@@ -94,20 +91,7 @@ class Schedule:
             NoScheduleError: a variant reads a tensor that is not resident.
         """
         what = np.array(variants, dtype=np.int64)
-        return cls._of(problem, np.full(what.size, RUN, dtype=np.int64), what)
-
-    @classmethod
-    def of_named_events(cls, problem: Problem, events: Iterable[tuple[str, int]]) -> "Schedule":
-        """The schedule of events ("run", variant), and ("offload" | "prefetch" | "wait", tensor).
-
-        A wait is for the last copy of that tensor.
-
-        Raises:
-            NoScheduleError: an event needs a tensor or a host copy that does not exist.
-        """
-        numbers = [(KINDS[do], what) for do, what in events]
-        table = np.array(numbers, dtype=np.int64).reshape(-1, 2)
-        return cls._of(problem, table[:, 0].copy(), table[:, 1].copy())
+        return cls.of_events(problem, np.full(what.size, RUN, dtype=np.int64), what)
 
     @classmethod
     def of_events(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":
@@ -116,7 +100,9 @@ class Schedule:
         Raises:
             NoScheduleError: an event needs a tensor or a host copy that does not exist.
         """
-        return cls._of(problem, do, what)
+        found = trace(to_arrays(problem), do, what)
+        _check_complete(problem, do, what, found)
+        return cls(problem, do, what, found)
 
     @classmethod
     def with_decisions(
@@ -131,12 +117,6 @@ class Schedule:
             NoScheduleError: an event reads a tensor that was evicted.
         """
         found = trace_with_decisions(to_arrays(problem), do, what, taken, dropped)
-        _check_complete(problem, do, what, found)
-        return cls(problem, do, what, found)
-
-    @classmethod
-    def _of(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":
-        found = trace(to_arrays(problem), do, what)
         _check_complete(problem, do, what, found)
         return cls(problem, do, what, found)
 

@@ -20,8 +20,7 @@ class SearchParams(Params):
     """Time limit of a request that sets none, s."""
 
     probe_seconds: Seconds = 10.0
-    """Time limit of a feasibility probe (`any_schedule`), such as a budget of the `min` search, s.
-    """
+    """Time limit of a feasibility probe (`any_schedule`), as in the search for `min`, s."""
 
     small_graph_ops: Size = 3000
     """Up to this many ops coop-offline runs to its own end, with `ample_seconds` left."""
@@ -155,9 +154,7 @@ class PathCutParams(Params):
     """Path cuts and their separation (see `planner.exact.model.paths`)."""
 
     min_violation: Annotated[float, Within(-math.inf, 1.0)] = 0.02
-    """
-    Minimum violation of a cut that is added, at most 1; a negative value also adds satisfied cuts.
-    """
+    """Minimum violation of an added cut, at most 1; if negative, satisfied cuts are added, too."""
 
     precision: tuple[tuple[Share, Share], ...] = (
         (1e-2, 2e-2),
@@ -174,8 +171,7 @@ class PathCutParams(Params):
     """The same pairs for quick comparisons of models."""
 
     simplex_columns: Size = 60_000
-    """With transfers, up to this many columns relaxations are solved by simplex, as PDLP is slow.
-    """
+    """With transfers, most columns of a relaxation solved by simplex, as PDLP is slow."""
 
     cuts_per_round: Count = 3000
     """Maximum number of cuts added before the relaxation is solved again."""

@@ -71,9 +71,7 @@ class VariantParams(Params):
     """Upper limit of that share."""
 
     repair_rounds: Size = 40
-    """Maximum number of neighbourhoods solved around overfull segments of the whole program's
-    solution.
-    """
+    """Most neighbourhoods solved around overfull segments of the whole program's solution."""
 
     max_read_excess: Share = 0.01
     """Solutions are read out if they cost at most this share more than the best schedule."""
@@ -85,13 +83,10 @@ class VariantParams(Params):
     """Relative gap to which a neighbourhood is solved."""
 
     patience: Count = 5
-    """Consecutive neighbourhoods without improvement after which the search ends, without a time
-    limit.
-    """
+    """Consecutive neighbourhoods without improvement that end a search without a time limit."""
 
     small_ops: Count = 60
-    """Up to this many ops every op is a time point, and only a time limit makes it solve programs.
-    """
+    """Up to this many ops every op is a time point; programs are solved with a limit only."""
 
     margin: Share = 0.002
     """Share of the arena left free for each layout that failed."""

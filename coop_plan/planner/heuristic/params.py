@@ -19,7 +19,7 @@ from coop_plan.planner.core.params import (
     Within,
 )
 from coop_plan.planner.search.compute.params import DEFAULTS as MOVES
-from coop_plan.planner.search.compute.params import ComputeMoveParams
+from coop_plan.planner.search.compute.params import MoveParams
 from coop_plan.planner.search.makespan.params import DEFAULTS as MAKESPAN
 from coop_plan.planner.search.makespan.params import MakespanParams
 
@@ -71,16 +71,13 @@ class PortfolioParams(Params):
         for alpha in (1 / 16, *EXPONENTS)
         for cap in (False, True)
     )
-    """Scoring rules to try; `foresee` helps where an eviction would extend the lifetimes of its
-    inputs.
-    """
+    """Scoring rules to try; `foresee` helps where an eviction extends its inputs' lifetimes."""
 
     grid_ratio: Annotated[float, Within(math.nextafter(1.0, 2.0), math.inf)] = 1.015
     """Ratio of neighbouring logical budgets of the grid."""
 
     grid_windows: tuple[tuple[int, int], ...] = ((-8, 8), (-20, -8), (-44, -20))
-    """Windows of grid steps around the arena, (above, up to), tried in order until one has a plan.
-    """
+    """Windows of grid steps around the arena, (above, up to), tried until one has a plan."""
 
     small_ops: Size = 500
     """Largest number of ops for which every rule is tried on the whole grid."""
@@ -261,9 +258,7 @@ class SequenceAnnealingParams(Params):
     """Divisor of the penalty weight after a chunk that ends feasible."""
 
     patience: Size = 50
-    """
-    Longest infeasible streak, in chunks; the search then restarts from the last feasible sequence.
-    """
+    """Longest infeasible streak, in chunks, before a restart from the last feasible sequence."""
 
     layout_share: Share = 0.3
     """Most share of the time for layouts."""
@@ -330,7 +325,7 @@ class CoopOfflineParams(Params):
     perturbation: PerturbationParams = PerturbationParams()
     hill_climb: HillClimbParams = HillClimbParams()
     weight_annealing: WeightAnnealingParams = WeightAnnealingParams()
-    moves: ComputeMoveParams = MOVES
+    moves: MoveParams = MOVES
     sequence_annealing: SequenceAnnealingParams = SequenceAnnealingParams()
 
     makespan: MakespanParams = MAKESPAN

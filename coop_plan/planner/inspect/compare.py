@@ -106,11 +106,4 @@ def _cell(options: PlanOptions) -> Cell:
     columns = {key: value for key, value in drawn["map"].items() if key not in shared}
     packed = gzip.compress(json.dumps(columns, separators=(",", ":")).encode(), mtime=0)
     least = made.peak_bytes if name == "min" else None
-    return Cell(
-        name,
-        method,
-        "planned",
-        drawn["figures"],
-        least,
-        base64.b64encode(packed).decode(),
-    )
+    return Cell(name, method, "planned", drawn["figures"], least, base64.b64encode(packed).decode())

@@ -4,27 +4,13 @@ FREE = -1
 """Owner of a free block."""
 
 # Entries of `ArenaState.counts`: blocks; free blocks; union-find nodes; events; offsets, drops and
-# in-place writes recorded; failed allocations; tensors these evicted; retained tensors; last stamp
-# of a graph traversal; transient buffers of the op; offloads; whether any prefetch began; bytes on
-# the host; bytes allocated.
-(
-    BLOCKS,
-    HOLES,
-    NODES,
-    EVENTS,
-    OFFSETS,
-    DROPS,
-    WRITES,
-    FAILURES,
-    EVICTED,
-    RETAINED,
-    STAMP,
-    TRANSIENT,
-    OFFLOAD_COUNT,
-    HAS_PREFETCHED,
-    HOST_BYTES,
-    USED,
-) = range(16)
+# in-place writes recorded.
+BLOCKS, HOLES, NODES, EVENTS, OFFSETS, DROPS, WRITES = range(7)
+# Failed allocations; tensors these evicted; retained tensors; last stamp of a graph traversal;
+# transient buffers of the op; offloads; whether any prefetch began.
+FAILURES, EVICTED, RETAINED, STAMP, TRANSIENT, OFFLOAD_COUNT, HAS_PREFETCHED = range(7, 14)
+# Bytes on the host; bytes allocated.
+HOST_BYTES, USED = range(14, 16)
 
 # Entries of `ArenaState.total`: compute's clock, µs; sum of free ratios at failed allocations; µs
 # at which the copy engines to the host and back are free.

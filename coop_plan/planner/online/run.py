@@ -1,4 +1,4 @@
-"""A run of the simulator on a problem, and its schedule."""
+"""A run of the simulator on a problem, its schedule, and a lower bound on its cost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import to_arrays
+from coop_plan.planner.core.arrays import Arrays, to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.jit import inlined, njit
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams
-from coop_plan.planner.online.remaining_cost import run_cost_bound
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
 from coop_plan.planner.online.state import ArenaState, empty_arena
 
@@ -155,3 +155,32 @@ def _simulate(
         if status != RECORD_FULL:
             raise DoesNotFitError(status)
         record *= 2
+
+
+@njit
+def run_cost_bound(a: Arrays, s: ArenaState, position: int) -> float:
+    """Lower bound (µs) on the cost of a run without transfers that has reached op `position`.
+
+    Costs so far, all later ops once, and each op once whose evicted outputs are read later or are
+    needed to recompute those.
+    """
+    total = float(s.total[c.CLOCK])
+    for op in range(position, a.ops):
+        total += a.cost[op]
+    reruns = np.zeros(a.ops, np.bool_)
+    for t in range(a.size.size):
+        if a.last_use[t] >= position and _is_evicted(a, s, t):
+            reruns[a.producer[t]] = True
+    for op in range(position - 1, -1, -1):  # an op's inputs have earlier producers
+        if reruns[op]:
+            total += a.cost[op]
+            for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+                if _is_evicted(a, s, a.reads[k]):
+                    reruns[a.producer[a.reads[k]]] = True
+    return total
+
+
+@inlined
+def _is_evicted(a: Arrays, s: ArenaState, t: int) -> bool:
+    """True if `t` was produced, is not live, and a rerun would write it to the arena."""
+    return bool(a.outside[t] == 0 and s.tensor[c.WRITTEN, t] == 1 and s.tensor[c.LIVE, t] == 0)

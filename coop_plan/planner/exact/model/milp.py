@@ -50,9 +50,7 @@ class Milp:
         return len(self.lower) - 1
 
     def row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> int:
-        """Add the row lower ≤ Σ value · column ≤ upper; returns its number. Each column occurs at
-        most once.
-        """
+        """Add the row lower ≤ Σ value · column ≤ upper (distinct columns); returns its number."""
         number = len(self.row_lower)
         self.row_lower.append(lower)
         self.row_upper.append(upper)

@@ -31,9 +31,7 @@ from coop_plan.planner.exact.params import DEFAULTS, PathCutParams
 Vector = NDArray[np.float64]
 
 Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
-"""
-Signature of `planner.exact.solver.process.SolverProcess.relax` and of its in-process counterpart.
-"""
+"""Signature of `SolverProcess.relax` and of its counterpart in the bounding process."""
 
 
 @dataclass(frozen=True)

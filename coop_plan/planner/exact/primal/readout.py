@@ -61,8 +61,7 @@ class Readout:
 
 
 Evictions = dict[tuple[int, int], set[int]]
-"""(position, op) → tensors evicted just before the op runs for that position, and recomputed later.
-"""
+"""(position, op) → tensors evicted just before that run, and recomputed later."""
 
 Margins = dict[tuple[int, int], int]
 """(position, op) → bytes kept free while the op runs for that position."""

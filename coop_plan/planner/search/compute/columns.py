@@ -24,27 +24,13 @@ HEAD, TAIL, STALE, QUEUED = range(4)
 # not have, the reverse, and events that moved; stale tensors; tensors queued for dead-code
 # elimination; changed blocks.
 FREE, ADDED, REMOVED, MOVED, STALES, QUEUE, CHANGED = range(7)
-# Entries of `SearchState.counts`: length of the stored sequence; lengths of the lists; blocks in
-# use; whether an insertion found a full block; head and length of the list of free accesses; the
-# event of the peak and its bytes above the capacity; margins in use.
-(
-    LENGTH,
-    FREE_COUNT,
-    ADDED_COUNT,
-    REMOVED_COUNT,
-    MOVED_COUNT,
-    STALE_COUNT,
-    QUEUE_COUNT,
-    CHANGED_COUNT,
-    BLOCKS,
-    FULL,
-    FREE_ACCESS,
-    FREE_ACCESSES,
-    PEAK_EVENT,
-    PEAK_EXCESS,
-    MARGIN_COUNT,
-    COUNTS,
-) = range(16)
+# Entries of `SearchState.counts`: length of the stored sequence; lengths of the lists above.
+LENGTH, FREE_COUNT, ADDED_COUNT, REMOVED_COUNT, MOVED_COUNT, STALE_COUNT = range(6)
+QUEUE_COUNT, CHANGED_COUNT = range(6, 8)
+# Blocks in use; whether an insertion found a full block; head and length of the list of free
+# accesses; event of the peak and its bytes above the capacity; margins in use.
+BLOCKS, FULL, FREE_ACCESS, FREE_ACCESSES, PEAK_EVENT, PEAK_EXCESS, MARGIN_COUNT = range(8, 15)
+COUNTS = 15
 # Entries of `SearchState.sums`: compute cost (µs) of the candidate and of the current sequence;
 # live bytes summed over the candidate's events.
 CANDIDATE_COST, CURRENT_COST, AREA = range(3)

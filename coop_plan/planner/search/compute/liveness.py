@@ -111,21 +111,20 @@ def _update_copies(a: Program, s: SearchState, t: int) -> bool:
 @inlined
 def _inplace_saving(a: Program, s: SearchState, e: int, code: int) -> int:
     """Bytes that an event saves by writing one output over an input whose lifetime ends there."""
-    saved = 0
     for k in range(a.pairs_ptr[code], a.pairs_ptr[code + 1]):
-        x, source = s.event[e, c.FIRST_ACCESS], a.pairs_in[k]
-        while x != c.NONE and (
-            s.access[x, c.TENSOR] != source or s.access[x, c.ACCESS_KIND] != c.READ
-        ):
-            x = s.access[x, c.NEXT_OF_EVENT]
-        if (
-            x != c.NONE
-            and s.access[x, c.COPY] != c.NONE
-            and s.access[s.access[x, c.COPY], c.END] == e
-        ):
-            saved = a.size[a.pairs_out[k]]
-            break
-    return saved
+        if overwritable_copy(s, e, a.pairs_in[k]) != c.NONE:
+            return int(a.size[a.pairs_out[k]])
+    return 0
+
+
+@inlined
+def overwritable_copy(s: SearchState, e: int, t: int) -> int:
+    """The copy of tensor `t` whose last read is in event `e`; NONE if there is none."""
+    x = s.event[e, c.FIRST_ACCESS]
+    while x != c.NONE and (s.access[x, c.TENSOR] != t or s.access[x, c.ACCESS_KIND] != c.READ):
+        x = s.access[x, c.NEXT_OF_EVENT]
+    copy = s.access[x, c.COPY] if x != c.NONE else c.NONE
+    return int(copy) if copy != c.NONE and s.access[copy, c.END] == e else c.NONE
 
 
 @inlined

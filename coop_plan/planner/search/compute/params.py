@@ -1,13 +1,13 @@
-"""Parameters of the Metropolis search over sequences; the type of a field is its valid range."""
+"""Parameters of the Metropolis searches over sequences; the type of a field is its valid range."""
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Share, Size
+from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Share, Size, values_class
 
 
 @dataclass(frozen=True)
 class MoveParams(Params):
-    """Move and repair parameters; the defaults are those of `planner.search.compute`.
+    """Moves and repairs of both searches; the defaults are those of `planner.search.compute`.
 
     A group is a run of adjacent events, none of which is the first run of its op.
     """
@@ -27,8 +27,14 @@ class MoveParams(Params):
     recompute_chance: Share = 0.2
     """Probability of a move that recomputes an input of an event."""
 
+    prefetch_chance: Share = 0.0
+    """Probability of a move that prefetches an input of an event."""
+
+    convert_chance: Share = 0.0
+    """Probability of a move that turns a recompute into a prefetch or the reverse."""
+
     move_chance: Share = 0.2
-    """Probability of a move that shifts recomputes; the rest, up to 1, removes some."""
+    """Probability of a move that shifts events; the rest, up to 1, removes some."""
 
     max_draws: Size = 50
     """Most random draws of an event until one is (or is not) a first run, as the move requires."""
@@ -64,8 +70,7 @@ class MoveParams(Params):
     """The same, at the rare rate."""
 
     recompute_evicted_usual: Share = 0.9
-    """Probability of recomputing an evicted input of an inserted op; else its lifetime is extended.
-    """
+    """Probability of recomputing an evicted input of an inserted op, not extending its lifetime."""
 
     recompute_evicted_rare: Share = 0.5
     """The same, at the rare rate."""
@@ -73,15 +78,11 @@ class MoveParams(Params):
     max_insertion: Count = 64
     """Most ops that one move inserts."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.recompute_chance + self.move_chance > 1:
-            raise ValueError("recompute_chance + move_chance must be at most 1")
+    prefetch_input_chance: Share = 0.5
+    """Probability of prefetching an input of an inserted op instead of recomputing it."""
 
-
-@dataclass(frozen=True)
-class ComputeMoveParams(MoveParams):
-    """Moves of the search over orders of runs, with memory margins at single events."""
+    copy_time_weight: Ratio = 0.3
+    """Mean cost of 1 µs of a copy engine, in µs of compute, in a repair's choice."""
 
     first_run_chance: Share = 0.25
     """Probability of moving the first run of an op; 0 keeps them in program order."""
@@ -95,5 +96,15 @@ class ComputeMoveParams(MoveParams):
     max_margins: Size = 256
     """Most events at which extra memory can be kept free."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chances = self.recompute_chance + self.prefetch_chance + self.convert_chance
+        if chances + self.move_chance > 1:
+            raise ValueError(
+                "the sum of recompute, prefetch, convert and move_chance must be at most 1"
+            )
 
-DEFAULTS = ComputeMoveParams()
+
+MoveValues = values_class(MoveParams)
+
+DEFAULTS = MoveParams()

@@ -16,41 +16,12 @@ import numpy.typing as npt
 from coop_plan.planner.core.arrays import Flags, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.search.compute import columns as c
-from coop_plan.planner.search.compute.params import ComputeMoveParams
+from coop_plan.planner.search.compute.params import MoveParams, MoveValues
 
 Int32s = npt.NDArray[np.int32]
 
 MIN_BLOCK_EVENTS = 16
 """Least number of events that a block is made for."""
-
-
-class ComputeMoveValues(NamedTuple):
-    """The fields of `ComputeMoveParams`, for compiled code."""
-
-    max_repairs: int
-    min_excess: float
-    total_excess_weight: float
-    repair_chance: float
-    recompute_chance: float
-    move_chance: float
-    max_draws: int
-    first_run_chance: float
-    to_bound_chance: float
-    drift_chance: float
-    remove_more_chance: float
-    move_more_chance: float
-    move_group_chance: float
-    max_move: float
-    move_later_chance: float
-    max_lead: float
-    lead_chance: float
-    usual_chance: float
-    recompute_live_usual: float
-    recompute_live_rare: float
-    recompute_evicted_usual: float
-    recompute_evicted_rare: float
-    max_insertion: int
-    max_margins: int
 
 
 class SearchState(NamedTuple):
@@ -63,23 +34,27 @@ class SearchState(NamedTuple):
     Per op: `recomputable` if it may run again after its first run, `chained` and `phase` constrain
     the order of first runs, and `first_run` is the event of the first run.
 
-    Per tensor: `is_output` if it must be live at the end; `gain_bound[:, 0]`, its bytes freed per
-    µs of recomputation, and `[:, 1]`, the same for one byte (0 if it cannot be evicted), which
-    bound the gain of an eviction from above; `input_share`, its bytes divided by its number of
-    reading ops; `input_us`, the cost of its producer, infinite if it cannot be recomputed.
+    Per tensor: `rerun_for` if a move may rerun its producer for it, `movable` if it can be
+    offloaded and prefetched, and `is_output` if it must be live at the end; `gain_bound[:, 0]`, its
+    bytes freed per µs of recomputation, and `[:, 1]`, the same for one byte (0 if it cannot be
+    evicted), which bound the gain of an eviction from above; `input_share`, its bytes divided by
+    its number of reading ops; `input_us`, the cost of its producer, infinite if it cannot be
+    recomputed.
 
     Per block: `members` lists its events, `saved_members` those before the step, `block_start` its
     first position (the last entry is the length), and `long_gain` sums `gain_bound` over its
     long-lived copies.
 
     `event`, `event_bytes`, `block`, `access`, `tensor`, `lists`, `counts` and `sums` have the
-    columns listed above. `pending` is the buffer of ops to insert. `margin` has rows
+    columns of `columns`. `pending` is the buffer of ops to insert. `margin` has rows
     (position, op, bytes): bytes to keep free if the op runs after `position` first runs;
     `margin_prefix` counts the margins before each position.
     """
 
-    params: ComputeMoveValues
+    params: MoveParams  # as `MoveValues`
     recomputable: Flags
+    rerun_for: Flags
+    movable: Flags
     is_output: Flags
     gain_bound: npt.NDArray[np.float64]
     input_share: npt.NDArray[np.float64]
@@ -105,7 +80,7 @@ class SearchState(NamedTuple):
     sums: npt.NDArray[np.float64]
 
 
-def new_state(problem: Problem, max_events: int, params: ComputeMoveParams) -> SearchState:
+def new_state(problem: Problem, max_events: int, params: MoveParams) -> SearchState:
     """State without a sequence, for up to `max_events` events."""
     arrays = to_arrays(problem)
     recomputable = np.array(problem.rerunnable(problem.evictable), dtype=np.uint8)
@@ -113,6 +88,7 @@ def new_state(problem: Problem, max_events: int, params: ComputeMoveParams) -> S
     gain_per_byte = evictable / np.maximum(arrays.cost[arrays.producer], c.MIN_COST_US)
     state = allocate(to_program(arrays), max_events, params, recomputable, gain_per_byte)
     return state._replace(
+        rerun_for=recomputable[arrays.producer],
         is_output=arrays.is_output & (1 - arrays.outside),
         chained=np.array(problem.chained, dtype=np.uint8),
         phase=np.array(problem.phase, dtype=np.uint8),
@@ -122,7 +98,7 @@ def new_state(problem: Problem, max_events: int, params: ComputeMoveParams) -> S
 def allocate(
     a: Program,
     max_events: int,
-    params: ComputeMoveParams,
+    params: MoveParams,
     recomputable: Flags,
     gain_per_byte: npt.NDArray[np.float64],
 ) -> SearchState:
@@ -139,8 +115,10 @@ def allocate(
     accesses = 4 * program_accesses + 64 * max_accesses + max_events
     accesses = min(max_events * max_accesses, accesses)
     return SearchState(
-        params=ComputeMoveValues(**asdict(params)),
+        params=MoveValues(**asdict(params)),
         recomputable=recomputable,
+        rerun_for=evictable.astype(np.uint8),
+        movable=np.zeros(tensors, dtype=np.uint8),
         is_output=np.zeros(tensors, dtype=np.uint8),
         gain_bound=np.stack([a.size * gain_per_byte, gain_per_byte], axis=1),
         input_share=a.size / np.maximum(np.bincount(a.reads, minlength=tensors), 1),

@@ -10,36 +10,19 @@ OFFLOAD_START, OFFLOAD_END, PREFETCH_START, PREFETCH_END = range(4)
 # free. The last entry is in bytes: the host's excess summed over all offloads.
 NOW, OUT_FREE, IN_FREE, HOST_EXCESS_SUM = range(4)
 # Entries of `MakespanState.flow`. Bytes: live; of these, unused and waiting for their offload; on
-# the host; the host's largest excess. Counts: tensors queued for an offload; offloads begun;
-# offloads ended; transfer events; events; prefetches; offloaded tensors. A flag: prefetches wait
-# for memory that events before their read will need.
-(
-    LIVE,
-    AWAITING_OFFLOAD,
-    HOST_LIVE,
-    HOST_EXCESS,
-    QUEUE_LENGTH,
-    SENT_COUNT,
-    LEFT_COUNT,
-    TRANSFER_COUNT,
-    EVENT_COUNT,
-    PREFETCH_COUNT,
-    OFFLOADED_COUNT,
-    LOOK_AHEAD,
-    FLOW_SIZE,
-) = range(13)
+# the host; the host's largest excess.
+LIVE, AWAITING_OFFLOAD, HOST_LIVE, HOST_EXCESS = range(4)
+# Counts: tensors queued for an offload; offloads begun; offloads ended; transfer events.
+QUEUE_LENGTH, SENT_COUNT, LEFT_COUNT, TRANSFER_COUNT = range(4, 8)
+# Counts: events; prefetches; offloaded tensors. A flag: prefetches wait for memory that events
+# before their read will need.
+EVENT_COUNT, PREFETCH_COUNT, OFFLOADED_COUNT, LOOK_AHEAD = range(8, 12)
+FLOW_SIZE = 12
 # Columns of `MakespanState.offload`, per tensor: whether it is offloaded; whether its offload has
-# ended; its last prefetch; the event that produces it and the last that reads that copy; the next
-# tensor in the list of either event.
-(
-    IS_OFFLOADED,
-    IS_AWAY,
-    LAST_PREFETCH,
-    PRODUCER_EVENT,
-    LAST_READER,
-    NEXT_PRODUCED,
-    NEXT_LAST_READ,
-) = range(7)
+# ended; its last prefetch.
+IS_OFFLOADED, IS_AWAY, LAST_PREFETCH = range(3)
+# The event that produces it and the last that reads that copy; next tensor in the list of either.
+PRODUCER_EVENT, LAST_READER, NEXT_PRODUCED, NEXT_LAST_READ = range(3, 7)
 # Columns of `MakespanState.offload_head`, per event: first offloaded tensor that it produces, and
 # first of which it is the last reader.
 PRODUCED, LAST_READS = range(2)

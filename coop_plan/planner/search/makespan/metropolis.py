@@ -11,7 +11,7 @@ from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inner, njit
 from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.liveness import mark_stale, update_liveness
-from coop_plan.planner.search.makespan.moves import propose
+from coop_plan.planner.search.compute.moves import propose
 from coop_plan.planner.search.makespan.objective import evaluate
 from coop_plan.planner.search.makespan.repair import repair
 from coop_plan.planner.search.makespan.sequence import MakespanState
@@ -71,14 +71,14 @@ def metropolis(
         # The threshold is drawn first: an evaluation stops early above it.
         limit = current_cost + penalty * current_excess + temperature * np.random.exponential()
         accepted = False
-        if propose(a, m):
-            repair_early = np.random.random() < m.params.repair_chance
-            for repairs in range(m.params.max_repairs + 1):
+        if propose(a, s):
+            repair_early = np.random.random() < s.params.repair_chance
+            for repairs in range(s.params.max_repairs + 1):
                 eliminate_dead(a, s)
                 cost, excess = evaluate(a, m, capacity, host, limit)
                 if cost == np.inf:
                     break
-                last = excess == 0.0 or repairs == m.params.max_repairs
+                last = excess == 0.0 or repairs == s.params.max_repairs
                 if cost + penalty * excess <= limit and (last or not repair_early):
                     current_cost, current_excess, accepted = cost, excess, True
                     break

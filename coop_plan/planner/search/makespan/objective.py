@@ -14,7 +14,8 @@ from coop_plan.planner.core.arrays import Ints, Program
 from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.event_list import position_of
-from coop_plan.planner.search.compute.objective import candidate_cost
+from coop_plan.planner.search.compute.liveness import overwritable_copy
+from coop_plan.planner.search.compute.objective import candidate_cost, excess_share
 from coop_plan.planner.search.makespan import columns as mc
 from coop_plan.planner.search.makespan.sequence import MakespanState
 
@@ -194,9 +195,9 @@ def _simulate(
         while t != c.NONE:
             _enqueue(m, position_of(s, m.offload[t, mc.LAST_READER]), t)
             t = m.offload[t, mc.NEXT_PRODUCED]
-    share = _excess_share(m, worst, total, capacity)
+    share = excess_share(s, worst, total, capacity)
     if host >= 0:
-        share += _excess_share(m, flow[mc.HOST_EXCESS], clock[mc.HOST_EXCESS_SUM], host)
+        share += excess_share(s, flow[mc.HOST_EXCESS], clock[mc.HOST_EXCESS_SUM], host)
     return clock[mc.NOW], share
 
 
@@ -222,26 +223,14 @@ def _last_overflow(a: Program, m: MakespanState, at: int, until: int, capacity: 
 @inlined
 def _inplace_saving(a: Program, m: MakespanState, e: int, code: int) -> int:
     """Bytes that an in-place output saves; none if the input waits for its offload."""
-    s, saved = m.search, 0
+    s = m.search
     for k in range(a.pairs_ptr[code], a.pairs_ptr[code + 1]):
         t = a.pairs_in[k]
-        x = s.event[e, c.FIRST_ACCESS]
-        while x != c.NONE and (s.access[x, c.TENSOR] != t or s.access[x, c.ACCESS_KIND] != c.READ):
-            x = s.access[x, c.NEXT_OF_EVENT]
-        x = s.access[x, c.COPY] if x != c.NONE else c.NONE
+        x = overwritable_copy(s, e, t)
         is_offloaded = x == s.tensor[t, c.HEAD] and m.offload[t, mc.IS_OFFLOADED] == 1
-        waits = is_offloaded and m.offload[t, mc.IS_AWAY] == 0
-        if x != c.NONE and s.access[x, c.END] == e and not waits:
-            saved = a.size[a.pairs_out[k]]
-            break
-    return saved
-
-
-@inlined
-def _excess_share(m: MakespanState, worst: int, total: float, capacity: int) -> float:
-    if worst <= 0:
-        return 0.0
-    return m.params.min_excess + (worst + m.params.total_excess_weight * total) / max(1, capacity)
+        if x != c.NONE and not (is_offloaded and m.offload[t, mc.IS_AWAY] == 0):
+            return int(a.size[a.pairs_out[k]])
+    return 0
 
 
 @inlined

@@ -14,43 +14,16 @@ from coop_plan.planner.core.params import (
 )
 from coop_plan.planner.search.compute.params import MoveParams
 
-
-@dataclass(frozen=True)
-class MakespanMoveParams(MoveParams):
-    """Moves of the search over runs and prefetch markers."""
-
-    recompute_chance: Share = 0.12
-    """Probability of a move that recomputes an input of an event."""
-
-    prefetch_chance: Share = 0.2
-    """Probability of a move that prefetches an input of an event."""
-
-    convert_chance: Share = 0.2
-    """Probability of a move that turns a recompute into a prefetch or the reverse."""
-
-    move_chance: Share = 0.2
-    """Probability of a move that shifts events; the rest, up to 1, removes some."""
-
-    prefetch_input_chance: Share = 0.5
-    """Probability of prefetching an input of an inserted op instead of recomputing it."""
-
-    copy_time_weight: Ratio = 0.3
-    """Mean cost of 1 µs of a copy engine, in µs of compute, in a repair's choice."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        chances = self.recompute_chance + self.prefetch_chance + self.convert_chance
-        if chances + self.move_chance > 1:
-            raise ValueError(
-                "the sum of recompute, prefetch, convert and move_chance must be at most 1"
-            )
+MOVES = MoveParams(
+    recompute_chance=0.12, prefetch_chance=0.2, convert_chance=0.2, first_run_chance=0.0
+)
 
 
 @dataclass(frozen=True)
 class MakespanParams(Params):
     """Annealing of sequences with prefetch markers (`planner.search.makespan.annealing`)."""
 
-    moves: MakespanMoveParams = MakespanMoveParams()
+    moves: MoveParams = MOVES
 
     temperature: Ratio = 0.15
     """Initial temperature, in mean costs of an op."""
@@ -68,8 +41,7 @@ class MakespanParams(Params):
     """Most steps times events of such a search, about."""
 
     events_per_second: Count = 30_000_000
-    """Events simulated per second, an estimate that turns a time limit into a number of searches.
-    """
+    """Estimate of the events simulated per second: a time limit as a number of searches."""
 
     max_searches: Count = 60
     """Most searches within a time limit, one after another."""
@@ -99,9 +71,7 @@ class MakespanParams(Params):
     """Events added to that limit."""
 
     initial_penalty: Positive = 1e-3
-    """Initial penalty weight, in base costs per unit of memory excess: only nearly free evictions
-    pay off.
-    """
+    """Initial penalty weight, in base costs per unit of excess: only nearly free evictions pay."""
 
     initial_penalty_share: PositiveShare = 0.5
     """Share of an annealing in which the penalty weight grows to `penalty`."""
@@ -119,9 +89,7 @@ class MakespanParams(Params):
     """Divisor of the penalty weight after a chunk that ends feasible."""
 
     patience: Size = 50
-    """
-    Longest infeasible streak, in chunks; the search then restarts from the best feasible sequence.
-    """
+    """Longest infeasible streak, in chunks, before a restart from the best feasible sequence."""
 
     capacity_shrink: Factor = 1.001
     """Divisor of the capacity after a failed layout."""

@@ -1,6 +1,4 @@
-"""Repair of a candidate above the capacity: evict a tensor at the peak, recompute or prefetch it
-later.
-"""
+"""Repair of a candidate above the capacity: evicts a tensor at the peak until its next read."""
 
 import numpy as np
 
@@ -9,9 +7,9 @@ from coop_plan.planner.core.jit import inlined, inner
 from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.event_list import block_at, length, position_of
 from coop_plan.planner.search.compute.liveness import next_read
+from coop_plan.planner.search.compute.moves import insert_prefetch, insert_recompute
 from coop_plan.planner.search.compute.objective import summarize_block
 from coop_plan.planner.search.compute.repair import draw_input_chance, recompute_gains
-from coop_plan.planner.search.makespan.moves import insert_prefetch, insert_recompute
 from coop_plan.planner.search.makespan.sequence import MakespanState
 
 
@@ -54,8 +52,8 @@ def repair(a: Program, m: MakespanState) -> bool:
     if read == length(s):
         return False
     if by_prefetch:
-        return insert_prefetch(a, m, choice, read)
-    return insert_recompute(a, m, a.producer[choice], read, draw_input_chance(a, s, choice, peak))
+        return insert_prefetch(a, s, choice, read)
+    return insert_recompute(a, s, a.producer[choice], read, draw_input_chance(a, s, choice, peak))
 
 
 @inlined
@@ -84,14 +82,14 @@ def _reservoir_step(
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         if a.reads[k] == t:
             return choice, by_prefetch, total
-    bytes_, maker = float(min(a.size[t], s.counts[c.PEAK_EXCESS])), a.producer[t]
-    if m.movable[t] == 1:
+    bytes_ = float(min(a.size[t], s.counts[c.PEAK_EXCESS]))
+    if s.movable[t] == 1:
         us = m.prefetch_us[t] + (0.0 if is_prefetched else m.offload_us[t])
-        us *= m.params.copy_time_weight * 2.0 * np.random.random()
+        us *= s.params.copy_time_weight * 2.0 * np.random.random()
         total += bytes_ / max(us, c.MIN_COST_US)
         if np.random.random() * total < bytes_ / max(us, c.MIN_COST_US):
             choice, by_prefetch = t, True
-    if s.recomputable[maker] == 1 and a.evictable[t] == 1:
+    if s.rerun_for[t] == 1:
         gained = max(*recompute_gains(a, s, t, peak))
         total += gained
         if np.random.random() * total < gained:

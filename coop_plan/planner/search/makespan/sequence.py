@@ -11,55 +11,25 @@ has a live copy.
 a closed program is artificial: it reads the outputs of the step, which may be evicted until then.
 """
 
-from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Flags, Floats, Ints, Program, to_arrays, to_program
+from coop_plan.planner.core.arrays import Floats, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, RUN, WAIT
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute import sequence
-from coop_plan.planner.search.compute.params import DEFAULTS as MOVES
+from coop_plan.planner.search.compute.params import MoveParams
 from coop_plan.planner.search.compute.sequence import Int32s, SearchState, allocate
 from coop_plan.planner.search.makespan import columns as mc
-from coop_plan.planner.search.makespan.params import MakespanMoveParams
-
-
-class MakespanMoveValues(NamedTuple):
-    """The fields of `MakespanMoveParams`, for compiled code."""
-
-    max_repairs: int
-    min_excess: float
-    total_excess_weight: float
-    repair_chance: float
-    recompute_chance: float
-    prefetch_chance: float
-    convert_chance: float
-    move_chance: float
-    max_draws: int
-    remove_more_chance: float
-    move_more_chance: float
-    move_group_chance: float
-    max_move: float
-    move_later_chance: float
-    max_lead: float
-    lead_chance: float
-    usual_chance: float
-    recompute_live_usual: float
-    recompute_live_rare: float
-    recompute_evicted_usual: float
-    recompute_evicted_rare: float
-    prefetch_input_chance: float
-    copy_time_weight: float
-    max_insertion: int
 
 
 class MakespanState(NamedTuple):
     """State of the joint search, and the transfers of the candidate that was evaluated last.
 
-    `search` holds the sequence and its liveness. Per tensor: `movable` if it can be offloaded,
-    `offload_us` and `prefetch_us` the times of its copies, `offload` the columns above.
+    `search` holds the sequence and its liveness. Per tensor:
+    `offload_us` and `prefetch_us` the times of its copies, and `offload`.
 
     Per position: `order` is the event, `start_us` its start if compute never waits. Per prefetch,
     in the order of first reads: `prefetches` is the marker's access, `first_reader` the position of
@@ -68,13 +38,11 @@ class MakespanState(NamedTuple):
 
     `offloaded` lists the offloaded tensors and `offload_head` their lists by event. `queue` is a
     heap of tensors to offload, keyed by the last reader's position. `sent` and `sent_end_us` list
-    offloads in the order of their starts. `transfer` lists all transfer events; see above for
-    `clock` and `flow`.
+    offloads in the order of their starts. `transfer` lists all transfer events; see
+    `columns` for the columns and entries of `offload`, `transfer`, `clock` and `flow`.
     """
 
-    params: MakespanMoveValues
     search: SearchState
-    movable: Flags
     offload_us: Floats
     prefetch_us: Floats
     order: Int32s
@@ -123,9 +91,7 @@ def to_closed_program(problem: Problem) -> Program:
     )
 
 
-def new_state(
-    problem: Problem, a: Program, max_events: int, params: MakespanMoveParams
-) -> MakespanState:
+def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams) -> MakespanState:
     """State without a sequence, for up to `max_events` events of a closed program."""
     device, tensors, bytes_ = problem.device, a.size.size, to_arrays(problem).bytes
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
@@ -134,12 +100,12 @@ def new_state(
     linked = "transfers" in problem.beyond_recomputation
     movable = np.array(problem.movable, dtype=np.uint8) * np.uint8(linked)
     recomputable = np.array([*problem.rerunnable(problem.rematerializable), False], dtype=np.uint8)
-    produced, moves = a.producer >= 0, replace(MOVES, max_insertion=params.max_insertion)
-    evictable = produced & ((movable == 1) | ((a.evictable == 1) & (recomputable[a.producer] == 1)))
+    evictable = (a.producer >= 0) & (
+        (movable == 1) | ((a.evictable == 1) & (recomputable[a.producer] == 1))
+    )
+    search = allocate(a, max_events, params, recomputable, evictable * (a.size > 0) * 1.0)
     return MakespanState(
-        params=MakespanMoveValues(**asdict(params)),
-        search=allocate(a, max_events, moves, recomputable, evictable * (a.size > 0) * 1.0),
-        movable=movable,
+        search=search._replace(movable=movable),
         offload_us=offload_us,
         prefetch_us=prefetch_us,
         order=np.zeros(max_events, dtype=np.int32),
@@ -150,7 +116,7 @@ def new_state(
         arrival_us=np.zeros(max_events),
         offloaded=np.zeros(tensors, dtype=np.int32),
         offload=np.zeros((tensors, 7), dtype=np.int32),
-        offload_head=np.full((max_events + 1, 2), sequence.NONE, dtype=np.int32),
+        offload_head=np.full((max_events + 1, 2), c.NONE, dtype=np.int32),
         queue=np.zeros((tensors, 2), dtype=np.int64),
         sent=np.zeros(tensors, dtype=np.int32),
         sent_end_us=np.zeros(tensors),
