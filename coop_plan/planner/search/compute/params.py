@@ -2,7 +2,56 @@
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Share, Size, values_class
+from coop_plan.planner.core.params import (
+    Count,
+    Factor,
+    Params,
+    Positive,
+    Ratio,
+    Share,
+    Size,
+    values_class,
+)
+
+
+@dataclass(frozen=True)
+class AnnealingParams(Params):
+    """Temperatures, penalties and layouts of an annealing."""
+
+    temperature: Ratio = 0.4
+    """Initial temperature, in mean costs of an op."""
+
+    cooling: Ratio = 2.0
+    """Exponent of the temperature in the remaining share of the search."""
+
+    penalty: Positive = 5.0
+    """Least penalty weight, in base costs per unit of memory excess."""
+
+    penalty_growth: Factor = 1.01
+    """Growth of the penalty weight after a chunk that ends infeasible."""
+
+    layout_share: Share = 0.3
+    """Most share of the time for layouts."""
+
+    min_saving: Share = 1e-4
+    """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
+
+
+@dataclass(frozen=True)
+class SequenceParams(AnnealingParams):
+    """Annealing of a sequence of events."""
+
+    event_factor: Count = 2
+    """Most events of a sequence, as a multiple of the longest start, plus `extra_events`."""
+
+    extra_events: Count = 2000
+    """Events added to that limit."""
+
+    penalty_decay: Factor = 1.007
+    """Divisor of the penalty weight after a chunk that ends feasible."""
+
+    patience: Size = 50
+    """Longest infeasible streak, in chunks, before a restart from a feasible sequence."""
 
 
 @dataclass(frozen=True)
