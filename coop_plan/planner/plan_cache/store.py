@@ -82,10 +82,10 @@ class StoreError(OSError):
     """A plan store cannot be opened, or an operation on it failed."""
 
 
-def default_path() -> Path:
-    """`coop-plan/plans.sqlite3` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+def cache_dir() -> Path:
+    """Folder of caches: `coop-plan` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "coop-plan" / "plans.sqlite3"
+    return Path(base).expanduser() / "coop-plan"
 
 
 class SqliteStore:
