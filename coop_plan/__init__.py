@@ -1,6 +1,5 @@
-"""
-Plans one training step into a hard memory budget: what to keep, drop and recompute, and the address
-of every tensor in one fixed arena.
+"""Plans one training step into a hard memory budget: what to keep, drop and recompute, and the
+address of every tensor in one fixed arena.
 
 The public names are here; they are loaded when they are first used, so that importing this package
 loads neither kernels nor PyTorch. `torch.compile(..., backend="coop")` needs no import at all.

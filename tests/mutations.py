@@ -68,8 +68,8 @@ MUTATIONS = (
     Mutation(  # what the op at hand reads may be evicted
         "pins",
         "planner/online",
-        "s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0",
-        "s.tensor[EVICTABLE, t] == 0",
+        "s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0",
+        "s.tensor[c.EVICTABLE, t] == 0",
         (RUN, PLANS),
     ),
     Mutation(  # a buffer reaches one unit into the one above
@@ -82,8 +82,8 @@ MUTATIONS = (
     Mutation(  # an output takes over an input that another op of the closure still reads
         "in-place-guard",
         "planner/online",
-        "and s.tensor[PINS, source] == 1",
-        "and s.tensor[PINS, source] >= 1",
+        "and s.tensor[c.PINS, source] == 1",
+        "and s.tensor[c.PINS, source] >= 1",
         (RUN,),
     ),
     Mutation(  # the verifier forgets the outputs outside the arena

@@ -2,7 +2,8 @@
 
 import os
 import secrets
-from typing import Any, Self, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,6 +31,7 @@ RETRY_STATUSES = frozenset({429, 502, 503})
 PATIENCE_SECONDS = 30.0
 
 T = TypeVar("T")
+H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 
 
 class RetryableError(ServerAwayError):
@@ -41,10 +43,19 @@ class RetryableError(ServerAwayError):
         super().__init__(str(protocol.problem_of(answer)))
 
 
-class _BaseClient:
+class _BaseClient(Generic[H]):
     """Shared by both clients: HTTP requests from exchanges, and the policy of retries."""
 
-    def __init__(self, server: str, token: str | None, patience_seconds: float) -> None:
+    _new_http: Callable[..., H]
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        token: str | None = None,
+        patience_seconds: float = PATIENCE_SECONDS,
+        transport: httpx.BaseTransport | httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         try:
             parts = urlsplit(server)
             usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -62,6 +73,7 @@ class _BaseClient:
             "retry": retry_if_exception_type((httpx.TransportError, RetryableError)),
             "reraise": True,
         }
+        self._http: H = self._new_http(transport=transport)
 
     def _headers(self) -> dict[str, str]:
         """Headers of all requests of one call, which are one trace."""
@@ -85,7 +97,7 @@ class _BaseClient:
         return ServerAwayError(f"{self.server} cannot be reached: {reason}")
 
 
-class Client(_BaseClient):
+class Client(_BaseClient[httpx.Client]):
     """Client of a planning service; to be closed, or used as a context manager.
 
     Requests that fail because the server is unreachable or busy are retried, with random pauses,
@@ -95,16 +107,7 @@ class Client(_BaseClient):
     refuses the request, and `ServerError` for an answer that is not a service's.
     """
 
-    def __init__(
-        self,
-        server: str,
-        *,
-        token: str | None = None,
-        patience_seconds: float = PATIENCE_SECONDS,
-        transport: httpx.BaseTransport | None = None,
-    ) -> None:
-        super().__init__(server, token, patience_seconds)
-        self._http = httpx.Client(transport=transport)
+    _new_http = httpx.Client
 
     def plan(self, graph: Graph, budget: PlanOptions | str | int, **fields: Any) -> Plan:
         """The plan of `coop_plan.plan`, made or stored by the server and verified here.
@@ -161,19 +164,10 @@ class Client(_BaseClient):
         self.close()
 
 
-class AsyncClient(_BaseClient):
+class AsyncClient(_BaseClient[httpx.AsyncClient]):
     """`Client` for asyncio: the same methods as coroutines, and the same errors."""
 
-    def __init__(
-        self,
-        server: str,
-        *,
-        token: str | None = None,
-        patience_seconds: float = PATIENCE_SECONDS,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(server, token, patience_seconds)
-        self._http = httpx.AsyncClient(transport=transport)
+    _new_http = httpx.AsyncClient
 
     async def plan(self, graph: Graph, budget: PlanOptions | str | int, **fields: Any) -> Plan:
         """See `Client.plan`."""

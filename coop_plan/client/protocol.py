@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from coop_plan.planner.core.errors import InfeasibleBudgetError, TimeLimitError
+from coop_plan.planner.core.errors import INFEASIBLE_FIELDS, InfeasibleBudgetError, TimeLimitError
 from coop_plan.planner.options import OPTION_NAMES, PlanOptions
 from coop_plan.planner.plan_cache.record import StoredPlan
 from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_plan
@@ -148,16 +148,8 @@ def problem_of(answer: httpx.Response) -> Exception:
     members = {k: v for k, v in document.items() if k not in ("type", "title", "detail")}
     try:
         if name == "budget-infeasible":
-            return InfeasibleBudgetError(
-                "the server",
-                members["budget_bytes"],
-                members["min_feasible_bytes"],
-                members["blocking_op"],
-                members["blocking_op_name"],
-                members["working_set_bytes"],
-                held=members.get("held", ""),
-                budget_lower_bound_bytes=members.get("budget_lower_bound_bytes"),
-            )
+            given = {name: members[name] for name in INFEASIBLE_FIELDS}
+            return InfeasibleBudgetError("the server", **given)
     except KeyError:
         pass
     if name == "invalid-input":

@@ -1,5 +1,4 @@
-"""
-Planner of training steps within a memory budget; uses neither PyTorch nor HTTP.
+"""Planner of training steps within a memory budget; uses neither PyTorch nor HTTP.
 
 The names below are imported at first use, so that verifying alone loads no kernel.
 """
@@ -35,22 +34,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "METHODS": "registry",
-    "Fault": "verifier",
-    "InfeasibleBudgetError": "core.errors",
-    "InvalidPlanError": "verifier",
-    "MethodInfo": "method",
-    "PlanOptions": "options",
-    "Problem": "core.problem",
-    "Progress": "method",
-    "TimeLimitError": "core.errors",
-    "find_faults": "verifier",
-    "plan": "planning",
-    "verify": "verifier",
+    "core.errors": ("InfeasibleBudgetError", "TimeLimitError"),
+    "core.problem": ("Problem",),
+    "method": ("MethodInfo", "Progress"),
+    "options": ("PlanOptions",),
+    "planning": ("plan",),
+    "registry": ("METHODS",),
+    "verifier": ("Fault", "InvalidPlanError", "find_faults", "verify"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,5 +1,4 @@
-"""
-Fit of a step on a device: its plan within the memory, its overhead, and the largest batch.
+"""Fit of a step on a device: its plan within the memory, its overhead, and the largest batch.
 
 Every number is that of a verified plan. The search for the largest batch interpolates between two
 captured graphs, with sizes and costs affine in the batch. A batch is accepted once the step has
@@ -8,7 +7,7 @@ the two, and the search continues below it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum
 
 import msgspec
@@ -36,8 +35,7 @@ class Largest:
 
 @dataclass(frozen=True)
 class Fit:
-    """
-    Plans of one step on one device with `memory_bytes` of memory.
+    """Plans of one step on one device with `memory_bytes` of memory.
 
     `kept` is the plan of keep-everything, without a limit; `least` that of the smallest budget;
     `planned` that within the memory, or None. `largest` has an entry per limit of overhead; if it
@@ -59,8 +57,7 @@ def fit(
     limits: Mapping[str, float],
     link: int = 0,
 ) -> Fit:
-    """
-    Plan the step at a batch within a memory, and search the largest batch per limit of overhead.
+    """Plan the step at a batch within a memory, and search the largest batch per limit of overhead.
 
     Args:
         graph_at: captures the step at a batch. If it raises `InvalidInputError` at any batch but
@@ -86,8 +83,7 @@ def fit(
 
 
 def scaled(small: Graph, large: Graph, position: float) -> Graph:
-    """
-    Linear interpolation between the graphs of two batches: 0 is the first, 1 the second.
+    """Linear interpolation between the graphs of two batches: 0 is the first, 1 the second.
 
     Positions outside [0, 1] extrapolate.
 
@@ -119,22 +115,16 @@ def scaled(small: Graph, large: Graph, position: float) -> Graph:
     return msgspec.structs.replace(small, tensors=tensors, ops=ops)
 
 
+@dataclass
 class _Search:
     """Cached captures and plans of one step at many batches within one memory."""
 
-    def __init__(
-        self,
-        graph_at: Callable[[int], Graph],
-        captured: dict[int, Graph],
-        memory_bytes: int,
-        link: int,
-    ) -> None:
-        self._graph_at = graph_at
-        self._captured = captured
-        self._memory = memory_bytes
-        self._link = link
-        self._planned_at: dict[int, Plan | None] = {}
-        self._interpolated: dict[tuple[int, int, int], Plan | None] = {}
+    _graph_at: Callable[[int], Graph]
+    _captured: dict[int, Graph]
+    _memory: int
+    _link: int
+    _planned_at: dict[int, Plan | None] = field(default_factory=dict)
+    _interpolated: dict[tuple[int, int, int], Plan | None] = field(default_factory=dict)
 
     def within(self, graph: Graph) -> Plan | None:
         """The plan within the memory, or None if the method finds none."""

@@ -13,8 +13,7 @@ from coop_plan.schemas import BoundModel
 
 @dataclass(frozen=True)
 class Progress:
-    """
-    Progress of a planning run; `fraction` is None if the end is unknown.
+    """Progress of a planning run; `fraction` is None if the end is unknown.
 
     `overhead` is that of the best plan so far, `bound` the proved lower bound on it, both fractions
     of the base cost; `gap` is the plan's cost over the bound's, minus one.
@@ -29,8 +28,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Request:
-    """
-    Input of a method: capacity of the arena in bytes, ablation switches, deadline, seed, solver.
+    """Input of a method: capacity of the arena in bytes, ablation switches, deadline, seed, solver.
 
     `off` has the switches that are turned off; `deadline` is a `time.monotonic` value in seconds,
     or None; `progress` is called with each `Progress`.
@@ -68,8 +66,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Solution:
-    """
-    A placed schedule and a proved lower bound.
+    """A placed schedule and a proved lower bound.
 
     `bound_model` names the schedules for which the lower bound (µs) holds: "any", or
     "program-order", with all variants that the method chooses among and all transfers that the

@@ -88,8 +88,7 @@ class PlanOptions(Model, frozen=True, kw_only=True):
         ),
     ] = "outside"
     alignment: Annotated[
-        int,
-        Meta(description="Alignment of every offset in the arena, in bytes; a power of two."),
+        int, Meta(description="Alignment of every offset in the arena, in bytes; a power of two.")
     ] = 512
     host_budget_: Annotated[
         str | int | None,

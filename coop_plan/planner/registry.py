@@ -1,9 +1,10 @@
 """Registry of planning methods; the modules of a method are imported at its first use."""
 
 from collections.abc import Mapping
+from importlib import import_module
 
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.method import MethodInfo, Request, Solution
+from coop_plan.planner.method import MethodInfo, Request, Solution, Solve
 
 COOP_SWITCHES = {
     "sliding-window": "evict one tensor at a time, by cost / (bytes x staleness), as dtr does",
@@ -27,40 +28,14 @@ REORDER_SWITCHES = {"reorder": "run all ops for the first time in program order"
 COOP_OFFLINE_SWITCHES = REORDER_SWITCHES | {"walk": "disable the final local search"}
 
 
-def _keep_all(problem: Problem, request: Request) -> Solution:
-    from coop_plan.planner.keep_all import solve_keep_all
+def _imported(module: str, function: str) -> Solve:
+    """A method's function, whose module in `coop_plan.planner` is imported at the first call."""
 
-    return solve_keep_all(problem, request)
+    def solve(problem: Problem, request: Request) -> Solution:
+        found: Solve = getattr(import_module(f"coop_plan.planner.{module}"), function)
+        return found(problem, request)
 
-
-def _coop(problem: Problem, request: Request) -> Solution:
-    from coop_plan.planner.online.methods import solve_coop
-
-    return solve_coop(problem, request)
-
-
-def _dtr(problem: Problem, request: Request) -> Solution:
-    from coop_plan.planner.online.methods import solve_dtr
-
-    return solve_dtr(problem, request)
-
-
-def _dte(problem: Problem, request: Request) -> Solution:
-    from coop_plan.planner.online.methods import solve_dte
-
-    return solve_dte(problem, request)
-
-
-def _delta(problem: Problem, request: Request) -> Solution:
-    from coop_plan.planner.online.methods import solve_delta
-
-    return solve_delta(problem, request)
-
-
-def _swap_only(problem: Problem, request: Request) -> Solution:
-    from coop_plan.planner.online.methods import solve_swap_only
-
-    return solve_swap_only(problem, request)
+    return solve
 
 
 def _coop_offline(problem: Problem, request: Request) -> Solution:
@@ -71,18 +46,6 @@ def _coop_offline(problem: Problem, request: Request) -> Solution:
 
         return solve_with_variants(problem, request, solve_coop_offline, prove=False)
     return solve_coop_offline(problem, request)
-
-
-def _checkmate(problem: Problem, request: Request) -> Solution:
-    from coop_plan.planner.exact.checkmate import solve_checkmate
-
-    return solve_checkmate(problem, request)
-
-
-def _monet(problem: Problem, request: Request) -> Solution:
-    from coop_plan.planner.exact.monet import solve_monet
-
-    return solve_monet(problem, request)
 
 
 def _optimal(problem: Problem, request: Request) -> Solution:
@@ -113,13 +76,13 @@ METHODS: Mapping[str, MethodInfo] = {
             "keep-all",
             "no eviction, only placement: the baseline of every ratio",
             "Steiner et al., OLLA, 2022 (layout alone)",
-            _keep_all,
+            _imported("keep_all", "solve_keep_all"),
         ),
         MethodInfo(
             "coop",
             "online; evicts the cheapest contiguous set of blocks",
             "Zhang et al., Coop: Memory is not a Commodity, NeurIPS 2023, Algorithm 1",
-            _coop,
+            _imported("online.methods", "solve_coop"),
             switches=COOP_SWITCHES,
         ),
         MethodInfo(
@@ -135,19 +98,19 @@ METHODS: Mapping[str, MethodInfo] = {
             "dtr",
             "online; evicts the single tensor of least cost / (bytes x staleness)",
             "Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 3",
-            _dtr,
+            _imported("online.methods", "solve_dtr"),
         ),
         MethodInfo(
             "dte",
             "as dtr, counting the free bytes next to a tensor as its own",
             "Hu et al., MegTaiChi (MegEngine's DTE), ICS 2022",
-            _dte,
+            _imported("online.methods", "solve_dte"),
         ),
         MethodInfo(
             "delta",
             "online; a filter selects evictions, a director whether to swap or recompute",
             "Tang et al., DELTA, arXiv 2203.15980, 2022; open details: planner.online.delta",
-            _delta,
+            _imported("online.methods", "solve_delta"),
             transfers=True,
             switches=DELTA_SWITCHES,
         ),
@@ -155,7 +118,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "swap-only",
             "online; offloads the stalest tensor, recomputes nothing",
             "after Rhu et al., vDNN, MICRO 2016, and Peng et al., Capuchin, ASPLOS 2020",
-            _swap_only,
+            _imported("online.methods", "solve_swap_only"),
             transfers=True,
             switches={name: DELTA_SWITCHES[name] for name in ("prefetch", "overlap")},
         ),
@@ -163,7 +126,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "checkmate",
             "the paper's integer program with CBC; small graphs only",
             "Jain et al., Checkmate, MLSys 2020, section 4 (relaxed: section 5)",
-            _checkmate,
+            _imported("exact.checkmate", "solve_checkmate"),
             anytime=True,
             takes_solver=True,
             switches=CHECKMATE_SWITCHES,
@@ -172,7 +135,7 @@ METHODS: Mapping[str, MethodInfo] = {
             "monet",
             "the paper's integer program over operator variants; small graphs only",
             "Shah et al., Memory Optimization for Deep Networks, ICLR 2021, sections 3 and 4",
-            _monet,
+            _imported("exact.monet", "solve_monet"),
             anytime=True,
             variants=True,
         ),

@@ -1,5 +1,4 @@
-"""
-Rescaling of a plan to a step of the same structure with other sizes.
+"""Rescaling of a plan to a step of the same structure with other sizes.
 
 The sequence of runs is taken over; liveness and placement are computed from the new sizes. That
 takes a tenth of a search's time or less. The result is accepted if it uses its budget about as well
@@ -28,8 +27,7 @@ MAX_RATIO = 2.0
 
 
 def rescaled(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Plan | None:
-    """
-    A verified plan of `graph` with the runs of `plan`, or None if a search is needed.
+    """A verified plan of `graph` with the runs of `plan`, or None if a search is needed.
 
     Args:
         graph: one profiled training step.

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,10 +61,7 @@ prepare_dynamo()
 
 
 def coop(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    *,
-    options: Mapping[str, Any] | None = None,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Dynamo backend: plans the joint graph of `gm` within a budget and runs it in one arena.
 
@@ -154,30 +151,20 @@ coop.reset = release_idle  # type: ignore[attr-defined]
 unplanned_calls.install(coop)
 
 
+@dataclass(eq=False)
 class _Compilation:
     """Compilation of one joint graph, from capture to a planned step."""
 
-    def __init__(
-        self,
-        options: Options,
-        pools: ArenaPools,
-        lines: SourceLines,
-        call: CallState,
-        history: ShapeHistory,
-        *,
-        sign: bool = False,
-        hooked: bool = False,
-    ) -> None:
-        self.hooked = hooked
-        self.history = history
-        self.options = options
-        self.pools = pools
-        self.lines = lines
-        self.call = call
-        self.step: PlannedStep | None = None
-        self.sign = sign
-        self.signature: list[object] = []
-        self.began = time.perf_counter()
+    options: Options
+    pools: ArenaPools
+    lines: SourceLines
+    call: CallState
+    history: ShapeHistory
+    sign: bool = False
+    hooked: bool = False
+    step: PlannedStep | None = None
+    signature: list[object] = field(default_factory=list)
+    began: float = field(default_factory=time.perf_counter)
 
     def partition(
         self,

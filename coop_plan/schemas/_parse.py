@@ -16,8 +16,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """
-    Base class of every object of the contract: unknown fields are errors, values are frozen.
+    """Base class of every object of the contract: unknown fields are errors, values are frozen.
 
     Types and ranges are checked by the parser only, not by the constructor. Objects are not tracked
     by the garbage collector: a document has tens of thousands of them and no cycles.
@@ -46,8 +45,7 @@ def escape(part: str | int) -> str:
 
 
 def parse(model: type[M], document: str | bytes | dict[str, Any], source: str = "") -> M:
-    """
-    Validate `document` (JSON text or its decoded object) as `model`.
+    """Validate `document` (JSON text or its decoded object) as `model`.
 
     Parsing stops at the first fault, so a document of a million faults costs no more than one.
 
@@ -75,8 +73,7 @@ def parse(model: type[M], document: str | bytes | dict[str, Any], source: str = 
 
 
 def read(model: type[M], path: Path | str) -> M:
-    """
-    The file at `path`, parsed as `model`.
+    """The file at `path`, parsed as `model`.
 
     Raises:
         InvalidInputError: the file cannot be read, or `parse` raises it.
@@ -85,8 +82,7 @@ def read(model: type[M], path: Path | str) -> M:
 
 
 def read_bytes(path: Path | str) -> bytes:
-    """
-    The bytes of the file at `path`.
+    """The bytes of the file at `path`.
 
     Raises:
         InvalidInputError: the file cannot be read.
@@ -148,8 +144,7 @@ def _syntax(model: type[M], data: bytes, message: str, source: str) -> InvalidIn
 
 
 def _check_duplicates(data: bytes, source: str) -> None:
-    """
-    Raise `InvalidInputError` if an object names a field twice.
+    """Raise `InvalidInputError` if an object names a field twice.
 
     A document that is decoded and encoded again loses a colon per duplicate. If the counts differ,
     or an escaped colon could hide one, Python's slower parser finds the name.

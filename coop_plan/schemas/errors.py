@@ -2,8 +2,7 @@
 
 
 class InvalidInputError(ValueError):
-    """
-    Input that violates the contract: the fault and its place.
+    """Input that violates the contract: the fault and its place.
 
     Attributes:
         message: one sentence about the fault, without its place.

@@ -16,8 +16,7 @@ def digest_of(document: bytes) -> str:
 
 
 def fingerprint(graph: Graph) -> str:
-    """
-    `sha256:…` of the structure: op targets, edges, sizes, kinds, flags.
+    """`sha256:…` of the structure: op targets, edges, sizes, kinds, flags.
 
     Ids are replaced by the order of first appearance. Names of tensors and of the graph, the device
     and the costs are left out, so all ranks of a job compute the same value.
@@ -76,8 +75,7 @@ def tensor_order(graph: Graph) -> list[int]:
 
 
 def cost_signature(graph: Graph) -> str:
-    """
-    `sha256:…` of op costs and bandwidths, each rounded to the nearest power of two.
+    """`sha256:…` of op costs and bandwidths, each rounded to the nearest power of two.
 
     Two measurements of one machine mostly have equal signatures. If they differ, a cached plan's
     cost figures are for other costs; the plan stays valid.

@@ -1,5 +1,4 @@
-"""
-Contract of `coop-plan/graph/1`: the profiled graph of one training step.
+"""Contract of `coop-plan/graph/1`: the profiled graph of one training step.
 
 Sizes are bytes, costs µs. Ids are any distinct integers from 0; edges refer to them. `parse_graph`
 and `load_graph` raise `InvalidInputError` with the JSON pointer of the first fault.
@@ -31,8 +30,7 @@ RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"
 
 
 class Device(Model, frozen=True):
-    """
-    The device that the graph was profiled on.
+    """The device that the graph was profiled on.
 
     Bandwidths are bytes per second; 0 means no copy engine in that direction, hence no transfers.
     Every copy takes `copy_latency_us` in addition to its bytes over the bandwidth.
@@ -59,8 +57,7 @@ class Device(Model, frozen=True):
 
 
 class Tensor(Model, frozen=True, kw_only=True):
-    """
-    One storage (an allocation), never a view; `bytes` is its exact size.
+    """One storage (an allocation), never a view; `bytes` is its exact size.
 
     A resident tensor with `movable` may be on the host between its uses.
     """
@@ -81,8 +78,7 @@ Pairs = list[Annotated[list[Id], Meta(min_length=2, max_length=2)]]
 
 
 class Variant(Model, frozen=True, kw_only=True):
-    """
-    Another implementation of an op (MONeT, ICLR 2021, section 4.2).
+    """Another implementation of an op (MONeT, ICLR 2021, section 4.2).
 
     It has its own inputs, outputs, cost, workspace and in-place pairs. It may produce tensors that
     only variants of other ops read, and omit tensors that only default variants read. A tensor has
@@ -100,8 +96,7 @@ class Variant(Model, frozen=True, kw_only=True):
 
 
 class Op(Model, frozen=True, kw_only=True):
-    """
-    One operator; `name` is its target, for example `aten.addmm.default`.
+    """One operator; `name` is its target, for example `aten.addmm.default`.
 
     `inputs` and `outputs` are tensor ids in the order of the target's arguments and results.
     `mutates` lists inputs that the op overwrites, `inplace` the [output, input] pairs that may
@@ -139,8 +134,7 @@ class Graph(Model, frozen=True, kw_only=True):
 
 
 def parse_graph(document: str | bytes | dict[str, Any], source: str = "") -> Graph:
-    """
-    Graph from JSON text or a decoded object.
+    """Graph from JSON text or a decoded object.
 
     Raises:
         InvalidInputError: the first fault and its JSON pointer.

@@ -1,5 +1,4 @@
-"""
-Contract of `coop-plan/plan/1`: the joint schedule of one training step.
+"""Contract of `coop-plan/plan/1`: the joint schedule of one training step.
 
 Sizes and offsets are bytes, costs and stalls µs, ratios fractions. Buffer ids are distinct within a
 plan; op and tensor ids are those of the graph. `parse_plan` and `load_plan` raise
@@ -28,8 +27,7 @@ class TensorRead(Model, frozen=True):
 
 
 class Write(Model, frozen=True):
-    """
-    One buffer written by a compute step: `tensor` at `offset` in the arena.
+    """One buffer written by a compute step: `tensor` at `offset` in the arena.
 
     `offset` is null for an output outside the arena. `bytes` is the tensor's exact size.
     """
@@ -66,8 +64,7 @@ class Free(Model, frozen=True, tag_field="do", tag="free"):
 
 
 class Offload(Model, frozen=True, omit_defaults=True, tag_field="do", tag="offload"):
-    """
-    Start copying a buffer to the host; the buffer must stay live until a `wait` on it.
+    """Start copying a buffer to the host; the buffer must stay live until a `wait` on it.
 
     The copy occupies `host_offset` in the host slab until the last `wait` on it or on a `prefetch`
     from it.
@@ -108,8 +105,7 @@ BoundModel = Literal["any", "program-order"]
 
 
 class Plan(Model, frozen=True, kw_only=True):
-    """
-    A joint schedule and its figures. Sizes are bytes, costs µs.
+    """A joint schedule and its figures. Sizes are bytes, costs µs.
 
     `alignment` and `outputs` are the options that the figures depend on. `eviction_free_ratio` is
     Coop's own fragmentation figure (NeurIPS 2023, section 5.3), for online methods: the mean over
@@ -159,8 +155,7 @@ class Plan(Model, frozen=True, kw_only=True):
 
 
 def parse_plan(document: str | bytes | dict[str, Any], source: str = "") -> Plan:
-    """
-    Plan from JSON text or a decoded object.
+    """Plan from JSON text or a decoded object.
 
     Raises:
         InvalidInputError: the first fault and its JSON pointer.

@@ -22,8 +22,7 @@ _LONGEST = 100
 
 @dataclass(frozen=True)
 class Budget:
-    """
-    A memory budget, independent of a graph.
+    """A memory budget, independent of a graph.
 
     `kind` "bytes": `value` is bytes; "share": `value` is a fraction of the peak of keep-everything,
     resident bytes included; "min": the smallest budget that the method can meet (`value` is 0).
@@ -33,8 +32,7 @@ class Budget:
     value: Decimal
 
     def resolve(self, keep_all_peak_bytes: int) -> int | None:
-        """
-        The budget in bytes for a graph with this keep-everything peak; None for "min".
+        """The budget in bytes for a graph with this keep-everything peak; None for "min".
 
         Raises:
             InvalidInputError: the share exceeds int64.
@@ -48,8 +46,7 @@ class Budget:
 
 
 def parse_bytes(text: str) -> int:
-    """
-    Bytes of a size such as `12GiB`, `12GB`, `1.5MiB` or `4096`; fractions of a byte are cut off.
+    """Bytes of a size such as `12GiB`, `12GB`, `1.5MiB` or `4096`; fractions of a byte are cut off.
 
     Raises:
         InvalidInputError: not a size, an unknown unit, or above int64.
@@ -66,8 +63,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_rate(text: str) -> int:
-    """
-    Bytes per second of a bandwidth such as `25GB/s`, `12GiB/s` or `1000`.
+    """Bytes per second of a bandwidth such as `25GB/s`, `12GiB/s` or `1000`.
 
     Raises:
         InvalidInputError: not a size per second.
@@ -82,8 +78,7 @@ def parse_rate(text: str) -> int:
 
 
 def parse_budget(text: str | int) -> Budget:
-    """
-    Budget from `12GiB`, `12GB`, plain bytes (text or int), `50%` or `min`.
+    """Budget from `12GiB`, `12GB`, plain bytes (text or int), `50%` or `min`.
 
     Raises:
         InvalidInputError: another text, or a budget of zero or less.

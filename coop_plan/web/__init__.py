@@ -1,5 +1,4 @@
-"""
-HTML pages: modules of JavaScript and a style sheet, bundled into one file.
+"""HTML pages: modules of JavaScript and a style sheet, bundled into one file.
 
 The modules need no build, and a page needs no network. A page has them as one script, in the order
 of their imports and without the words import and export, so that top-level names of all modules

@@ -13,9 +13,9 @@ from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.heuristic.columns import HEAP as ORDERED
+from coop_plan.planner.heuristic.columns import HEAP_COUNT, HEAP_INDEX
 from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
-from coop_plan.planner.heuristic.eviction_state import HEAP as ORDERED
-from coop_plan.planner.heuristic.eviction_state import HEAP_COUNT, HEAP_INDEX
 from coop_plan.planner.heuristic.params import EvictionParams
 from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
 

@@ -16,10 +16,7 @@ from coop_plan.planner.online.methods import solve_coop
 from coop_plan.planner.online.params import OnlineParams
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.params import GreedyParams, PlacementParams, RestartParams
-from coop_plan.planner.search.compute.params import ComputeMoveParams
-from coop_plan.planner.search.compute.sequence import ComputeMoveValues
-from coop_plan.planner.search.makespan.params import MakespanMoveParams
-from coop_plan.planner.search.makespan.sequence import MakespanMoveValues
+from coop_plan.planner.search.compute.params import MoveParams
 from tests.support import make_graph
 
 
@@ -57,9 +54,9 @@ def test_a_number_outside_its_range_is_refused_by_name(group, name, bad):
         (PortfolioParams, {"grid_windows": ((8, -8),)}),
         (PortfolioParams, {"grid_ratio": 1.0}),
         (HillClimbParams, {"min_steps": 9, "max_steps": 8}),
-        (ComputeMoveParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
-        (ComputeMoveParams, {"recompute_live_rare": 1.1}),
-        (MakespanMoveParams, {"recompute_chance": 0.5, "prefetch_chance": 0.4}),
+        (MoveParams, {"recompute_chance": 0.6, "move_chance": 0.6}),
+        (MoveParams, {"recompute_live_rare": 1.1}),
+        (MoveParams, {"recompute_chance": 0.5, "prefetch_chance": 0.4}),
         (GreedyParams, {"orders": ("TX",)}),
         (GreedyParams, {"orders": ()}),
         (RestartParams, {"orders": ("",)}),
@@ -68,14 +65,6 @@ def test_a_number_outside_its_range_is_refused_by_name(group, name, bad):
 def test_what_does_not_go_together_is_refused(kind, bad):
     with pytest.raises(ValueError):
         kind(**bad)
-
-
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [(ComputeMoveValues, ComputeMoveParams), (MakespanMoveValues, MakespanMoveParams)],
-)
-def test_compiled_code_has_every_move_parameter(values, kind):
-    assert set(values._fields) == {field.name for field in fields(kind)}
 
 
 def test_an_online_run_that_may_not_recompute_does_not_fit():

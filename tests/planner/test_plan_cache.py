@@ -6,11 +6,11 @@ import pytest
 
 from coop_plan.planner import find_faults, plan
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.plan_cache.record import StoredPlan, as_bytes, as_record
 from coop_plan.planner.plan_cache.store import SqliteStore, StoreError, planner_version
 from coop_plan.schemas import Device
 from tests.planner.core.test_schedule import plan_of
+from tests.schedules import schedule_of
 from tests.support import make_graph
 
 
@@ -52,7 +52,7 @@ def test_the_version_is_that_of_the_sources():
 def swapped(graph):
     """A plan that sends a tensor to the host and back, which stalls."""
     orders = [("run", 0), ("offload", 1), ("wait", 1), ("prefetch", 1), ("wait", 1), ("run", 1)]
-    return plan_of(Schedule.of_named_events(Problem.from_graph(graph, 1), orders))
+    return plan_of(schedule_of(Problem.from_graph(graph, 1), orders))
 
 
 def with_device(graph, **device):

@@ -3,8 +3,8 @@
 from coop_plan.planner import verify
 from coop_plan.planner.core.build_plan import assemble
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.placement.layout import lay_out, lay_out_host
+from tests.schedules import schedule_of
 
 
 def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False, added=False):
@@ -50,7 +50,7 @@ def swap_plan(graph, options, *, ahead=2, share=1.0, gradients=False, added=Fals
         orders += [("offload", t) for t, made in away.items() if made == op]
         orders += [("wait", t) for t, made in away.items() if made == op - 1]
     orders += [(do, t) for do in ("prefetch", "wait") for t in away]
-    schedule = Schedule.of_named_events(problem, orders)
+    schedule = schedule_of(problem, orders)
     placed, _ = lay_out(schedule, work=0)
     host = lay_out_host(schedule, work=0)
     made = assemble(

@@ -1,5 +1,4 @@
-"""
-Buffers with lifetimes in a CSV file.
+"""Buffers with lifetimes in a CSV file.
 
 The format is that of MiniMalloc (google/minimalloc): a header line, then a line per buffer, with
 the columns `id,lower,upper,size` in any order: live in [lower, upper), size in bytes. A column

@@ -68,11 +68,11 @@ def _echo(*lines: str) -> None:
 def _document(found: "Explanation", refused: Any) -> dict[str, Any]:
     import msgspec
 
-    from coop_plan.api.cli.output import infeasible_document
+    from coop_plan.planner.core.errors import infeasible_fields
 
     made: dict[str, Any] = msgspec.to_builtins(found)
     if refused is not None:
-        made["infeasible"] = infeasible_document(refused)
+        made["infeasible"] = infeasible_fields(refused)
     return made
 
 

@@ -106,24 +106,18 @@ def plan(
     **values: Any,
 ) -> None:
     """Plan GRAPH within a budget (the default command)."""
-    from coop_plan.api.cli.output import (
-        check_writable,
-        figures,
-        infeasible_document,
-        print_plan,
-        write_whole,
-    )
+    from coop_plan.api.cli.output import check_writable, figures, print_plan, write_whole
 
     check_writable(output)
     options = parse_plan_options(values, ablate, relax)
     document = read_graph(graph)
-    from coop_plan.planner.core.errors import InfeasibleBudgetError
+    from coop_plan.planner.core.errors import InfeasibleBudgetError, infeasible_fields
 
     try:
         made = _request(server, document, options) if server else _make(document, options)
     except InfeasibleBudgetError as error:
         if as_json:
-            click.echo(json.dumps({"error": "budget-infeasible"} | infeasible_document(error)))
+            click.echo(json.dumps({"error": "budget-infeasible"} | infeasible_fields(error)))
         fail(error, EXIT_INFEASIBLE)
     if output is not None and output != "-":
         write_whole(output, made.to_json() + "\n")
@@ -258,18 +252,10 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-cli.add_command(compare)
-cli.add_command(explain)
-cli.add_command(export)
-cli.add_command(calibrate)
-cli.add_command(capture)
-cli.add_command(fit)
-cli.add_command(import_)
-cli.add_command(place)
-cli.add_command(serve)
-cli.add_command(show)
-cli.add_command(token)
-cli.add_command(worker)
+for _command in (compare, explain, export, calibrate, capture, fit, import_):
+    cli.add_command(_command)
+for _command in (place, serve, show, token, worker):
+    cli.add_command(_command)
 
 
 def main(arguments: list[str] | None = None) -> None:

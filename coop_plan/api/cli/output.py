@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.schemas import Plan, format_bytes
 
 
@@ -143,16 +142,3 @@ def print_plan(
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         click.echo(f"{name:<{width}}  {text}")
-
-
-def infeasible_document(error: InfeasibleBudgetError) -> dict[str, Any]:
-    """An infeasible budget for programs."""
-    return {
-        "budget_bytes": error.budget_bytes,
-        "min_feasible_bytes": error.min_feasible_bytes,
-        "budget_lower_bound_bytes": error.budget_lower_bound_bytes,
-        "blocking_op": error.blocking_op,
-        "blocking_op_name": error.blocking_op_name,
-        "working_set_bytes": error.working_set_bytes,
-        "held": error.held,
-    }

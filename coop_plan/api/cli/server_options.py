@@ -77,11 +77,11 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
 
     Machines that share a store need the same `store_key` file.
     """
-    from coop_plan.api.service.graph_store_redis import open_graph_store
+    from coop_plan.api.service.graph_store import open_graph_store
     from coop_plan.planner.plan_cache.open_store import in_redis, open_store
-    from coop_plan.planner.plan_cache.store import StoreError, default_path
+    from coop_plan.planner.plan_cache.store import StoreError, cache_dir
 
-    address = store or str(default_path())
+    address = store or str(cache_dir() / "plans.sqlite3")
     if in_redis(address):
         if store_key is None:
             fail(

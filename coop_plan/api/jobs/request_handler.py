@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from coop_plan.api.service.graph_store import Digest, GraphCache, GraphStore
+from coop_plan.planner.core.errors import InfeasibleBudgetError, infeasible_fields
 from coop_plan.planner.method import Progress
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.plan_cache.record import (
@@ -265,11 +266,7 @@ class RequestHandler:
         return Reply(key=parsed.key), request.to_json().encode()
 
     def solve(
-        self,
-        body: bytes,
-        encoding: str,
-        another: bool,
-        on_progress: Callable[[Progress], None],
+        self, body: bytes, encoding: str, another: bool, on_progress: Callable[[Progress], None]
     ) -> tuple[Reply, bytes]:
         """Make and store the plan, or with `another` one more for other op costs; its record."""
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
@@ -338,17 +335,9 @@ def stored_plan_reply(key: str, record: StoredPlan) -> Reply:
     return Reply(key=key, found=True, figures=overhead, settled=record.fully_refined)
 
 
-def infeasible_reply(key: str, error: Any) -> Reply:
+def infeasible_reply(key: str, error: InfeasibleBudgetError) -> Reply:
     """An `InfeasibleBudgetError` as a reply."""
-    members = {
-        "budget_bytes": error.budget_bytes,
-        "min_feasible_bytes": error.min_feasible_bytes,
-        "budget_lower_bound_bytes": error.budget_lower_bound_bytes,
-        "blocking_op": error.blocking_op,
-        "blocking_op_name": error.blocking_op_name,
-        "working_set_bytes": error.working_set_bytes,
-        "held": error.held,
-    }
+    members = infeasible_fields(error)
     return Reply(key=key, problem="budget-infeasible", detail=str(error), members=members)
 
 

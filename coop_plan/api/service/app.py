@@ -139,19 +139,13 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             reply, data, job = await service().answer(
                 request, body, encoding, wait, provisional=provisional
             )
-        if job is not None and not job.finished:
-            if data:
-                headers = {
-                    "Location": f"/plans/{reply.key}",
-                    "Coop-Plan-Cache": "provisional",
-                    "Link": f'</jobs/{job.id}>; rel="monitor"',
-                }
-                return Response(data, media_type="application/json", headers=headers)
-            return accepted(job)
-        headers = {
-            "Location": f"/plans/{reply.key}",
-            "Coop-Plan-Cache": "hit" if job is None else "miss",
-        }
+        headers = {"Location": f"/plans/{reply.key}", "Coop-Plan-Cache": "hit"}
+        if job is not None:
+            if not (data or job.finished):
+                return accepted(job)
+            headers["Coop-Plan-Cache"] = "miss" if job.finished else "provisional"
+            if not job.finished:
+                headers["Link"] = f'</jobs/{job.id}>; rel="monitor"'
         return Response(data, media_type="application/json", headers=headers)
 
     @app.get(
@@ -221,12 +215,9 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     async def get_metrics() -> Response:
         return Response(metrics.text(), media_type=MEDIA_TYPE)
 
+    @app.get("/healthz", include_in_schema=False)
     @app.get("/livez", summary="Liveness probe", responses=described("forbidden"))
     async def livez() -> dict[str, str]:
-        return {"status": "ok"}
-
-    @app.get("/healthz", include_in_schema=False)
-    async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get(

@@ -1,7 +1,7 @@
 """Authentication: `Authorization: Bearer`, the scopes of a token and its limits in this server."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from limits import RateLimitItemPerSecond
 from limits.storage import MemoryStorage
@@ -9,6 +9,7 @@ from limits.strategies import MovingWindowRateLimiter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from coop_plan.api.jobs.jobs import Job
 from coop_plan.api.jobs.request_handler import Reply
 from coop_plan.api.service.problems import ProblemError, response
 from coop_plan.api.service.routes_pages import DOCS_PATHS
@@ -32,21 +33,13 @@ def scopes_for(method: str, path: str) -> frozenset[str]:
     return frozenset({"plan"})
 
 
-class CountedJob(Protocol):
-    """A job that counts for a caller until it is finished."""
-
-    @property
-    def finished(self) -> bool:
-        """True if the job has ended."""
-
-
 @dataclass(eq=False)
 class Caller:
     """The client of a request: the holder of a token, or anonymous if the server needs none."""
 
     name: str = ""
     limits: TokenLimits = field(default_factory=TokenLimits)
-    jobs: set[Any] = field(default_factory=set)
+    jobs: set[Job] = field(default_factory=set)
 
     def check_size(self, reply: Reply) -> None:
         """Check the size of a body and of its graph.
@@ -76,7 +69,7 @@ class Caller:
             raise ProblemError("invalid-input", message, pointer="/time_limit")
         return limit if seconds is None else seconds
 
-    def count_job(self, job: CountedJob) -> None:
+    def count_job(self, job: Job) -> None:
         """Count a job until it is finished.
 
         Raises:

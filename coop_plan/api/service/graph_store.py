@@ -17,6 +17,8 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from coop_plan.planner.plan_cache.open_store import in_redis
+from coop_plan.planner.plan_cache.store import StoreError
 from coop_plan.schemas import Graph, fingerprint, parse_graph
 from coop_plan.schemas.fingerprint import digest_of
 
@@ -61,6 +63,31 @@ class GraphStore(Protocol):
         """Close files and connections."""
 
 
+def open_graph_store(address: str, max_bytes: int) -> GraphStore:
+    """The graph store at the address of a plan store.
+
+    Raises:
+        StoreError: the store cannot be opened.
+    """
+    if in_redis(address):
+        from coop_plan.api.service.graph_store_redis import RedisGraphStore
+
+        return RedisGraphStore(address)
+    try:
+        return SqliteGraphStore(Path(address), max_bytes=max_bytes)
+    except sqlite3.Error as error:
+        raise StoreError(f"plan store {address} cannot be opened: {error}") from error
+
+
+def unpacked(packed: bytes, digest: str) -> bytes | None:
+    """The document that was compressed; None if it is damaged."""
+    with contextlib.suppress(zlib.error):
+        document = zlib.decompress(packed)
+        if digest_of(document) == digest:
+            return document
+    return None
+
+
 class SqliteGraphStore:
     """Compressed documents in the SQLite file of the plans; LRU above `max_bytes`."""
 
@@ -94,10 +121,8 @@ class SqliteGraphStore:
                 self._connection.execute(
                     "update graph set used = ? where digest = ?", (now, digest)
                 )
-        with contextlib.suppress(zlib.error):
-            document = zlib.decompress(row[0])
-            if digest_of(document) == digest:
-                return document
+        if (document := unpacked(row[0], digest)) is not None:
+            return document
         with self._lock, self._connection:
             self._drop(digest)
         return None

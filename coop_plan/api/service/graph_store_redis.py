@@ -1,64 +1,30 @@
-"""Graph store in Redis, and the choice of a graph store by a plan store's address."""
+"""Graph store in Redis."""
 
 import contextlib
-import sqlite3
 import time
 import zlib
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from coop_plan.api.service.graph_store import (
-    MAX_LISTED,
-    GraphStore,
-    GraphSummary,
-    SqliteGraphStore,
-)
-from coop_plan.planner.plan_cache.open_store import in_redis
-from coop_plan.planner.plan_cache.store import StoreError
-from coop_plan.schemas.fingerprint import digest_of
-
-
-def open_graph_store(address: str, max_bytes: int) -> GraphStore:
-    """The graph store at the address of a plan store.
-
-    Raises:
-        StoreError: the store cannot be opened.
-    """
-    if in_redis(address):
-        return RedisGraphStore(address)
-    try:
-        return SqliteGraphStore(Path(address), max_bytes=max_bytes)
-    except sqlite3.Error as error:
-        raise StoreError(f"plan store {address} cannot be opened: {error}") from error
+from coop_plan.api.service.graph_store import MAX_LISTED, GraphSummary, unpacked
+from coop_plan.planner.plan_cache.redis_store import PREFIX, connect, store_errors
 
 
 class RedisGraphStore:
     """Compressed documents in a Redis, which evicts them by its own policy."""
 
     def __init__(self, address: str) -> None:
-        from coop_plan.planner.plan_cache.redis_store import connect
-
         self._redis = connect(address)
 
     def get(self, digest: str) -> bytes | None:
         """The document of a digest; see `GraphStore.get`."""
-        from coop_plan.planner.plan_cache.redis_store import PREFIX, store_errors
-
         with store_errors():
             packed: Any = self._redis.get(f"{PREFIX}graph:{digest}")
-        if packed is not None:
-            with contextlib.suppress(zlib.error):
-                document = zlib.decompress(packed)
-                if digest_of(document) == digest:
-                    return document
-        return None
+        return None if packed is None else unpacked(packed, digest)
 
     def put(self, digest: str, document: bytes, summary: GraphSummary | None = None) -> bool:
         """Store a document; see `GraphStore.put`."""
-        from coop_plan.planner.plan_cache.redis_store import PREFIX, store_errors
-
         new = self.get(digest) is None
         with store_errors():
             if new:
@@ -72,8 +38,6 @@ class RedisGraphStore:
 
     def listed(self) -> list[GraphSummary]:
         """Summaries of stored graphs, the last sent first; see `GraphStore.listed`."""
-        from coop_plan.planner.plan_cache.redis_store import PREFIX, store_errors
-
         with store_errors():
             names: Any = self._redis.zrevrange(f"{PREFIX}graph-cards", 0, MAX_LISTED - 1)
             digests = [name.decode() for name in names]

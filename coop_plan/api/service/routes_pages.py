@@ -1,5 +1,4 @@
-"""
-Pages of the service: `GET /`, its own page, and `GET /docs`, Swagger UI of `/openapi.json`.
+"""Pages of the service: `GET /`, its own page, and `GET /docs`, Swagger UI of `/openapi.json`.
 
 No page needs a network: Swagger UI's files come from the package `fastapi-offline`.
 """

@@ -14,8 +14,7 @@ Flags = npt.NDArray[np.uint8]
 
 
 class Arrays(NamedTuple):
-    """
-    Flat copy of `Problem`; row i of a list is `index[pointer[i]:pointer[i + 1]]`.
+    """Flat copy of `Problem`; row i of a list is `index[pointer[i]:pointer[i + 1]]`.
 
     `reads`, `inputs`, `makes`, `pairs`, `shares`, `cost`, `workspace` and `scratch` have a row per
     variant. Default variants come first, so that an op's number is that of its default variant;

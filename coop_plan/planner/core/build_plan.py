@@ -40,8 +40,7 @@ def assemble(
     solve_seconds: float,
     budget_lower_bound_bytes: int | None = None,
 ) -> Plan:
-    """
-    The plan of a placed schedule.
+    """The plan of a placed schedule.
 
     `host_offsets` (bytes) has the address in the host slab per offload, in order;
     `link_bytes_per_s` is the requested bandwidth, None for the device's own.
@@ -87,8 +86,7 @@ def assemble(
 
 
 class _Steps:
-    """
-    Builder of the plan's steps, which takes most of the time of the conversion.
+    """Builder of the plan's steps, which takes most of the time of the conversion.
 
     Equal parts of steps are one object each: reads outside the arena, and the empty workspace.
     """

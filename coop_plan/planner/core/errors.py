@@ -1,13 +1,13 @@
 """Errors of planning: infeasible budget, time limit."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from coop_plan.schemas import format_bytes
 
 
 class InfeasibleBudgetError(ValueError):
-    """
-    The budget cannot be met by the method.
+    """The budget cannot be met by the method.
 
     Attributes:
         budget_bytes: the budget asked for.
@@ -60,6 +60,17 @@ class InfeasibleBudgetError(ValueError):
             f" ({format_bytes(min_feasible_bytes)}){proved}{blocked}"
             + (f"; {method} does not use the graph's {' and '.join(unused)}" if unused else "")
         )
+
+
+INFEASIBLE_FIELDS = (
+    *("budget_bytes", "min_feasible_bytes", "budget_lower_bound_bytes"),
+    *("blocking_op", "blocking_op_name", "working_set_bytes", "held"),
+)
+
+
+def infeasible_fields(error: InfeasibleBudgetError) -> dict[str, Any]:
+    """The attributes of an error that are sent to clients, by name."""
+    return {name: getattr(error, name) for name in INFEASIBLE_FIELDS}
 
 
 class TimeLimitError(TimeoutError):

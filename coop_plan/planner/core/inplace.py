@@ -1,5 +1,4 @@
-"""
-Matching of outputs to inputs whose address they take over in place, saving the most bytes.
+"""Matching of outputs to inputs whose address they take over in place, saving the most bytes.
 
 A run's allowed pairs form a bipartite graph of outputs and inputs. Outputs are matched greedily,
 the largest first, along augmenting paths. The sets of outputs that can be matched together form a
@@ -14,8 +13,7 @@ from coop_plan.planner.core.jit import linked, njit
 
 @linked
 def choose_pairs(a: Arrays, variant: int, allowed: Flags) -> Flags:
-    """
-    Flags per entry of the variant's row of `shares`: the pairs to use, a subset of `allowed`.
+    """Flags per entry of the variant's row of `shares`: the pairs to use, a subset of `allowed`.
 
     Each output and each input is in one of them at most.
     """
@@ -62,8 +60,7 @@ def choose_pairs(a: Arrays, variant: int, allowed: Flags) -> Flags:
 
 @njit
 def working_set_bytes(a: Arrays) -> Ints:
-    """
-    Working set of each variant in its first run and in a rerun, bytes rounded up: (2, variants).
+    """Working set of each variant in its first run and in a rerun, bytes rounded up: (2, variants).
 
     Inputs, outputs and workspace; a pair that can share one address counts once. A rerun writes
     outputs to the arena that the first run writes outside.

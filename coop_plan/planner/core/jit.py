@@ -1,5 +1,4 @@
-"""
-Typed numba decorators, and the cache of compiled kernels.
+"""Typed numba decorators, and the cache of compiled kernels.
 
 The decorators keep the decorated function's signature for mypy. Kernels are cached next to their
 source, so a machine compiles them once.
@@ -49,8 +48,7 @@ R = TypeVar("R")
 
 
 class _Serializer(CompileResultCacheImpl):
-    """
-    numba's cache entry of a kernel, without empty environments.
+    """numba's cache entry of a kernel, without empty environments.
 
     numba stores an environment for each function that was compiled in, and to load it imports that
     function's module. Compiled code uses only the constants of an environment.
@@ -131,8 +129,7 @@ class _LateCache:
 
 @functools.cache
 def _link_runtime() -> None:
-    """
-    Register the addresses of numba's runtime for compiled code.
+    """Register the addresses of numba's runtime for compiled code.
 
     The first half of `rtsys.initialize`; the second compiles functions that cached code contains.
     """
@@ -187,8 +184,7 @@ def linked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def inner(function: Callable[P, R]) -> Callable[P, R]:
-    """
-    As `linked`, for functions that only compiled code calls and that allocate no array.
+    """As `linked`, for functions that only compiled code calls and that allocate no array.
 
     Arrays of a state are not reference-counted, which costs short functions more than their work.
     """

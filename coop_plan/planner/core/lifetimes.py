@@ -1,5 +1,4 @@
-"""
-Liveness: converts a sequence of events to buffers, live bytes per event, and blocks to place.
+"""Liveness: converts a sequence of events to buffers, live bytes per event, and blocks to place.
 
 Rule of bytes: blocks are counted in units of the alignment, so sizes are rounded up to it
 (`Problem.size`) before they are added. An arena of B bytes has ⌈B / alignment⌉ units
@@ -30,8 +29,7 @@ MISSING = -2
 
 
 class Trace(NamedTuple):
-    """
-    The buffers of a sequence of events, numbered in the order of their production.
+    """The buffers of a sequence of events, numbered in the order of their production.
 
     Per buffer: its tensor, the events that write it and use it last, the buffer whose address it
     takes over in place (`shares`, else −1), and a flag if it survives the step. Per event: row
@@ -55,8 +53,7 @@ class Trace(NamedTuple):
 
 @njit
 def trace(a: Arrays, do: Ints, what: Ints) -> Trace:
-    """
-    The buffers of events: kind `do[e]` of variant (`RUN`) or tensor (else) `what[e]`.
+    """The buffers of events: kind `do[e]` of variant (`RUN`) or tensor (else) `what[e]`.
 
     An op reads the latest buffer of each input. A buffer is live until its last use, and a
     recomputed one replaces it from then on. If an op overwrites the tensor, the first buffer stays
@@ -71,8 +68,7 @@ def trace(a: Arrays, do: Ints, what: Ints) -> Trace:
 
 @njit
 def trace_with_decisions(a: Arrays, do: Ints, what: Ints, taken: Ints, dropped: Ints) -> Trace:
-    """
-    As `trace`, for a run with its own eviction and in-place decisions, as of online methods.
+    """As `trace`, for a run with its own eviction and in-place decisions, as of online methods.
 
     `taken` lists (event, output, input) of addresses taken over in place, `dropped` (event, tensor)
     of tensors that end after an event, both sorted by event. A tensor that is recomputed while it
@@ -209,8 +205,7 @@ def _share(a: Arrays, do: Ints, what: Ints, t: Trace) -> None:
 
 @linked
 def live_bytes(do: Ints, what: Ints, t: Trace, size: Ints, scratch: Ints) -> Ints:
-    """
-    Arena bytes live at each event, workspace included, addresses shared in place counted once.
+    """Arena bytes live at each event, workspace included, addresses shared in place counted once.
 
     `size` is bytes per tensor and `scratch` per variant. Pass both rounded up (`Arrays.size`,
     `.workspace`) for the bytes that a layout needs, or both exact (`Arrays.bytes`, `.scratch`).
@@ -228,8 +223,7 @@ def live_bytes(do: Ints, what: Ints, t: Trace, size: Ints, scratch: Ints) -> Int
 
 
 class Blocks(NamedTuple):
-    """
-    The blocks to place: one per buffer, then one per workspace; lifetimes half-open, in events.
+    """The blocks to place: one per buffer, then one per workspace; lifetimes half-open, in events.
 
     `size` is exact bytes. Buffers that share one address are one block over their joint lifetime:
     that of the first and largest of them; the others have size 0. `event` is the event of each
@@ -274,8 +268,7 @@ def blocks_of(a: Arrays, do: Ints, what: Ints, t: Trace) -> Blocks:
 
 
 class HostCopies(NamedTuple):
-    """
-    The copies to place in the host slab: one per offload; lifetimes half-open, in events.
+    """The copies to place in the host slab: one per offload; lifetimes half-open, in events.
 
     A copy is live from its offload to the last wait on it or on a prefetch from it. `size` is exact
     bytes, `live` the maximum of live bytes over events, sizes rounded up.

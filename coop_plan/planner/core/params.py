@@ -1,7 +1,8 @@
 """Groups of parameters whose field types state unit and valid range, checked at construction."""
 
 import math
-from dataclasses import dataclass
+from collections import namedtuple
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 
@@ -60,3 +61,9 @@ class Params:
     def __post_init__(self) -> None:
         for name, kind in get_type_hints(type(self), include_extras=True).items():
             _check(f"{type(self).__name__}.{name}", kind, getattr(self, name))
+
+
+def values_class(group: type[Params]) -> Any:
+    """Named tuple with the fields of a group `...Params`, for compiled code: `...Values`."""
+    name, names = group.__name__.replace("Params", "Values"), [f.name for f in fields(group)]
+    return namedtuple(name, names, module=group.__module__)

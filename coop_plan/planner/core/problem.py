@@ -1,5 +1,4 @@
-"""
-The planning problem of all methods: one graph as flat lists.
+"""The planning problem of all methods: one graph as flat lists.
 
 Ops, variants and tensors are positions, not ids. Sizes are bytes rounded up to the alignment;
 `bytes` has the exact ones (see `planner.core.lifetimes` for the rule of both).
@@ -18,8 +17,7 @@ Pair = tuple[int, int]
 
 
 def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
-    """
-    Choices other than recomputation that a graph and a host budget (bytes) offer.
+    """Choices other than recomputation that a graph and a host budget (bytes) offer.
 
     "variants" of ops, unless all are approximate, as these are never chosen; "transfers" to the
     host.
@@ -31,8 +29,7 @@ def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class OpVariant:
-    """
-    An implementation of an op: its default variant, or another (MONeT, ICLR 2021, section 4.2).
+    """An implementation of an op: its default variant, or another (MONeT, ICLR 2021, section 4.2).
 
     `inputs` and `outputs` follow the document, tensor by tensor; `reads` and `makes` are the
     distinct ones of them in the arena. `cost_us` is µs, `workspace_bytes` exact. `inplace` lists
@@ -54,8 +51,7 @@ class OpVariant:
 
 @dataclass(frozen=True)
 class Problem:
-    """
-    One step's variants and tensors under an alignment and an outputs rule.
+    """One step's variants and tensors under an alignment and an outputs rule.
 
     `variants` begins with the default variant of every op in program order, so that an op's number
     is also that of its default variant; all others follow. `producer[t]` is the op that produces t,
@@ -87,8 +83,7 @@ class Problem:
         outputs: Outputs = "outside",
         host_budget: int | None = None,
     ) -> "Problem":
-        """
-        The problem of `graph`; `alignment` in bytes, a power of two.
+        """The problem of `graph`; `alignment` in bytes, a power of two.
 
         `host_budget` limits the bytes of copies on the host, None for no limit.
 
@@ -257,8 +252,7 @@ class Problem:
 
     @cached_property
     def beyond_recomputation(self) -> list[str]:
-        """
-        Choices other than recomputation (see the function `beyond_recomputation`).
+        """Choices other than recomputation (see the function `beyond_recomputation`).
 
         A bound proved by a model without them does not hold for schedules that use them.
         """
@@ -293,8 +287,7 @@ class Problem:
 
     @cached_property
     def overwritten(self) -> list[bool]:
-        """
-        Flags of tensors in the arena that an op overwrites.
+        """Flags of tensors in the arena that an op overwrites.
 
         Every method but the exact ones (see `planner.core.ssa`) keeps them resident from their
         production to their last use, and never recomputes them.
@@ -305,8 +298,7 @@ class Problem:
         ]
 
     def _rerun_limit(self, variant: OpVariant, *, arena: bool) -> int:
-        """
-        The first op, from the variant's own on, that overwrites an input of it; n if none does.
+        """The first op, from the variant's own on, that overwrites an input of it; n if none does.
 
         Inputs in the arena count with `arena` only. A run-once op has its own position.
         """
@@ -323,8 +315,7 @@ class Problem:
 
     @cached_property
     def rerun_limit(self) -> list[int]:
-        """
-        Per op the last position before which it can run again, its own at most if it runs once.
+        """Per op the last position before which it can run again, its own at most if it runs once.
 
         After it an input of the op outside the arena has been overwritten. Tensors overwritten in
         the arena can be recomputed at their old version, so this limit binds every schedule and no
@@ -346,8 +337,7 @@ class Problem:
 
     @cached_property
     def rematerializable(self) -> list[bool]:
-        """
-        Flags of tensors in the arena that may be evicted and recomputed until their last use.
+        """Flags of tensors in the arena that may be evicted and recomputed until their last use.
 
         The last use of an output is the end of the step. Excluded are outputs of run-once ops,
         overwritten tensors, and tensors whose recomputation may read a version that is overwritten
@@ -402,8 +392,7 @@ class Problem:
 
     @cached_property
     def chained(self) -> list[bool]:
-        """
-        Flags of ops whose first runs stay in program order among each other.
+        """Flags of ops whose first runs stay in program order among each other.
 
         Run-once ops, random ops, ops that use an overwritten tensor, and ops that use an output
         outside the arena which some op reads.

@@ -12,8 +12,7 @@ MIN_COPIES = 5
 
 @dataclass(frozen=True)
 class Repetition:
-    """
-    Ops `start` … `start + length − 1`: copies of a block of `period` ops.
+    """Ops `start` … `start + length − 1`: copies of a block of `period` ops.
 
     The last copy may be cut short.
     """
@@ -28,8 +27,7 @@ class Repetition:
 
 
 def repetitions(problem: Problem) -> list[Repetition]:
-    """
-    The longest disjoint repetitions, the longest one first.
+    """The longest disjoint repetitions, the longest one first.
 
     Two ops are equal if the sizes of their inputs, outputs and workspace are. Costs are measured
     and not compared.

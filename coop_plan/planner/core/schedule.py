@@ -1,6 +1,6 @@
 """Schedules: typed events in order, and the buffers that they write and read."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,8 +31,7 @@ __all__ = ["OUTSIDE", "Event", "Offload", "PlacedSchedule", "Prefetch", "Run", "
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """
-    A run of variant `variant`. `reads` follow its inputs and `writes` its outputs, one by one.
+    """A run of variant `variant`. `reads` follow its inputs and `writes` its outputs, one by one.
 
     `OUTSIDE` stands for resident tensors and outputs outside the arena.
     """
@@ -66,9 +65,6 @@ class Wait:
 
 Event = Run | Offload | Prefetch | Wait
 
-KINDS = {"run": RUN, "offload": OFFLOAD, "prefetch": PREFETCH, "wait": WAIT}
-"""Event kinds by name; the subject of "run" is a variant, of all others a tensor."""
-
 
 class NoScheduleError(ValueError):
     """A sequence of events that reads, copies or waits for a tensor that is not resident."""
@@ -76,8 +72,7 @@ class NoScheduleError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """
-    Events in order, without addresses.
+    """Events in order, without addresses.
 
     Event e is of kind `do[e]` (see `planner.core.lifetimes`); its subject `what[e]` is a variant
     for `RUN`, else a tensor. All else follows from that order (`trace`).
@@ -90,45 +85,30 @@ class Schedule:
 
     @classmethod
     def of(cls, problem: Problem, variants: Sequence[int] | Ints) -> "Schedule":
-        """
-        The schedule that runs these variants in order and keeps no tensor beyond its last read.
+        """The schedule that runs these variants in order and keeps no tensor beyond its last read.
 
         Raises:
             NoScheduleError: a variant reads a tensor that is not resident.
         """
         what = np.array(variants, dtype=np.int64)
-        return cls._of(problem, np.full(what.size, RUN, dtype=np.int64), what)
-
-    @classmethod
-    def of_named_events(cls, problem: Problem, events: Iterable[tuple[str, int]]) -> "Schedule":
-        """
-        The schedule of events ("run", variant), and ("offload" | "prefetch" | "wait", tensor).
-
-        A wait is for the last copy of that tensor.
-
-        Raises:
-            NoScheduleError: an event needs a tensor or a host copy that does not exist.
-        """
-        numbers = [(KINDS[do], what) for do, what in events]
-        table = np.array(numbers, dtype=np.int64).reshape(-1, 2)
-        return cls._of(problem, table[:, 0].copy(), table[:, 1].copy())
+        return cls.of_events(problem, np.full(what.size, RUN, dtype=np.int64), what)
 
     @classmethod
     def of_events(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":
-        """
-        The schedule of events of kind `do[e]` (`planner.core.lifetimes`) and subject `what[e]`.
+        """The schedule of events of kind `do[e]` (`planner.core.lifetimes`) and subject `what[e]`.
 
         Raises:
             NoScheduleError: an event needs a tensor or a host copy that does not exist.
         """
-        return cls._of(problem, do, what)
+        found = trace(to_arrays(problem), do, what)
+        _check_complete(problem, do, what, found)
+        return cls(problem, do, what, found)
 
     @classmethod
     def with_decisions(
         cls, problem: Problem, what: Ints, taken: Ints, dropped: Ints, do: Ints
     ) -> "Schedule":
-        """
-        The schedule of an online run, with its evictions and in-place decisions.
+        """The schedule of an online run, with its evictions and in-place decisions.
 
         `taken` and `dropped` are those of `planner.core.lifetimes.trace_with_decisions`; event e is
         of kind `do[e]` and subject `what[e]`.
@@ -137,12 +117,6 @@ class Schedule:
             NoScheduleError: an event reads a tensor that was evicted.
         """
         found = trace_with_decisions(to_arrays(problem), do, what, taken, dropped)
-        _check_complete(problem, do, what, found)
-        return cls(problem, do, what, found)
-
-    @classmethod
-    def _of(cls, problem: Problem, do: Ints, what: Ints) -> "Schedule":
-        found = trace(to_arrays(problem), do, what)
         _check_complete(problem, do, what, found)
         return cls(problem, do, what, found)
 
@@ -246,8 +220,7 @@ class Schedule:
         return int(self.live_bytes().max(initial=0)) <= units
 
     def place(self, offsets: Ints, blocks: Blocks | None = None) -> "PlacedSchedule":
-        """
-        The schedule with offsets (bytes) of its `blocks`; pass `blocks` if already computed.
+        """The schedule with offsets (bytes) of its `blocks`; pass `blocks` if already computed.
 
         Buffers that share an address in place have the offset of the first.
         """

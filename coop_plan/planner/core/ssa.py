@@ -1,5 +1,4 @@
-"""
-SSA form of a problem: each version of a tensor that ops overwrite becomes a tensor of its own.
+"""SSA form of a problem: each version of a tensor that ops overwrite becomes a tensor of its own.
 
 An op that overwrites a tensor in the arena reads one version and produces the next one at the same
 address (static single assignment, Cytron et al., TOPLAS 13(4), 1991). As tensors, versions can be
@@ -45,8 +44,7 @@ class SsaForm:
         return cls(problem, problem, unchanged, [()] * problem.op_count)
 
     def to_original(self, schedule: Schedule) -> Schedule:
-        """
-        A schedule of `problem` as one of `original`: versions at one address are one buffer.
+        """A schedule of `problem` as one of `original`: versions at one address are one buffer.
 
         Raises:
             NoScheduleError: a version is read after it was overwritten.

@@ -1,5 +1,4 @@
-"""
-Cost model: the timeline of a plan's steps on one compute stream and two copy engines.
+"""Cost model: the timeline of a plan's steps on one compute stream and two copy engines.
 
 Three engines run in plan order: compute, device to host, host to device. Compute reaches a step
 when every earlier compute step has ended, and every copy that an earlier `wait` names. From then on
@@ -57,7 +56,8 @@ class Timeline:
     prefetch_stall_us: float = 0.0
     """Time that compute has waited for prefetches."""
     _costs: list[float] = field(default_factory=list)
-    _now_us: float = 0.0
+    now_us: float = 0.0
+    """Time at which compute reaches the next step."""
     _offloads: dict[int, float] = field(default_factory=dict)
     """End of each offload in flight, by buffer."""
     _prefetches: dict[int, float] = field(default_factory=dict)
@@ -70,16 +70,16 @@ class Timeline:
     def compute(self, cost_us: float) -> None:
         """Run a variant of this cost."""
         self._costs.append(cost_us)
-        self._now_us += cost_us
+        self.now_us += cost_us
 
     def offload(self, buffer: int, size: int) -> float:
         """Start the copy of a buffer of `size` bytes to the host; returns its end, µs."""
-        self._offloads[buffer] = self._to_host.copy(self._now_us, size)
+        self._offloads[buffer] = self._to_host.copy(self.now_us, size)
         return self._offloads[buffer]
 
     def prefetch(self, buffer: int, size: int) -> float:
         """Start the copy of `size` bytes from the host into a buffer; returns its end, µs."""
-        self._prefetches[buffer] = self._to_device.copy(self._now_us, size)
+        self._prefetches[buffer] = self._to_device.copy(self.now_us, size)
         return self._prefetches[buffer]
 
     def copy_us(self, size: int, *, to_host: bool) -> float:
@@ -90,16 +90,11 @@ class Timeline:
         """Stall compute until the copy in flight on a buffer has ended."""
         if buffer in self._offloads:
             end = self._offloads.pop(buffer)
-            self.offload_stall_us += max(0.0, end - self._now_us)
+            self.offload_stall_us += max(0.0, end - self.now_us)
         else:
             end = self._prefetches.pop(buffer)
-            self.prefetch_stall_us += max(0.0, end - self._now_us)
-        self._now_us = max(self._now_us, end)
-
-    @property
-    def now_us(self) -> float:
-        """Time at which compute reaches the next step."""
-        return self._now_us
+            self.prefetch_stall_us += max(0.0, end - self.now_us)
+        self.now_us = max(self.now_us, end)
 
     @property
     def stall_us(self) -> float:
@@ -110,7 +105,7 @@ class Timeline:
     def end_us(self) -> float:
         """The makespan so far."""
         # Without stalls an exact sum: the same runs cost the same in any order.
-        return self._now_us if self.stall_us else fsum(self._costs)
+        return self.now_us if self.stall_us else fsum(self._costs)
 
 
 def step_costs(graph: Graph) -> dict[tuple[int, str | None], float]:

@@ -1,5 +1,4 @@
-"""
-Exact planners: mixed-integer and constraint models with proved bounds.
+"""Exact planners: mixed-integer and constraint models with proved bounds.
 
 `optimal` (`optimal.py`) is the engine. `auto` (`auto.py`) tries keep-all before it. `checkmate`
 (`checkmate.py`) and `monet` (`monet.py`) are the integer programs of their papers, for comparison.

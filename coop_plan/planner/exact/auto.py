@@ -19,8 +19,7 @@ from coop_plan.planner.search.compute.annealing import cheaper, reordered
 
 
 def solve_auto(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
-    """
-    Returns the best plan found by the deadline (or in the default time of `optimal`).
+    """Returns the best plan found by the deadline (or in the default time of `optimal`).
 
     `optimal` starts from coop-offline, whose portfolio includes coop. Its plan and its bound are in
     program order. A share of the time, but not much more than `optimal` took, is for other orders

@@ -1,5 +1,4 @@
-"""
-checkmate: the integer program of Jain et al., Checkmate, MLSys 2020, section 4, in PuLP.
+"""checkmate: the integer program of Jain et al., Checkmate, MLSys 2020, section 4, in PuLP.
 
 Symbols are the paper's. Stage t ends with the first run of op t (frontier-advancing); within a
 stage ops run in program order, each at most once. Stage n, the end of the step, runs none.
@@ -198,8 +197,7 @@ class CheckmateModel:
 def solve_checkmate(
     problem: Problem, request: Request, params: CheckmateParams = DEFAULTS.checkmate
 ) -> Solution:
-    """
-    The cheapest schedule of Checkmate's class that the solver finds by the deadline.
+    """The cheapest schedule of Checkmate's class that the solver finds by the deadline.
 
     Args:
         problem: of at most `max_variables` variables.

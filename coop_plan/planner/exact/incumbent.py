@@ -1,7 +1,7 @@
 """Incumbent plan and lower bound of one request."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
@@ -18,26 +18,22 @@ OPTIMALITY_TOLERANCE = 1e-6
 """A plan is optimal if its cost exceeds the bound by at most this share."""
 
 
+@dataclass(eq=False)
 class Incumbent:
-    """
-    Best placed plan for one arena (bytes) and best lower bound, both in µs.
+    """Best placed plan for one arena (bytes) and best lower bound, both in µs.
 
     Changes are reported to `progress`. `bound_model` names the schedules for which the bound holds.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        arena: int,
-        progress: Callable[[Progress], None] | None = None,
-        bound_model: BoundModel = "program-order",
-    ) -> None:
-        self.problem = problem
-        self.arena = arena
-        self.bound_model = bound_model
-        self.bound_us = problem.base_cost_us
-        self.solution: Solution | None = None
-        self._progress = progress
+    problem: Problem
+    arena: int
+    progress: Callable[[Progress], None] | None = None
+    bound_model: BoundModel = "program-order"
+    solution: Solution | None = None
+    bound_us: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bound_us = self.problem.base_cost_us
 
     @property
     def cost_us(self) -> float:
@@ -67,8 +63,8 @@ class Incumbent:
     def discard_bounds(self, reason: str) -> None:
         """Reset the bound to the base cost, after a solver contradicted a plan."""
         self.bound_us = self.problem.base_cost_us
-        if self._progress is not None:
-            self._progress(Progress(f"lower bound discarded: {reason}"))
+        if self.progress is not None:
+            self.progress(Progress(f"lower bound discarded: {reason}"))
 
     def offer(self, placed: PlacedSchedule) -> None:
         """Keep a schedule placed within the arena if it is cheaper than the incumbent."""
@@ -78,21 +74,20 @@ class Incumbent:
 
     def report(self, bound_us: float = 0.0) -> None:
         """Report incumbent, bound and gap; `bound_us` is the bound of a solve still running."""
-        if self._progress is None:
+        if self.progress is None:
             return
         base = max(self.problem.base_cost_us, 1e-12)
         bound = min(max(self.bound_us, bound_us), self.cost_us)
         least = bound / base - 1
         if self.solution is None:
-            self._progress(Progress(f"no plan yet, overhead at least {least:.2%}", bound=least))
+            self.progress(Progress(f"no plan yet, overhead at least {least:.2%}", bound=least))
             return
         overhead, gap = self.cost_us / base - 1, self.cost_us / max(bound, 1e-12) - 1
         message = f"overhead {overhead:.2%}, at least {least:.2%}, gap {gap:.2%}"
-        self._progress(Progress(message, overhead=overhead, bound=least, gap=gap))
+        self.progress(Progress(message, overhead=overhead, bound=least, gap=gap))
 
     def answer(self) -> Solution:
-        """
-        Returns the best plan with its bound.
+        """Returns the best plan with its bound.
 
         Raises:
             DoesNotFitError: there is no plan.

@@ -1,5 +1,4 @@
-"""
-monet: the integer program of Shah et al., Memory Optimization for Deep Networks, ICLR 2021.
+"""monet: the integer program of Shah et al., Memory Optimization for Deep Networks, ICLR 2021.
 
 Stage t ends with the first run of op t. The forward pass runs once (section 3). In a stage of the
 backward pass, ops of the forward pass may be recomputed before op t, in program order, each at most
@@ -181,8 +180,7 @@ def _rerunnable(choices: VariantChoices, t: int) -> list[int]:
 
 
 def solve_monet(problem: Problem, request: Request, params: MonetParams = MONET) -> Solution:
-    """
-    The cheapest schedule of MONeT's class that the solver finds by the deadline.
+    """The cheapest schedule of MONeT's class that the solver finds by the deadline.
 
     Raises:
         InvalidInputError: the program has more than `max_variables` variables.

@@ -1,5 +1,4 @@
-"""
-optimal: the time-point MILP, refined until a solution fits, with a proved bound at any time.
+"""optimal: the time-point MILP, refined until a solution fits, with a proved bound at any time.
 
 coop-offline's plan is the first incumbent. Each round solves one model (see
 `planner.exact.model.timepoint`). Its lower bound is valid for every schedule; its solution is read
@@ -248,8 +247,7 @@ class _OptimalSolve:
 
 
 def solve_optimal(problem: Problem, request: Request, params: ExactParams = DEFAULTS) -> Solution:
-    """
-    Returns the cheapest schedule found by the deadline (or in the default time), with its bound.
+    """Returns the cheapest schedule found by the deadline (or in the default time), with its bound.
 
     SIGINT ends the search early if there is a plan, and is raised otherwise.
 

@@ -1,5 +1,4 @@
-"""
-Parameters of the exact methods: one group per part that reads it, all in `ExactParams`.
+"""Parameters of the exact methods: one group per part that reads it, all in `ExactParams`.
 
 The annotated type of a field is its valid range, checked on construction: `Share` is in [0, 1],
 `Ratio`, `Seconds` and `Size` are at least 0, `Factor` and `Count` at least 1. Tolerances and cost
@@ -21,9 +20,7 @@ class SearchParams(Params):
     """Time limit of a request that sets none, s."""
 
     probe_seconds: Seconds = 10.0
-    """
-    Time limit of a feasibility probe (`any_schedule`), such as a budget of the `min` search, s.
-    """
+    """Time limit of a feasibility probe (`any_schedule`), as in the search for `min`, s."""
 
     small_graph_ops: Size = 3000
     """Up to this many ops coop-offline runs to its own end, with `ample_seconds` left."""
@@ -74,8 +71,7 @@ class SearchParams(Params):
     """Runs that an op may have in the joint model, its first run included."""
 
     joint_seconds: Seconds = 2.0
-    """
-    Time for improving a plan by the joint model, s; without a plan it has all the time left. The
+    """Time for improving a plan by the joint model, s; without a plan it has all the time left. The
     joint model has no transfers: with a host link this time goes to coop-offline.
     """
 
@@ -148,8 +144,7 @@ class ModelParams(Params):
     """The time-point model (see `planner.exact.model.timepoint`)."""
 
     finest_rounding: Size = 40
-    """
-    Memory rows are also rounded down to multiples of each size that is at least room /
+    """Memory rows are also rounded down to multiples of each size that is at least room /
     `finest_rounding`; 0 turns rounded rows off.
     """
 
@@ -159,9 +154,7 @@ class PathCutParams(Params):
     """Path cuts and their separation (see `planner.exact.model.paths`)."""
 
     min_violation: Annotated[float, Within(-math.inf, 1.0)] = 0.02
-    """
-    Minimum violation of a cut that is added, at most 1; a negative value also adds satisfied cuts.
-    """
+    """Minimum violation of an added cut, at most 1; if negative, satisfied cuts are added, too."""
 
     precision: tuple[tuple[Share, Share], ...] = (
         (1e-2, 2e-2),
@@ -169,8 +162,7 @@ class PathCutParams(Params):
         (1e-3, 5e-4),
         (1e-3, 5e-4),
     )
-    """
-    (relative accuracy of the relaxation, minimum relative gain of a round) pairs. A round that
+    """(relative accuracy of the relaxation, minimum relative gain of a round) pairs. A round that
     gains less moves on to the next pair; after the last pair separation ends. Bounds are valid at
     any accuracy.
     """
@@ -179,9 +171,7 @@ class PathCutParams(Params):
     """The same pairs for quick comparisons of models."""
 
     simplex_columns: Size = 60_000
-    """
-    With transfers, up to this many columns relaxations are solved by simplex, as PDLP is slow.
-    """
+    """With transfers, most columns of a relaxation solved by simplex, as PDLP is slow."""
 
     cuts_per_round: Count = 3000
     """Maximum number of cuts added before the relaxation is solved again."""

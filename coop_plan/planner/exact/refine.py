@@ -34,8 +34,7 @@ NO_RESULT = Answer(Outcome.UNKNOWN, -INFINITY, INFINITY, None)
 
 @dataclass
 class Refinement:
-    """
-    Rounds at one capacity (bytes, a multiple of the alignment).
+    """Rounds at one capacity (bytes, a multiple of the alignment).
 
     `proves` is True at the arena's own capacity; bounds of smaller capacities do not count. A hard
     model with a wide gap starts `bounding`, if given.
@@ -132,8 +131,7 @@ class Refinement:
         return answer
 
     def _yields_to_bounding(self) -> bool:
-        """
-        Start the bounding process if the gap is wide; True if the round then gives up its time.
+        """Start the bounding process if the gap is wide; True if the round then gives up its time.
 
         A round yields once, and only if there is a plan. On one processor the bounds come first.
         Without a proved bound the gap is meaningless, except with transfers, where the true bound

@@ -31,8 +31,7 @@ class VariantParams(Params):
     """Share of the time left for one solve of the whole program, once a schedule exists."""
 
     size_shares: tuple[Share, ...] = (0.5, 1.0, 0.25)
-    """
-    Start rules: each op gets its cheapest variant whose working set is at most this share of the
+    """Start rules: each op gets its cheapest variant whose working set is at most this share of the
     arena less the outputs already resident.
     """
 
@@ -72,10 +71,7 @@ class VariantParams(Params):
     """Upper limit of that share."""
 
     repair_rounds: Size = 40
-    """
-    Maximum number of neighbourhoods solved around overfull segments of the whole program's
-    solution.
-    """
+    """Most neighbourhoods solved around overfull segments of the whole program's solution."""
 
     max_read_excess: Share = 0.01
     """Solutions are read out if they cost at most this share more than the best schedule."""
@@ -87,15 +83,10 @@ class VariantParams(Params):
     """Relative gap to which a neighbourhood is solved."""
 
     patience: Count = 5
-    """
-    Consecutive neighbourhoods without improvement after which the search ends, without a time
-    limit.
-    """
+    """Consecutive neighbourhoods without improvement that end a search without a time limit."""
 
     small_ops: Count = 60
-    """
-    Up to this many ops every op is a time point, and only a time limit makes it solve programs.
-    """
+    """Up to this many ops every op is a time point; programs are solved with a limit only."""
 
     margin: Share = 0.002
     """Share of the arena left free for each layout that failed."""

@@ -25,8 +25,7 @@ def solve_with_variants(
     prove: bool,
     params: VariantParams = DEFAULTS,
 ) -> Solution:
-    """
-    Returns the cheapest schedule found with a variant per run; with `prove` also its bound.
+    """Returns the cheapest schedule found with a variant per run; with `prove` also its bound.
 
     The search starts from coop-offline's schedule of default variants. With transfers half of the
     time goes to `method`, which uses default variants only, as the search over variants has no

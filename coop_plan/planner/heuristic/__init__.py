@@ -1,5 +1,4 @@
-"""
-coop-offline: plans evictions for the whole step first, then the layout, and keeps what fits.
+"""coop-offline: plans evictions for the whole step first, then the layout, and keeps what fits.
 
 `coop_offline` is the method. Its phases, in order:
 

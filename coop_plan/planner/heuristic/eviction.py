@@ -1,5 +1,4 @@
-"""
-Offline (Belady-style) eviction: executes the program at a logical budget and evicts by next use.
+"""Offline (Belady-style) eviction: executes the program at a logical budget and evicts by next use.
 
 No tensor has an address yet. Memory is exact: a tensor is freed after its last use, unless an
 evicted tensor will be recomputed from it. When an op does not fit, the live tensor with the least
@@ -20,46 +19,8 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner, njit
-from coop_plan.planner.heuristic.eviction_state import (
-    CLOSURE,
-    DEMAND,
-    DENSITY,
-    DIRTY,
-    DIRTY_COUNT,
-    DIRTY_LIST,
-    EVENTS,
-    EVICTABLE,
-    HEAP,
-    HEAP_ACTIVE,
-    HEAP_COUNT,
-    IN_DIRTY_LIST,
-    INPLACE_OUT,
-    INPLACE_SOURCE,
-    KEY,
-    LARGE,
-    LARGE_COUNT,
-    LIST_INDEX,
-    LIVE,
-    MADE,
-    NEVER,
-    NEXT_USE,
-    ORDER,
-    PINS,
-    POOL_COUNT,
-    POOL_SMALL,
-    POOL_UNTIL,
-    RETAINED,
-    RETAINED_COUNT,
-    SEEN,
-    SET_ASIDE,
-    SLOT,
-    SMALL,
-    SMALL_COUNT,
-    STAMP,
-    USED,
-    WRITES,
-    EvictionState,
-)
+from coop_plan.planner.heuristic import columns as c
+from coop_plan.planner.heuristic.eviction_state import EvictionState
 from coop_plan.planner.heuristic.recompute_cost import (
     banish,
     closure_cost,
@@ -75,27 +36,26 @@ from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
 def run_evictions(
     a: Arrays, s: EvictionState, position: int, cost: float, cost_limit: float, events: int
 ) -> tuple[int, int, float]:
-    """
-    Continue a run from a program position and its cost (µs) for about `events` events.
+    """Continue a run from a program position and its cost (µs) for about `events` events.
 
     Returns (failed op or -1, next position, cost in µs). A run fails if it exceeds its record or
     `cost_limit` (µs).
     """
-    enough = s.counts[EVENTS] + events
-    while position < a.ops and s.counts[EVENTS] < enough:
+    enough = s.counts[c.EVENTS] + events
+    while position < a.ops and s.counts[c.EVENTS] < enough:
         _record_paid_costs(a, s, position)
         ops = _order_recomputes(a, s, position)
         for step in range(ops):
-            op = s.op[ORDER, step]
+            op = s.op[c.ORDER, step]
             cost += a.cost[op]
-            if s.counts[EVENTS] >= s.event.size or cost > cost_limit:
+            if s.counts[c.EVENTS] >= s.event.size or cost > cost_limit:
                 return position, position, cost
             need = _choose_inplace(a, s, op, position)
             if not _make_room(a, s, need, position):
                 return position, position, cost
             _execute(a, s, op, position)
             _free_operands(a, s, op, position, step == ops - 1)
-        if s.counts[RETAINED_COUNT] > 0:
+        if s.counts[c.RETAINED_COUNT] > 0:
             _free_retained(a, s, position)
         position += 1
     return -1, position, cost
@@ -106,8 +66,8 @@ def _record_paid_costs(a: Arrays, s: EvictionState, position: int) -> None:
     """Record the closure cost of each evicted input of the current op, for learned corrections."""
     for k in range(a.reads_ptr[position], a.reads_ptr[position + 1]):
         t = a.reads[k]
-        if s.tensor[LIVE, t] == 0:
-            slot = s.tensor[SLOT, t]
+        if s.tensor[c.LIVE, t] == 0:
+            slot = s.tensor[c.SLOT, t]
             while slot < a.uses_ptr[t + 1] and a.uses[slot] < position:
                 slot += 1
             s.paid[slot] = closure_cost(a, s, t, -1)
@@ -115,34 +75,33 @@ def _record_paid_costs(a: Arrays, s: EvictionState, position: int) -> None:
 
 @inlined
 def _order_recomputes(a: Arrays, s: EvictionState, goal: int) -> int:
-    """
-    List the ops to run for `goal`, itself last, and pin their inputs; returns their number.
+    """List the ops to run for `goal`, itself last, and pin their inputs; returns their number.
 
     Depth-first; of an op's missing inputs, the one produced earliest comes first. In the order of
     its inputs a long chain would produce all side inputs of its links before the first link.
     """
-    s.counts[STAMP] += 1
-    stamp = s.counts[STAMP]
+    s.counts[c.STAMP] += 1
+    stamp = s.counts[c.STAMP]
     ordered = 0
     depth = 0
     pushed = goal
     while depth >= 0:
         if pushed >= 0:
-            s.op[SEEN, pushed] = stamp
+            s.op[c.SEEN, pushed] = stamp
             s.stack[depth] = pushed
             for k in range(a.reads_ptr[pushed], a.reads_ptr[pushed + 1]):
-                s.tensor[PINS, a.reads[k]] += 1
+                s.tensor[c.PINS, a.reads[k]] += 1
             pushed = -1
         op = s.stack[depth]
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             t = a.reads[k]
             producer = a.producer[t]
-            if s.tensor[LIVE, t] == 0 and s.op[SEEN, producer] != stamp:
+            if s.tensor[c.LIVE, t] == 0 and s.op[c.SEEN, producer] != stamp:
                 pushed = producer if pushed < 0 else min(pushed, producer)
         if pushed >= 0:
             depth += 1
         else:
-            s.op[ORDER, ordered] = op
+            s.op[c.ORDER, ordered] = op
             ordered += 1
             depth -= 1
     return ordered
@@ -150,35 +109,34 @@ def _order_recomputes(a: Arrays, s: EvictionState, goal: int) -> int:
 
 @inlined
 def _choose_inplace(a: Arrays, s: EvictionState, op: int, position: int) -> int:
-    """
-    List the in-place writes of `op`; returns the bytes that it needs besides its inputs.
+    """List the in-place writes of `op`; returns the bytes that it needs besides its inputs.
 
     An input can be overwritten if this is its last use and no evicted tensor needs it.
     """
-    s.counts[WRITES] = 0
+    s.counts[c.WRITES] = 0
     need = int(a.workspace[op])
     for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
         t = a.makes[k]
-        if a.outside[t] == 0 or s.tensor[MADE, t] == 1:
+        if a.outside[t] == 0 or s.tensor[c.MADE, t] == 1:
             need += a.size[t]
     for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
         out, source = a.pairs_out[k], a.pairs_in[k]
         if (
-            s.tensor[LIVE, out] == 0
-            and s.tensor[LIVE, source] == 1
+            s.tensor[c.LIVE, out] == 0
+            and s.tensor[c.LIVE, source] == 1
             and a.last_use[source] <= position
-            and s.tensor[PINS, source] == 1
-            and s.tensor[EVICTABLE, source] == 1
-            and next_demand(a, s, source, position) == NEVER
+            and s.tensor[c.PINS, source] == 1
+            and s.tensor[c.EVICTABLE, source] == 1
+            and next_demand(a, s, source, position) == c.NEVER
         ):
             free = True
-            for j in range(s.counts[WRITES]):
-                if s.pair[INPLACE_OUT, j] == out or s.pair[INPLACE_SOURCE, j] == source:
+            for j in range(s.counts[c.WRITES]):
+                if s.pair[c.INPLACE_OUT, j] == out or s.pair[c.INPLACE_SOURCE, j] == source:
                     free = False
             if free:
-                s.pair[INPLACE_OUT, s.counts[WRITES]] = out
-                s.pair[INPLACE_SOURCE, s.counts[WRITES]] = source
-                s.counts[WRITES] += 1
+                s.pair[c.INPLACE_OUT, s.counts[c.WRITES]] = out
+                s.pair[c.INPLACE_SOURCE, s.counts[c.WRITES]] = source
+                s.counts[c.WRITES] += 1
                 need -= a.size[out]
     return need
 
@@ -186,14 +144,14 @@ def _choose_inplace(a: Arrays, s: EvictionState, op: int, position: int) -> int:
 @inlined
 def _make_room(a: Arrays, s: EvictionState, need: int, position: int) -> bool:
     """Evict until `need` bytes are free; False if nothing more can be evicted."""
-    while s.counts[USED] + need > s.budget:
-        victim = _select_victim(a, s, s.counts[USED] + need - s.budget, position)
+    while s.counts[c.USED] + need > s.budget:
+        victim = _select_victim(a, s, s.counts[c.USED] + need - s.budget, position)
         if victim < 0:
             return False
         # For learned corrections: the cost with which this eviction was chosen.
-        slot = s.tensor[SLOT, victim]
+        slot = s.tensor[c.SLOT, victim]
         if slot < a.uses_ptr[victim + 1]:
-            s.expected[slot] = s.value[CLOSURE, victim]
+            s.expected[slot] = s.value[c.CLOSURE, victim]
         _free(a, s, victim)
         propagate_demand(a, s, victim, position)
         mark_relatives_dirty(a, s, victim, position)
@@ -202,8 +160,7 @@ def _make_room(a: Arrays, s: EvictionState, need: int, position: int) -> bool:
 
 @inlined
 def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> int:
-    """
-    The victim with the least score; -1 if nothing can be evicted.
+    """The victim with the least score; -1 if nothing can be evicted.
 
     Attempt 0 takes the pool and the tensors that changed since it was filled. Attempt 1 takes all
     large tensors, and attempt 2 the small ones, if no large one can be evicted.
@@ -211,22 +168,22 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
     best_score = np.inf
     best, best_small = -1, True
     for attempt in range(3):
-        row, length, extra = LARGE, s.counts[LARGE_COUNT], 0
+        row, length, extra = c.LARGE, s.counts[c.LARGE_COUNT], 0
         if attempt == 0:
-            if s.counts[POOL_COUNT] == 0 or position > s.counts[POOL_UNTIL]:
+            if s.counts[c.POOL_COUNT] == 0 or position > s.counts[c.POOL_UNTIL]:
                 continue
-            length, extra = s.counts[POOL_COUNT], s.counts[DIRTY_COUNT]
+            length, extra = s.counts[c.POOL_COUNT], s.counts[c.DIRTY_COUNT]
         elif attempt == 1:
             _update_heap(a, s, position)
-            s.counts[POOL_COUNT] = s.counts[POOL_SMALL] = 0
-            s.counts[POOL_UNTIL] = position + s.pool_max_age
+            s.counts[c.POOL_COUNT] = s.counts[c.POOL_SMALL] = 0
+            s.counts[c.POOL_UNTIL] = position + s.pool_max_age
         else:
-            row, length = SMALL, s.counts[SMALL_COUNT]
-            s.counts[POOL_SMALL] = 1
+            row, length = c.SMALL, s.counts[c.SMALL_COUNT]
+            s.counts[c.POOL_SMALL] = 1
         # Many candidates: fill the pool; its first entry is the victim.
         if attempt > 0 and length > s.pool_min_live:
             _fill_pool(a, s, missing, position, attempt == 2)
-            if s.counts[POOL_COUNT] > 0:
+            if s.counts[c.POOL_COUNT] > 0:
                 return int(s.pool[0])
             continue
         # Few candidates: score each.
@@ -236,11 +193,15 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
             elif i < length:
                 t = s.pool[i]
             else:
-                t = s.tensor[DIRTY_LIST, i - length]
-            if s.tensor[LIST_INDEX, t] < 0 or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
+                t = s.tensor[c.DIRTY_LIST, i - length]
+            if (
+                s.tensor[c.LIST_INDEX, t] < 0
+                or s.tensor[c.PINS, t] > 0
+                or s.tensor[c.EVICTABLE, t] == 0
+            ):
                 continue
             small = a.size[t] < s.small
-            if small and attempt == 0 and (s.counts[POOL_SMALL] == 0 or not best_small):
+            if small and attempt == 0 and (s.counts[c.POOL_SMALL] == 0 or not best_small):
                 continue
             score = _score(a, s, t, missing, position)
             if score < best_score or (best_small and not small):
@@ -252,18 +213,17 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
 
 @inner
 def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: bool) -> None:
-    """
-    Fill the pool with the victims of least score, from the small tensors if `small`.
+    """Fill the pool with the victims of least score, from the small tensors if `small`.
 
     A score only rises as its use comes nearer, so the key in the heap is a lower bound on it.
     Without a heap all live tensors are scored: few are live, or `cap` makes scores depend on the
     missing bytes.
     """
     worst = np.inf
-    if s.counts[HEAP_ACTIVE] == 0:
-        for i in range(s.counts[SMALL_COUNT] if small else s.counts[LARGE_COUNT]):
-            t = s.tensor[SMALL if small else LARGE, i]
-            if s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
+    if s.counts[c.HEAP_ACTIVE] == 0:
+        for i in range(s.counts[c.SMALL_COUNT] if small else s.counts[c.LARGE_COUNT]):
+            t = s.tensor[c.SMALL if small else c.LARGE, i]
+            if s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0:
                 continue
             score = _score(a, s, t, missing, position)
             if score < worst:
@@ -272,63 +232,63 @@ def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: 
     popped = 0
     # Pop until the smallest key is no better than the pool's worst; a stale key is updated and
     # pushed again.
-    while s.counts[HEAP_COUNT] > 0:
-        t = s.tensor[HEAP, 0]
-        if s.value[KEY, t] >= worst or (a.size[t] < s.small and not small):
+    while s.counts[c.HEAP_COUNT] > 0:
+        t = s.tensor[c.HEAP, 0]
+        if s.value[c.KEY, t] >= worst or (a.size[t] < s.small and not small):
             break
-        if s.tensor[EVICTABLE, t] == 0:
+        if s.tensor[c.EVICTABLE, t] == 0:
             heap_remove(a, s, t)
             continue
-        if s.tensor[PINS, t] == 0:
+        if s.tensor[c.PINS, t] == 0:
             key = _score(a, s, t, missing, position)
-            if key > s.value[KEY, t]:
+            if key > s.value[c.KEY, t]:
                 heap_put(a, s, t, key)
                 continue
             worst = _add_to_pool(s, t, key)
         heap_remove(a, s, t)
-        s.tensor[SET_ASIDE, popped] = t
+        s.tensor[c.SET_ASIDE, popped] = t
         popped += 1
     # The pool only lists tensors: put them back into the heap.
     for i in range(popped):
-        heap_put(a, s, s.tensor[SET_ASIDE, i], s.value[KEY, s.tensor[SET_ASIDE, i]])
+        heap_put(a, s, s.tensor[c.SET_ASIDE, i], s.value[c.KEY, s.tensor[c.SET_ASIDE, i]])
 
 
 @inner
 def _update_heap(a: Arrays, s: EvictionState, position: int) -> None:
     """Update the heap with the tensors that changed; builds it once many tensors are live."""
-    live = s.counts[LARGE_COUNT] + s.counts[SMALL_COUNT]
-    if s.counts[HEAP_ACTIVE] == 0 and not s.cap and live > s.heap_min_live:
-        s.counts[HEAP_ACTIVE] = 1
-        for row, count in ((LARGE, LARGE_COUNT), (SMALL, SMALL_COUNT)):
+    live = s.counts[c.LARGE_COUNT] + s.counts[c.SMALL_COUNT]
+    if s.counts[c.HEAP_ACTIVE] == 0 and not s.cap and live > s.heap_min_live:
+        s.counts[c.HEAP_ACTIVE] = 1
+        for row, count in ((c.LARGE, c.LARGE_COUNT), (c.SMALL, c.SMALL_COUNT)):
             for i in range(s.counts[count]):
                 mark_dirty(s, s.tensor[row, i])
     kept = 0
-    for i in range(s.counts[DIRTY_COUNT]):
-        t = s.tensor[DIRTY_LIST, i]
-        in_heap = s.counts[HEAP_ACTIVE] == 1 and s.tensor[LIST_INDEX, t] >= 0
+    for i in range(s.counts[c.DIRTY_COUNT]):
+        t = s.tensor[c.DIRTY_LIST, i]
+        in_heap = s.counts[c.HEAP_ACTIVE] == 1 and s.tensor[c.LIST_INDEX, t] >= 0
         # A pinned tensor cannot be evicted now: it stays in the list.
-        if in_heap and s.tensor[PINS, t] > 0:
-            s.tensor[DIRTY_LIST, kept] = t
+        if in_heap and s.tensor[c.PINS, t] > 0:
+            s.tensor[c.DIRTY_LIST, kept] = t
             kept += 1
             continue
-        s.tensor[IN_DIRTY_LIST, t] = 0
-        if in_heap and s.tensor[EVICTABLE, t] == 1:
+        s.tensor[c.IN_DIRTY_LIST, t] = 0
+        if in_heap and s.tensor[c.EVICTABLE, t] == 1:
             heap_put(a, s, t, _score(a, s, t, 1, position))
-    s.counts[DIRTY_COUNT] = kept
+    s.counts[c.DIRTY_COUNT] = kept
 
 
 @inlined
 def _add_to_pool(s: EvictionState, t: int, score: float) -> float:
     """Insert `t` into the sorted pool; returns the score from which the pool takes no more."""
-    at = min(s.counts[POOL_COUNT], s.pool.size - 1)
+    at = min(s.counts[c.POOL_COUNT], s.pool.size - 1)
     while at > 0 and s.pool_score[at - 1] > score:
         s.pool_score[at] = s.pool_score[at - 1]
         s.pool[at] = s.pool[at - 1]
         at -= 1
     s.pool_score[at] = score
     s.pool[at] = t
-    s.counts[POOL_COUNT] = min(s.counts[POOL_COUNT] + 1, s.pool.size)
-    if s.counts[POOL_COUNT] < s.pool.size:
+    s.counts[c.POOL_COUNT] = min(s.counts[c.POOL_COUNT] + 1, s.pool.size)
+    if s.counts[c.POOL_COUNT] < s.pool.size:
         return np.inf
     return float(s.pool_score[s.pool.size - 1])
 
@@ -337,21 +297,21 @@ def _add_to_pool(s: EvictionState, t: int, score: float) -> float:
 def _score(a: Arrays, s: EvictionState, t: int, missing: int, position: int) -> float:
     """Closure cost x weight / (bytes x distance^alpha), for `missing` bytes to be freed."""
     # Closure cost and next use are cached until something nearby changes.
-    if s.tensor[DIRTY, t] == 1:
-        s.tensor[DIRTY, t] = 0
-        slot = s.tensor[SLOT, t]
+    if s.tensor[c.DIRTY, t] == 1:
+        s.tensor[c.DIRTY, t] = 0
+        slot = s.tensor[c.SLOT, t]
         while slot < a.uses_ptr[t + 1] and a.uses[slot] <= position:
             slot += 1
-        s.tensor[SLOT, t] = slot
+        s.tensor[c.SLOT, t] = slot
         due = next_demand(a, s, t, position)
         if slot < a.uses_ptr[t + 1]:
             due = min(due, a.uses[slot])
-        s.tensor[NEXT_USE, t] = due
-        foreseen = s.tensor[NEXT_USE, t] if s.foresee else -1
-        s.value[CLOSURE, t] = closure_cost(a, s, t, foreseen) * s.weight[slot]
-        s.value[DENSITY, t] = s.value[CLOSURE, t] / a.size[t]
+        s.tensor[c.NEXT_USE, t] = due
+        foreseen = s.tensor[c.NEXT_USE, t] if s.foresee else -1
+        s.value[c.CLOSURE, t] = closure_cost(a, s, t, foreseen) * s.weight[slot]
+        s.value[c.DENSITY, t] = s.value[c.CLOSURE, t] / a.size[t]
     ops = a.ops
-    distance = s.price[min(s.tensor[NEXT_USE, t], ops)] - s.price[position] + s.least_distance
+    distance = s.price[min(s.tensor[c.NEXT_USE, t], ops)] - s.price[position] + s.least_distance
     # Square roots are several times faster than a power.
     if s.alpha == 0.5:
         distance = np.sqrt(distance)
@@ -360,61 +320,63 @@ def _score(a: Arrays, s: EvictionState, t: int, missing: int, position: int) -> 
     elif s.alpha != 1.0:
         distance = distance**s.alpha
     if s.cap and a.size[t] > missing:
-        return float(s.value[CLOSURE, t] / (missing * distance))
-    return float(s.value[DENSITY, t] / distance)
+        return float(s.value[c.CLOSURE, t] / (missing * distance))
+    return float(s.value[c.DENSITY, t] / distance)
 
 
 @inlined
 def _free(a: Arrays, s: EvictionState, t: int) -> None:
     """End the lifetime of live tensor `t`."""
     _unlist(a, s, t)
-    s.tensor[LIVE, t] = 0
-    s.counts[USED] -= a.size[t]
+    s.tensor[c.LIVE, t] = 0
+    s.counts[c.USED] -= a.size[t]
 
 
 @inlined
 def _unlist(a: Arrays, s: EvictionState, t: int) -> None:
     """Remove `t` from its list of live tensors and from the heap."""
-    index = s.tensor[LIST_INDEX, t]
+    index = s.tensor[c.LIST_INDEX, t]
     if index < 0:
         return
-    row, count = (SMALL, SMALL_COUNT) if a.size[t] < s.small else (LARGE, LARGE_COUNT)
+    row, count = (c.SMALL, c.SMALL_COUNT) if a.size[t] < s.small else (c.LARGE, c.LARGE_COUNT)
     s.counts[count] -= 1
     last = s.tensor[row, s.counts[count]]
     s.tensor[row, index] = last
-    s.tensor[LIST_INDEX, last] = index
-    s.tensor[LIST_INDEX, t] = -1
+    s.tensor[c.LIST_INDEX, last] = index
+    s.tensor[c.LIST_INDEX, t] = -1
     heap_remove(a, s, t)
 
 
 @inlined
 def _execute(a: Arrays, s: EvictionState, op: int, position: int) -> None:
     """Record the event, end overwritten inputs, make the outputs live and unpin the inputs."""
-    s.event[s.counts[EVENTS]] = op
-    s.counts[EVENTS] += 1
-    for j in range(s.counts[WRITES]):
-        source = s.pair[INPLACE_SOURCE, j]
+    s.event[s.counts[c.EVENTS]] = op
+    s.counts[c.EVENTS] += 1
+    for j in range(s.counts[c.WRITES]):
+        source = s.pair[c.INPLACE_SOURCE, j]
         _unlist(a, s, source)
-        s.tensor[LIVE, source] = 0
-        s.tensor[DEMAND, source] = NEVER
-        s.counts[USED] -= a.size[source]
+        s.tensor[c.LIVE, source] = 0
+        s.tensor[c.DEMAND, source] = c.NEVER
+        s.counts[c.USED] -= a.size[source]
         mark_relatives_dirty(a, s, source, position)
     for k in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
         t = a.makes[k]
-        if s.tensor[LIVE, t] == 0 and a.outside[t] == 0:
-            s.tensor[LIVE, t] = 1
-            s.counts[USED] += a.size[t]
+        if s.tensor[c.LIVE, t] == 0 and a.outside[t] == 0:
+            s.tensor[c.LIVE, t] = 1
+            s.counts[c.USED] += a.size[t]
             if a.size[t] > 0:
-                row, count = (SMALL, SMALL_COUNT) if a.size[t] < s.small else (LARGE, LARGE_COUNT)
+                row, count = (
+                    (c.SMALL, c.SMALL_COUNT) if a.size[t] < s.small else (c.LARGE, c.LARGE_COUNT)
+                )
                 s.tensor[row, s.counts[count]] = t
-                s.tensor[LIST_INDEX, t] = s.counts[count]
+                s.tensor[c.LIST_INDEX, t] = s.counts[count]
                 s.counts[count] += 1
             mark_dirty(s, t)
-            if s.tensor[MADE, t] == 1:
+            if s.tensor[c.MADE, t] == 1:
                 mark_relatives_dirty(a, s, t, position)
-        s.tensor[MADE, t] = 1
+        s.tensor[c.MADE, t] = 1
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-        s.tensor[PINS, a.reads[k]] -= 1
+        s.tensor[c.PINS, a.reads[k]] -= 1
         mark_dirty(s, a.reads[k])
 
 
@@ -425,28 +387,28 @@ def _free_operands(a: Arrays, s: EvictionState, op: int, position: int, is_goal:
     makes = a.makes_ptr[op + 1] - a.makes_ptr[op]
     for k in range(reads + makes):
         t = a.reads[a.reads_ptr[op] + k] if k < reads else a.makes[a.makes_ptr[op] + k - reads]
-        if s.tensor[LIVE, t] == 0 or s.tensor[PINS, t] > 0 or a.last_use[t] > position:
+        if s.tensor[c.LIVE, t] == 0 or s.tensor[c.PINS, t] > 0 or a.last_use[t] > position:
             continue
-        if s.tensor[EVICTABLE, t] == 0:
-            if a.is_output[t] == 0 and s.tensor[RETAINED, t] == 0:
-                s.tensor[RETAINED, t] = 1
-                s.counts[RETAINED_COUNT] += 1
+        if s.tensor[c.EVICTABLE, t] == 0:
+            if a.is_output[t] == 0 and s.tensor[c.RETAINED, t] == 0:
+                s.tensor[c.RETAINED, t] = 1
+                s.counts[c.RETAINED_COUNT] += 1
             continue
         if not is_goal and a.last_use[t] == position:
             continue  # the op of this position will read it
-        if next_demand(a, s, t, position) < NEVER or a.size[t] == 0:
+        if next_demand(a, s, t, position) < c.NEVER or a.size[t] == 0:
             continue  # an evicted tensor will be recomputed from it
         _free(a, s, t)
-        s.tensor[DEMAND, t] = NEVER
+        s.tensor[c.DEMAND, t] = c.NEVER
 
 
 @inlined
 def _free_retained(a: Arrays, s: EvictionState, position: int) -> None:
     """Free dead tensors that cannot be recomputed once no evicted tensor needs them."""
     for t in range(a.size.size):
-        if s.tensor[RETAINED, t] == 0 or s.tensor[LIVE, t] == 0 or s.tensor[PINS, t] > 0:
+        if s.tensor[c.RETAINED, t] == 0 or s.tensor[c.LIVE, t] == 0 or s.tensor[c.PINS, t] > 0:
             continue
         if banish(a, s, t, position):
-            s.tensor[RETAINED, t] = 0
-            s.counts[RETAINED_COUNT] -= 1
+            s.tensor[c.RETAINED, t] = 0
+            s.counts[c.RETAINED_COUNT] -= 1
             _free(a, s, t)

@@ -8,26 +8,15 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays, Floats, Ints
 from coop_plan.planner.core.lifetimes import RUN, Blocks, blocks_of, trace
+from coop_plan.planner.heuristic import columns as c
 from coop_plan.planner.heuristic.eviction import run_evictions
-from coop_plan.planner.heuristic.eviction_state import (
-    DEMAND,
-    DIRTY,
-    EVENTS,
-    EVICTABLE,
-    HEAP_INDEX,
-    LIST_INDEX,
-    NEVER,
-    NEXT_USE,
-    SLOT,
-    EvictionState,
-)
+from coop_plan.planner.heuristic.eviction_state import EvictionState
 from coop_plan.planner.heuristic.params import EvictionParams
 
 
 @dataclass(frozen=True)
 class Settings:
-    """
-    Scoring settings of a run; see `planner.heuristic.eviction`.
+    """Scoring settings of a run; see `planner.heuristic.eviction`.
 
     `price` is a prefix sum over program positions, n + 1 entries; `weight` a factor per entry of
     `Arrays.uses`, plus one.
@@ -42,8 +31,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """
-    Record of a completed run: its cost (µs) and the ops in execution order.
+    """Record of a completed run: its cost (µs) and the ops in execution order.
 
     Per entry of `Arrays.uses`, plus one: `expected` is the weighted closure cost (µs) at the
     eviction before that use, `paid` the closure cost at the use; both 0 without an eviction.
@@ -55,8 +43,7 @@ class Record:
     paid: Floats = field(default_factory=lambda: np.empty(0))
 
     def corrections(self, max_factor: float) -> Floats:
-        """
-        Learned corrections: paid / expected per weight, within `max_factor` and its inverse.
+        """Learned corrections: paid / expected per weight, within `max_factor` and its inverse.
 
         A single 1 if the record has no costs, as for a sequence that no weights produced.
         """
@@ -101,8 +88,7 @@ class Runner:
     def __call__(
         self, budget: int, settings: Settings, cost_limit: float = np.inf
     ) -> Record | None:
-        """
-        Run at a logical budget of `budget` bytes.
+        """Run at a logical budget of `budget` bytes.
 
         Returns None if the run fails, exceeds `cost_limit` (µs), or runs out of time.
         """
@@ -133,11 +119,11 @@ class Runner:
             event=self._event,
             pair=self._pair,
         )
-        state.tensor[SLOT] = self.arrays.uses_ptr
-        state.tensor[[DEMAND, NEXT_USE]] = NEVER
-        state.tensor[DIRTY] = 1
-        state.tensor[[LIST_INDEX, HEAP_INDEX]] = -1
-        state.tensor[EVICTABLE, :count] = self.arrays.evictable
+        state.tensor[c.SLOT] = self.arrays.uses_ptr
+        state.tensor[[c.DEMAND, c.NEXT_USE]] = c.NEVER
+        state.tensor[c.DIRTY] = 1
+        state.tensor[[c.LIST_INDEX, c.HEAP_INDEX]] = -1
+        state.tensor[c.EVICTABLE, :count] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:
             if position and self.out_of_time():
@@ -148,5 +134,5 @@ class Runner:
             )
             if self.failed_op >= 0:
                 return None
-        events = self._event[: state.counts[EVENTS]].copy()
+        events = self._event[: state.counts[c.EVENTS]].copy()
         return Record(cost, events, state.expected, state.paid)

@@ -1,5 +1,4 @@
-"""
-Hill climbing from plans about as large as the arena, towards less cost for less memory.
+"""Hill climbing from plans about as large as the arena, towards less cost for less memory.
 
 Several searches, which ignore the arena, perturb the weights of single retention intervals.
 """
@@ -52,8 +51,7 @@ def _starts(portfolio: Portfolio) -> list["HillClimb"]:
 
 @dataclass
 class HillClimb:
-    """
-    A hill climb that ignores the arena: from a grid step towards less cost for less memory.
+    """A hill climb that ignores the arena: from a grid step towards less cost for less memory.
 
     Neighbouring arenas run the same climbs and see the same plans, of which each takes the cheapest
     that fits. That keeps overhead from rising with the budget. `slope` is the value of memory

@@ -1,5 +1,4 @@
-"""
-Parameters of coop-offline, one group per phase.
+"""Parameters of coop-offline, one group per phase.
 
 The type of a field is its valid range, see `planner.core.params`.
 """
@@ -20,7 +19,7 @@ from coop_plan.planner.core.params import (
     Within,
 )
 from coop_plan.planner.search.compute.params import DEFAULTS as MOVES
-from coop_plan.planner.search.compute.params import ComputeMoveParams
+from coop_plan.planner.search.compute.params import AnnealingParams, MoveParams, SequenceParams
 from coop_plan.planner.search.makespan.params import DEFAULTS as MAKESPAN
 from coop_plan.planner.search.makespan.params import MakespanParams
 
@@ -72,18 +71,13 @@ class PortfolioParams(Params):
         for alpha in (1 / 16, *EXPONENTS)
         for cap in (False, True)
     )
-    """
-    Scoring rules to try; `foresee` helps where an eviction would extend the lifetimes of its
-    inputs.
-    """
+    """Scoring rules to try; `foresee` helps where an eviction extends its inputs' lifetimes."""
 
     grid_ratio: Annotated[float, Within(math.nextafter(1.0, 2.0), math.inf)] = 1.015
     """Ratio of neighbouring logical budgets of the grid."""
 
     grid_windows: tuple[tuple[int, int], ...] = ((-8, 8), (-20, -8), (-44, -20))
-    """
-    Windows of grid steps around the arena, (above, up to), tried in order until one has a plan.
-    """
+    """Windows of grid steps around the arena, (above, up to), tried until one has a plan."""
 
     small_ops: Size = 500
     """Largest number of ops for which every rule is tried on the whole grid."""
@@ -169,20 +163,14 @@ class HillClimbParams(Params):
 
 
 @dataclass(frozen=True)
-class WeightAnnealingParams(Params):
+class WeightAnnealingParams(AnnealingParams):
     """Annealing of the weights (`planner.heuristic.weight_annealing`)."""
 
     temperature: Ratio = 1e-3
     """Initial temperature, as a share of the base cost."""
 
-    penalty: Positive = 5.0
-    """Least penalty weight, in base costs per unit of log(layout / arena)."""
-
     penalty_growth: Factor = 1.3
     """Growth of the penalty weight while no run fits."""
-
-    layout_share: Share = 0.3
-    """Most share of the time for layout searches beyond the greedy ones."""
 
     layout_ratio_decay: Factor = 1.005
     """Divisor of the estimated ratio of layout to live peak after a successful layout."""
@@ -190,14 +178,8 @@ class WeightAnnealingParams(Params):
     layout_ratio_growth: Factor = 1.001
     """Growth of that ratio after a failed layout."""
 
-    cooling: Ratio = 2.0
-    """Exponent of the temperature in the remaining share of the time."""
-
     max_idle_steps: Count = 200
     """Runs without a layout attempt after which the penalty grows, or the ratio shrinks."""
-
-    min_saving: Share = 1e-4
-    """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
 
     budget_chance: Share = 0.7
     """Probability of changing the logical budget."""
@@ -230,20 +212,8 @@ class WeightAnnealingParams(Params):
 
 
 @dataclass(frozen=True)
-class SequenceAnnealingParams(Params):
+class SequenceAnnealingParams(SequenceParams):
     """Annealing of the sequence (`planner.search.compute.annealing`)."""
-
-    temperature: Ratio = 0.4
-    """Initial temperature, in mean costs of an op."""
-
-    cooling: Ratio = 2.0
-    """Exponent of the temperature in the remaining share of the time."""
-
-    event_factor: Count = 2
-    """Most events of a sequence, as a multiple of the start's, plus `extra_events`."""
-
-    extra_events: Count = 2000
-    """Events added to that limit."""
 
     chunk_seconds: Positive = 0.01
     """Seconds between two checks of the result, about."""
@@ -254,31 +224,11 @@ class SequenceAnnealingParams(Params):
     pace_share: PositiveShare = 0.2
     """Weight of the last chunk in the moving average of the pace."""
 
-    penalty: Positive = 5.0
-    """Least penalty weight, in base costs per unit of memory excess."""
-
-    penalty_growth: Factor = 1.01
-    """Growth of the penalty weight after a chunk that ends infeasible."""
-
-    penalty_decay: Factor = 1.007
-    """Divisor of the penalty weight after a chunk that ends feasible."""
-
-    patience: Size = 50
-    """
-    Longest infeasible streak, in chunks; the search then restarts from the last feasible sequence.
-    """
-
-    layout_share: Share = 0.3
-    """Most share of the time for layouts."""
-
     max_layout_work: Size = 500_000_000
     """Most effort of one layout (`planner.placement.place`); it doubles after each failure."""
 
     margin: Share = 1e-3
     """Memory to keep free at the fullest event of a failed layout, as a share of the arena."""
-
-    min_saving: Share = 1e-4
-    """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
 
     fixed_steps: Count = 30_000
     """Most steps of each annealing of the fixed-length phase, which has no deadline."""
@@ -333,14 +283,13 @@ class CoopOfflineParams(Params):
     perturbation: PerturbationParams = PerturbationParams()
     hill_climb: HillClimbParams = HillClimbParams()
     weight_annealing: WeightAnnealingParams = WeightAnnealingParams()
-    moves: ComputeMoveParams = MOVES
+    moves: MoveParams = MOVES
     sequence_annealing: SequenceAnnealingParams = SequenceAnnealingParams()
 
     makespan: MakespanParams = MAKESPAN
 
     start_shares: tuple[Share, ...] = (0.25, 0.5, 0.75)
-    """
-    Further starts of the joint search: recompute plans at these shares between arena and peak.
+    """Further starts of the joint search: recompute plans at these shares between arena and peak.
     """
 
     weights_share: Share = 0.25

@@ -1,5 +1,4 @@
-"""
-Portfolio of eviction runs: scoring rules crossed with logical budgets, and the best that fits.
+"""Portfolio of eviction runs: scoring rules crossed with logical budgets, and the best that fits.
 
 A run at a logical budget gives a cost and lifetimes; placement gives the arena they need. Lifetimes
 end at the last access, so a run may fit the arena although its logical budget is larger. The
@@ -91,8 +90,7 @@ class Portfolio:
             self.failed_op = self.runner.failed_op
 
     def offer(self, found: Candidate, hint: Ints | None = None) -> None:
-        """
-        Keep a candidate if it is cheaper than the incumbent and its layout fits the arena.
+        """Keep a candidate if it is cheaper than the incumbent and its layout fits the arena.
 
         `hint`, the order of its greedy layout, starts a search for a layout.
         """
@@ -126,8 +124,7 @@ class Portfolio:
     def runs(
         self, budget: int, rules: Iterable[int], max_count: int | None = None
     ) -> list[tuple[float, int, Record]]:
-        """
-        Completed runs of these rules at a logical budget: (cost in µs, rule number, record),
+        """Completed runs of these rules at a logical budget: (cost in µs, rule number, record),
         sorted.
 
         At most `max_count` distinct runs; a run is abandoned once it costs more than that many

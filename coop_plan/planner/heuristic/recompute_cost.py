@@ -1,5 +1,4 @@
-"""
-Recompute closures and next uses of tensors, through chains of evicted tensors.
+"""Recompute closures and next uses of tensors, through chains of evicted tensors.
 
 The closure of a tensor is the set of ops to run again for it, given the current residents. If an
 evicted tensor is needed at a position, so are the evicted tensors that it is recomputed from. Both
@@ -8,40 +7,26 @@ depend only on related tensors, so each eviction and each run marks those as dir
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined
-from coop_plan.planner.heuristic.eviction_state import (
-    DEMAND,
-    DIRTY,
-    DIRTY_COUNT,
-    DIRTY_LIST,
-    EVICTABLE,
-    HEAP_ACTIVE,
-    IN_DIRTY_LIST,
-    LIVE,
-    MADE,
-    NEVER,
-    NEXT_USE,
-    POOL_COUNT,
-    SEEN,
-    STAMP,
-    VISITED,
-    EvictionState,
-)
+from coop_plan.planner.heuristic import columns as c
+from coop_plan.planner.heuristic.eviction_state import EvictionState
 
 
 @inlined
 def mark_dirty(s: EvictionState, t: int) -> None:
     """Mark the closure and the next use of `t` as out of date."""
-    s.tensor[DIRTY, t] = 1
-    if s.tensor[IN_DIRTY_LIST, t] == 0 and (s.counts[POOL_COUNT] > 0 or s.counts[HEAP_ACTIVE] == 1):
-        s.tensor[IN_DIRTY_LIST, t] = 1
-        s.tensor[DIRTY_LIST, s.counts[DIRTY_COUNT]] = t
-        s.counts[DIRTY_COUNT] += 1
+    s.tensor[c.DIRTY, t] = 1
+    if s.tensor[c.IN_DIRTY_LIST, t] == 0 and (
+        s.counts[c.POOL_COUNT] > 0 or s.counts[c.HEAP_ACTIVE] == 1
+    ):
+        s.tensor[c.IN_DIRTY_LIST, t] = 1
+        s.tensor[c.DIRTY_LIST, s.counts[c.DIRTY_COUNT]] = t
+        s.counts[c.DIRTY_COUNT] += 1
 
 
 @inlined
 def next_demand(a: Arrays, s: EvictionState, t: int, position: int) -> int:
     """First position at which an evicted tensor recomputed from `t` is needed."""
-    found = NEVER
+    found = c.NEVER
     for k in range(a.uses_ptr[t], a.uses_ptr[t + 1]):
         op = a.uses[k]
         if op > position:
@@ -49,20 +34,20 @@ def next_demand(a: Arrays, s: EvictionState, t: int, position: int) -> int:
         for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
             child = a.makes[j]
             if (
-                s.tensor[LIVE, child] == 0
-                and s.tensor[MADE, child] == 1
+                s.tensor[c.LIVE, child] == 0
+                and s.tensor[c.MADE, child] == 1
                 and a.outside[child] == 0
-                and position < s.tensor[DEMAND, child] < found
+                and position < s.tensor[c.DEMAND, child] < found
             ):
-                found = s.tensor[DEMAND, child]
+                found = s.tensor[c.DEMAND, child]
     return found
 
 
 @inlined
 def propagate_demand(a: Arrays, s: EvictionState, t: int, position: int) -> None:
     """Tensor `t` was evicted until its next use: evicted ancestors are needed by then, too."""
-    due = s.tensor[NEXT_USE, t]
-    s.tensor[DEMAND, t] = due
+    due = s.tensor[c.NEXT_USE, t]
+    s.tensor[c.DEMAND, t] = due
     depth = 0
     s.stack[0] = t
     while depth >= 0:
@@ -70,26 +55,25 @@ def propagate_demand(a: Arrays, s: EvictionState, t: int, position: int) -> None
         depth -= 1
         for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
             source = a.reads[k]
-            demand = s.tensor[DEMAND, source]
-            if s.tensor[LIVE, source] == 0 and (due < demand or demand <= position):
-                s.tensor[DEMAND, source] = due
+            demand = s.tensor[c.DEMAND, source]
+            if s.tensor[c.LIVE, source] == 0 and (due < demand or demand <= position):
+                s.tensor[c.DEMAND, source] = due
                 depth += 1
                 s.stack[depth] = source
 
 
 @inlined
 def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> None:
-    """
-    Mark live tensors as dirty whose closure or next use depends on the residency of `t`.
+    """Mark live tensors as dirty whose closure or next use depends on the residency of `t`.
 
     Those are its ancestors and its descendants, through evicted tensors.
     """
     for down in range(2):
-        s.counts[STAMP] += 1
-        stamp = s.counts[STAMP]
+        s.counts[c.STAMP] += 1
+        stamp = s.counts[c.STAMP]
         depth = 0
         s.stack[0] = t
-        s.tensor[VISITED, t] = stamp
+        s.tensor[c.VISITED, t] = stamp
         while depth >= 0:
             x = s.stack[depth]
             depth -= 1
@@ -100,39 +84,38 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
                         break
                     for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                         child = a.makes[j]
-                        if s.tensor[LIVE, child] == 1:
+                        if s.tensor[c.LIVE, child] == 1:
                             mark_dirty(s, child)
-                        elif s.tensor[VISITED, child] != stamp and a.last_use[child] > position:
-                            s.tensor[VISITED, child] = stamp
+                        elif s.tensor[c.VISITED, child] != stamp and a.last_use[child] > position:
+                            s.tensor[c.VISITED, child] = stamp
                             depth += 1
                             s.stack[depth] = child
             else:
                 p = a.producer[x]
                 for k in range(a.reads_ptr[p], a.reads_ptr[p + 1]):
                     source = a.reads[k]
-                    if s.tensor[LIVE, source] == 1:
+                    if s.tensor[c.LIVE, source] == 1:
                         mark_dirty(s, source)
-                    elif s.tensor[VISITED, source] != stamp:
-                        s.tensor[VISITED, source] = stamp
+                    elif s.tensor[c.VISITED, source] != stamp:
+                        s.tensor[c.VISITED, source] = stamp
                         depth += 1
                         s.stack[depth] = source
 
 
 @inlined
 def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
-    """
-    Cost (µs) of the ops to run again for `t`, given the current residents.
+    """Cost (µs) of the ops to run again for `t`, given the current residents.
 
     Evictable tensors whose last use is before position `due` do not count as residents: they would
     have to be retained for `t`.
     """
-    s.counts[STAMP] += 1
-    stamp = s.counts[STAMP]
+    s.counts[c.STAMP] += 1
+    stamp = s.counts[c.STAMP]
     total = 0.0
     visited = 0
     depth = 0
     s.stack[0] = a.producer[t]
-    s.op[SEEN, a.producer[t]] = stamp
+    s.op[c.SEEN, a.producer[t]] = stamp
     while depth >= 0:
         op = s.stack[depth]
         depth -= 1
@@ -143,11 +126,11 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             source = a.reads[k]
             p = a.producer[source]
-            absent = s.tensor[LIVE, source] == 0 or (
-                a.last_use[source] < due and s.tensor[EVICTABLE, source] == 1
+            absent = s.tensor[c.LIVE, source] == 0 or (
+                a.last_use[source] < due and s.tensor[c.EVICTABLE, source] == 1
             )
-            if absent and s.op[SEEN, p] != stamp:
-                s.op[SEEN, p] = stamp
+            if absent and s.op[c.SEEN, p] != stamp:
+                s.op[c.SEEN, p] = stamp
                 depth += 1
                 s.stack[depth] = p
     return total
@@ -155,17 +138,16 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
 
 @inlined
 def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
-    """
-    Banish dead tensor `t`, which cannot be recomputed; False if an evicted tensor needs it.
+    """Banish dead tensor `t`, which cannot be recomputed; False if an evicted tensor needs it.
 
     Live tensors that depend on it become unevictable (DTR, appendix C.3).
     """
     for apply in range(2):  # check first, then apply
-        s.counts[STAMP] += 1
-        stamp = s.counts[STAMP]
+        s.counts[c.STAMP] += 1
+        stamp = s.counts[c.STAMP]
         depth = 0
         s.stack[0] = t
-        s.tensor[VISITED, t] = stamp
+        s.tensor[c.VISITED, t] = stamp
         while depth >= 0:
             parent = s.stack[depth]
             depth -= 1
@@ -175,12 +157,12 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
                     break
                 for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                     child = a.makes[j]
-                    if s.tensor[VISITED, child] == stamp or a.is_output[child] == 1:
+                    if s.tensor[c.VISITED, child] == stamp or a.is_output[child] == 1:
                         continue
-                    s.tensor[VISITED, child] = stamp
-                    if s.tensor[LIVE, child] == 1:
+                    s.tensor[c.VISITED, child] = stamp
+                    if s.tensor[c.LIVE, child] == 1:
                         if apply == 1:
-                            s.tensor[EVICTABLE, child] = 0
+                            s.tensor[c.EVICTABLE, child] = 0
                     elif a.last_use[child] > position:
                         return False
                     else:

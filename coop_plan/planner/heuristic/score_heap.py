@@ -1,18 +1,12 @@
-"""
-Binary heap of live tensors by score, with the index of each tensor in it.
+"""Binary heap of live tensors by score, with the index of each tensor in it.
 
 Tensors below `small` bytes sort behind all others.
 """
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.heuristic.eviction_state import (
-    HEAP,
-    HEAP_COUNT,
-    HEAP_INDEX,
-    KEY,
-    EvictionState,
-)
+from coop_plan.planner.heuristic.columns import HEAP, HEAP_COUNT, HEAP_INDEX, KEY
+from coop_plan.planner.heuristic.eviction_state import EvictionState
 
 
 @inner

@@ -1,5 +1,4 @@
-"""
-Simulated annealing of the weights for one arena: the first use of the remaining time.
+"""Simulated annealing of the weights for one arena: the first use of the remaining time.
 
 Starting from the incumbent's settings, the weights of retention intervals are perturbed, in the
 whole program or in a window, one by one or equally in all copies of a repeated block. A run is
@@ -22,8 +21,7 @@ from coop_plan.planner.heuristic.portfolio import Candidate, Portfolio
 
 
 class WeightAnnealing:
-    """
-    Improves a portfolio's incumbent until a deadline (a `time.monotonic` value, s).
+    """Improves a portfolio's incumbent until a deadline (a `time.monotonic` value, s).
 
     `classes` is the result of `interval_classes`.
     """
@@ -136,8 +134,7 @@ class WeightAnnealing:
 
 
 def interval_classes(problem: Problem, arrays: Arrays) -> Ints:
-    """
-    Class number per entry of `Settings.weight`, the same for its copies in repeated blocks.
+    """Class number per entry of `Settings.weight`, the same for its copies in repeated blocks.
 
     Two entries are copies if the ops that produce and use their tensors are.
     """

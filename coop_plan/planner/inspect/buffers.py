@@ -1,5 +1,4 @@
-"""
-Replay of a plan as rectangles: the address range and the lifetime of each buffer and workspace.
+"""Replay of a plan as rectangles: the address range and the lifetime of each buffer and workspace.
 
 A *moment* is a step of the plan that is not a `free`: a run of an op, the start of a copy, a wait.
 Lifetimes are in moments, and each moment has start and end on the timeline in µs.
@@ -27,8 +26,7 @@ Engine = Literal["compute", "offload", "prefetch", "wait"]
 
 @dataclass
 class Rectangle:
-    """
-    A buffer or a workspace: bytes `[offset, offset + bytes)` of the arena during `[begin, end)`.
+    """A buffer or a workspace: bytes `[offset, offset + bytes)` of the arena during `[begin, end)`.
 
     `op` is the position of the op that wrote it, −1 of a prefetch; `tensor` the position of its
     tensor and `buffer` its id in the plan, both −1 of a workspace.
@@ -59,8 +57,7 @@ class Moment:
 
 @dataclass
 class PlanView:
-    """
-    A replayed plan.
+    """A replayed plan.
 
     `resident` has the bytes of the tensors that exist before the step, by their kind, and
     `arena_bytes` the size of the arena. `live[m]` is the exact live bytes of the arena at moment m,
@@ -102,8 +99,7 @@ class PlanView:
 
 
 def replay_plan(graph: Graph, plan: Plan) -> PlanView:
-    """
-    Replay a plan that the verifier has passed for `graph`.
+    """Replay a plan that the verifier has passed for `graph`.
 
     Raises:
         KeyError: a step names an unknown op, tensor or buffer.

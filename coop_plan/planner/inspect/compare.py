@@ -23,8 +23,7 @@ State = Literal["planned", "infeasible", "out of time", "failed"]
 
 @dataclass(frozen=True)
 class Cell:
-    """
-    Result of a method for a budget, with `asked` as the user wrote it.
+    """Result of a method for a budget, with `asked` as the user wrote it.
 
     `figures` are the plan's fields except its steps, None without a plan; `least_bytes` is the
     smallest budget that the method can meet, None if unknown; `map` is the gzipped JSON of the
@@ -49,8 +48,7 @@ class Cell:
 
 
 def compare(graph: Graph, asked: Iterable[PlanOptions], processes: int) -> Generator[Cell]:
-    """
-    Cells in the order of completion; closing the generator terminates the processes.
+    """Cells in the order of completion; closing the generator terminates the processes.
 
     An error of a method is in its cell.
     """
@@ -108,11 +106,4 @@ def _cell(options: PlanOptions) -> Cell:
     columns = {key: value for key, value in drawn["map"].items() if key not in shared}
     packed = gzip.compress(json.dumps(columns, separators=(",", ":")).encode(), mtime=0)
     least = made.peak_bytes if name == "min" else None
-    return Cell(
-        name,
-        method,
-        "planned",
-        drawn["figures"],
-        least,
-        base64.b64encode(packed).decode(),
-    )
+    return Cell(name, method, "planned", drawn["figures"], least, base64.b64encode(packed).decode())

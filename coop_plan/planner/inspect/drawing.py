@@ -8,8 +8,7 @@ from coop_plan.schemas import Graph, Plan
 
 
 def drawing(graph: Graph, plan: Plan, title: str = "") -> dict[str, Any]:
-    """
-    The memory map, figures and title of a plan.
+    """The memory map, figures and title of a plan.
 
     `map` has columns per rectangle: offset, size (bytes), begin, end (moments), kind (index in
     `KINDS`), op and tensor (positions, −1 for none); and per moment: live bytes of the arena, bytes

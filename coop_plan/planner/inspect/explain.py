@@ -1,6 +1,5 @@
-"""
-Explanation of a plan's memory: tensors at the peak, the op that blocks smaller budgets, reruns, and
-the overhead of smaller budgets.
+"""Explanation of a plan's memory: tensors at the peak, the op that blocks smaller budgets, reruns,
+and the overhead of smaller budgets.
 """
 
 import itertools
@@ -124,8 +123,7 @@ Sized = TypeVar("Sized", PeakTensor, ModuleBytes, Rerun, Move)
 
 
 def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5) -> Explanation:
-    """
-    Explain `made`, a verified plan for `graph`; `top` limits the length of each list.
+    """Explain `made`, a verified plan for `graph`; `top` limits the length of each list.
 
     Of equal sizes the oldest comes first.
     """
@@ -169,8 +167,7 @@ def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5
 
 
 def price_list(graph: Graph, options: PlanOptions, peak_bytes: int) -> list[Price]:
-    """
-    Overheads of the method of `options` for shares of `peak_bytes`, the peak of keep-everything.
+    """Overheads of the method of `options` for shares of `peak_bytes`, the peak of keep-everything.
 
     The list ends at the first budget that the method cannot meet, after the smallest that it can.
     """

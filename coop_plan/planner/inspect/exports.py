@@ -5,7 +5,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from coop_plan.planner.inspect.buffers import Moment, PlanView, Rectangle, replay_plan
@@ -17,8 +17,7 @@ NAMES = {1: "compute", 2: "device to host", 3: "host to device"}
 
 
 def trace(graph: Graph, plan: Plan) -> bytes:
-    """
-    The timeline as Chrome's JSON trace events, which Perfetto opens as well.
+    """The timeline as Chrome's JSON trace events, which Perfetto opens as well.
 
     One track per engine, and counters of the bytes in use; times are µs since the first step.
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -69,8 +68,7 @@ BASE = 1 << 40
 
 
 def memory_snapshot(graph: Graph, plan: Plan) -> bytes:
-    """
-    A pickle as of `torch.cuda.memory._dump_snapshot`, for https://pytorch.org/memory_viz.
+    """A pickle as of `torch.cuda.memory._dump_snapshot`, for https://pytorch.org/memory_viz.
 
     The arena is one segment. Every buffer and workspace is allocated and freed at its address, with
     its op, module and line as stack frames.
@@ -168,48 +166,39 @@ def _segment(graph: Graph, plan: Plan, view: PlanView) -> dict[str, Any]:
 
 
 def minimalloc(graph: Graph, plan: Plan) -> bytes:
-    """
-    Buffers and workspaces in MiniMalloc's CSV: lifetimes [lower, upper) in moments, and offsets.
+    """Buffers and workspaces in MiniMalloc's CSV: lifetimes [lower, upper) in moments, and offsets.
 
     The format of https://github.com/google/minimalloc, which `coop-plan place` reads as well.
     Buffers of 0 bytes are omitted.
     """
-    out = io.StringIO(newline="")
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(("id", "lower", "upper", "size", "offset"))
-    for rectangle in replay_plan(graph, plan).rectangles:
-        if rectangle.bytes and rectangle.end > rectangle.begin:
-            name = f"b{rectangle.buffer}" if rectangle.buffer >= 0 else f"w{rectangle.begin}"
-            writer.writerow(
-                (name, rectangle.begin, rectangle.end, rectangle.bytes, rectangle.offset)
-            )
-    return out.getvalue().encode()
+    rows = [
+        (f"b{r.buffer}" if r.buffer >= 0 else f"w{r.begin}", r.begin, r.end, r.bytes, r.offset)
+        for r in replay_plan(graph, plan).rectangles
+        if r.bytes and r.end > r.begin
+    ]
+    return _csv("id,lower,upper,size,offset", rows)
 
 
 def table(graph: Graph, plan: Plan) -> bytes:
     """CSV with a row per buffer and workspace: tensor, kind, op, bytes, offset and lifetime."""
     view = replay_plan(graph, plan)
+    heads = "buffer,tensor,kind,op,source,bytes,offset,begin,end,begin_us"
+    rows = []
+    for r in view.rectangles:
+        op = graph.ops[r.op] if r.op >= 0 else None
+        buffer = r.buffer if r.buffer >= 0 else ""
+        tensor = tensor_name(graph, r.tensor) if r.tensor >= 0 else "workspace"
+        made = (op.name, op.source) if op else ("", "")
+        begin_us = view.moments[r.begin].begin_us
+        place = r.bytes, r.offset, r.begin, r.end, begin_us
+        rows.append((buffer, tensor, r.kind, *made, *place))
+    return _csv(heads, rows)
+
+
+def _csv(heads: str, rows: Iterable[Sequence[object]]) -> bytes:
     out = io.StringIO(newline="")
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(
-        ("buffer", "tensor", "kind", "op", "source", "bytes", "offset", "begin", "end", "begin_us")
-    )
-    for rectangle in view.rectangles:
-        op = graph.ops[rectangle.op] if rectangle.op >= 0 else None
-        writer.writerow(
-            (
-                rectangle.buffer if rectangle.buffer >= 0 else "",
-                tensor_name(graph, rectangle.tensor) if rectangle.tensor >= 0 else "workspace",
-                rectangle.kind,
-                op.name if op else "",
-                op.source if op else "",
-                rectangle.bytes,
-                rectangle.offset,
-                rectangle.begin,
-                rectangle.end,
-                view.moments[rectangle.begin].begin_us,
-            )
-        )
+    out.write(f"{heads}\n")
+    csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().encode()
 
 

@@ -7,8 +7,7 @@ from coop_plan.schemas import Plan, format_bytes
 
 
 def unused_link_reason(problem: Problem, plan: Plan) -> str | None:
-    """
-    The reason why a plan recomputes and transfers nothing; None if it transfers or has no link.
+    """The reason why a plan recomputes and transfers nothing; None if it transfers or has no link.
 
     A copy is hidden if offload and prefetch fit between two uses of the tensor, with every op run
     once.

@@ -1,5 +1,4 @@
-"""
-Online methods: simulated eager execution at real addresses, without knowledge of later ops.
+"""Online methods: simulated eager execution at real addresses, without knowledge of later ops.
 
 `methods` defines Coop, DTR, DTE, DELTA and swap-only. `run` starts a run in an empty `state`, and
 the compiled `simulator` executes the program: it recomputes missing inputs, allocates from `space`

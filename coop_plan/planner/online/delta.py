@@ -1,5 +1,4 @@
-"""
-DELTA's filter and director, its prefetch and its overlap, for an online execution.
+"""DELTA's filter and director, its prefetch and its overlap, for an online execution.
 
 Tang et al., DELTA: Dynamically Optimizing GPU Memory beyond Tensor Recomputation, arXiv 2203.15980,
 2022. Only its abstract and summaries were available, and its fork of DTR's PyTorch, whose score and
@@ -20,27 +19,10 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.neighbours import neighbour_cost
 from coop_plan.planner.online.space import NO_ROOM, allocate, free_bytes
-from coop_plan.planner.online.state import (
-    ARRIVING,
-    BLOCKS,
-    CLOCK,
-    EVICTABLE,
-    FREE,
-    HAS_PREFETCHED,
-    HOSTED,
-    LAST_ACCESS,
-    LEAVING,
-    LIVE,
-    OFFLOAD_END,
-    OFFLOAD_ORDER,
-    OUT_FREE,
-    OWNER,
-    PINS,
-    VICTIM,
-    ArenaState,
-)
+from coop_plan.planner.online.state import ArenaState
 from coop_plan.planner.online.transfers import (
     DIRECTS,
     FILTERS,
@@ -58,36 +40,35 @@ from coop_plan.planner.online.transfers import (
 
 @inlined
 def _recomputable(s: ArenaState, t: int) -> bool:
-    return s.tensor[EVICTABLE, t] == 1 and s.transfers & RECOMPUTES != 0
+    return s.tensor[c.EVICTABLE, t] == 1 and s.transfers & RECOMPUTES != 0
 
 
 @inner
 def filter_victim(a: Arrays, s: ArenaState, to_host: bool) -> int:
-    """
-    The tensor to release next, or -1; it is not pinned and not being copied.
+    """The tensor to release next, or -1; it is not pinned and not being copied.
 
     With `to_host` only tensors that the director offloads count.
     """
     best, best_score = -1, np.inf
-    for block in range(s.counts[BLOCKS]):
-        t = s.block[OWNER, block]
-        if t == FREE or t >= s.times.shape[1] or s.tensor[PINS, t] > 0:
+    for block in range(s.counts[c.BLOCKS]):
+        t = s.block[c.OWNER, block]
+        if t == c.FREE or t >= s.times.shape[1] or s.tensor[c.PINS, t] > 0:
             continue
-        if s.tensor[LEAVING, t] == 1 or s.tensor[ARRIVING, t] == 1:
+        if s.tensor[c.LEAVING, t] == 1 or s.tensor[c.ARRIVING, t] == 1:
             continue
         if to_host and (
-            s.tensor[HOSTED, t] == 1 or not directed_to_host(a, s, t, _recomputable(s, t))
+            s.tensor[c.HOSTED, t] == 1 or not directed_to_host(a, s, t, _recomputable(s, t))
         ):
             continue
         # Cost of the cheaper action that the director allows.
         cost = swap_us(a, s, t)
-        if _recomputable(s, t) and s.tensor[HOSTED, t] == 0 and s.transfers & DIRECTS != 0:
+        if _recomputable(s, t) and s.tensor[c.HOSTED, t] == 0 and s.transfers & DIRECTS != 0:
             cost = min(cost, neighbour_cost(s, t))
         elif _recomputable(s, t) and cost == np.inf:
             cost = neighbour_cost(s, t)
         if cost == np.inf:
             continue
-        staleness = max(s.total[CLOCK] - s.times[LAST_ACCESS, t], s.min_staleness_us)
+        staleness = max(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t], s.min_staleness_us)
         score = cost / (a.size[t] * staleness) if s.transfers & FILTERS != 0 else 1.0 / staleness
         if score < best_score:
             best, best_score = t, score
@@ -96,27 +77,26 @@ def filter_victim(a: Arrays, s: ArenaState, to_host: bool) -> int:
 
 @inner
 def next_release(a: Arrays, s: ArenaState) -> int:
-    """
-    List the next victim; returns the number of victims, 1 or 0.
+    """List the next victim; returns the number of victims, 1 or 0.
 
     That is the filter's choice, whose offload begins here if the director wants one, or a tensor
     whose offload ends sooner.
     """
     best, soonest = -1, np.inf
-    for block in range(s.counts[BLOCKS]):
-        t = s.block[OWNER, block]
-        if t == FREE or t >= s.times.shape[1] or s.tensor[PINS, t] > 0:
+    for block in range(s.counts[c.BLOCKS]):
+        t = s.block[c.OWNER, block]
+        if t == c.FREE or t >= s.times.shape[1] or s.tensor[c.PINS, t] > 0:
             continue
-        if s.tensor[LEAVING, t] == 1 and s.times[OFFLOAD_END, t] < soonest:
-            best, soonest = t, s.times[OFFLOAD_END, t]
-    if best < 0 or soonest > s.total[CLOCK]:
+        if s.tensor[c.LEAVING, t] == 1 and s.times[c.OFFLOAD_END, t] < soonest:
+            best, soonest = t, s.times[c.OFFLOAD_END, t]
+    if best < 0 or soonest > s.total[c.CLOCK]:
         t = filter_victim(a, s, False)
         if t >= 0:
-            offloads = s.tensor[HOSTED, t] == 0 and directed_to_host(a, s, t, _recomputable(s, t))
-            free_at = s.total[CLOCK]
+            offloads = s.tensor[c.HOSTED, t] == 0 and directed_to_host(a, s, t, _recomputable(s, t))
+            free_at = s.total[c.CLOCK]
             if offloads:
-                free_at = max(free_at, s.total[OUT_FREE]) + s.out_us[t]
-            elif s.tensor[HOSTED, t] == 0:
+                free_at = max(free_at, s.total[c.OUT_FREE]) + s.out_us[t]
+            elif s.tensor[c.HOSTED, t] == 0:
                 free_at += neighbour_cost(s, t)
             if free_at < soonest:
                 best = t
@@ -124,7 +104,7 @@ def next_release(a: Arrays, s: ArenaState) -> int:
                     begin_offload(a, s, t)
     if best < 0:
         return 0
-    s.block[VICTIM, 0] = best
+    s.block[c.VICTIM, 0] = best
     return 1
 
 
@@ -133,27 +113,29 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
     """After an op: begin offloads and prefetches ahead of need."""
     count = s.times.shape[1]
     # Overlap: free bytes and those being offloaded are below the reserve.
-    if s.transfers & OVERLAPS != 0 and s.total[OUT_FREE] <= s.total[CLOCK]:
+    if s.transfers & OVERLAPS != 0 and s.total[c.OUT_FREE] <= s.total[c.CLOCK]:
         spare = free_bytes(s)
         for t in range(count):
-            if s.tensor[LEAVING, t] == 1:
+            if s.tensor[c.LEAVING, t] == 1:
                 spare += a.size[t]
         if spare < s.reserve_bytes:
             t = filter_victim(a, s, True)
             if t >= 0:
                 begin_offload(a, s, t)
-    if s.transfers & PREFETCHES == 0 or s.counts[HAS_PREFETCHED] == 0:
+    if s.transfers & PREFETCHES == 0 or s.counts[c.HAS_PREFETCHED] == 0:
         return
     latest, arriving = 0, 0
     for t in range(count):
-        arriving += s.tensor[ARRIVING, t]
+        arriving += s.tensor[c.ARRIVING, t]
     # Prefetch: the tensor offloaded last first, as long as a free block holds it.
     while arriving < s.max_prefetches and latest >= 0:
         latest = -1
         for t in range(count):
-            wanted = s.tensor[LIVE, t] == 0 and a.last_use[t] > position
-            is_latest = latest < 0 or s.tensor[OFFLOAD_ORDER, t] > s.tensor[OFFLOAD_ORDER, latest]
-            if s.tensor[HOSTED, t] == 1 and wanted and is_latest:
+            wanted = s.tensor[c.LIVE, t] == 0 and a.last_use[t] > position
+            is_latest = (
+                latest < 0 or s.tensor[c.OFFLOAD_ORDER, t] > s.tensor[c.OFFLOAD_ORDER, latest]
+            )
+            if s.tensor[c.HOSTED, t] == 1 and wanted and is_latest:
                 latest = t
         if latest >= 0:
             at = allocate(s, a.size[latest], latest, False)
@@ -167,7 +149,7 @@ def start_copies_ahead(a: Arrays, s: ArenaState, position: int) -> None:
 def end_copies(s: ArenaState) -> None:
     """At the end of the step: wait for all copies."""
     for t in range(s.times.shape[1]):
-        if s.tensor[LEAVING, t] == 1:
+        if s.tensor[c.LEAVING, t] == 1:
             end_offload(s, t)
-        if s.tensor[ARRIVING, t] == 1:
+        if s.tensor[c.ARRIVING, t] == 1:
             end_prefetch(s, t)

@@ -1,5 +1,4 @@
-"""
-Coop, DTR, DTE, DELTA and swap-only: one simulator of an eager execution at real addresses.
+"""Coop, DTR, DTE, DELTA and swap-only: one simulator of an eager execution at real addresses.
 
 The simulator (`planner.online`) executes the program op by op. It knows nothing of later ops,
 except that a tensor has no reader left in the program (its last reference dies): it is then freed.
@@ -104,31 +103,17 @@ def _run_with_transfers(
             raise DoesNotFitError(largest_working_set(problem).op)
         return _run_single(problem, request, SINGLE, params)
     return simulate_arena(
-        problem,
-        request,
-        SINGLE,
-        partition=False,
-        inplace=False,
-        transfers=transfers,
-        params=params,
+        problem, request, SINGLE, partition=False, inplace=False, transfers=transfers, params=params
     )
 
 
 def _run_single(problem: Problem, request: Request, rule: int, params: OnlineParams) -> OnlineRun:
     return simulate_arena(
-        problem,
-        request,
-        rule,
-        partition=False,
-        inplace=False,
-        whole_closure=False,
-        params=params,
+        problem, request, rule, partition=False, inplace=False, whole_closure=False, params=params
     )
 
 
 def _solution(run: OnlineRun) -> Solution:
     return Solution(
-        run.placed,
-        eviction_free_ratio=run.eviction_free_ratio,
-        evictions=run.evictions,
+        run.placed, eviction_free_ratio=run.eviction_free_ratio, evictions=run.evictions
     )

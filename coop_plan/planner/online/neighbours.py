@@ -1,5 +1,4 @@
-"""
-DTR's e*: the cost of recomputing a tensor together with its evicted neighbours.
+"""DTR's e*: the cost of recomputing a tensor together with its evicted neighbours.
 
 Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, section 4.1 and appendix C.2. Evicted
 tensors that depend on each other form components, kept approximately in a union-find. Component
@@ -7,15 +6,8 @@ costs are merged on eviction and reduced, without splitting, on recomputation.
 """
 
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.online.state import (
-    NODE,
-    NODES,
-    OWN_COST,
-    PARENT,
-    ROOT_SEEN,
-    STAMP,
-    ArenaState,
-)
+from coop_plan.planner.online.columns import NODE, NODES, OWN_COST, PARENT, ROOT_SEEN, STAMP
+from coop_plan.planner.online.state import ArenaState
 
 
 @inner

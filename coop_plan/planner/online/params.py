@@ -13,19 +13,13 @@ class OnlineParams(Params):
     """Lower bound on the staleness of a tensor in a score, µs."""
 
     max_recomputes_per_op: Size = 30
-    """
-    Most recomputes, as a multiple of the program's ops; beyond, the run thrashes and does not fit.
-    """
+    """Most recomputes, as a multiple of the program's ops; beyond, the run does not fit."""
 
     first_record: Count = 4
-    """
-    Initial length of a run's record, as a multiple of the program's ops; it doubles if it is full.
-    """
+    """Initial length of a run's record, in lengths of the program; it doubles when full."""
 
     reserve_share: Share = 0.1
-    """
-    Share of the arena that `delta` and `swap-only` keep free, or being offloaded, for overlap.
-    """
+    """Share of the arena that `delta` and `swap-only` keep free, or being offloaded."""
 
     max_prefetches: Count = 2
     """Most tensors that `delta` and `swap-only` prefetch at a time."""

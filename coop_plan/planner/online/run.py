@@ -1,4 +1,4 @@
-"""A run of the simulator on a problem, and its schedule."""
+"""A run of the simulator on a problem, its schedule, and a lower bound on its cost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,36 +6,17 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import to_arrays
+from coop_plan.planner.core.arrays import Arrays, to_arrays
 from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.jit import inlined, njit
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
+from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams
-from coop_plan.planner.online.remaining_cost import run_cost_bound
 from coop_plan.planner.online.simulator import DONE, RECORD_FULL, advance
-from coop_plan.planner.online.state import (
-    CLOCK,
-    DROP_EVENT,
-    DROPPED,
-    DROPS,
-    EVENT_DO,
-    EVENT_OP,
-    EVENT_WORKSPACE,
-    EVENTS,
-    EVICTED,
-    FAILURES,
-    FREE_RATIOS,
-    INPLACE_EVENT,
-    INPLACE_OUT,
-    INPLACE_SOURCE,
-    OFFSET,
-    OFFSETS,
-    WRITES,
-    ArenaState,
-    empty_arena,
-)
+from coop_plan.planner.online.state import ArenaState, empty_arena
 
 ROUNDING = 1e-9
 """Relative difference that the order of a sum can make."""
@@ -55,36 +36,36 @@ class OnlineRun:
     @property
     def cost_us(self) -> float:
         """Cost of all events, µs."""
-        return float(self.state.total[CLOCK])
+        return float(self.state.total[c.CLOCK])
 
     @property
     def eviction_free_ratio(self) -> float:
         """Mean of free bytes / arena at forced evictions, the requested block counted as free."""
-        failures = int(self.state.counts[FAILURES])
-        return float(self.state.total[FREE_RATIOS]) / failures if failures else 0.0
+        failures = int(self.state.counts[c.FAILURES])
+        return float(self.state.total[c.FREE_RATIOS]) / failures if failures else 0.0
 
     @property
     def evictions(self) -> int:
         """Number of tensors evicted by failed allocations."""
-        return int(self.state.counts[EVICTED])
+        return int(self.state.counts[c.EVICTED])
 
     @cached_property
     def placed(self) -> PlacedSchedule:
         """The schedule with its addresses."""
         s, count = self.state, self.state.counts
-        events, writes, drops = count[EVENTS], count[WRITES], count[DROPS]
-        rows = [INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE]
+        events, writes, drops = count[c.EVENTS], count[c.WRITES], count[c.DROPS]
+        rows = [c.INPLACE_EVENT, c.INPLACE_OUT, c.INPLACE_SOURCE]
         schedule = Schedule.with_decisions(
             self.problem,
-            s.event[EVENT_OP, :events].copy(),
-            do=s.event[EVENT_DO, :events].copy(),
+            s.event[c.EVENT_OP, :events].copy(),
+            do=s.event[c.EVENT_DO, :events].copy(),
             taken=np.ascontiguousarray(s.record[rows, :writes].T),
-            dropped=np.ascontiguousarray(s.record[[DROP_EVENT, DROPPED], :drops].T),
+            dropped=np.ascontiguousarray(s.record[[c.DROP_EVENT, c.DROPPED], :drops].T),
         )
         return PlacedSchedule(
             schedule,
-            offset=s.record[OFFSET, : count[OFFSETS]].copy(),
-            workspace_offset=s.event[EVENT_WORKSPACE, :events].copy(),
+            offset=s.record[c.OFFSET, : count[c.OFFSETS]].copy(),
+            workspace_offset=s.event[c.EVENT_WORKSPACE, :events].copy(),
         )
 
 
@@ -174,3 +155,32 @@ def _simulate(
         if status != RECORD_FULL:
             raise DoesNotFitError(status)
         record *= 2
+
+
+@njit
+def run_cost_bound(a: Arrays, s: ArenaState, position: int) -> float:
+    """Lower bound (µs) on the cost of a run without transfers that has reached op `position`.
+
+    Costs so far, all later ops once, and each op once whose evicted outputs are read later or are
+    needed to recompute those.
+    """
+    total = float(s.total[c.CLOCK])
+    for op in range(position, a.ops):
+        total += a.cost[op]
+    reruns = np.zeros(a.ops, np.bool_)
+    for t in range(a.size.size):
+        if a.last_use[t] >= position and _is_evicted(a, s, t):
+            reruns[a.producer[t]] = True
+    for op in range(position - 1, -1, -1):  # an op's inputs have earlier producers
+        if reruns[op]:
+            total += a.cost[op]
+            for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
+                if _is_evicted(a, s, a.reads[k]):
+                    reruns[a.producer[a.reads[k]]] = True
+    return total
+
+
+@inlined
+def _is_evicted(a: Arrays, s: ArenaState, t: int) -> bool:
+    """True if `t` was produced, is not live, and a rerun would write it to the arena."""
+    return bool(a.outside[t] == 0 and s.tensor[c.WRITTEN, t] == 1 and s.tensor[c.LIVE, t] == 0)

@@ -5,55 +5,11 @@ import numpy as np
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner, njit
 from coop_plan.planner.core.lifetimes import RUN
+from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.delta import end_copies, next_release, start_copies_ahead
 from coop_plan.planner.online.neighbours import mark_evicted, mark_resident, neighbour_cost
 from coop_plan.planner.online.space import NO_ROOM, allocate, find, free_bytes, release
-from coop_plan.planner.online.state import (
-    ADDRESS,
-    ARRIVING,
-    BLOCK_SIZE,
-    BLOCKS,
-    CLOCK,
-    DROP_EVENT,
-    DROPPED,
-    DROPS,
-    EVENT_DO,
-    EVENT_OP,
-    EVENT_WORKSPACE,
-    EVENTS,
-    EVICTABLE,
-    EVICTED,
-    FAILURES,
-    FREE,
-    FREE_RATIOS,
-    FROM_RIGHT,
-    HOSTED,
-    INPLACE_EVENT,
-    INPLACE_OUT,
-    INPLACE_SOURCE,
-    IS_OPEN,
-    IS_RETAINED,
-    LAST_ACCESS,
-    LEAVING,
-    LIVE,
-    NODES,
-    OFFSET,
-    OFFSETS,
-    OWNER,
-    PINS,
-    RETAINED,
-    RETAINED_LIST,
-    SEEN,
-    STAMP,
-    TO_VISIT,
-    TRANSIENT,
-    VICTIM,
-    VISITED,
-    WAS_LIVE,
-    WRITES,
-    WRITTEN,
-    ArenaState,
-)
+from coop_plan.planner.online.state import ArenaState
 from coop_plan.planner.online.transfers import begin_prefetch, end_offload, end_prefetch
 
 WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS = range(3)
@@ -66,8 +22,7 @@ DONE, RECORD_FULL = -1, -2
 def advance(
     a: Arrays, s: ArenaState, start: int, stop: int, max_events: int, rule: int, inplace: bool
 ) -> int:
-    """
-    Execute the ops `start` to `stop` - 1 of the program.
+    """Execute the ops `start` to `stop` - 1 of the program.
 
     Returns `DONE`, `RECORD_FULL` (run again with a longer record), or the op that does not fit.
     """
@@ -82,17 +37,17 @@ def advance(
             start_copies_ahead(a, s, position)
             if position == a.ops - 1:
                 end_copies(s)
-        for i in range(s.counts[RETAINED] - 1, -1, -1):  # backwards: freed ones leave the list
-            _release_if_dead(a, s, s.tensor[RETAINED_LIST, i], position)
+        for i in range(s.counts[c.RETAINED] - 1, -1, -1):  # backwards: freed ones leave the list
+            _release_if_dead(a, s, s.tensor[c.RETAINED_LIST, i], position)
     return DONE
 
 
 @inner
 def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
     """Pin the inputs of `goal` and of every op that must run again for it."""
-    s.counts[STAMP] += 1
-    stamp = s.counts[STAMP]
-    s.op[SEEN, goal] = stamp
+    s.counts[c.STAMP] += 1
+    stamp = s.counts[c.STAMP]
+    s.op[c.SEEN, goal] = stamp
     s.stack[0] = goal
     depth = 1
     while depth > 0:
@@ -100,19 +55,18 @@ def _pin_closure(a: Arrays, s: ArenaState, goal: int) -> None:
         op = s.stack[depth]
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
             t = a.reads[k]
-            s.tensor[PINS, t] += 1
+            s.tensor[c.PINS, t] += 1
             producer = a.producer[t]
-            absent = s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0
-            if absent and s.op[SEEN, producer] != stamp:
-                s.op[SEEN, producer] = stamp
+            absent = s.tensor[c.LIVE, t] == 0 and s.tensor[c.HOSTED, t] == 0
+            if absent and s.op[c.SEEN, producer] != stamp:
+                s.op[c.SEEN, producer] = stamp
                 s.stack[depth] = producer
                 depth += 1
 
 
 @inner
 def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, inplace: bool) -> int:
-    """
-    Run the closure of `goal` depth first; each op unpins its inputs after its run.
+    """Run the closure of `goal` depth first; each op unpins its inputs after its run.
 
     Without `whole_closure` an op pins its inputs when it is first on the stack, before missing ones
     are recomputed; that counts as an access.
@@ -121,31 +75,31 @@ def _compute(a: Arrays, s: ArenaState, goal: int, max_events: int, rule: int, in
     depth = 1
     while depth > 0:
         op = s.stack[depth - 1]
-        if s.whole_closure == 0 and s.op[IS_OPEN, op] == 0:
-            s.op[IS_OPEN, op] = 1
+        if s.whole_closure == 0 and s.op[c.IS_OPEN, op] == 0:
+            s.op[c.IS_OPEN, op] = 1
             for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-                s.tensor[PINS, a.reads[k]] += 1
-                s.times[LAST_ACCESS, a.reads[k]] = s.total[CLOCK]
+                s.tensor[c.PINS, a.reads[k]] += 1
+                s.times[c.LAST_ACCESS, a.reads[k]] = s.total[c.CLOCK]
         # Push the producer of the first missing input; the op is visited again afterwards.
         missing = -1
         for k in range(a.reads_ptr[op + 1] - 1, a.reads_ptr[op] - 1, -1):
             t = a.reads[k]
-            if s.tensor[LIVE, t] == 0 and s.tensor[HOSTED, t] == 0:
+            if s.tensor[c.LIVE, t] == 0 and s.tensor[c.HOSTED, t] == 0:
                 missing = a.producer[t]
         if missing >= 0:
             s.stack[depth] = missing
             depth += 1
             continue
         # All inputs are live or on the host: run the op, if the record has room for it.
-        s.op[IS_OPEN, op] = 0
+        s.op[c.IS_OPEN, op] = 0
         depth -= 1
-        if s.counts[EVENTS] >= max_events:
+        if s.counts[c.EVENTS] >= max_events:
             return goal
         if (
-            s.counts[EVENTS] == s.event.shape[1]
-            or s.counts[OFFSETS] + a.makes_ptr[op + 1] - a.makes_ptr[op] > s.record.shape[1]
-            or s.counts[NODES] + 2 * s.times.shape[1] > s.record.shape[1]
-            or (s.transfers and s.counts[EVENTS] + 3 * s.times.shape[1] > s.event.shape[1])
+            s.counts[c.EVENTS] == s.event.shape[1]
+            or s.counts[c.OFFSETS] + a.makes_ptr[op + 1] - a.makes_ptr[op] > s.record.shape[1]
+            or s.counts[c.NODES] + 2 * s.times.shape[1] > s.record.shape[1]
+            or (s.transfers and s.counts[c.EVENTS] + 3 * s.times.shape[1] > s.event.shape[1])
         ):
             return RECORD_FULL
         if s.transfers != 0 and not _prefetch_inputs(a, s, op, rule):
@@ -160,76 +114,76 @@ def _execute(a: Arrays, s: ArenaState, op: int, position: int, rule: int, inplac
     """Run `op` once; False if an output or the workspace does not fit."""
     low, high = a.makes_ptr[op], a.makes_ptr[op + 1]
     no_tensor = s.times.shape[1]
-    s.counts[TRANSIENT] = 0
-    first = s.counts[WRITES]
+    s.counts[c.TRANSIENT] = 0
+    first = s.counts[c.WRITES]
     # In-place pairs first, so that their outputs need no allocation. Outputs are pinned until the
     # op is done.
     if inplace:
         _choose_inplace(a, s, op, position)
     for k in range(low, high):
         t = a.makes[k]
-        s.tensor[WAS_LIVE, t] = s.tensor[LIVE, t]
-        s.tensor[PINS, t] += 1
+        s.tensor[c.WAS_LIVE, t] = s.tensor[c.LIVE, t]
+        s.tensor[c.PINS, t] += 1
     at = 0
     for k in range(low, high + 1):  # the outputs, then the workspace
         t, size, source, is_transient = no_tensor, a.workspace[op], -1, True
         if k < high:
             t = a.makes[k]
-            if a.outside[t] == 1 and s.tensor[WRITTEN, t] == 0:
+            if a.outside[t] == 1 and s.tensor[c.WRITTEN, t] == 0:
                 continue
             size = a.size[t]
             # A rerun's copy of an output that is live, or outside, is freed after this op.
-            is_transient = s.tensor[WAS_LIVE, t] == 1 or a.outside[t] == 1
-            for j in range(first, s.counts[WRITES]):
-                if s.record[INPLACE_OUT, j] == t:
-                    source = s.record[INPLACE_SOURCE, j]
+            is_transient = s.tensor[c.WAS_LIVE, t] == 1 or a.outside[t] == 1
+            for j in range(first, s.counts[c.WRITES]):
+                if s.record[c.INPLACE_OUT, j] == t:
+                    source = s.record[c.INPLACE_SOURCE, j]
         if source >= 0:
-            at = s.tensor[ADDRESS, source]
-            s.block[OWNER, find(s, at)] = t
-            s.tensor[LIVE, source] = 0
+            at = s.tensor[c.ADDRESS, source]
+            s.block[c.OWNER, find(s, at)] = t
+            s.tensor[c.LIVE, source] = 0
             mark_evicted(s, source)
         else:
             at = _allocate(a, s, size, no_tensor if is_transient else t, op, rule)
             if at == NO_ROOM:
                 return False
         if k < high:
-            s.record[OFFSET, s.counts[OFFSETS]] = at
-            s.counts[OFFSETS] += 1
+            s.record[c.OFFSET, s.counts[c.OFFSETS]] = at
+            s.counts[c.OFFSETS] += 1
         if not is_transient:
-            s.tensor[ADDRESS, t] = at
-            s.tensor[LIVE, t] = 1
+            s.tensor[c.ADDRESS, t] = at
+            s.tensor[c.LIVE, t] = 1
             mark_resident(s, t)
         elif size > 0:
-            s.transient[s.counts[TRANSIENT]] = at
-            s.counts[TRANSIENT] += 1
+            s.transient[s.counts[c.TRANSIENT]] = at
+            s.counts[c.TRANSIENT] += 1
     # Compute waits for prefetches of its inputs.
     if s.transfers != 0:
         for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-            if s.tensor[ARRIVING, a.reads[k]] == 1:
+            if s.tensor[c.ARRIVING, a.reads[k]] == 1:
                 end_prefetch(s, a.reads[k])
     # Record the event; the clock is the sum of costs and waits.
-    s.event[EVENT_DO, s.counts[EVENTS]] = RUN
-    s.event[EVENT_OP, s.counts[EVENTS]] = op
-    s.event[EVENT_WORKSPACE, s.counts[EVENTS]] = at
-    s.counts[EVENTS] += 1
-    began = s.total[CLOCK]
-    s.total[CLOCK] += a.cost[op]
-    accessed = began if s.whole_closure == 1 else s.total[CLOCK]
+    s.event[c.EVENT_DO, s.counts[c.EVENTS]] = RUN
+    s.event[c.EVENT_OP, s.counts[c.EVENTS]] = op
+    s.event[c.EVENT_WORKSPACE, s.counts[c.EVENTS]] = at
+    s.counts[c.EVENTS] += 1
+    began = s.total[c.CLOCK]
+    s.total[c.CLOCK] += a.cost[op]
+    accessed = began if s.whole_closure == 1 else s.total[c.CLOCK]
     # Free transient outputs and the workspace; unpin and date the operands.
-    for i in range(s.counts[TRANSIENT]):
+    for i in range(s.counts[c.TRANSIENT]):
         release(s, s.transient[i])
     for k in range(low, high):
         t = a.makes[k]
-        s.tensor[PINS, t] -= 1
-        new = s.tensor[WAS_LIVE, t] == 0 if s.whole_closure == 1 else s.tensor[WRITTEN, t] == 0
+        s.tensor[c.PINS, t] -= 1
+        new = s.tensor[c.WAS_LIVE, t] == 0 if s.whole_closure == 1 else s.tensor[c.WRITTEN, t] == 0
         if new:
-            s.times[LAST_ACCESS, t] = accessed
-        s.tensor[WRITTEN, t] = 1
-        s.tensor[WAS_LIVE, t] = 0
+            s.times[c.LAST_ACCESS, t] = accessed
+        s.tensor[c.WRITTEN, t] = 1
+        s.tensor[c.WAS_LIVE, t] = 0
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
-        s.tensor[PINS, a.reads[k]] -= 1
+        s.tensor[c.PINS, a.reads[k]] -= 1
         if s.whole_closure == 1:
-            s.times[LAST_ACCESS, a.reads[k]] = accessed
+            s.times[c.LAST_ACCESS, a.reads[k]] = accessed
     if s.whole_closure == 1:
         _release_operands(a, s, op, position, position)
     return True
@@ -240,7 +194,7 @@ def _prefetch_inputs(a: Arrays, s: ArenaState, op: int, rule: int) -> bool:
     """Begin to prefetch the inputs of `op` that are on the host; False if one does not fit."""
     for k in range(a.reads_ptr[op], a.reads_ptr[op + 1]):
         t = a.reads[k]
-        if s.tensor[LIVE, t] == 0:
+        if s.tensor[c.LIVE, t] == 0:
             at = _allocate(a, s, a.size[t], t, op, rule)
             if at == NO_ROOM:
                 return False
@@ -251,28 +205,28 @@ def _prefetch_inputs(a: Arrays, s: ArenaState, op: int, rule: int) -> bool:
 @inner
 def _choose_inplace(a: Arrays, s: ArenaState, op: int, position: int) -> None:
     """Record in-place pairs whose input has no reader left, in the program or in the closure."""
-    first = s.counts[WRITES]
+    first = s.counts[c.WRITES]
     for k in range(a.pairs_ptr[op], a.pairs_ptr[op + 1]):
         out, source = a.pairs_out[k], a.pairs_in[k]
         if (
             a.last_use[source] <= position
-            and s.tensor[PINS, source] == 1
-            and s.tensor[EVICTABLE, source] == 1
-            and s.tensor[LIVE, out] == 0
-            and s.tensor[LEAVING, source] == 0
+            and s.tensor[c.PINS, source] == 1
+            and s.tensor[c.EVICTABLE, source] == 1
+            and s.tensor[c.LIVE, out] == 0
+            and s.tensor[c.LEAVING, source] == 0
         ):
             free = True
-            for j in range(first, s.counts[WRITES]):
-                if s.record[INPLACE_OUT, j] in (out, source) or s.record[INPLACE_SOURCE, j] in (
+            for j in range(first, s.counts[c.WRITES]):
+                if s.record[c.INPLACE_OUT, j] in (out, source) or s.record[c.INPLACE_SOURCE, j] in (
                     out,
                     source,
                 ):
                     free = False
             if free:
-                s.record[INPLACE_EVENT, s.counts[WRITES]] = s.counts[EVENTS]
-                s.record[INPLACE_OUT, s.counts[WRITES]] = out
-                s.record[INPLACE_SOURCE, s.counts[WRITES]] = source
-                s.counts[WRITES] += 1
+                s.record[c.INPLACE_EVENT, s.counts[c.WRITES]] = s.counts[c.EVENTS]
+                s.record[c.INPLACE_OUT, s.counts[c.WRITES]] = out
+                s.record[c.INPLACE_SOURCE, s.counts[c.WRITES]] = source
+                s.counts[c.WRITES] += 1
 
 
 @inner
@@ -280,7 +234,7 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: in
     """Offset of `size` bytes after as many evictions as needed, or `NO_ROOM`."""
     if size == 0:
         return 0
-    at = allocate(s, size, owner, s.op[FROM_RIGHT, op] == 1)
+    at = allocate(s, size, owner, s.op[c.FROM_RIGHT, op] == 1)
     if at != NO_ROOM:
         return at
     while at == NO_ROOM:
@@ -290,29 +244,28 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: in
             victims = _cheapest_window(s, size) if rule == WINDOW else _cheapest_tensor(s, rule)
         if victims == 0:
             return NO_ROOM
-        s.counts[EVICTED] += victims
+        s.counts[c.EVICTED] += victims
         for i in range(victims):
-            _free(a, s, s.block[VICTIM, i])
-        at = allocate(s, size, owner, s.op[FROM_RIGHT, op] == 1)
+            _free(a, s, s.block[c.VICTIM, i])
+        at = allocate(s, size, owner, s.op[c.FROM_RIGHT, op] == 1)
     # The free ratio counts the requested block as free, as OneFlow's does.
-    s.total[FREE_RATIOS] += (free_bytes(s) + size) / s.capacity
-    s.counts[FAILURES] += 1
+    s.total[c.FREE_RATIOS] += (free_bytes(s) + size) / s.capacity
+    s.counts[c.FAILURES] += 1
     return at
 
 
 @inlined
 def _cost(s: ArenaState, t: int) -> float:
     """e* / staleness, in µs per µs; infinite if `t` cannot be evicted now."""
-    if t >= s.times.shape[1] or s.tensor[PINS, t] > 0 or s.tensor[EVICTABLE, t] == 0:
+    if t >= s.times.shape[1] or s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0:
         return np.inf
-    staleness = float(s.total[CLOCK] - s.times[LAST_ACCESS, t])
+    staleness = float(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t])
     return neighbour_cost(s, t) / max(staleness, s.min_staleness_us)
 
 
 @inner
 def _cheapest_window(s: ArenaState, size: int) -> int:
-    """
-    Coop's sliding window: the cheapest run of adjacent blocks of at least `size` bytes.
+    """Coop's sliding window: the cheapest run of adjacent blocks of at least `size` bytes.
 
     Lists its tensors as victims and returns their number. Two pointers move over the blocks in
     address order. Free blocks cost nothing; a block that cannot be evicted restarts the window
@@ -322,53 +275,52 @@ def _cheapest_window(s: ArenaState, size: int) -> int:
     best_start = best_end = 0
     start = window = 0
     total = 0.0
-    for end in range(s.counts[BLOCKS]):
-        owner = s.block[OWNER, end]
-        cost = 0.0 if owner == FREE else _cost(s, owner)
+    for end in range(s.counts[c.BLOCKS]):
+        owner = s.block[c.OWNER, end]
+        cost = 0.0 if owner == c.FREE else _cost(s, owner)
         s.costs[end] = cost
         if cost == np.inf:
             start, window, total = end + 1, 0, 0.0
             continue
         total += cost
-        window += s.block[BLOCK_SIZE, end]
+        window += s.block[c.BLOCK_SIZE, end]
         # Shrink from the left as long as the window stays large enough.
-        while window - s.block[BLOCK_SIZE, start] >= size:
-            window -= s.block[BLOCK_SIZE, start]
+        while window - s.block[c.BLOCK_SIZE, start] >= size:
+            window -= s.block[c.BLOCK_SIZE, start]
             total -= s.costs[start]
             start += 1
         if window >= size and total < best_cost:
             best_cost, best_start, best_end = total, start, end + 1
     victims = 0
     for block in range(best_start, best_end):
-        if s.block[OWNER, block] != FREE:
-            s.block[VICTIM, victims] = s.block[OWNER, block]
+        if s.block[c.OWNER, block] != c.FREE:
+            s.block[c.VICTIM, victims] = s.block[c.OWNER, block]
             victims += 1
     return victims
 
 
 @inner
 def _cheapest_tensor(s: ArenaState, rule: int) -> int:
-    """
-    DTR's and DTE's victim: the tensor with the least cost / (bytes × staleness).
+    """DTR's and DTE's victim: the tensor with the least cost / (bytes × staleness).
 
     DTE adds adjacent free bytes to the tensor's own. Returns the number of victims, 1 or 0.
     """
     best_cost = np.inf
     victims = 0
-    for block in range(s.counts[BLOCKS]):
-        owner = s.block[OWNER, block]
-        if owner == FREE:
+    for block in range(s.counts[c.BLOCKS]):
+        owner = s.block[c.OWNER, block]
+        if owner == c.FREE:
             continue
-        room = s.block[BLOCK_SIZE, block]
+        room = s.block[c.BLOCK_SIZE, block]
         if rule == SINGLE_WITH_NEIGHBOURS:
-            if block > 0 and s.block[OWNER, block - 1] == FREE:
-                room += s.block[BLOCK_SIZE, block - 1]
-            if block + 1 < s.counts[BLOCKS] and s.block[OWNER, block + 1] == FREE:
-                room += s.block[BLOCK_SIZE, block + 1]
+            if block > 0 and s.block[c.OWNER, block - 1] == c.FREE:
+                room += s.block[c.BLOCK_SIZE, block - 1]
+            if block + 1 < s.counts[c.BLOCKS] and s.block[c.OWNER, block + 1] == c.FREE:
+                room += s.block[c.BLOCK_SIZE, block + 1]
         cost = _cost(s, owner) / room
         if cost < best_cost:
             best_cost = cost
-            s.block[VICTIM, 0] = owner
+            s.block[c.VICTIM, 0] = owner
             victims = 1
     return victims
 
@@ -376,17 +328,17 @@ def _cheapest_tensor(s: ArenaState, rule: int) -> int:
 @inner
 def _free(a: Arrays, s: ArenaState, t: int) -> None:
     """End the lifetime of `t` after the last event so far; waits for a copy of it."""
-    if s.tensor[LEAVING, t] == 1:
+    if s.tensor[c.LEAVING, t] == 1:
         end_offload(s, t)
-    if s.tensor[ARRIVING, t] == 1:
+    if s.tensor[c.ARRIVING, t] == 1:
         end_prefetch(s, t)
-    s.record[DROPPED, s.counts[DROPS]] = t
-    s.record[DROP_EVENT, s.counts[DROPS]] = s.counts[EVENTS] - 1
-    s.counts[DROPS] += 1
-    s.tensor[LIVE, t] = 0
+    s.record[c.DROPPED, s.counts[c.DROPS]] = t
+    s.record[c.DROP_EVENT, s.counts[c.DROPS]] = s.counts[c.EVENTS] - 1
+    s.counts[c.DROPS] += 1
+    s.tensor[c.LIVE, t] = 0
     if a.size[t] > 0:
-        release(s, s.tensor[ADDRESS, t])
-    if s.tensor[HOSTED, t] == 0:
+        release(s, s.tensor[c.ADDRESS, t])
+    if s.tensor[c.HOSTED, t] == 0:
         mark_evicted(s, t)
 
 
@@ -403,18 +355,17 @@ def _release_operands(a: Arrays, s: ArenaState, op: int, before: int, position: 
 
 @inner
 def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
-    """
-    Free `t` if the program does not read it after op `position` and it is not pinned.
+    """Free `t` if the program does not read it after op `position` and it is not pinned.
 
     A tensor that cannot be recomputed is banished (DTR, appendix C.3): it is freed only if no
     evicted tensor needs it, and tensors computed from it become unevictable.
     """
-    if a.last_use[t] > position or s.tensor[PINS, t] > 0 or s.tensor[LIVE, t] == 0:
+    if a.last_use[t] > position or s.tensor[c.PINS, t] > 0 or s.tensor[c.LIVE, t] == 0:
         return
-    if s.tensor[EVICTABLE, t] == 1:
+    if s.tensor[c.EVICTABLE, t] == 1:
         _free(a, s, t)
     elif _banish(a, s, t, position):
-        if s.tensor[IS_RETAINED, t] == 1:
+        if s.tensor[c.IS_RETAINED, t] == 1:
             _remove_retained(s, t)
         _free(a, s, t)
     else:
@@ -424,58 +375,57 @@ def _release_if_dead(a: Arrays, s: ArenaState, t: int, position: int) -> None:
 @inner
 def _retain(s: ArenaState, t: int) -> None:
     """Check after every op if `t` can be freed."""
-    if s.tensor[IS_RETAINED, t] == 0:
-        s.tensor[IS_RETAINED, t] = 1
-        s.tensor[RETAINED_LIST, s.counts[RETAINED]] = t
-        s.counts[RETAINED] += 1
+    if s.tensor[c.IS_RETAINED, t] == 0:
+        s.tensor[c.IS_RETAINED, t] = 1
+        s.tensor[c.RETAINED_LIST, s.counts[c.RETAINED]] = t
+        s.counts[c.RETAINED] += 1
 
 
 @inner
 def _remove_retained(s: ArenaState, t: int) -> None:
-    s.tensor[IS_RETAINED, t] = 0
+    s.tensor[c.IS_RETAINED, t] = 0
     kept = 0
-    for i in range(s.counts[RETAINED]):
-        if s.tensor[RETAINED_LIST, i] != t:
-            s.tensor[RETAINED_LIST, kept] = s.tensor[RETAINED_LIST, i]
+    for i in range(s.counts[c.RETAINED]):
+        if s.tensor[c.RETAINED_LIST, i] != t:
+            s.tensor[c.RETAINED_LIST, kept] = s.tensor[c.RETAINED_LIST, i]
             kept += 1
-    s.counts[RETAINED] = kept
+    s.counts[c.RETAINED] = kept
 
 
 @inner
 def _banish(a: Arrays, s: ArenaState, t: int, position: int) -> bool:
-    """
-    False if an evicted tensor needs `t`; else live tensors computed from it become unevictable.
+    """False if an evicted tensor needs `t`; else live tensors computed from it become unevictable.
 
     Traverses the descendants of `t` through evicted tensors.
     """
-    s.counts[STAMP] += 1
-    stamp = s.counts[STAMP]
-    s.tensor[VISITED, t] = stamp
-    s.tensor[TO_VISIT, 0] = t
+    s.counts[c.STAMP] += 1
+    stamp = s.counts[c.STAMP]
+    s.tensor[c.VISITED, t] = stamp
+    s.tensor[c.TO_VISIT, 0] = t
     depth, found = 1, 0
     while depth > 0:
         depth -= 1
-        x = s.tensor[TO_VISIT, depth]
+        x = s.tensor[c.TO_VISIT, depth]
         for k in range(a.uses_ptr[x], a.uses_ptr[x + 1]):
             op = a.uses[k]
             if op > position:
                 break
             for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                 child = a.makes[j]
-                if s.tensor[VISITED, child] == stamp or a.is_output[child] == 1:
+                if s.tensor[c.VISITED, child] == stamp or a.is_output[child] == 1:
                     continue
-                s.tensor[VISITED, child] = stamp
-                if s.tensor[LIVE, child] == 1 or s.tensor[HOSTED, child] == 1:
-                    s.block[VICTIM, found] = child
+                s.tensor[c.VISITED, child] = stamp
+                if s.tensor[c.LIVE, child] == 1 or s.tensor[c.HOSTED, child] == 1:
+                    s.block[c.VICTIM, found] = child
                     found += 1
                 elif a.last_use[child] > position:
                     return False
                 else:
-                    s.tensor[TO_VISIT, depth] = child
+                    s.tensor[c.TO_VISIT, depth] = child
                     depth += 1
     for i in range(found):
-        child = s.block[VICTIM, i]
-        s.tensor[EVICTABLE, child] = 0
+        child = s.block[c.VICTIM, i]
+        s.tensor[c.EVICTABLE, child] = 0
         if a.last_use[child] <= position:  # live for recomputes only, now unevictable
             _retain(s, child)
     return True

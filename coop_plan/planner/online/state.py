@@ -7,71 +7,15 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Flags, Floats, Ints
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.params import OnlineParams
-
-FREE = -1
-"""Owner of a free block."""
 
 UNLIMITED = 2**62
 """Arena size that no step needs, bytes."""
 
-# Entries of `ArenaState.counts`: blocks; free blocks; union-find nodes; events; offsets, drops and
-# in-place writes recorded; failed allocations; tensors these evicted; retained tensors; last stamp
-# of a graph traversal; transient buffers of the op; offloads; whether any prefetch began; bytes on
-# the host; bytes allocated.
-(
-    BLOCKS,
-    HOLES,
-    NODES,
-    EVENTS,
-    OFFSETS,
-    DROPS,
-    WRITES,
-    FAILURES,
-    EVICTED,
-    RETAINED,
-    STAMP,
-    TRANSIENT,
-    OFFLOAD_COUNT,
-    HAS_PREFETCHED,
-    HOST_BYTES,
-    USED,
-) = range(16)
-
-# Entries of `ArenaState.total`: compute's clock, µs; sum of free ratios at failed allocations; µs
-# at which the copy engines to the host and back are free.
-CLOCK, FREE_RATIOS, OUT_FREE, IN_FREE = range(4)
-
-# Rows of `ArenaState.block`: offset, size and owner of the blocks in address order; size and offset
-# of the free ones, sorted by (size, offset); victims of an eviction.
-BLOCK_AT, BLOCK_SIZE, OWNER, HOLE_AT, HOLE_SIZE, VICTIM = range(6)
-
-# Rows of `ArenaState.tensor`: union-find node or -1; live; live before the current op; produced
-# before; retained though dead; pins; evictable.
-NODE, LIVE, WAS_LIVE, WRITTEN, IS_RETAINED, PINS, EVICTABLE = range(7)
-# Offset; list of retained tensors; stack and stamps of a graph traversal.
-ADDRESS, RETAINED_LIST, TO_VISIT, VISITED = range(7, 11)
-# On the host; being offloaded; being prefetched; can be offloaded; number of its offload.
-HOSTED, LEAVING, ARRIVING, MOVABLE, OFFLOAD_ORDER = range(11, 16)
-
-# Rows of `ArenaState.times`, µs: cost of its producer; last access; ends of its copies.
-OWN_COST, LAST_ACCESS, OFFLOAD_END, PREFETCH_END = range(4)
-
-# Rows of `ArenaState.op`: its outputs are allocated from the right; stamp of the last traversal; on
-# the stack with its inputs pinned.
-FROM_RIGHT, SEEN, IS_OPEN = range(3)
-
-# Rows of `ArenaState.part`, the union-find of evicted tensors: parent; stamp of the last query.
-PARENT, ROOT_SEEN = range(2)
-
-# Rows of `ArenaState.event`, and of `ArenaState.record`, each with a length of its own.
-EVENT_OP, EVENT_WORKSPACE, EVENT_DO = range(3)
-OFFSET, DROPPED, DROP_EVENT, INPLACE_EVENT, INPLACE_OUT, INPLACE_SOURCE = range(6)
-
 
 class ArenaState(NamedTuple):
-    """
-    Blocks, evicted components, tensors and the record of a run.
+    """Blocks, evicted components, tensors and the record of a run.
 
     Few arrays of many rows, because compile time grows with their number. Adjacent free blocks are
     always merged. An owner is a tensor, `FREE`, or the number of tensors for a transient buffer of
@@ -125,8 +69,7 @@ def empty_arena(
     transfers: int = 0,
     gaps: bool = True,
 ) -> ArenaState:
-    """
-    An empty arena of `capacity` bytes with a record of up to `events` events.
+    """An empty arena of `capacity` bytes with a record of up to `events` events.
 
     Without `gaps` only bytes count: addresses are unlimited, so no free block is too small. For
     `dependents` see `_neighbours`.
@@ -164,21 +107,21 @@ def empty_arena(
         max_prefetches=params.max_prefetches,
         whole_closure=int(whole_closure),
     )
-    state.tensor[NODE] = -1
+    state.tensor[c.NODE] = -1
     if transfers and problem.device.linked:
         device, size = problem.device, np.array(problem.bytes)
-        state.tensor[MOVABLE, :count] = np.array(problem.movable) > np.array(problem.is_output)
+        state.tensor[c.MOVABLE, :count] = np.array(problem.movable) > np.array(problem.is_output)
         state.out_us[:] = device.copy_latency_us + size * 1e6 / device.d2h_bytes_per_s
         state.in_us[:] = device.copy_latency_us + size * 1e6 / device.h2d_bytes_per_s
-    state.tensor[EVICTABLE, :count] = problem.evictable
-    state.times[OWN_COST] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
+    state.tensor[c.EVICTABLE, :count] = problem.evictable
+    state.times[c.OWN_COST] = [problem.cost[p] if p >= 0 else 0.0 for p in problem.producer]
     if partition:
-        state.op[FROM_RIGHT] = _is_expensive(problem)
+        state.op[c.FROM_RIGHT] = _is_expensive(problem)
     if capacity:
-        state.block[[BLOCK_AT, HOLE_AT], 0] = 0
-        state.block[[BLOCK_SIZE, HOLE_SIZE], 0] = capacity if gaps else UNLIMITED
-        state.block[OWNER, 0] = FREE
-        state.counts[BLOCKS] = state.counts[HOLES] = 1
+        state.block[[c.BLOCK_AT, c.HOLE_AT], 0] = 0
+        state.block[[c.BLOCK_SIZE, c.HOLE_SIZE], 0] = capacity if gaps else UNLIMITED
+        state.block[c.OWNER, 0] = c.FREE
+        state.counts[c.BLOCKS] = state.counts[c.HOLES] = 1
     return state
 
 
@@ -205,8 +148,7 @@ def _neighbours(problem: Problem, *, dependents: bool) -> tuple[Ints, Ints]:
 
 
 def _is_expensive(problem: Problem) -> Flags:
-    """
-    Flags of ops whose outputs are expensive: cost density above that of the whole program.
+    """Flags of ops whose outputs are expensive: cost density above that of the whole program.
 
     Cost density is cost / output bytes (Coop, section 3.3).
     """

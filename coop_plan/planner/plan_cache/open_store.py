@@ -13,8 +13,7 @@ def in_redis(address: str) -> bool:
 
 
 def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanStore:
-    """
-    The store at an address: `redis://HOST:PORT/N`, or the path of an SQLite file.
+    """The store at an address: `redis://HOST:PORT/N`, or the path of an SQLite file.
 
     A Redis is not contacted yet, and limits its size itself.
 

@@ -27,8 +27,7 @@ OVERHEAD_TOLERANCE = 0.02
 
 
 class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan"):
-    """
-    A plan and its graph: the ids in order, the costs, and the document.
+    """A plan and its graph: the ids in order, the costs, and the document.
 
     `packed` is the compressed document, read only if the request has no graph. `searched_seconds`
     is the time that `auto` spent on improving the plan.
@@ -54,8 +53,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
         )
 
     def for_graph(self, graph: Graph, structure: str = "") -> Plan | None:
-        """
-        The plan with the ids and costs of a graph, or None if it is invalid for that graph.
+        """The plan with the ids and costs of a graph, or None if it is invalid for that graph.
 
         `structure` is the graph's fingerprint, "" to compute it.
         """
@@ -67,8 +65,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
         return None if find_faults(graph, plan, limit=1, structure=structure) else plan
 
     def for_request(self, graph: Graph, options: PlanOptions, structure: str = "") -> Plan | None:
-        """
-        The plan for a graph (with the requested link), or None if it was made for other options.
+        """The plan for a graph (with the requested link), or None if it was made for other options.
 
         The bytes of a share of keep-everything's peak are not checked, as only the planner knows
         them; the record's signature proves that the planner wrote it.
@@ -86,8 +83,7 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
         return self.for_graph(graph, structure)
 
     def cost_compatible(self, graph: Graph, plan: Plan) -> bool:
-        """
-        True if the costs of `graph` are close to those of the record; `plan` is `for_graph`'s.
+        """True if the costs of `graph` are close to those of the record; `plan` is `for_graph`'s.
 
         Costs are not part of the key, so a first graph with wrong costs would otherwise determine
         the plan of all later ones. Compared are the overhead, and the ops' shares of the time.
@@ -233,8 +229,7 @@ def sign(record: Record, key: str, secret: bytes) -> bytes:
 
 
 def read_signed(data: bytes, key: str, secret: bytes) -> Record:
-    """
-    The record of signed bytes, verified for its key.
+    """The record of signed bytes, verified for its key.
 
     Raises:
         InvalidInputError: damaged, or not signed with this secret for this key.

@@ -54,8 +54,7 @@ WAIT_SECONDS = 10.0
 
 
 def connect(address: str) -> redis.Redis:
-    """
-    A client of the Redis at an address; connects at the first command.
+    """A client of the Redis at an address; connects at the first command.
 
     Raises:
         StoreError: the address is invalid.

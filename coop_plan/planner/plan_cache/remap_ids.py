@@ -1,5 +1,4 @@
-"""
-Remapping of a plan's ids and costs to another graph of the same structure.
+"""Remapping of a plan's ids and costs to another graph of the same structure.
 
 Graphs with equal fingerprints have equal ops in order, and equal tensors by first appearance; ids
 and costs may differ. A cached plan has the ids of the graph that it was made for.
@@ -8,16 +7,17 @@ and costs may differ. A cached plan has the ids of the graph that it was made fo
 from collections.abc import Sequence
 from math import fsum
 
+from msgspec.structs import replace
+
 from coop_plan.planner.core.timeline import plan_timeline
-from coop_plan.schemas import Compute, Graph, Plan, Prefetch, Step, TensorRead, Write
+from coop_plan.schemas import Compute, Graph, Plan, Prefetch, Step, TensorRead
 from coop_plan.schemas.fingerprint import tensor_order
 
 
 def remap_ids(
     plan: Plan, ops: Sequence[int], tensors: Sequence[int], graph: Graph, *, same_costs: bool
 ) -> Plan:
-    """
-    `plan`, whose graph has these op and tensor ids in order, as a plan for `graph`.
+    """`plan`, whose graph has these op and tensor ids in order, as a plan for `graph`.
 
     Cost figures are those of `graph`. Unless the costs are equal (`same_costs`), a proved bound no
     longer holds and is dropped.
@@ -59,22 +59,8 @@ def _step(step: Step, op_ids: dict[int, int], tensor_ids: dict[int, int]) -> Ste
             TensorRead(tensor=tensor_ids[read.tensor]) if isinstance(read, TensorRead) else read
             for read in step.reads
         ]
-        writes = [
-            Write(
-                buffer=write.buffer,
-                tensor=tensor_ids[write.tensor],
-                offset=write.offset,
-                bytes=write.bytes,
-            )
-            for write in step.writes
-        ]
-        return Compute(
-            op=op_ids[step.op],
-            variant=step.variant,
-            reads=reads,
-            writes=writes,
-            workspace=step.workspace,
-        )
+        writes = [replace(write, tensor=tensor_ids[write.tensor]) for write in step.writes]
+        return replace(step, op=op_ids[step.op], reads=reads, writes=writes)
     if isinstance(step, Prefetch):
-        return step.model_copy(update={"tensor": tensor_ids[step.tensor]})
+        return replace(step, tensor=tensor_ids[step.tensor])
     return step

@@ -40,8 +40,7 @@ def planner_version() -> str:
 
 
 class PlanStore(Protocol):
-    """
-    Store of records by key, safe for use from several threads and processes.
+    """Store of records by key, safe for use from several threads and processes.
 
     Records are signed with a secret, without which they cannot be forged. `dropped` counts damaged
     records found. Each method raises `StoreError` or sqlite3's errors if the store fails.
@@ -58,8 +57,7 @@ class PlanStore(Protocol):
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
     ) -> None:
-        """
-        Store a record if the key has none.
+        """Store a record if the key has none.
 
         With `another` it is added to existing ones, and the oldest is deleted above the limit.
         """
@@ -84,15 +82,14 @@ class StoreError(OSError):
     """A plan store cannot be opened, or an operation on it failed."""
 
 
-def default_path() -> Path:
-    """`coop-plan/plans.sqlite3` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+def cache_dir() -> Path:
+    """Folder of caches: `coop-plan` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "coop-plan" / "plans.sqlite3"
+    return Path(base).expanduser() / "coop-plan"
 
 
 class SqliteStore:
-    """
-    Plan store in one SQLite file, shared by threads and processes.
+    """Plan store in one SQLite file, shared by threads and processes.
 
     With `wal` readers and a writer do not wait for each other; without it, the file is readable in
     a read-only folder. Above `max_bytes` of records the least recently used are deleted.

@@ -1,9 +1,8 @@
-"""Cache folder, and error handling: a run continues without a cache whose file fails."""
+"""Error handling of caches: a run continues without a cache whose file fails."""
 
 import contextlib
 import functools
 import logging
-import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +12,6 @@ from coop_plan.planner.plan_cache.store import StoreError
 log = logging.getLogger("coop-plan")
 
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def cache_dir() -> Path:
-    """Folder of compiled extensions, profiles and plans, in `$XDG_CACHE_HOME` or `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "coop-plan"
 
 
 @contextlib.contextmanager

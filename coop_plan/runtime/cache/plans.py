@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 from coop_plan.planner.plan_cache.record import StoredPlan
-from coop_plan.planner.plan_cache.store import SqliteStore, planner_version
-from coop_plan.runtime.cache.files import cache_dir, tolerate_failures
+from coop_plan.planner.plan_cache.store import SqliteStore, cache_dir, planner_version
+from coop_plan.runtime.cache.files import tolerate_failures
 from coop_plan.runtime.options import Options
 from coop_plan.schemas import Graph, Plan, cost_signature, fingerprint
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from coop_plan.runtime.cache.files import cache_dir, tolerate_failures
+from coop_plan.planner.plan_cache.store import cache_dir
+from coop_plan.runtime.cache.files import tolerate_failures
 
 MEASURING_SOURCES = (
     "op_profile.py",

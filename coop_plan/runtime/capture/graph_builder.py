@@ -6,7 +6,7 @@ Views are folded into the storages that they alias. Aliases come from the profil
 import operator
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ class CostModel(Protocol):
         """The profile of an op, from fake tensors."""
 
 
+@dataclass(eq=False)
 class GraphBuilder:
     """Collects the tensors and ops of `module`'s profiled graph; nodes are visited in order.
 
@@ -65,34 +66,25 @@ class GraphBuilder:
     are measured, or profiled by `model` if there is one.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        device: torch.device,
-        static_inputs: set[int],
-        trained: set[int],
-        model: CostModel | None = None,
-        overwritable_arguments: OverwritableArguments | None = None,
-    ) -> None:
-        self.module = module
-        self.device = device
-        self.static_inputs = static_inputs
-        self.trained = trained
-        self.model = model
-        self.overwritable_arguments = overwritable_arguments
-        self.tensors: list[dict[str, Any]] = []
-        self.storages: dict[fx.Node, tuple[int | None, ...]] = {}
-        self.views: set[fx.Node] = set()
-        self.producer: dict[int, tuple[fx.Node, int]] = {}
-        self.ops: list[fx.Node] = []
-        self.profiles: list[OpProfile] = []
-        self.op_fields: list[dict[str, Any]] = []
-        self.collective_scratch: list[int] = []
-        """Bytes that the process group allocates for each collective."""
-        self._primals = 0
-        self.names: dict[fx.Node, str] = {}
-        """Names of ops that are equal in all traces of a function; names of nodes are not."""
-        self._op_counts: Counter[object] = Counter()
+    module: fx.GraphModule
+    device: torch.device
+    static_inputs: set[int]
+    trained: set[int]
+    model: CostModel | None = None
+    overwritable_arguments: OverwritableArguments | None = None
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    storages: dict[fx.Node, tuple[int | None, ...]] = field(default_factory=dict)
+    views: set[fx.Node] = field(default_factory=set)
+    producer: dict[int, tuple[fx.Node, int]] = field(default_factory=dict)
+    ops: list[fx.Node] = field(default_factory=list)
+    profiles: list[OpProfile] = field(default_factory=list)
+    op_fields: list[dict[str, Any]] = field(default_factory=list)
+    collective_scratch: list[int] = field(default_factory=list)
+    """Bytes that the process group allocates for each collective."""
+    _primals: int = 0
+    names: dict[fx.Node, str] = field(default_factory=dict)
+    """Names of ops that are equal in all traces of a function; names of nodes are not."""
+    _op_counts: Counter[object] = field(default_factory=Counter)
 
     def visit(self, node: fx.Node) -> None:
         """Add the next node; errors are prefixed with its source location."""
@@ -169,9 +161,7 @@ class GraphBuilder:
             return
         with self.module.graph.inserting_before(node):
             copy = self.module.graph.call_function(
-                torch.ops.aten.clone.default,
-                (source,),
-                {"memory_format": torch.contiguous_format},
+                torch.ops.aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
             )
         copy.meta["val"] = source.meta["val"].clone(memory_format=torch.contiguous_format)
         self.visit(copy)

@@ -10,11 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from coop_plan.runtime.capture.graph_builder import (
-    GraphBuilder,
-    OverwritableArguments,
-    tensor_args,
-)
+from coop_plan.runtime.capture.graph_builder import GraphBuilder, OverwritableArguments, tensor_args
 from coop_plan.runtime.op_profile import OpProfile
 
 

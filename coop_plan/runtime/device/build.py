@@ -18,7 +18,7 @@ from types import ModuleType
 
 import torch
 
-from coop_plan.runtime.cache.files import cache_dir
+from coop_plan.planner.plan_cache.store import cache_dir
 from coop_plan.runtime.errors import BuildError
 
 SOURCE = Path(__file__).with_name("arena.cpp")

@@ -101,10 +101,7 @@ def split(
         half.graph.output(tuple(values))
         half.graph.lint()
     return Halves(
-        forward.graph,
-        backward.graph,
-        [positions.get(node) for node in saved],
-        inputs_read,
+        forward.graph, backward.graph, [positions.get(node) for node in saved], inputs_read
     )
 
 

@@ -8,7 +8,7 @@ while it runs. The runtime observes both: gradients held across steps get an acc
 import logging
 import weakref
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ MAX_GRADIENT_PLANS = 4
 """Plans for different sets of held gradients, after which all gradients count as held."""
 
 
+@dataclass(eq=False)
 class HeldGradients:
     """Memory environment of one compiled step, as observed so far, and plans for it.
 
@@ -45,26 +46,20 @@ class HeldGradients:
     or `min` grows to the smallest feasible budget.
     """
 
-    def __init__(
-        self,
-        captured: Captured,
-        now: MemoryEnvironment,
-        options: Options,
-        budget_bytes: int,
-        name: str,
-        history: ShapeHistory,
-    ) -> None:
-        self.environment = now
-        self.budget_bytes = budget_bytes
-        self._captured = captured
-        self._options = options
-        self._history = history
-        self._name = name
-        self._accumulable = capture_adjust.accumulable(captured)
-        self._bytes = capture_adjust.sizes(captured)
-        self._consumable = capture_adjust.consumable(captured)
-        self._kept: set[int] = set()  # by hooks
-        self._plans = 0
+    _captured: Captured
+    environment: MemoryEnvironment
+    _options: Options
+    budget_bytes: int
+    _name: str
+    _history: ShapeHistory
+    _kept: set[int] = field(default_factory=set)
+    """Positions of gradients that hooks keep."""
+    _plans: int = 0
+
+    def __post_init__(self) -> None:
+        self._accumulable = capture_adjust.accumulable(self._captured)
+        self._bytes = capture_adjust.sizes(self._captured)
+        self._consumable = capture_adjust.consumable(self._captured)
         self._planned = self.environment
 
     def expect(self) -> bool:

@@ -17,11 +17,7 @@ fixed size. All other ops have none: that of a convolution depends on cuDNN's ch
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.offline_capture.devices import DeviceSpec
@@ -114,11 +110,7 @@ class Roofline:
         if not made:
             return OpProfile(0.0, outputs, allocations, workspace, 0)
         return OpProfile(
-            self._cost_us(work_of(target, args, kwargs, result)),
-            outputs,
-            allocations,
-            workspace,
-            0,
+            self._cost_us(work_of(target, args, kwargs, result)), outputs, allocations, workspace, 0
         )
 
     def _cost_us(self, work: "OpWork") -> float:

@@ -103,10 +103,7 @@ FLASH_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_backwar
 EFFICIENT_BACKWARD: Any = torch.ops.aten._scaled_dot_product_efficient_attention_backward
 """Attention's backwards on CUDA, whose arguments are the gradient, query, key, value, ..."""
 
-SEEDS_ON_CPU = (
-    EFFICIENT_BACKWARD.default,
-    torch.ops.aten._efficient_attention_backward.default,
-)
+SEEDS_ON_CPU = (EFFICIENT_BACKWARD.default, torch.ops.aten._efficient_attention_backward.default)
 """Backwards that dereference `philox_seed` and `philox_offset` outside a capture.
 
 Assumed: aten/native/transformers/cuda/attention_backward.cu, where there is dropout.
@@ -150,12 +147,7 @@ CPU_ATTENTION_BACKWARD: Any = (
 
 
 def log_softmax_backward(
-    gradient: torch.Tensor,
-    output: torch.Tensor,
-    dim: int,
-    dtype: torch.dtype,
-    *,
-    out: torch.Tensor,
+    gradient: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype, *, out: torch.Tensor
 ) -> None:
     """`LOG_SOFTMAX_BACKWARD`, written into `out`, which may be `output`."""
     torch.ops.aten._log_softmax_backward_data.out(gradient, output, dim, dtype, out=out)

@@ -150,8 +150,7 @@ def _saved_positions(builder: GraphBuilder, node: fx.Node) -> SavedPair | None:
     args = node.args[0], [*result.shape], *windows
     saved_bytes = result.numel()
     return SavedPair(
-        *(NAME, node, POOL, args, POOL_BACKWARD, reader_args, replaced, saved_bytes),
-        inplace=False,
+        *(NAME, node, POOL, args, POOL_BACKWARD, reader_args, replaced, saved_bytes), inplace=False
     )
 
 

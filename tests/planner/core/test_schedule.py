@@ -13,6 +13,7 @@ from coop_plan.planner.core.timeline import plan_timeline
 from coop_plan.planner.placement.layout import lay_out, lay_out_host
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Device
+from tests.schedules import schedule_of
 from tests.strategies import graphs
 from tests.support import make_graph
 
@@ -99,7 +100,7 @@ def random_orders(problem, draw):
 def test_any_order_that_reads_what_is_there_is_a_valid_plan(graph, outputs, unit, data):
     """Lifetimes, in-place pairs, figures and the timeline are the verifier's, to the last byte."""
     problem = Problem.from_graph(graph, unit, outputs)
-    schedule = Schedule.of_named_events(problem, random_orders(problem, data.draw))
+    schedule = schedule_of(problem, random_orders(problem, data.draw))
     made = plan_of(schedule)
     assert find_faults(graph, made) == []
     event(f"stalls: {made.prefetch_stall_us > 0}, {made.offload_stall_us > 0}")
@@ -154,7 +155,7 @@ def test_what_is_made_again_takes_over_from_its_sibling():
 def test_what_is_not_there_cannot_be_used(orders):
     problem = Problem.from_graph(siblings(), 1)
     with pytest.raises(NoScheduleError):
-        Schedule.of_named_events(problem, orders)
+        schedule_of(problem, orders)
 
 
 def test_copies_overlap_with_compute_and_waits_stall():
@@ -163,7 +164,7 @@ def test_copies_overlap_with_compute_and_waits_stall():
     graph = siblings(device=device)
     problem = Problem.from_graph(graph, 1)
     orders = [("run", 0), ("offload", 2), ("run", 1), ("wait", 2), ("prefetch", 2), ("wait", 2)]
-    schedule = Schedule.of_named_events(problem, [*orders, ("run", 2)])
+    schedule = schedule_of(problem, [*orders, ("run", 2)])
     assert schedule.cost_us == pytest.approx(1 + 3 + 2 + 1)  # op 1 runs during the first copy
     made = plan_of(schedule)
     assert find_faults(graph, made) == []
@@ -175,7 +176,7 @@ def test_stalls_are_told_by_cause():
     device = Device(d2h_bytes_per_s=4e6, h2d_bytes_per_s=2e6)
     problem = Problem.from_graph(siblings(device=device), 1)
     orders = [("run", 0), ("offload", 2), ("wait", 2), ("run", 1), ("prefetch", 2), ("wait", 2)]
-    made = plan_of(Schedule.of_named_events(problem, [*orders, ("run", 2)]))
+    made = plan_of(schedule_of(problem, [*orders, ("run", 2)]))
     assert (made.offload_stall_us, made.prefetch_stall_us) == (2.0, 4.0)
     assert made.cost_us == pytest.approx(3 + 2 + 4)
 
@@ -184,7 +185,7 @@ def test_an_engine_takes_its_copies_in_order():
     """Two of 2 µs each begin when op 0 is over: the second one ends at 1 + 2 + 2."""
     problem = Problem.from_graph(siblings(device=Device(d2h_bytes_per_s=4e6, h2d_bytes_per_s=4e6)))
     orders = [("run", 0), ("offload", 1), ("offload", 2), ("wait", 2), ("wait", 1)]
-    made = plan_of(Schedule.of_named_events(problem, [*orders, ("run", 1), ("run", 2)]))
+    made = plan_of(schedule_of(problem, [*orders, ("run", 1), ("run", 2)]))
     assert (made.offload_stall_us, made.cost_us) == (4.0, 7.0)
     assert find_faults(problem.graph, made) == []
 
@@ -199,7 +200,7 @@ def test_copies_on_the_host_share_addresses_once_they_are_read():
     apart = [*away[0], *back[0], *away[1], *back[1]]
     together = [*away[0], *away[1], *back[0], *back[1]]
     for orders, needed in ((apart, 8), (together, 16)):
-        schedule = Schedule.of_named_events(problem, [("run", 0), *orders, ("run", 1), ("run", 2)])
+        schedule = schedule_of(problem, [("run", 0), *orders, ("run", 1), ("run", 2)])
         made = plan_of(schedule)
         assert made.host_arena_bytes == schedule.host_copies.live == needed
         assert find_faults(problem.graph, made) == []

@@ -13,8 +13,7 @@ from coop_plan.planner.exact.solver.milp_solvers import solve_milp
 
 @dataclass
 class AnyOrderBounding:
-    """
-    Models at one capacity (bytes), each with twice as many time points as the one before.
+    """Models at one capacity (bytes), each with twice as many time points as the one before.
 
     Each lower bound on the recompute cost (µs) is passed to `report`.
     """

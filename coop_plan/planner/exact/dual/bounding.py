@@ -1,5 +1,4 @@
-"""
-Lower bound for hard models: relaxations with path cuts, at many more time points.
+"""Lower bound for hard models: relaxations with path cuts, at many more time points.
 
 If blocks repeat, the same op of every copy becomes a time point: the op is chosen on a few copies.
 Otherwise time points are spread over the program. This module is the main module of the bounding
@@ -29,8 +28,7 @@ from coop_plan.planner.exact.solver.worker import connect
 
 @dataclass
 class Bounding:
-    """
-    Increasingly tight relaxations at one capacity (bytes).
+    """Increasingly tight relaxations at one capacity (bytes).
 
     `points` are the time points so far, initially some that are known to matter. Each lower bound
     on the recompute cost (µs) is passed to `report`.
@@ -96,8 +94,7 @@ class Bounding:
         return bound
 
     def _choose_few(self) -> None:
-        """
-        Start from the best of a few models, each with time points of its own.
+        """Start from the best of a few models, each with time points of its own.
 
         With transfers the choice of time points matters more than their number. Fractional
         transfers weaken the relaxation more than fractional runs, so the best model is also solved
@@ -129,8 +126,7 @@ class Bounding:
         return points
 
     def _next_copies(self) -> list[int]:
-        """
-        The op of a block that raises the bound most with those chosen before, on sampled copies.
+        """The op of a block that raises the bound most with those chosen before, on sampled copies.
 
         If the last choice did not raise the bound, the next in rank.
         """
@@ -163,9 +159,8 @@ class Bounding:
         self._ranked = [self._ranked[i] for i in order]
 
     def _candidates(self) -> list[list[int]]:
-        """
-        The copies over capacity of every op of every repeated block; empty if blocks cover too few
-        ops.
+        """The copies over capacity of every op of every repeated block; empty if blocks cover too
+        few ops.
         """
         over = set(ops_over_capacity(self.program, self.capacity))
         classes = []

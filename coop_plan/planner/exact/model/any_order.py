@@ -1,5 +1,4 @@
-"""
-The time-point MILP of any order: first runs need not be in program order.
+"""The time-point MILP of any order: first runs need not be in program order.
 
 Time points are a chain of ops o_1, …, o_K (`planner.exact.model.point_selection`), each an ancestor
 of the next. So in every schedule o_k first runs before o_{k+1} does. Segment k spans from after the
@@ -32,8 +31,7 @@ from coop_plan.planner.exact.model.timepoint import COST_SCALE, ROUNDING
 
 @dataclass
 class AnyOrderModel:
-    """
-    The MILP for one chain of time points.
+    """The MILP for one chain of time points.
 
     `capacity` is in bytes, a multiple of the alignment. Costs are divided by `cost_unit` µs, so
     that the base cost is `COST_SCALE`.

@@ -18,8 +18,7 @@ Terms = list[tuple[int, float]]
 
 @dataclass
 class Milp:
-    """
-    Minimise cost · x subject to row bounds; columns and rows are numbered from 0.
+    """Minimise cost · x subject to row bounds; columns and rows are numbered from 0.
 
     `entry_row`, `entry_column` and `entry_value` hold the matrix in coordinate form.
     """
@@ -51,10 +50,7 @@ class Milp:
         return len(self.lower) - 1
 
     def row(self, terms: list[tuple[int, float]], lower: float, upper: float) -> int:
-        """
-        Add the row lower ≤ Σ value · column ≤ upper; returns its number. Each column occurs at most
-        once.
-        """
+        """Add the row lower ≤ Σ value · column ≤ upper (distinct columns); returns its number."""
         number = len(self.row_lower)
         self.row_lower.append(lower)
         self.row_upper.append(upper)
@@ -74,8 +70,7 @@ class Milp:
                     self.row(same, -INFINITY, 1.0)
 
     def rounded_rows(self, weights: dict[int, int], room: int, finest: int) -> list[int]:
-        """
-        Rows Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for weights s ≥ room / finest.
+        """Rows Σ ⌊weight / s⌋ · column ≤ ⌊room / s⌋ (Chvátal, 1973) for weights s ≥ room / finest.
 
         Without them, half of a tensor fits where only half of it has room. Returns their numbers.
         """
@@ -98,8 +93,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """
-    Result of a solve: `values` per column (None without a solution) and a proved lower bound.
+    """Result of a solve: `values` per column (None without a solution) and a proved lower bound.
 
     Bound and objective are in the program's units of cost.
     """
@@ -112,8 +106,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """
-    Result of a linear relaxation.
+    """Result of a linear relaxation.
 
     The bound is proved; `values` per column and `multipliers` per row are approximate, or None.
     """

@@ -1,5 +1,4 @@
-"""
-Path cuts: they stop the relaxation of the time-point model from recomputing fractions of ops.
+"""Path cuts: they stop the relaxation of the time-point model from recomputing fractions of ops.
 
 Let tensor t be needed after τ_j and not after τ_k, and let t, t₁, …, t_m be a path of the graph
 against its edges: each is an input of the op that makes the one before it. Then one of them was
@@ -32,15 +31,12 @@ from coop_plan.planner.exact.params import DEFAULTS, PathCutParams
 Vector = NDArray[np.float64]
 
 Relax = Callable[[Milp, float, float, Relaxation | None], Relaxation]
-"""
-Signature of `planner.exact.solver.process.SolverProcess.relax` and of its in-process counterpart.
-"""
+"""Signature of `SolverProcess.relax` and of its counterpart in the bounding process."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """
-    A cut between the time points at positions `low` and `high`.
+    """A cut between the time points at positions `low` and `high`.
 
     `tensors` begins with the one needed: by a first run, or as a resident of position
     `resident_at`. For those in `via_host_copy` the cut counts the host copy G, for others the
@@ -56,8 +52,7 @@ class Path:
 
 @dataclass
 class PathCuts:
-    """
-    Cuts found so far; they hold for every model with their time points.
+    """Cuts found so far; they hold for every model with their time points.
 
     `quick` trades the quality of the bound for speed, to compare models; `rounds` limits the number
     of relaxations solved.
@@ -75,8 +70,7 @@ class PathCuts:
         deadline: float,
         report: Callable[[float], None] | None = None,
     ) -> float:
-        """
-        Add cuts to the model until its relaxation gains no more; returns the best bound.
+        """Add cuts to the model until its relaxation gains no more; returns the best bound.
 
         Cuts that are slack in the last relaxation are removed. The bound is −∞ if none was proved
         by `deadline` (a `time.monotonic` value, s). Each bound is passed to `report`.

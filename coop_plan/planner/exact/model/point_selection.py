@@ -15,8 +15,7 @@ MAX_CANDIDATES = 1000
 
 
 def initial_points(program: Program, capacity: int, count: int) -> list[int]:
-    """
-    At most `count` ops and the end of the step, in program order.
+    """At most `count` ops and the end of the step, in program order.
 
     Candidates are the ops at which keep-all exceeds the capacity (bytes). They are split into
     groups of equal length; each group contributes its op with the largest working set.
@@ -100,8 +99,7 @@ def _reached(op: int, edges: Sequence[Iterable[int]]) -> set[int]:
 
 
 class Chains:
-    """
-    Time points at one capacity (bytes), each an ancestor of the next.
+    """Time points at one capacity (bytes), each an ancestor of the next.
 
     Only ops at which keep-all exceeds the capacity qualify. The first point is the op with the most
     bytes live in every order. The program is then split into stretches of equal length; each

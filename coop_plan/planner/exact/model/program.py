@@ -1,5 +1,4 @@
-"""
-Problem as seen by the exact models: availability of tensors and recomputability of ops.
+"""Problem as seen by the exact models: availability of tensors and recomputability of ops.
 
 Everything here relaxes what the verifier accepts (see `planner.verifier`), restricted to schedules
 whose first runs are in program order and in default variants. So a bound proved on it holds for all
@@ -16,8 +15,7 @@ from coop_plan.planner.core.ssa import SsaForm
 
 @dataclass(frozen=True)
 class HostLink:
-    """
-    Transfer times per tensor (µs, to the host and to the device) and the host budget.
+    """Transfer times per tensor (µs, to the host and to the device) and the host budget.
 
     `host_capacity` is in bytes, rounded up to the alignment; None for no limit.
     """
@@ -42,8 +40,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Program:
-    """
-    Positions 0 to n − 1 are the ops; position n is the end of the step, which reads the outputs.
+    """Positions 0 to n − 1 are the ops; position n is the end of the step, which reads the outputs.
 
     Tensors are those of `problem`, the problem of `versions`. `reads` and `makes` list tensors in
     the arena. Tensors in `unconstrained` have 0 bytes and are never overwritten: once made they

@@ -1,5 +1,4 @@
-"""
-Separation of path cuts (see `planner.exact.model.paths`) by shortest paths.
+"""Separation of path cuts (see `planner.exact.model.paths`) by shortest paths.
 
 Compiled, as every pair of time points is an interval, and every op matters in each.
 """
@@ -18,8 +17,7 @@ Matrix = NDArray[np.float64]
 
 
 class RelaxedSolution(NamedTuple):
-    """
-    Values of a relaxation as matrices: time point number × op, or × tensor.
+    """Values of a relaxation as matrices: time point number × op, or × tensor.
 
     `rerun` is Y, `prefetched` L and `on_host` G (no columns without transfers). `kept` is the share
     of a tensor resident after a time point. `demand` is X, or 1 for inputs of first runs in the
@@ -81,8 +79,7 @@ class RelaxedSolution(NamedTuple):
 def most_violated(
     s: RelaxedSolution, low: int, min_violation: float, per_interval: int, per_op: int
 ) -> tuple[Vector, Ints, Ints]:
-    """
-    Most violated cuts that begin at time point number `low`, for each later time point.
+    """Most violated cuts that begin at time point number `low`, for each later time point.
 
     The number of cuts per interval and per op at the end of a path is limited (see
     `PathCutParams`). Returned are the violation of each cut (above `min_violation`); rows (later

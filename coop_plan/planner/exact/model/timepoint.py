@@ -1,5 +1,4 @@
-"""
-The time-point MILP: memory is constrained only while K chosen ops run for the first time.
+"""The time-point MILP: memory is constrained only while K chosen ops run for the first time.
 
 Time points τ_1 < … < τ_K are program positions, the last one the end of the step. Segment k spans
 from after the first run of τ_{k−1} up to and including that of τ_k. The variables, in the symbols
@@ -37,8 +36,7 @@ ROUNDING = 1e-9
 
 @dataclass
 class TimePointModel:
-    """
-    The MILP for one set of time points.
+    """The MILP for one set of time points.
 
     `capacity` is in bytes, a multiple of the alignment; `points` are positions in rising order, the
     last one `program.n`. Each cut (position, op) allows the recompute only if its working set fits
@@ -206,8 +204,7 @@ class TimePointModel:
         self.memory.append([exact, *rounded])
 
     def _working_sets(self, k: int, ops: list[int]) -> None:
-        """
-        Cuts of segment k: Σ bytes of H[k, d], d no input of v, + working set of v · Y[k, v] ≤
+        """Cuts of segment k: Σ bytes of H[k, d], d no input of v, + working set of v · Y[k, v] ≤
         capacity.
         """
         program, milp = self.program, self.milp

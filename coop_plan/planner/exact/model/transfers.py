@@ -1,5 +1,4 @@
-"""
-Transfers in the time-point model: host copies, and the time of the copy engines.
+"""Transfers in the time-point model: host copies, and the time of the copy engines.
 
 The model of `planner.exact.model.timepoint` knows residents at time points τ_k and recomputes in
 the segments between them. These are its columns for offloads and prefetches, on the timeline of
@@ -124,8 +123,7 @@ class Transfers:
         return [] if column is None else [(column, 1.0)]
 
     def prefetch_columns(self, low: int, high: int, t: int, *, copied: bool) -> list[int]:
-        """
-        Columns of which one is nonzero if t is prefetched in segments low + 1 … high.
+        """Columns of which one is nonzero if t is prefetched in segments low + 1 … high.
 
         If `copied`, the column of the host copy at the end of segment `low` instead; empty if there
         is no prefetch.
@@ -243,8 +241,7 @@ class Transfers:
             milp.row([*work, (column, 1.0), *earlier, *segment], -INFINITY, least)
 
     def finish(self) -> None:
-        """
-        [Constraint] U[k] ≤ Σ µs of offloads, of tensors made by then, that are waited for after
+        """[Constraint] U[k] ≤ Σ µs of offloads, of tensors made by then, that are waited for after
         τ_k.
         """
         model, milp = self.model, self.model.milp

@@ -1,5 +1,4 @@
-"""
-The time-point MILP with variants: memory is constrained only while K chosen ops first run.
+"""The time-point MILP with variants: memory is constrained only while K chosen ops first run.
 
 As `planner.exact.model.timepoint`, with the operator variants of MONeT (Shah et al., ICLR 2021,
 section 4.2) as columns:
@@ -31,8 +30,7 @@ from coop_plan.planner.exact.params import DEFAULTS, ModelParams
 
 @dataclass
 class VariantModel:
-    """
-    The MILP for one set of time points, in rising order, the last one the end of the step.
+    """The MILP for one set of time points, in rising order, the last one the end of the step.
 
     `capacity` is in bytes, rounded up to the alignment. Costs are divided by `cost_unit` µs. Each
     cut (position, op) allows the recompute only if the working set of its variant fits with the

@@ -8,8 +8,7 @@ from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 
 
 def dominates(problem: Problem, a: OpVariant, b: OpVariant) -> bool:
-    """
-    True if `a` can replace `b` in any run at the same addresses.
+    """True if `a` can replace `b` in any run at the same addresses.
 
     `a` costs no more, has no larger workspace, reads a subset, makes the same outputs, and allows
     every in-place pair of `b`.
@@ -25,8 +24,7 @@ def dominates(problem: Problem, a: OpVariant, b: OpVariant) -> bool:
 
 @dataclass(frozen=True)
 class VariantChoices:
-    """
-    Undominated variants per op, the cheapest first.
+    """Undominated variants per op, the cheapest first.
 
     Position n, the end of the step, reads the outputs. `reads` maps a variant to its inputs made in
     the step; `made` lists per op the tensors that all of its variants make. `until[b]` is the last
@@ -117,8 +115,7 @@ def fix_variants(problem: Problem, chosen: Sequence[int]) -> Problem:
 
 
 def without_variants(problem: Problem) -> Problem | None:
-    """
-    The problem without variants and in-place pairs; None if it has neither.
+    """The problem without variants and in-place pairs; None if it has neither.
 
     Its schedules are schedules of `problem` in default variants (see `restore_variants`).
     """
@@ -133,8 +130,7 @@ def without_variants(problem: Problem) -> Problem | None:
 def restore_variants(
     problem: Problem, chosen: Sequence[int], placed: PlacedSchedule
 ) -> PlacedSchedule:
-    """
-    Map a placed schedule of a problem with fixed variants back to `problem`.
+    """Map a placed schedule of a problem with fixed variants back to `problem`.
 
     Events, addresses and lifetimes stay the same, as an online method decides lifetimes itself.
     """

@@ -1,5 +1,4 @@
-"""
-Fix and refine: from a solution of a coarse time-point model to a schedule that fits everywhere.
+"""Fix and refine: from a solution of a coarse time-point model to a schedule that fits everywhere.
 
 Residents at the time points stay fixed; overflowing segments are repaired if possible
 (`planner.exact.primal.repair`). Otherwise time points are added, and a small model of the window
@@ -39,8 +38,7 @@ from coop_plan.planner.exact.solver.process import SolverProcess
 
 @dataclass(frozen=True)
 class CoResident:
-    """
-    A tensor resident during an op that ran between two neighbouring first runs.
+    """A tensor resident during an op that ran between two neighbouring first runs.
 
     `rerun_op` recomputed it in between (None: resident before). `last_reader` is the op that read
     it last in between (None: it stayed resident).
@@ -62,8 +60,7 @@ class MemoryConflict:
 
 @dataclass
 class FixAndRefine:
-    """
-    One search within `capacity` bytes, until `deadline` (a `time.monotonic` value, s).
+    """One search within `capacity` bytes, until `deadline` (a `time.monotonic` value, s).
 
     `place` lays out a schedule, or returns its layout conflict.
     """
@@ -228,8 +225,7 @@ def _add_conflict(model: TimePointModel, conflict: MemoryConflict, margin: int) 
 
 
 def _reasons(model: TimePointModel, k: int, other: CoResident) -> tuple[int, Terms]:
-    """
-    Reasons for the tensor to be resident in segment k as in the conflict, and to stay.
+    """Reasons for the tensor to be resident in segment k as in the conflict, and to stay.
 
     Returns how many of the two are certain, and the terms of the others.
     """

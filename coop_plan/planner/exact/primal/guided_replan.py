@@ -1,5 +1,4 @@
-"""
-Guided re-plan: coop-offline's eviction kernel, guided by a schedule that does not fit.
+"""Guided re-plan: coop-offline's eviction kernel, guided by a schedule that does not fit.
 
 A schedule read out of the time-point model may overflow between time points, or have a layout
 conflict. Its evictions remain good advice. The kernel takes advice as a weight per retention

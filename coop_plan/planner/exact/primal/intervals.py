@@ -1,5 +1,4 @@
-"""
-Retention intervals in CP-SAT, after Bartan et al., Moccasin, ICML 2023: exact on small graphs.
+"""Retention intervals in CP-SAT, after Bartan et al., Moccasin, ICML 2023: exact on small graphs.
 
 Every op may run up to C times, at free times. Its outputs are retained for an interval after each
 run, and the intervals fit the capacity. Recomputes have no imposed order, so with enough copies
@@ -27,8 +26,7 @@ def schedule_intervals(
     copies: int = DEFAULTS.search.joint_copies,
     joint: bool = False,
 ) -> tuple[Outcome, Schedule | None]:
-    """
-    The cheapest schedule within `capacity` bytes, without addresses, and the solver's outcome.
+    """The cheapest schedule within `capacity` bytes, without addresses, and the solver's outcome.
 
     `deadline` is a `time.monotonic` value, s; `copies` is the number of runs an op may have. With
     `joint` a layout exists, if in-place pairs are used as in the model.

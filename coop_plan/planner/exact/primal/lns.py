@@ -1,5 +1,4 @@
-"""
-Large neighbourhood search on a time-point model whose solve timed out.
+"""Large neighbourhood search on a time-point model whose solve timed out.
 
 All tensors and ops outside a random stretch of the program are fixed to the best solution, and the
 remaining model is solved. It proves nothing.

@@ -16,8 +16,7 @@ from coop_plan.planner.placement.layout import WORK, lay_out
 def pack(
     process: SolverProcess, schedule: Schedule, arena: int, deadline: float, params: PackingParams
 ) -> PlacedSchedule | None:
-    """
-    The schedule with offsets within the arena (bytes) by CP-SAT's NoOverlap2D; None without any.
+    """The schedule with offsets within the arena (bytes) by CP-SAT's NoOverlap2D; None without any.
 
     `deadline` is a `time.monotonic` value, s. A buffer that shares an address in place begins after
     the event that makes it, during which it lies in its input's block.
@@ -52,8 +51,7 @@ class LayoutConflict:
 def place_or_conflict(
     schedule: Schedule, arena: int, work: int = WORK
 ) -> PlacedSchedule | LayoutConflict:
-    """
-    The schedule laid out within the arena (bytes), or its layout conflict.
+    """The schedule laid out within the arena (bytes), or its layout conflict.
 
     The conflict is the fullest event of the block that ends highest. `work` limits `lay_out`.
     """

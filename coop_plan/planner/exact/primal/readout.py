@@ -13,8 +13,7 @@ from coop_plan.planner.exact.primal.schedule_builder import ScheduleBuilder
 
 @dataclass
 class Residency:
-    """
-    Residency outline of a schedule: time points in order, the last one the end of the step.
+    """Residency outline of a schedule: time points in order, the last one the end of the step.
 
     `resident` maps a point to the tensors resident while it runs, `inplace_inputs` to the inputs
     whose addresses its outputs take over.
@@ -38,8 +37,7 @@ class Residency:
 
 @dataclass(frozen=True)
 class Overflow:
-    """
-    An event above the capacity: `op` runs for the first run of `position`.
+    """An event above the capacity: `op` runs for the first run of `position`.
 
     The two are equal if it is that first run itself. `excess` is in bytes.
     """
@@ -52,8 +50,7 @@ class Overflow:
 
 @dataclass(frozen=True)
 class Readout:
-    """
-    A schedule without addresses, and its overflows in event order; none if it fits.
+    """A schedule without addresses, and its overflows in event order; none if it fits.
 
     `runs` lists per event the op and the position whose first run it serves.
     """
@@ -64,9 +61,7 @@ class Readout:
 
 
 Evictions = dict[tuple[int, int], set[int]]
-"""
-(position, op) → tensors evicted just before the op runs for that position, and recomputed later.
-"""
+"""(position, op) → tensors evicted just before that run, and recomputed later."""
 
 Margins = dict[tuple[int, int], int]
 """(position, op) → bytes kept free while the op runs for that position."""
@@ -81,8 +76,7 @@ class ThrashingError(Exception):
 
 
 class NotRecomputableError(Exception):
-    """
-    The solution needs a tensor that cannot be recomputed at that point.
+    """The solution needs a tensor that cannot be recomputed at that point.
 
     `position` is the op that overwrites an input of the recompute, where a time point makes the
     model aware of it, or the producer itself, which runs once.
@@ -101,8 +95,7 @@ def read_out(
     margins: Margins | None = None,
     max_runs: int = DEFAULTS.repair.max_runs,
 ) -> Readout:
-    """
-    The schedule of a residency outline, and its overflows above `capacity` bytes less margins.
+    """The schedule of a residency outline, and its overflows above `capacity` bytes less margins.
 
     Within a segment a tensor is recomputed as late as possible, right before its first use, and
     evicted after its last access, unless it is resident at the next time point. With `evictions` an
@@ -186,8 +179,7 @@ class _Reader:
             raise ThrashingError(position)
 
     def _missing(self, tensors: Iterable[int], peaks: dict[int, int]) -> list[int]:
-        """
-        Tensors not resident, in the order of a stack: the last one is computed first.
+        """Tensors not resident, in the order of a stack: the last one is computed first.
 
         The tensor whose computation peaks highest above its own size is computed first, which is
         optimal for trees: Liu, On the storage requirement in the out-of-core multifrontal method

@@ -1,5 +1,4 @@
-"""
-Repair of overflowing schedules: evict residents of the overflowing op, recompute them later.
+"""Repair of overflowing schedules: evict residents of the overflowing op, recompute them later.
 
 Residents at the time points stay fixed, so segments are repaired independently. A segment is given
 up if evictions thrash or no tensor can be evicted.
@@ -35,8 +34,7 @@ class Repair:
     """Segments given up, by the time point that ends them."""
 
     def read_out(self, residency: Residency, deadline: float) -> Readout:
-        """
-        The schedule of an outline; only segments that were given up overflow.
+        """The schedule of an outline; only segments that were given up overflow.
 
         After `deadline` (a `time.monotonic` value, s) other segments may overflow, too.
 
@@ -91,8 +89,7 @@ class Repair:
         return changed
 
     def _choose(self, readout: Readout, overflow: Overflow, pinned: set[int]) -> set[int]:
-        """
-        Cheap tensors whose eviction removes the excess; empty if there are none or they cost too
+        """Cheap tensors whose eviction removes the excess; empty if there are none or they cost too
         much.
         """
         program, schedule, event = self.program, readout.schedule, overflow.event

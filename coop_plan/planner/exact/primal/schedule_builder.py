@@ -5,8 +5,7 @@ from coop_plan.planner.exact.model.program import Program
 
 
 class ScheduleBuilder:
-    """
-    Runs in order; `resident` holds the tensors that can be read now.
+    """Runs in order; `resident` holds the tensors that can be read now.
 
     The order of runs determines the schedule (`planner.core.schedule`): a tensor evicted here, and
     so recomputed before its next use, lives until its last access.

@@ -1,5 +1,4 @@
-"""
-Neighbourhoods of a solution of the program with variants.
+"""Neighbourhoods of a solution of the program with variants.
 
 Shaw, Using constraint programming and local search methods to solve vehicle routing problems, CP
 1998. Free are the tensors of one stretch of the program, those of two stretches of half the length
@@ -67,8 +66,7 @@ def neighbourhood(
     segments: range,
     strict: range = range(0),
 ) -> Milp:
-    """
-    The program with all but some ops and segments fixed to a solution.
+    """The program with all but some ops and segments fixed to a solution.
 
     Free are, in all segments, the tensors made and the ops first run in `ops`, and the variants of
     the ops that read those tensors, as a forward op and its backward choose together; and all

@@ -9,8 +9,7 @@ from coop_plan.planner.exact.model.variants import VariantChoices
 
 
 def read_out(model: VariantModel, values: list[float]) -> list[tuple[int, int]] | None:
-    """
-    The runs of a solution: variant, and the position whose first run it serves.
+    """The runs of a solution: variant, and the position whose first run it serves.
 
     Within a segment a tensor is recomputed as late as possible and evicted after its last access,
     unless it is resident at the next time point. None if a tensor cannot be recomputed at that
@@ -86,8 +85,7 @@ class _Reader:
 
 
 class Reselection:
-    """
-    Local search over the variants of a schedule's runs, and over dropping runs.
+    """Local search over the variants of a schedule's runs, and over dropping runs.
 
     Schedules are compared by their bytes above the capacity, then by cost.
     """

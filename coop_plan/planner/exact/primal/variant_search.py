@@ -1,5 +1,4 @@
-"""
-Search for a schedule with its variants: start assignments, then large neighbourhood search.
+"""Search for a schedule with its variants: start assignments, then large neighbourhood search.
 
 A start assigns one variant per op: the cheapest one below a share of the arena, or the choice of
 the relaxed program (`planner.exact.model.variant_timepoint`). coop-offline plans the step of these
@@ -50,8 +49,7 @@ NO_TIME_LIMIT = 1e6
 
 
 class VariantSearch:
-    """
-    One search for one request.
+    """One search for one request.
 
     `placed` is the cheapest schedule with a layout, or None. `bound_us` is the lower bound on the
     cost of every schedule in program order, µs.
@@ -234,8 +232,7 @@ class VariantSearch:
         return 0 if self._timed else self.params.nodes
 
     def run(self, *, prove: bool = False) -> None:
-        """
-        Search until the deadline or the work limit; with `prove`, raise the bound first.
+        """Search until the deadline or the work limit; with `prove`, raise the bound first.
 
         Raises:
             DoesNotFitError: no schedule was found.
@@ -307,8 +304,7 @@ class VariantSearch:
         return (model.points, model.cuts, model.capacity) == (self.points, self.cuts, capacity)
 
     def _refine(self, process: SolverProcess, model: VariantModel, *, until_placed: bool) -> None:
-        """
-        Solve the whole program and refine it while its solutions overflow.
+        """Solve the whole program and refine it while its solutions overflow.
 
         With a deadline this takes a share of the time left, repeated until there is a schedule.
         """

@@ -1,5 +1,4 @@
-"""
-CP-SAT in the solver process: layouts (NoOverlap2D), and schedules by retention intervals.
+"""CP-SAT in the solver process: layouts (NoOverlap2D), and schedules by retention intervals.
 
 The second is the model of Bartan et al., Moccasin, ICML 2023; `planner.exact.primal.intervals`
 lists the differences.
@@ -62,8 +61,7 @@ def _solver(seconds: float) -> cp_model.CpSolver:
 
 
 class IntervalModel:
-    """
-    CP-SAT model of retention intervals; all sizes are in one unit.
+    """CP-SAT model of retention intervals; all sizes are in one unit.
 
     Copy c of op v runs at start[v, c] if active[v, c]; copy 0 is the first run. Its output d is
     retained at offset[d, c] until end[d, c] (exclusive). Minimise Σ cost[v] · active[v, c] over c >

@@ -1,5 +1,4 @@
-"""
-Jobs and results of a solver process: one frozen type each, sent as pickles.
+"""Jobs and results of a solver process: one frozen type each, sent as pickles.
 
 | job                 | solved by                        | result                                  |
 | ------------------- | -------------------------------- | --------------------------------------- |
@@ -22,8 +21,7 @@ from coop_plan.planner.exact.model.milp import Answer, Milp, Outcome, Relaxation
 
 @dataclass(frozen=True)
 class SolveMilp:
-    """
-    Solve a program with `solver`: "highs", "scip" or "cp-sat".
+    """Solve a program with `solver`: "highs", "scip" or "cp-sat".
 
     The solve stops at the absolute `gap`, at `relative_gap`, or after `nodes` branch-and-bound
     nodes (0: no limit).
@@ -76,8 +74,7 @@ class PulpAnswer:
 
 @dataclass(frozen=True)
 class PackBlocks:
-    """
-    Find offsets at which no two blocks overlap in time and address.
+    """Find offsets at which no two blocks overlap in time and address.
 
     Lifetimes are half-open, `first` to `last`; heights and capacity are in one unit of the caller.
     `same_offset` lists pairs of blocks that share one offset.
@@ -99,8 +96,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class ScheduleIntervals:
-    """
-    Find the cheapest schedule by retention intervals (see `planner.exact.primal.intervals`).
+    """Find the cheapest schedule by retention intervals (see `planner.exact.primal.intervals`).
 
     By op: `copies` (maximum runs), the tensors it `reads` and `makes`, `inplace_pairs` (output,
     input), the inputs that its runs end (`overwritten`), `until` (the last position before which it

@@ -29,8 +29,7 @@ HIGHS_LOG = re.compile(r"%\s+(-?inf|-?[\d.e+]+)\s+(-?inf|-?[\d.e+]+)\s+(?:[\d.]+
 
 
 def solve_milp(job: SolveMilp, seconds: float, progress: Callable[[SolveProgress], None]) -> Answer:
-    """
-    Solve a program with a solver of OR-Tools, on one thread; only HiGHS reports progress.
+    """Solve a program with a solver of OR-Tools, on one thread; only HiGHS reports progress.
 
     HiGHS fails on a few tiny programs with an error of its own (`kError`): SCIP solves those.
     """

@@ -1,5 +1,4 @@
-"""
-Linear relaxations in the solver process by OR-Tools' PDLP, with a safe bound.
+"""Linear relaxations in the solver process by OR-Tools' PDLP, with a safe bound.
 
 PDLP (Applegate et al., Practical Large-Scale Linear Programming using Primal-Dual Hybrid Gradient,
 NeurIPS 2021) ends with approximate values and multipliers. On sparse relaxations with tens of
@@ -77,8 +76,7 @@ class Relaxations:
 
 
 def lagrangian_bound(milp: Milp, multipliers: Vector) -> float:
-    """
-    Lagrangian dual value at any multipliers: a lower bound on the optimum.
+    """Lagrangian dual value at any multipliers: a lower bound on the optimum.
 
     All columns must have finite bounds.
     """

@@ -40,8 +40,7 @@ class MissingSolverError(InvalidInputError):
 
 
 def require(package: str) -> None:
-    """
-    Check that the package is installed.
+    """Check that the package is installed.
 
     Raises:
         MissingSolverError: it is not; the message names the extra to install.
@@ -57,8 +56,7 @@ class SolverError(RuntimeError):
 
 
 class Child:
-    """
-    Child process that runs a module of this package and exchanges pickles with it.
+    """Child process that runs a module of this package and exchanges pickles with it.
 
     It starts at the first message. Leaving the context kills it.
     """
@@ -114,8 +112,7 @@ class Child:
         return True
 
     def receive(self, deadline: float) -> Any:
-        """
-        The next message; None once the process has ended.
+        """The next message; None once the process has ended.
 
         Raises:
             queue.Empty: there was none by `deadline` (a `time.monotonic` value, s).
@@ -128,8 +125,7 @@ class Child:
 
 
 class SolverProcess(Child):
-    """
-    Solver process; every job has a deadline (a `time.monotonic` value, s) at which it is killed.
+    """Solver process; every job has a deadline (a `time.monotonic` value, s) at which it is killed.
 
     A process that dies or is killed gives no result. All methods raise SolverError if the process
     raised an exception.
@@ -199,8 +195,7 @@ class SolverProcess(Child):
 
 
 def _module_path() -> list[str]:
-    """
-    Module search path of a child: this process's, the standard library first.
+    """Module search path of a child: this process's, the standard library first.
 
     Otherwise a user's module next to the started script could shadow the standard library.
     """

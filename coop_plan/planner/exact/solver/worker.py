@@ -1,5 +1,4 @@
-"""
-Main module of the solver process: jobs come in on stdin, results go out on stdout, pickled.
+"""Main module of the solver process: jobs come in on stdin, results go out on stdout, pickled.
 
 The parent is `planner.exact.solver.process`, which kills this process at the deadline. So a solver
 may hang, print, crash or run out of memory without harming the planner. Each job of

@@ -1,5 +1,4 @@
-"""
-Metropolis search over sequences of runs: recomputes and the order of first runs.
+"""Metropolis search over sequences of runs: recomputes and the order of first runs.
 
 A sequence lists the ops that run. `sequence` holds the search state, `event_list` the events in
 blocks, `liveness` the lifetime of each copy. `edits` inserts, removes, accepts and undoes;

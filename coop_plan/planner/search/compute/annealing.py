@@ -1,5 +1,4 @@
-"""
-Simulated annealing of the sequence itself: the last phase of coop-offline and auto.
+"""Simulated annealing of the sequence itself: the last phase of coop-offline and auto.
 
 The Metropolis search (`planner.search.compute.metropolis`) looks for cheaper sequences within the
 arena. Candidates may exceed it at a penalty, which grows as long as they do. First runs may leave
@@ -33,8 +32,7 @@ from coop_plan.planner.search.compute.sequence import (
 
 
 class SequenceAnnealing:
-    """
-    Improves the incumbent of a portfolio, starting from `sequence`.
+    """Improves the incumbent of a portfolio, starting from `sequence`.
 
     `run` ends at `deadline`, a `time.monotonic` value (s); the other phases end after fixed numbers
     of steps.
@@ -150,8 +148,7 @@ class SequenceAnnealing:
         return metropolis(self.program, self.state, steps, self.limit, temperature, penalty, seed)
 
     def _place(self, work: int) -> bool:
-        """
-        Make the stored sequence the incumbent if it has a layout; else add a margin.
+        """Make the stored sequence the incumbent if it has a layout; else add a margin.
 
         `work` is the layout search effort if the greedy layout does not fit.
         """
@@ -185,8 +182,7 @@ def reordered(
     request: Request,
     bound_us: Callable[[], float] | None = None,
 ) -> PlacedSchedule | None:
-    """
-    A schedule of default variants in any order that costs less than `cost_us`; None if none is
+    """A schedule of default variants in any order that costs less than `cost_us`; None if none is
     found.
 
     Starts from `sequence` and ends at the request's deadline, or if the cost reaches the lower

@@ -1,5 +1,4 @@
-"""
-Event list of the candidate, in blocks, with undo.
+"""Event list of the candidate, in blocks, with undo.
 
 A sequence of n events is split into about sqrt(n) blocks. An edit shifts the events of one block
 and the first positions of all later blocks. The first change of a block in a step saves its
@@ -7,32 +6,20 @@ members, so that `restore` can undo the step.
 """
 
 from coop_plan.planner.core.jit import inlined, inner
-from coop_plan.planner.search.compute.sequence import (
-    BLOCK,
-    BLOCKS,
-    CHANGED,
-    CHANGED_COUNT,
-    DIRTY,
-    EVENTS,
-    FULL,
-    INDEX,
-    MOVED,
-    NONE,
-    SAVED_COUNT,
-    SearchState,
-)
+from coop_plan.planner.search.compute import columns as c
+from coop_plan.planner.search.compute.sequence import SearchState
 
 
 @inlined
 def position_of(s: SearchState, e: int) -> int:
     """Position of an event of the candidate; the end of the step has one, too."""
-    return int(s.block_start[s.event[e, BLOCK]] + s.event[e, INDEX])
+    return int(s.block_start[s.event[e, c.BLOCK]] + s.event[e, c.INDEX])
 
 
 @inlined
 def length(s: SearchState) -> int:
     """Number of events of the candidate."""
-    return int(s.block_start[s.counts[BLOCKS]])
+    return int(s.block_start[s.counts[c.BLOCKS]])
 
 
 @inlined
@@ -45,7 +32,7 @@ def event_at(s: SearchState, at: int) -> int:
 @inlined
 def block_at(s: SearchState, at: int) -> int:
     """The block of a position; the last block for the end."""
-    low, high = 0, s.counts[BLOCKS] - 1
+    low, high = 0, s.counts[c.BLOCKS] - 1
     while low < high:
         middle = (low + high + 1) // 2
         if s.block_start[middle] <= at:
@@ -58,7 +45,7 @@ def block_at(s: SearchState, at: int) -> int:
 @inlined
 def mark_dirty(s: SearchState, e: int) -> None:
     """Mark the summary of the event's block as out of date."""
-    s.block[s.event[e, BLOCK], DIRTY] = 1
+    s.block[s.event[e, c.BLOCK], c.DIRTY] = 1
 
 
 @inner
@@ -68,16 +55,16 @@ def fill_blocks(s: SearchState, size: int) -> None:
     # blocks.
     fill = max((s.members.shape[1] - s.pending.size) // 2, -(-size // s.members.shape[0]))
     blocks = max(1, -(-size // fill))
-    s.counts[BLOCKS], s.counts[FULL] = blocks, 0
+    s.counts[c.BLOCKS], s.counts[c.FULL] = blocks, 0
     for b in range(blocks):
         s.block_start[b] = b * fill
-        s.block[b, EVENTS], s.block[b, SAVED_COUNT] = min(fill, size - b * fill), NONE
-        s.block[b, DIRTY] = 1
-        for i in range(s.block[b, EVENTS]):
-            _set_event(s, b, i, s.lists[MOVED, b * fill + i])
+        s.block[b, c.EVENTS], s.block[b, c.SAVED_COUNT] = min(fill, size - b * fill), c.NONE
+        s.block[b, c.DIRTY] = 1
+        for i in range(s.block[b, c.EVENTS]):
+            _set_event(s, b, i, s.lists[c.MOVED, b * fill + i])
     end = s.sequence.size
     s.block_start[blocks] = size
-    s.event[end, BLOCK], s.event[end, INDEX] = blocks, 0
+    s.event[end, c.BLOCK], s.event[end, c.INDEX] = blocks, 0
 
 
 @inner
@@ -90,36 +77,36 @@ def rebalance(s: SearchState) -> None:
 @inlined
 def list_events(s: SearchState) -> None:
     """Write the candidate's events in order to row `MOVED` of the lists; between two steps."""
-    for b in range(s.counts[BLOCKS]):
-        for i in range(s.block[b, EVENTS]):
-            s.lists[MOVED, s.block_start[b] + i] = s.members[b, i]
+    for b in range(s.counts[c.BLOCKS]):
+        for i in range(s.block[b, c.EVENTS]):
+            s.lists[c.MOVED, s.block_start[b] + i] = s.members[b, i]
 
 
 @inlined
 def _set_event(s: SearchState, b: int, i: int, e: int) -> None:
     s.members[b, i] = e
-    s.event[e, BLOCK], s.event[e, INDEX] = b, i
+    s.event[e, c.BLOCK], s.event[e, c.INDEX] = b, i
 
 
 @inlined
 def _resize(s: SearchState, b: int, more: int) -> None:
     """Add `more` to the size of a block and to the start of each later one."""
-    s.block[b, EVENTS] += more
-    for later in range(b + 1, s.counts[BLOCKS] + 1):
+    s.block[b, c.EVENTS] += more
+    for later in range(b + 1, s.counts[c.BLOCKS] + 1):
         s.block_start[later] += more
 
 
 @inlined
 def _save_before_change(s: SearchState, b: int) -> None:
     """Save the members of a block before its first change in this step."""
-    s.block[b, DIRTY] = 1
-    if s.block[b, SAVED_COUNT] != NONE:
+    s.block[b, c.DIRTY] = 1
+    if s.block[b, c.SAVED_COUNT] != c.NONE:
         return
-    s.block[b, SAVED_COUNT] = s.block[b, EVENTS]
-    for i in range(s.block[b, EVENTS]):
+    s.block[b, c.SAVED_COUNT] = s.block[b, c.EVENTS]
+    for i in range(s.block[b, c.EVENTS]):
         s.saved_members[b, i] = s.members[b, i]
-    s.lists[CHANGED, s.counts[CHANGED_COUNT]] = b
-    s.counts[CHANGED_COUNT] += 1
+    s.lists[c.CHANGED, s.counts[c.CHANGED_COUNT]] = b
+    s.counts[c.CHANGED_COUNT] += 1
 
 
 @inner
@@ -130,9 +117,9 @@ def insert(s: SearchState, row: int, first: int, count: int, at: int) -> bool:
     Returns False if the block is full; the caller then undoes the step and rebalances.
     """
     b = block_at(s, at)
-    old, index = s.block[b, EVENTS], at - s.block_start[b]
+    old, index = s.block[b, c.EVENTS], at - s.block_start[b]
     if old + count > s.members.shape[1]:
-        s.counts[FULL] = 1
+        s.counts[c.FULL] = 1
         return False
     _save_before_change(s, b)
     for i in range(old - 1, index - 1, -1):
@@ -146,30 +133,30 @@ def insert(s: SearchState, row: int, first: int, count: int, at: int) -> bool:
 @inlined
 def remove(s: SearchState, e: int) -> None:
     """Remove an event from its block."""
-    b = s.event[e, BLOCK]
+    b = s.event[e, c.BLOCK]
     _save_before_change(s, b)
     _resize(s, b, -1)
-    for i in range(s.event[e, INDEX], s.block[b, EVENTS]):
+    for i in range(s.event[e, c.INDEX], s.block[b, c.EVENTS]):
         _set_event(s, b, i, s.members[b, i + 1])
 
 
 @inlined
 def commit(s: SearchState) -> None:
     """Make the candidate's blocks those of the current sequence."""
-    for i in range(s.counts[CHANGED_COUNT]):
-        s.block[s.lists[CHANGED, i], SAVED_COUNT] = NONE
-    s.counts[CHANGED_COUNT] = 0
+    for i in range(s.counts[c.CHANGED_COUNT]):
+        s.block[s.lists[c.CHANGED, i], c.SAVED_COUNT] = c.NONE
+    s.counts[c.CHANGED_COUNT] = 0
 
 
 @inlined
 def restore(s: SearchState) -> None:
     """Restore the blocks of the current sequence."""
-    for i in range(s.counts[CHANGED_COUNT]):
-        b = s.lists[CHANGED, i]
-        s.block[b, EVENTS], s.block[b, SAVED_COUNT] = s.block[b, SAVED_COUNT], NONE
-        s.block[b, DIRTY] = 1
-        for k in range(s.block[b, EVENTS]):
+    for i in range(s.counts[c.CHANGED_COUNT]):
+        b = s.lists[c.CHANGED, i]
+        s.block[b, c.EVENTS], s.block[b, c.SAVED_COUNT] = s.block[b, c.SAVED_COUNT], c.NONE
+        s.block[b, c.DIRTY] = 1
+        for k in range(s.block[b, c.EVENTS]):
             _set_event(s, b, k, s.saved_members[b, k])
-    s.counts[CHANGED_COUNT] = 0
-    for b in range(s.counts[BLOCKS]):
-        s.block_start[b + 1] = s.block_start[b] + s.block[b, EVENTS]
+    s.counts[c.CHANGED_COUNT] = 0
+    for b in range(s.counts[c.BLOCKS]):
+        s.block_start[b + 1] = s.block_start[b] + s.block[b, c.EVENTS]

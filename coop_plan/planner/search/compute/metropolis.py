@@ -1,5 +1,4 @@
-"""
-Metropolis search among sequences of runs.
+"""Metropolis search among sequences of runs.
 
 Each step draws a move (`moves`), eliminates dead events, and evaluates the candidate from the
 tensors that changed (`liveness`, `objective`). Metropolis et al., Equation of State Calculations by
@@ -10,11 +9,12 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, njit
+from coop_plan.planner.search.compute.columns import AREA
 from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.moves import move_first_run, propose
 from coop_plan.planner.search.compute.objective import candidate_cost, memory_excess
 from coop_plan.planner.search.compute.repair import repair
-from coop_plan.planner.search.compute.sequence import AREA, SearchState
+from coop_plan.planner.search.compute.sequence import SearchState
 
 
 @njit
@@ -27,8 +27,7 @@ def evaluate_sequence(a: Program, s: SearchState, capacity: int) -> tuple[float,
 
 @inlined
 def _is_rejected_drift(s: SearchState, current_area: float) -> bool:
-    """
-    True if a first-run move that saves nothing lengthens lifetimes and is rejected at random.
+    """True if a first-run move that saves nothing lengthens lifetimes and is rejected at random.
 
     Without it the order drifts to long lifetimes, for which layouts are harder to find.
     """
@@ -45,8 +44,7 @@ def metropolis(
     penalty: float,
     seed: int,
 ) -> tuple[float, float]:
-    """
-    Make `steps` Metropolis steps from the stored sequence and store where they end.
+    """Make `steps` Metropolis steps from the stored sequence and store where they end.
 
     A candidate has energy cost + `penalty` (µs) * memory excess above `capacity` (bytes), and is
     accepted with probability exp(-increase / `temperature`), µs. Returns cost and excess as

@@ -1,74 +1,63 @@
-"""
-Moves of the Metropolis search: insert, move or remove recomputes, and move first runs.
+"""Moves of both searches: insert, move, convert or remove recomputes and prefetch markers.
 
-Dead events are eliminated afterwards (`planner.search.compute.edits`).
+First runs move, too. Prefetch markers (`planner.search.makespan.sequence`) are inserted for movable
+tensors only. Dead events are eliminated afterwards (`planner.search.compute.edits`).
 """
 
 import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.edits import insert_ops, move_events, remove_event
 from coop_plan.planner.search.compute.event_list import event_at, length, position_of
-from coop_plan.planner.search.compute.liveness import is_live_at
-from coop_plan.planner.search.compute.sequence import (
-    ACCESS_KIND,
-    BLOCK,
-    CODE,
-    EVENT,
-    EVENTS,
-    FIRST_ACCESS,
-    FIRST_RUN,
-    HEAD,
-    INDEX,
-    NEXT,
-    NEXT_OF_EVENT,
-    NONE,
-    READ,
-    TENSOR,
-    SearchState,
-)
+from coop_plan.planner.search.compute.liveness import is_live_at, next_read
+from coop_plan.planner.search.compute.sequence import SearchState
 
 
 @inner
 def propose(a: Program, s: SearchState) -> bool:
-    """
-    Apply a random move to the candidate, which equals the current sequence.
+    """Apply a random move to the candidate, which equals the current sequence.
 
     Returns False if the move is invalid; the candidate may then have changed in part.
     """
     p, size = s.params, length(s)
     if size == 0:
         return False
-    kind = np.random.random()
-    begin = np.random.randint(size)
-    if kind < p.recompute_chance:
-        return _recompute_for(a, s, begin)
+    kind, begin = np.random.random(), np.random.randint(size)
+    if kind < p.recompute_chance + p.prefetch_chance:
+        return _serve_input(a, s, begin, kind >= p.recompute_chance)
     for _ in range(p.max_draws):
-        if not is_first_run(s, begin):
+        if not _is_first_run(s, begin):
             break
         begin = np.random.randint(size)
-    if is_first_run(s, begin):
+    if _is_first_run(s, begin):
         return False
-    if kind < p.recompute_chance + p.move_chance:
+    kind -= p.recompute_chance + p.prefetch_chance
+    if kind < p.convert_chance:
+        return _convert(a, s, begin)
+    if kind < p.convert_chance + p.move_chance:
         return _move_group(a, s, begin)
-    return remove_group(a, s, begin, p.remove_more_chance)
+    return _remove_group(a, s, begin, p.remove_more_chance)
 
 
 @inlined
-def is_first_run(s: SearchState, at: int) -> bool:
-    return bool(s.event[event_at(s, at), FIRST_RUN] == 1)
+def _is_first_run(s: SearchState, at: int) -> bool:
+    return bool(s.event[event_at(s, at), c.FIRST_RUN] == 1)
 
 
 @inner
-def _recompute_for(a: Program, s: SearchState, event: int) -> bool:
-    """Insert a recompute of a random input of an event, directly or some events before it."""
-    op = s.event[event_at(s, event), CODE]
-    count = a.reads_ptr[op + 1] - a.reads_ptr[op]
-    if count == 0:
+def _serve_input(a: Program, s: SearchState, at: int, by_prefetch: bool) -> bool:
+    """Insert a prefetch of a random input of an event, or a recompute that may lie some earlier."""
+    op = s.event[event_at(s, at), c.CODE]
+    if a.reads_ptr[op] == a.reads_ptr[op + 1]:
         return False
-    t = a.reads[a.reads_ptr[op] + np.random.randint(count)]
-    maker, at = a.producer[t], event
+    t = a.reads[np.random.randint(a.reads_ptr[op], a.reads_ptr[op + 1])]
+    maker = a.producer[t]
+    if by_prefetch:
+        if s.movable[t] == 0 or position_of(s, s.first_run[maker]) >= at - 1:
+            return False
+        return insert_prefetch(a, s, t, at)
     if np.random.random() < s.params.lead_chance:
         at -= int(s.params.max_lead ** np.random.random())
     if s.recomputable[maker] == 0 or at < 0 or at <= position_of(s, s.first_run[maker]):
@@ -77,22 +66,41 @@ def _recompute_for(a: Program, s: SearchState, event: int) -> bool:
 
 
 @inner
+def _convert(a: Program, s: SearchState, at: int) -> bool:
+    """Replace a recompute by a prefetch of one of its outputs, or a prefetch by a recompute."""
+    e = event_at(s, at)
+    code = s.event[e, c.CODE]
+    if a.makes_ptr[code] == a.makes_ptr[code + 1]:
+        return False
+    t = a.makes[np.random.randint(a.makes_ptr[code], a.makes_ptr[code + 1])]
+    read, maker = next_read(s, t, at + 1), a.producer[t]
+    if read == length(s) or s.movable[t] == 0 or (code >= a.ops and s.rerun_for[t] == 0):
+        return False
+    remove_event(a, s, e)
+    if code < a.ops:
+        return insert_prefetch(a, s, t, read - 1)
+    return insert_recompute(a, s, maker, read - 1, draw_evicted_chance(s))
+
+
+@inner
 def _move_group(a: Program, s: SearchState, begin: int) -> bool:
-    """Move a group of recomputes by a log-uniform distance."""
-    size = length(s)
+    """Move a group of recomputes and markers by a log-uniform distance."""
     is_group = np.random.random() < s.params.move_group_chance
     more_chance = s.params.move_more_chance if is_group else 0.0
-    end = group_end(s, begin, more_chance)
+    end = _group_end(s, begin, more_chance)
     distance = int(s.params.max_move ** np.random.random())
     to = begin + (distance if np.random.random() < s.params.move_later_chance else -distance)
-    if to < 0 or to > size - (end - begin):
+    if to < 0 or to > length(s) - (end - begin):
         return False
-    # No recompute may come before its op's first run, whose position shifts if it lies behind the
+    # No event may come before its op's first run, whose position shifts if it lies behind the
     # group.
     for at in range(begin, end):
-        code = s.event[event_at(s, at), CODE]
-        first = position_of(s, s.first_run[code])
-        if s.recomputable[code] == 0 or first - (end - begin if first > begin else 0) >= to:
+        code = s.event[event_at(s, at), c.CODE]
+        op = code if code < a.ops else a.producer[a.makes[a.makes_ptr[code]]]
+        first = position_of(s, s.first_run[op])
+        if first - (end - begin if first > begin else 0) >= to:
+            return False
+        if code < a.ops and s.recomputable[code] == 0:
             return False
     return move_events(a, s, begin, end, to)
 
@@ -100,12 +108,12 @@ def _move_group(a: Program, s: SearchState, begin: int) -> bool:
 @inner
 def move_first_run(a: Program, s: SearchState) -> bool:
     """Move a random first run within its dependencies; False if it cannot move."""
-    begin = NONE
+    begin = c.NONE
     for _ in range(s.params.max_draws if length(s) > 0 else 0):
         begin = np.random.randint(length(s))
-        if is_first_run(s, begin):
+        if _is_first_run(s, begin):
             break
-    if begin == NONE or not is_first_run(s, begin):
+    if begin == c.NONE or not _is_first_run(s, begin):
         return False
     low, high = _dependency_bounds(s, begin)
     later = np.random.random() < s.params.move_later_chance
@@ -122,14 +130,14 @@ def move_first_run(a: Program, s: SearchState) -> bool:
 def _reachable(s: SearchState, begin: int, to: int) -> int:
     """Farthest position, up to `to`, that the first run at `begin` can move to."""
     e = event_at(s, begin)
-    op, b, i = s.event[e, CODE], s.event[e, BLOCK], s.event[e, INDEX]
+    op, b, i = s.event[e, c.CODE], s.event[e, c.BLOCK], s.event[e, c.INDEX]
     step = 1 if to > begin else -1
     for at in range(begin, to, step):
         # (b, i) is the event that the first run would cross next.
         i += step
-        while i < 0 or i == s.block[b, EVENTS]:
+        while i < 0 or i == s.block[b, c.EVENTS]:
             b += step
-            i = 0 if step > 0 else s.block[b, EVENTS] - 1
+            i = 0 if step > 0 else s.block[b, c.EVENTS] - 1
         if _must_not_cross(s, op, s.members[b, i]):
             return at
     return to
@@ -139,21 +147,21 @@ def _reachable(s: SearchState, begin: int, to: int) -> int:
 def _dependency_bounds(s: SearchState, at: int) -> tuple[int, int]:
     """Earliest and latest position of the first run at `at` given its reads and its readers."""
     low, high = 0, length(s) - 1
-    x = s.event[event_at(s, at), FIRST_ACCESS]
-    while x != NONE:
-        t = s.access[x, TENSOR]
-        if s.access[x, ACCESS_KIND] == READ:
-            low = max(low, position_of(s, s.access[s.tensor[t, HEAD], EVENT]) + 1)
-        elif s.access[x, NEXT] != NONE:
-            high = min(high, position_of(s, s.access[s.access[x, NEXT], EVENT]) - 1)
-        x = s.access[x, NEXT_OF_EVENT]
+    x = s.event[event_at(s, at), c.FIRST_ACCESS]
+    while x != c.NONE:
+        t = s.access[x, c.TENSOR]
+        if s.access[x, c.ACCESS_KIND] == c.READ:
+            low = max(low, position_of(s, s.access[s.tensor[t, c.HEAD], c.EVENT]) + 1)
+        elif s.access[x, c.NEXT] != c.NONE:
+            high = min(high, position_of(s, s.access[s.access[x, c.NEXT], c.EVENT]) - 1)
+        x = s.access[x, c.NEXT_OF_EVENT]
     return low, high
 
 
 @inlined
 def _must_not_cross(s: SearchState, op: int, e: int) -> bool:
     """True if the first run of an op must stay on its side of event `e`: phases and chained ops."""
-    other, first = s.event[e, CODE], s.event[e, FIRST_RUN] == 1
+    other, first = s.event[e, c.CODE], s.event[e, c.FIRST_RUN] == 1
     if first and s.phase[other] != s.phase[op]:
         return True
     both_chained = s.chained[op] == 1 and s.chained[other] == 1
@@ -161,18 +169,18 @@ def _must_not_cross(s: SearchState, op: int, e: int) -> bool:
 
 
 @inner
-def remove_group(a: Program, s: SearchState, begin: int, more_chance: float) -> bool:
-    """Remove a group of recomputes."""
-    for _ in range(begin, group_end(s, begin, more_chance)):
+def _remove_group(a: Program, s: SearchState, begin: int, more_chance: float) -> bool:
+    """Remove a group of recomputes and markers."""
+    for _ in range(begin, _group_end(s, begin, more_chance)):
         remove_event(a, s, event_at(s, begin))
     return True
 
 
 @inlined
-def group_end(s: SearchState, begin: int, more_chance: float) -> int:
+def _group_end(s: SearchState, begin: int, more_chance: float) -> int:
     """End of a group from `begin` on; each next event joins with probability `more_chance`."""
     end = begin + 1
-    while np.random.random() < more_chance and end < length(s) and not is_first_run(s, end):
+    while np.random.random() < more_chance and end < length(s) and not _is_first_run(s, end):
         end += 1
     return end
 
@@ -184,36 +192,46 @@ def draw_evicted_chance(s: SearchState) -> float:
     return s.params.recompute_evicted_usual if usual else s.params.recompute_evicted_rare
 
 
+@inlined
+def insert_prefetch(a: Program, s: SearchState, t: int, at: int) -> bool:
+    """Insert a prefetch marker of `t` before event `at`; False if there is no room."""
+    s.pending[0] = a.ops + t
+    return insert_ops(a, s, 1, at)
+
+
 @inner
 def insert_recompute(a: Program, s: SearchState, op: int, at: int, evicted_chance: float) -> bool:
-    """
-    Insert a recompute of `op` before event `at`; False if there is no room.
+    """Insert a recompute of `op` before event `at`; False if there is no room.
 
-    Inputs that are evicted there are recomputed with it, with probability `evicted_chance`; else
-    their lifetimes are extended.
+    Inputs that are evicted there are recomputed or prefetched with it, with probability
+    `evicted_chance`; else their lifetimes are extended.
     """
     p = s.params
     usual = np.random.random() < p.usual_chance
     live_chance = p.recompute_live_usual if usual else p.recompute_live_rare
     s.pending[0] = op
-    count = 1
-    i = 0
-    # Breadth-first over the inputs of all pending ops.
+    count, i = 1, 0
+    # Breadth-first over the inputs of all pending ops; a marker has none.
     while i < count:
         code = s.pending[i]
         i += 1
         for k in range(a.reads_ptr[code], a.reads_ptr[code + 1]):
-            maker = a.producer[a.reads[k]]
-            chance = live_chance if is_live_at(a, s, a.reads[k], at) else evicted_chance
-            if s.recomputable[maker] == 0 or count == s.pending.size:
+            t = a.reads[k]
+            recomputable, movable = s.rerun_for[t] == 1, s.movable[t] == 1
+            chance = live_chance if is_live_at(a, s, t, at) else evicted_chance
+            if not (recomputable or movable) or count == s.pending.size:
                 continue
-            if np.random.random() < chance:
-                count = add_pending(s, count, maker)
-    return insert_pending(a, s, count, at)
+            if np.random.random() >= chance:
+                continue
+            source_code = a.producer[t]
+            if movable and not (recomputable and np.random.random() >= p.prefetch_input_chance):
+                source_code = a.ops + t
+            count = _add_pending(s, count, source_code)
+    return _insert_pending(a, s, count, at)
 
 
 @inlined
-def add_pending(s: SearchState, count: int, code: int) -> int:
+def _add_pending(s: SearchState, count: int, code: int) -> int:
     """Add an op to the first `count` of `pending` unless it is there; returns the new count."""
     for other in range(count):
         if s.pending[other] == code:
@@ -223,7 +241,7 @@ def add_pending(s: SearchState, count: int, code: int) -> int:
 
 
 @inner
-def insert_pending(a: Program, s: SearchState, count: int, at: int) -> bool:
+def _insert_pending(a: Program, s: SearchState, count: int, at: int) -> bool:
     """Insert the first `count` of `pending`: prefetch markers first, then ops in program order."""
     for i in range(1, count):
         code, k = s.pending[i], i

@@ -4,40 +4,9 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.liveness import update_liveness
-from coop_plan.planner.search.compute.sequence import (
-    ACCESS_KIND,
-    ALLOCATED,
-    AREA,
-    BLOCK,
-    BLOCK_AREA,
-    BLOCKS,
-    CANDIDATE_COST,
-    CODE,
-    COPY,
-    DIRTY,
-    END,
-    EVENTS,
-    FIRST_ACCESS,
-    FIRST_LONG,
-    FIRST_RUN,
-    FIRST_RUNS,
-    FREED,
-    INPLACE_SAVED,
-    LAST_END,
-    MARGIN_COUNT,
-    NET,
-    NEXT_LONG,
-    NEXT_OF_EVENT,
-    NONE,
-    PEAK,
-    PEAK_EVENT,
-    PEAK_EXCESS,
-    READ,
-    TENSOR,
-    TRANSIENT,
-    SearchState,
-)
+from coop_plan.planner.search.compute.sequence import SearchState
 
 EMPTY_PEAK = -(1 << 62)
 """Peak of an empty block, below any other, bytes."""
@@ -46,53 +15,60 @@ EMPTY_PEAK = -(1 << 62)
 @inlined
 def candidate_cost(a: Program, s: SearchState, limit: float) -> float:
     """Compute cost of the candidate, µs; infinite above `limit` or if it is no schedule."""
-    if s.sums[CANDIDATE_COST] > limit or not update_liveness(a, s):
+    if s.sums[c.CANDIDATE_COST] > limit or not update_liveness(a, s):
         return np.inf
-    return float(s.sums[CANDIDATE_COST])
+    return float(s.sums[c.CANDIDATE_COST])
 
 
 @inner
 def memory_excess(s: SearchState, capacity: int) -> float:
-    """
-    Memory excess of a candidate of finite cost, as a share of `capacity` (bytes); 0 if it fits.
+    """Memory excess of a candidate of finite cost, as a share of `capacity` (bytes); 0 if it fits.
 
     Sets `PEAK_EVENT`, the event with the largest excess, and `PEAK_EXCESS`, its bytes above the
     capacity.
     """
     # Before block b: `live` bytes are live and `block_position` first runs are done.
     live, worst, total, area = 0, -1, 0.0, 0.0
-    margins, block_position = s.counts[MARGIN_COUNT] > 0, 0
-    for b in range(s.counts[BLOCKS]):
-        if s.block[b, DIRTY] == 1:
+    margins, block_position = s.counts[c.MARGIN_COUNT] > 0, 0
+    for b in range(s.counts[c.BLOCKS]):
+        if s.block[b, c.DIRTY] == 1:
             summarize_block(s, b)
         # Only a block whose peak exceeds the capacity, or with a margin, is scanned event by event.
-        after = block_position + s.block[b, FIRST_RUNS] + 1
+        after = block_position + s.block[b, c.FIRST_RUNS] + 1
         has_margin = margins and s.margin_prefix[block_position] < s.margin_prefix[after]
-        if has_margin or live + s.block[b, PEAK] > capacity:
+        if has_margin or live + s.block[b, c.PEAK] > capacity:
             block_live, position = live, block_position
-            for i in range(s.block[b, EVENTS]):
+            for i in range(s.block[b, c.EVENTS]):
                 e = s.members[b, i]
-                block_live += s.event_bytes[e, ALLOCATED]
-                excess = block_live + s.event_bytes[e, TRANSIENT]
-                excess -= s.event_bytes[e, INPLACE_SAVED] + capacity
-                block_live -= s.event_bytes[e, FREED]
+                block_live += s.event_bytes[e, c.ALLOCATED]
+                excess = block_live + s.event_bytes[e, c.TRANSIENT]
+                excess -= s.event_bytes[e, c.INPLACE_SAVED] + capacity
+                block_live -= s.event_bytes[e, c.FREED]
                 if has_margin:
                     if s.margin_prefix[position] < s.margin_prefix[position + 1]:
-                        excess += _margin(s, position, s.event[e, CODE])
-                    position += s.event[e, FIRST_RUN]
+                        excess += _margin(s, position, s.event[e, c.CODE])
+                    position += s.event[e, c.FIRST_RUN]
                 if excess > 0:
                     total += excess
                     if excess > worst:
                         worst = excess
-                        s.counts[PEAK_EVENT], s.counts[PEAK_EXCESS] = s.block_start[b] + i, excess
-        area += live * s.block[b, EVENTS] + s.block[b, BLOCK_AREA]
-        live += s.block[b, NET]
-        block_position += s.block[b, FIRST_RUNS]
-    s.sums[AREA] = area
-    # excess = min_excess + (max + weight * sum) / capacity: the sum rewards progress at other
-    # events than the peak.
-    if worst < 0:
+                        s.counts[c.PEAK_EVENT], s.counts[c.PEAK_EXCESS] = (
+                            s.block_start[b] + i,
+                            excess,
+                        )
+        area += live * s.block[b, c.EVENTS] + s.block[b, c.BLOCK_AREA]
+        live += s.block[b, c.NET]
+        block_position += s.block[b, c.FIRST_RUNS]
+    s.sums[c.AREA] = area
+    return excess_share(s, worst, total, capacity)
+
+
+@inlined
+def excess_share(s: SearchState, worst: int, total: float, capacity: int) -> float:
+    """Memory excess as a share of `capacity`, from its maximum and its sum over all events."""
+    if worst <= 0:
         return 0.0
+    # The sum rewards progress at other events than the peak.
     weighted = worst + s.params.total_excess_weight * total
     return float(s.params.min_excess + weighted / max(1, capacity))
 
@@ -102,34 +78,34 @@ def summarize_block(s: SearchState, b: int) -> None:
     """Recompute the summary columns of a block and its list of long-lived copies."""
     # Relative to the live bytes at the block's start, which an edit of an earlier block changes.
     live = area = firsts = 0
-    peak, last = EMPTY_PEAK, NONE
-    s.block[b, FIRST_LONG] = s.block[b, LAST_END] = NONE
+    peak, last = EMPTY_PEAK, c.NONE
+    s.block[b, c.FIRST_LONG] = s.block[b, c.LAST_END] = c.NONE
     gain = gain_per_byte = 0.0
-    for i in range(s.block[b, EVENTS]):
+    for i in range(s.block[b, c.EVENTS]):
         e = s.members[b, i]
-        live += s.event_bytes[e, ALLOCATED]
-        peak = max(peak, live + s.event_bytes[e, TRANSIENT] - s.event_bytes[e, INPLACE_SAVED])
+        live += s.event_bytes[e, c.ALLOCATED]
+        peak = max(peak, live + s.event_bytes[e, c.TRANSIENT] - s.event_bytes[e, c.INPLACE_SAVED])
         area += live
-        live -= s.event_bytes[e, FREED]
-        firsts += s.event[e, FIRST_RUN]
+        live -= s.event_bytes[e, c.FREED]
+        firsts += s.event[e, c.FIRST_RUN]
         # Writes come first in an event's list. A copy that ends in another block and can be evicted
         # joins the block's list of long-lived copies, for `repair` to draw from.
-        x = s.event[e, FIRST_ACCESS]
-        while x != NONE and s.access[x, ACCESS_KIND] != READ:
-            t, end = s.access[x, TENSOR], s.event[s.access[x, END], BLOCK]
-            if s.access[x, COPY] == x and end != b and s.gain_bound[t, 1] > 0.0:
-                s.access[x, NEXT_LONG] = NONE
-                if last == NONE:
-                    s.block[b, FIRST_LONG] = x
+        x = s.event[e, c.FIRST_ACCESS]
+        while x != c.NONE and s.access[x, c.ACCESS_KIND] != c.READ:
+            t, end = s.access[x, c.TENSOR], s.event[s.access[x, c.END], c.BLOCK]
+            if s.access[x, c.COPY] == x and end != b and s.gain_bound[t, 1] > 0.0:
+                s.access[x, c.NEXT_LONG] = c.NONE
+                if last == c.NONE:
+                    s.block[b, c.FIRST_LONG] = x
                 else:
-                    s.access[last, NEXT_LONG] = x
+                    s.access[last, c.NEXT_LONG] = x
                 last = x
-                s.block[b, LAST_END] = max(s.block[b, LAST_END], end)
+                s.block[b, c.LAST_END] = max(s.block[b, c.LAST_END], end)
                 gain += s.gain_bound[t, 0]
                 gain_per_byte += s.gain_bound[t, 1]
-            x = s.access[x, NEXT_OF_EVENT]
-    s.block[b, NET], s.block[b, PEAK], s.block[b, BLOCK_AREA] = live, peak, area
-    s.block[b, FIRST_RUNS], s.block[b, DIRTY] = firsts, 0
+            x = s.access[x, c.NEXT_OF_EVENT]
+    s.block[b, c.NET], s.block[b, c.PEAK], s.block[b, c.BLOCK_AREA] = live, peak, area
+    s.block[b, c.FIRST_RUNS], s.block[b, c.DIRTY] = firsts, 0
     s.long_gain[b, 0], s.long_gain[b, 1] = gain, gain_per_byte
 
 
@@ -137,7 +113,7 @@ def summarize_block(s: SearchState, b: int) -> None:
 def _margin(s: SearchState, position: int, op: int) -> int:
     """Bytes to keep free if the op runs after `position` first runs."""
     margin = 0
-    for i in range(s.counts[MARGIN_COUNT]):
+    for i in range(s.counts[c.MARGIN_COUNT]):
         if s.margin[0, i] == position and s.margin[1, i] == op:
             margin = s.margin[2, i]
     return margin

@@ -1,14 +1,62 @@
-"""Parameters of the Metropolis search over sequences; the type of a field is its valid range."""
+"""Parameters of the Metropolis searches over sequences; the type of a field is its valid range."""
 
 from dataclasses import dataclass
 
-from coop_plan.planner.core.params import Count, Factor, Params, Ratio, Share, Size
+from coop_plan.planner.core.params import (
+    Count,
+    Factor,
+    Params,
+    Positive,
+    Ratio,
+    Share,
+    Size,
+    values_class,
+)
+
+
+@dataclass(frozen=True)
+class AnnealingParams(Params):
+    """Temperatures, penalties and layouts of an annealing."""
+
+    temperature: Ratio = 0.4
+    """Initial temperature, in mean costs of an op."""
+
+    cooling: Ratio = 2.0
+    """Exponent of the temperature in the remaining share of the search."""
+
+    penalty: Positive = 5.0
+    """Least penalty weight, in base costs per unit of memory excess."""
+
+    penalty_growth: Factor = 1.01
+    """Growth of the penalty weight after a chunk that ends infeasible."""
+
+    layout_share: Share = 0.3
+    """Most share of the time for layouts."""
+
+    min_saving: Share = 1e-4
+    """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
+
+
+@dataclass(frozen=True)
+class SequenceParams(AnnealingParams):
+    """Annealing of a sequence of events."""
+
+    event_factor: Count = 2
+    """Most events of a sequence, as a multiple of the longest start, plus `extra_events`."""
+
+    extra_events: Count = 2000
+    """Events added to that limit."""
+
+    penalty_decay: Factor = 1.007
+    """Divisor of the penalty weight after a chunk that ends feasible."""
+
+    patience: Size = 50
+    """Longest infeasible streak, in chunks, before a restart from a feasible sequence."""
 
 
 @dataclass(frozen=True)
 class MoveParams(Params):
-    """
-    Move and repair parameters; the defaults are those of `planner.search.compute`.
+    """Moves and repairs of both searches; the defaults are those of `planner.search.compute`.
 
     A group is a run of adjacent events, none of which is the first run of its op.
     """
@@ -28,8 +76,14 @@ class MoveParams(Params):
     recompute_chance: Share = 0.2
     """Probability of a move that recomputes an input of an event."""
 
+    prefetch_chance: Share = 0.0
+    """Probability of a move that prefetches an input of an event."""
+
+    convert_chance: Share = 0.0
+    """Probability of a move that turns a recompute into a prefetch or the reverse."""
+
     move_chance: Share = 0.2
-    """Probability of a move that shifts recomputes; the rest, up to 1, removes some."""
+    """Probability of a move that shifts events; the rest, up to 1, removes some."""
 
     max_draws: Size = 50
     """Most random draws of an event until one is (or is not) a first run, as the move requires."""
@@ -65,9 +119,7 @@ class MoveParams(Params):
     """The same, at the rare rate."""
 
     recompute_evicted_usual: Share = 0.9
-    """
-    Probability of recomputing an evicted input of an inserted op; else its lifetime is extended.
-    """
+    """Probability of recomputing an evicted input of an inserted op, not extending its lifetime."""
 
     recompute_evicted_rare: Share = 0.5
     """The same, at the rare rate."""
@@ -75,15 +127,11 @@ class MoveParams(Params):
     max_insertion: Count = 64
     """Most ops that one move inserts."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.recompute_chance + self.move_chance > 1:
-            raise ValueError("recompute_chance + move_chance must be at most 1")
+    prefetch_input_chance: Share = 0.5
+    """Probability of prefetching an input of an inserted op instead of recomputing it."""
 
-
-@dataclass(frozen=True)
-class ComputeMoveParams(MoveParams):
-    """Moves of the search over orders of runs, with memory margins at single events."""
+    copy_time_weight: Ratio = 0.3
+    """Mean cost of 1 µs of a copy engine, in µs of compute, in a repair's choice."""
 
     first_run_chance: Share = 0.25
     """Probability of moving the first run of an op; 0 keeps them in program order."""
@@ -97,5 +145,15 @@ class ComputeMoveParams(MoveParams):
     max_margins: Size = 256
     """Most events at which extra memory can be kept free."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        chances = self.recompute_chance + self.prefetch_chance + self.convert_chance
+        if chances + self.move_chance > 1:
+            raise ValueError(
+                "the sum of recompute, prefetch, convert and move_chance must be at most 1"
+            )
 
-DEFAULTS = ComputeMoveParams()
+
+MoveValues = values_class(MoveParams)
+
+DEFAULTS = MoveParams()

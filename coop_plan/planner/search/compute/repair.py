@@ -4,27 +4,11 @@ import numpy as np
 
 from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inlined, inner
+from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.event_list import block_at, position_of
 from coop_plan.planner.search.compute.liveness import is_live_at, next_read
 from coop_plan.planner.search.compute.moves import draw_evicted_chance, insert_recompute
-from coop_plan.planner.search.compute.sequence import (
-    ACCESS_KIND,
-    CODE,
-    COPY,
-    END,
-    FIRST_ACCESS,
-    FIRST_LONG,
-    LAST_END,
-    MIN_COST_US,
-    NEXT_LONG,
-    NEXT_OF_EVENT,
-    NONE,
-    PEAK_EVENT,
-    PEAK_EXCESS,
-    READ,
-    TENSOR,
-    SearchState,
-)
+from coop_plan.planner.search.compute.sequence import SearchState
 
 MAX_DRAWS = 16
 """Most rejection-sampling attempts before an exhaustive scan."""
@@ -32,15 +16,14 @@ MAX_DRAWS = 16
 
 @inner
 def repair(a: Program, s: SearchState) -> bool:
-    """
-    Recompute one tensor that is live but unused at the peak for its next read.
+    """Recompute one tensor that is live but unused at the peak for its next read.
 
     The tensor is drawn with probability proportional to its gain: bytes freed per µs of
     recomputation.
     """
-    peak = s.counts[PEAK_EVENT]
+    peak = s.counts[c.PEAK_EVENT]
     t = _draw_victim(a, s, peak)
-    if t == NONE:
+    if t == c.NONE:
         return False
     read = next_read(s, t, peak + 1)
     return insert_recompute(a, s, a.producer[t], read, draw_input_chance(a, s, t, peak))
@@ -55,26 +38,25 @@ def draw_input_chance(a: Program, s: SearchState, t: int, peak: int) -> float:
 
 @inlined
 def _draw_victim(a: Program, s: SearchState, peak: int) -> int:
-    """
-    Draw a tensor that is live but unused at event `peak`, by its gain; NONE if there is none.
+    """Draw a tensor that is live but unused at event `peak`, by its gain; NONE if there is none.
 
     Long-lived copies of earlier blocks are drawn by an upper bound on their gain and accepted with
     probability gain / bound. That avoids a scan of all live tensors.
     """
-    peak_block, excess = block_at(s, peak), s.counts[PEAK_EXCESS]
-    op = s.event[s.members[peak_block, peak - s.block_start[peak_block]], CODE]
-    near_gain, near = 0.0, NONE
+    peak_block, excess = block_at(s, peak), s.counts[c.PEAK_EXCESS]
+    op = s.event[s.members[peak_block, peak - s.block_start[peak_block]], c.CODE]
+    near_gain, near = 0.0, c.NONE
     # Copies that begin in the peak's own block: exact gains, by reservoir sampling.
     for i in range(peak - s.block_start[peak_block]):
-        x = s.event[s.members[peak_block, i], FIRST_ACCESS]
-        while x != NONE and s.access[x, ACCESS_KIND] != READ:
+        x = s.event[s.members[peak_block, i], c.FIRST_ACCESS]
+        while x != c.NONE and s.access[x, c.ACCESS_KIND] != c.READ:
             near_gain, near = _reservoir_step(s, near_gain, near, x, _gain(a, s, x, peak, op))
-            x = s.access[x, NEXT_OF_EVENT]
+            x = s.access[x, c.NEXT_OF_EVENT]
     # Copies of earlier blocks: a gain is at most size / cost, and at most excess / cost. The
     # smaller of the two sums is used as the bound.
     gain = gain_per_byte = 0.0
     for b in range(peak_block):
-        if s.block[b, LAST_END] >= peak_block:
+        if s.block[b, c.LAST_END] >= peak_block:
             gain += s.long_gain[b, 0]
             gain_per_byte += s.long_gain[b, 1]
     column, scale = (0, 1.0) if gain <= gain_per_byte * excess else (1, float(excess))
@@ -84,17 +66,17 @@ def _draw_victim(a: Program, s: SearchState, peak: int) -> int:
         if left < 0.0:
             return int(near)
         x = _find_by_weight(s, peak_block, column, left / scale)
-        if x == NONE:
+        if x == c.NONE:
             continue
-        bound = scale * s.gain_bound[s.access[x, TENSOR], column]
+        bound = scale * s.gain_bound[s.access[x, c.TENSOR], column]
         if np.random.random() * bound < _gain(a, s, x, peak, op):
-            return int(s.access[x, TENSOR])
+            return int(s.access[x, c.TENSOR])
     # All draws rejected: scan every long-lived copy.
     for b in range(peak_block):
-        x = s.block[b, FIRST_LONG]
-        while x != NONE:
+        x = s.block[b, c.FIRST_LONG]
+        while x != c.NONE:
             near_gain, near = _reservoir_step(s, near_gain, near, x, _gain(a, s, x, peak, op))
-            x = s.access[x, NEXT_LONG]
+            x = s.access[x, c.NEXT_LONG]
     return int(near)
 
 
@@ -105,7 +87,7 @@ def _reservoir_step(
     """One step of weighted reservoir sampling; returns the new total weight and the choice."""
     total += weight
     if weight > 0.0 and np.random.random() * total < weight:
-        choice = s.access[x, TENSOR]
+        choice = s.access[x, c.TENSOR]
     return total, choice
 
 
@@ -113,22 +95,24 @@ def _reservoir_step(
 def _find_by_weight(s: SearchState, peak_block: int, column: int, left: float) -> int:
     """The long-lived copy at which the running sum of bounds exceeds `left`; NONE if none does."""
     b = 0
-    while b < peak_block and (s.block[b, LAST_END] < peak_block or left >= s.long_gain[b, column]):
-        if s.block[b, LAST_END] >= peak_block:
+    while b < peak_block and (
+        s.block[b, c.LAST_END] < peak_block or left >= s.long_gain[b, column]
+    ):
+        if s.block[b, c.LAST_END] >= peak_block:
             left -= s.long_gain[b, column]
         b += 1
-    x = s.block[b, FIRST_LONG] if b < peak_block else NONE
-    while x != NONE and left >= s.gain_bound[s.access[x, TENSOR], column]:
-        left -= s.gain_bound[s.access[x, TENSOR], column]
-        x = s.access[x, NEXT_LONG]
+    x = s.block[b, c.FIRST_LONG] if b < peak_block else c.NONE
+    while x != c.NONE and left >= s.gain_bound[s.access[x, c.TENSOR], column]:
+        left -= s.gain_bound[s.access[x, c.TENSOR], column]
+        x = s.access[x, c.NEXT_LONG]
     return int(x)
 
 
 @inlined
 def _gain(a: Program, s: SearchState, x: int, peak: int, op: int) -> float:
     """Bytes freed per µs of recomputation if the copy of write `x` is evicted at the peak."""
-    t = s.access[x, TENSOR]
-    ended = s.access[x, COPY] != x or position_of(s, s.access[x, END]) <= peak
+    t = s.access[x, c.TENSOR]
+    ended = s.access[x, c.COPY] != x or position_of(s, s.access[x, c.END]) <= peak
     if ended or s.gain_bound[t, 1] == 0.0 or _is_pinned(a, op, t):
         return 0.0
     return max(*recompute_gains(a, s, t, peak))
@@ -136,8 +120,7 @@ def _gain(a: Program, s: SearchState, x: int, peak: int, op: int) -> float:
 
 @inlined
 def recompute_gains(a: Program, s: SearchState, t: int, peak: int) -> tuple[float, float]:
-    """
-    Gains, in bytes per µs, of evicting `t` at the peak and recomputing it later.
+    """Gains, in bytes per µs, of evicting `t` at the peak and recomputing it later.
 
     First with its evicted inputs kept live for it: an input read by k ops is charged 1/k of its
     bytes, because one recompute keeps it live for all of them. Else no input of a concatenation
@@ -148,7 +131,7 @@ def recompute_gains(a: Program, s: SearchState, t: int, peak: int) -> tuple[floa
         source = a.reads[k]
         if a.size[source] > 0 and not is_live_at(a, s, source, peak):
             extended, us = extended + s.input_share[source], us + s.input_us[source]
-    excess, cost = float(s.counts[PEAK_EXCESS]), max(a.cost[maker], MIN_COST_US)
+    excess, cost = float(s.counts[c.PEAK_EXCESS]), max(a.cost[maker], c.MIN_COST_US)
     return max(0.0, min(a.size[t] - extended, excess)) / cost, min(a.size[t], excess) / (cost + us)
 
 

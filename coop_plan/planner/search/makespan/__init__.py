@@ -1,5 +1,4 @@
-"""
-Joint search of recomputes and transfers: sequences of runs and prefetch markers.
+"""Joint search of recomputes and transfers: sequences of runs and prefetch markers.
 
 A marker in a sequence (`sequence`) says that later reads of its tensor use a prefetched copy. The
 objective (`objective`) simulates the copy engines and derives the time of each transfer, so that no

@@ -1,5 +1,4 @@
-"""
-Simulated annealing of sequences of runs and prefetch markers.
+"""Simulated annealing of sequences of runs and prefetch markers.
 
 Starts are schedules that only recompute, for the arena and for more memory, and the program itself.
 The result costs less than a given limit. Candidates may exceed the memory at a penalty that is low
@@ -19,10 +18,10 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.method import Progress, Request
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.search.makespan.columns import LOOK_AHEAD
 from coop_plan.planner.search.makespan.metropolis import evaluate_sequence, metropolis
 from coop_plan.planner.search.makespan.params import DEFAULTS, MakespanParams
 from coop_plan.planner.search.makespan.sequence import (
-    LOOK_AHEAD,
     current_sequence,
     new_state,
     set_sequence,
@@ -32,8 +31,7 @@ from coop_plan.planner.search.makespan.sequence import (
 
 
 class MakespanSearch:
-    """
-    Searches for a schedule that costs less than `limit_us` (µs) and fits the arena and the host.
+    """Searches for a schedule that costs less than `limit_us` (µs) and fits the arena and the host.
 
     Anneals each sequence of `starts`, then the best result again. With `request.any_schedule` the
     search ends at the first schedule that fits.
@@ -68,8 +66,7 @@ class MakespanSearch:
         self.chunk = max(1, min(params.chunk_events // events, self.steps // params.min_chunks))
 
     def run(self, deadline: float | None, enough: Callable[[], bool]) -> None:
-        """
-        Search until the deadline (a `time.monotonic` value, s) or until `enough` returns True.
+        """Search until the deadline (a `time.monotonic` value, s) or until `enough` returns True.
 
         Without a deadline there is one search of fixed length. With one there are as many as fit:
         results of independent searches differ more than those of longer ones.
@@ -87,8 +84,7 @@ class MakespanSearch:
             self._search(begin + (number + 1) / count * (deadline - begin), enough, number)
 
     def _search(self, deadline: float | None, enough: Callable[[], bool], number: int = 0) -> None:
-        """
-        Anneal each start, then the best result at lower temperatures; alternates `LOOK_AHEAD`.
+        """Anneal each start, then the best result at lower temperatures; alternates `LOOK_AHEAD`.
 
         The temperature factor depends on `number`, the number of the search.
         """
@@ -227,8 +223,7 @@ class MakespanSearch:
 def run_parallel(
     searches: Sequence[MakespanSearch], deadline: float | None, enough: Callable[[], bool]
 ) -> MakespanSearch:
-    """
-    Run searches in threads of their own; returns the one with the cheapest schedule.
+    """Run searches in threads of their own; returns the one with the cheapest schedule.
 
     Only the first calls `enough`, which stops all of them.
     """

@@ -1,5 +1,4 @@
-"""
-Metropolis search among sequences of runs and prefetch markers.
+"""Metropolis search among sequences of runs and prefetch markers.
 
 Each step draws a move (`moves`), updates liveness from the changed tensors
 (`planner.search.compute`), and simulates the copy engines over all events (`objective`). Metropolis
@@ -12,7 +11,7 @@ from coop_plan.planner.core.arrays import Program
 from coop_plan.planner.core.jit import inner, njit
 from coop_plan.planner.search.compute.edits import accept, eliminate_dead, finish_step, load, store
 from coop_plan.planner.search.compute.liveness import mark_stale, update_liveness
-from coop_plan.planner.search.makespan.moves import propose
+from coop_plan.planner.search.compute.moves import propose
 from coop_plan.planner.search.makespan.objective import evaluate
 from coop_plan.planner.search.makespan.repair import repair
 from coop_plan.planner.search.makespan.sequence import MakespanState
@@ -37,8 +36,7 @@ def _load(a: Program, m: MakespanState) -> bool:
 def evaluate_sequence(
     a: Program, m: MakespanState, capacity: int, host: int
 ) -> tuple[float, float]:
-    """
-    Makespan (µs) and memory excess of the stored sequence (share of the capacities, bytes).
+    """Makespan (µs) and memory excess of the stored sequence (share of the capacities, bytes).
 
     Dead runs and markers are removed from it.
     """
@@ -59,8 +57,7 @@ def metropolis(
     penalty: float,
     seed: int,
 ) -> tuple[float, float]:
-    """
-    Make `steps` Metropolis steps from the stored sequence and store where they end.
+    """Make `steps` Metropolis steps from the stored sequence and store where they end.
 
     Energy is makespan + `penalty` (µs) * memory excess; `temperature` is in µs. A negative `host`
     is no limit on host memory. Returns makespan and excess as `evaluate_sequence` does.
@@ -74,14 +71,14 @@ def metropolis(
         # The threshold is drawn first: an evaluation stops early above it.
         limit = current_cost + penalty * current_excess + temperature * np.random.exponential()
         accepted = False
-        if propose(a, m):
-            repair_early = np.random.random() < m.params.repair_chance
-            for repairs in range(m.params.max_repairs + 1):
+        if propose(a, s):
+            repair_early = np.random.random() < s.params.repair_chance
+            for repairs in range(s.params.max_repairs + 1):
                 eliminate_dead(a, s)
                 cost, excess = evaluate(a, m, capacity, host, limit)
                 if cost == np.inf:
                     break
-                last = excess == 0.0 or repairs == m.params.max_repairs
+                last = excess == 0.0 or repairs == s.params.max_repairs
                 if cost + penalty * excess <= limit and (last or not repair_early):
                     current_cost, current_excess, accepted = cost, excess, True
                     break

@@ -5,58 +5,28 @@ from dataclasses import dataclass
 from coop_plan.planner.core.params import (
     Count,
     Factor,
-    Params,
     Positive,
     PositiveShare,
     Ratio,
     Share,
     Size,
 )
-from coop_plan.planner.search.compute.params import MoveParams
+from coop_plan.planner.search.compute.params import MoveParams, SequenceParams
+
+MOVES = MoveParams(
+    recompute_chance=0.12, prefetch_chance=0.2, convert_chance=0.2, first_run_chance=0.0
+)
 
 
 @dataclass(frozen=True)
-class MakespanMoveParams(MoveParams):
-    """Moves of the search over runs and prefetch markers."""
-
-    recompute_chance: Share = 0.12
-    """Probability of a move that recomputes an input of an event."""
-
-    prefetch_chance: Share = 0.2
-    """Probability of a move that prefetches an input of an event."""
-
-    convert_chance: Share = 0.2
-    """Probability of a move that turns a recompute into a prefetch or the reverse."""
-
-    move_chance: Share = 0.2
-    """Probability of a move that shifts events; the rest, up to 1, removes some."""
-
-    prefetch_input_chance: Share = 0.5
-    """Probability of prefetching an input of an inserted op instead of recomputing it."""
-
-    copy_time_weight: Ratio = 0.3
-    """Mean cost of 1 µs of a copy engine, in µs of compute, in a repair's choice."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        chances = self.recompute_chance + self.prefetch_chance + self.convert_chance
-        if chances + self.move_chance > 1:
-            raise ValueError(
-                "the sum of recompute, prefetch, convert and move_chance must be at most 1"
-            )
-
-
-@dataclass(frozen=True)
-class MakespanParams(Params):
+class MakespanParams(SequenceParams):
     """Annealing of sequences with prefetch markers (`planner.search.makespan.annealing`)."""
 
-    moves: MakespanMoveParams = MakespanMoveParams()
-
+    moves: MoveParams = MOVES
     temperature: Ratio = 0.15
-    """Initial temperature, in mean costs of an op."""
-
-    cooling: Ratio = 2.0
-    """Exponent of the temperature in the remaining share of the search."""
+    layout_share: Share = 0.2
+    min_saving: Share = 1e-3
+    event_factor: Count = 3
 
     steps: Size = 8_000
     """Metropolis steps of a search without a time limit, plus `steps_per_event` per event."""
@@ -68,9 +38,7 @@ class MakespanParams(Params):
     """Most steps times events of such a search, about."""
 
     events_per_second: Count = 30_000_000
-    """
-    Events simulated per second, an estimate that turns a time limit into a number of searches.
-    """
+    """Estimate of the events simulated per second: a time limit as a number of searches."""
 
     max_searches: Count = 60
     """Most searches within a time limit, one after another."""
@@ -93,37 +61,14 @@ class MakespanParams(Params):
     min_chunks: Count = 100
     """Least number of such checks per search."""
 
-    event_factor: Count = 3
-    """Most events of a sequence, as a multiple of the longest start, plus `extra_events`."""
-
-    extra_events: Count = 2000
-    """Events added to that limit."""
-
     initial_penalty: Positive = 1e-3
-    """
-    Initial penalty weight, in base costs per unit of memory excess: only nearly free evictions pay
-    off.
-    """
+    """Initial penalty weight, in base costs per unit of excess: only nearly free evictions pay."""
 
     initial_penalty_share: PositiveShare = 0.5
     """Share of an annealing in which the penalty weight grows to `penalty`."""
 
-    penalty: Positive = 5.0
-    """Least penalty weight afterwards, in base costs per unit of memory excess."""
-
-    penalty_growth: Factor = 1.01
-    """Growth of the penalty weight after a chunk that ends infeasible."""
-
     penalty_growth_infeasible: Factor = 1.3
     """The same, while no chunk has ended feasible."""
-
-    penalty_decay: Factor = 1.007
-    """Divisor of the penalty weight after a chunk that ends feasible."""
-
-    patience: Size = 50
-    """
-    Longest infeasible streak, in chunks; the search then restarts from the best feasible sequence.
-    """
 
     capacity_shrink: Factor = 1.001
     """Divisor of the capacity after a failed layout."""
@@ -131,14 +76,8 @@ class MakespanParams(Params):
     capacity_growth: Factor = 1.0005
     """Growth of the capacity, up to the arena, after a successful layout."""
 
-    min_saving: Share = 1e-3
-    """Least saving, as a share of the incumbent's cost, for which a layout is tried."""
-
     max_failed_layouts: Size = 10
     """Most failed layouts of an annealing without a time limit."""
-
-    layout_share: Share = 0.2
-    """Most share of the time for layouts, with a time limit."""
 
     final_work_factor: Count = 10
     """Factor on the layout effort at the end of the search."""

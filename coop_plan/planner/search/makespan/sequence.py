@@ -1,5 +1,4 @@
-"""
-State of the joint search: a sequence of runs and prefetch markers, and its simulated transfers.
+"""State of the joint search: a sequence of runs and prefetch markers, and its simulated transfers.
 
 In a closed program of n ops, code o < n is a run of op o and code n + t a prefetch marker of tensor
 t: from there on, reads of t use a copy prefetched from the host. The marker fixes no time;
@@ -12,99 +11,25 @@ has a live copy.
 a closed program is artificial: it reads the outputs of the step, which may be evicted until then.
 """
 
-from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Flags, Floats, Ints, Program, to_arrays, to_program
+from coop_plan.planner.core.arrays import Floats, Ints, Program, to_arrays, to_program
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, RUN, WAIT
 from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute import sequence
-from coop_plan.planner.search.compute.params import DEFAULTS as MOVES
+from coop_plan.planner.search.compute.params import MoveParams
 from coop_plan.planner.search.compute.sequence import Int32s, SearchState, allocate
-from coop_plan.planner.search.makespan.params import MakespanMoveParams
-
-# Columns of `MakespanState.transfer`: position of the event before which it is listed; its kind;
-# its tensor.
-BEFORE, KIND, MOVED_TENSOR = range(3)
-# Kinds of transfer events: an offload begins or its end is waited for, after which the bytes are
-# free; a prefetch begins or its end is waited for.
-OFFLOAD_START, OFFLOAD_END, PREFETCH_START, PREFETCH_END = range(4)
-# Entries of `MakespanState.clock`, µs: compute's clock; when the engines to the host and back are
-# free. The last entry is in bytes: the host's excess summed over all offloads.
-NOW, OUT_FREE, IN_FREE, HOST_EXCESS_SUM = range(4)
-# Entries of `MakespanState.flow`. Bytes: live; of these, unused and waiting for their offload; on
-# the host; the host's largest excess. Counts: tensors queued for an offload; offloads begun;
-# offloads ended; transfer events; events; prefetches; offloaded tensors. A flag: prefetches wait
-# for memory that events before their read will need.
-(
-    LIVE,
-    AWAITING_OFFLOAD,
-    HOST_LIVE,
-    HOST_EXCESS,
-    QUEUE_LENGTH,
-    SENT_COUNT,
-    LEFT_COUNT,
-    TRANSFER_COUNT,
-    EVENT_COUNT,
-    PREFETCH_COUNT,
-    OFFLOADED_COUNT,
-    LOOK_AHEAD,
-    FLOW_SIZE,
-) = range(13)
-# Columns of `MakespanState.offload`, per tensor: whether it is offloaded; whether its offload has
-# ended; its last prefetch; the event that produces it and the last that reads that copy; the next
-# tensor in the list of either event.
-(
-    IS_OFFLOADED,
-    IS_AWAY,
-    LAST_PREFETCH,
-    PRODUCER_EVENT,
-    LAST_READER,
-    NEXT_PRODUCED,
-    NEXT_LAST_READ,
-) = range(7)
-# Columns of `MakespanState.offload_head`, per event: first offloaded tensor that it produces, and
-# first of which it is the last reader.
-PRODUCED, LAST_READS = range(2)
-
-
-class MakespanMoveValues(NamedTuple):
-    """The fields of `MakespanMoveParams`, for compiled code."""
-
-    max_repairs: int
-    min_excess: float
-    total_excess_weight: float
-    repair_chance: float
-    recompute_chance: float
-    prefetch_chance: float
-    convert_chance: float
-    move_chance: float
-    max_draws: int
-    remove_more_chance: float
-    move_more_chance: float
-    move_group_chance: float
-    max_move: float
-    move_later_chance: float
-    max_lead: float
-    lead_chance: float
-    usual_chance: float
-    recompute_live_usual: float
-    recompute_live_rare: float
-    recompute_evicted_usual: float
-    recompute_evicted_rare: float
-    prefetch_input_chance: float
-    copy_time_weight: float
-    max_insertion: int
+from coop_plan.planner.search.makespan import columns as mc
 
 
 class MakespanState(NamedTuple):
-    """
-    State of the joint search, and the transfers of the candidate that was evaluated last.
+    """State of the joint search, and the transfers of the candidate that was evaluated last.
 
-    `search` holds the sequence and its liveness. Per tensor: `movable` if it can be offloaded,
-    `offload_us` and `prefetch_us` the times of its copies, `offload` the columns above.
+    `search` holds the sequence and its liveness. Per tensor:
+    `offload_us` and `prefetch_us` the times of its copies, and `offload`.
 
     Per position: `order` is the event, `start_us` its start if compute never waits. Per prefetch,
     in the order of first reads: `prefetches` is the marker's access, `first_reader` the position of
@@ -113,13 +38,11 @@ class MakespanState(NamedTuple):
 
     `offloaded` lists the offloaded tensors and `offload_head` their lists by event. `queue` is a
     heap of tensors to offload, keyed by the last reader's position. `sent` and `sent_end_us` list
-    offloads in the order of their starts. `transfer` lists all transfer events; see above for
-    `clock` and `flow`.
+    offloads in the order of their starts. `transfer` lists all transfer events; see
+    `columns` for the columns and entries of `offload`, `transfer`, `clock` and `flow`.
     """
 
-    params: MakespanMoveValues
     search: SearchState
-    movable: Flags
     offload_us: Floats
     prefetch_us: Floats
     order: Int32s
@@ -140,8 +63,7 @@ class MakespanState(NamedTuple):
 
 
 def to_closed_program(problem: Problem) -> Program:
-    """
-    The program, an op that reads the outputs of the step, and a marker per tensor.
+    """The program, an op that reads the outputs of the step, and a marker per tensor.
 
     As that op reads all outputs at the end, an output can be evicted before. `ops` does not count
     markers.
@@ -169,9 +91,7 @@ def to_closed_program(problem: Problem) -> Program:
     )
 
 
-def new_state(
-    problem: Problem, a: Program, max_events: int, params: MakespanMoveParams
-) -> MakespanState:
+def new_state(problem: Problem, a: Program, max_events: int, params: MoveParams) -> MakespanState:
     """State without a sequence, for up to `max_events` events of a closed program."""
     device, tensors, bytes_ = problem.device, a.size.size, to_arrays(problem).bytes
     with np.errstate(divide="ignore", invalid="ignore"):  # 0 bytes without a link
@@ -180,12 +100,12 @@ def new_state(
     linked = "transfers" in problem.beyond_recomputation
     movable = np.array(problem.movable, dtype=np.uint8) * np.uint8(linked)
     recomputable = np.array([*problem.rerunnable(problem.rematerializable), False], dtype=np.uint8)
-    produced, moves = a.producer >= 0, replace(MOVES, max_insertion=params.max_insertion)
-    evictable = produced & ((movable == 1) | ((a.evictable == 1) & (recomputable[a.producer] == 1)))
+    evictable = (a.producer >= 0) & (
+        (movable == 1) | ((a.evictable == 1) & (recomputable[a.producer] == 1))
+    )
+    search = allocate(a, max_events, params, recomputable, evictable * (a.size > 0) * 1.0)
     return MakespanState(
-        params=MakespanMoveValues(**asdict(params)),
-        search=allocate(a, max_events, moves, recomputable, evictable * (a.size > 0) * 1.0),
-        movable=movable,
+        search=search._replace(movable=movable),
         offload_us=offload_us,
         prefetch_us=prefetch_us,
         order=np.zeros(max_events, dtype=np.int32),
@@ -196,13 +116,13 @@ def new_state(
         arrival_us=np.zeros(max_events),
         offloaded=np.zeros(tensors, dtype=np.int32),
         offload=np.zeros((tensors, 7), dtype=np.int32),
-        offload_head=np.full((max_events + 1, 2), sequence.NONE, dtype=np.int32),
+        offload_head=np.full((max_events + 1, 2), c.NONE, dtype=np.int32),
         queue=np.zeros((tensors, 2), dtype=np.int64),
         sent=np.zeros(tensors, dtype=np.int32),
         sent_end_us=np.zeros(tensors),
         transfer=np.zeros((2 * max_events + 2 * tensors, 3), dtype=np.int32),
         clock=np.zeros(4),
-        flow=np.zeros(FLOW_SIZE, dtype=np.int64),
+        flow=np.zeros(mc.FLOW_SIZE, dtype=np.int64),
     )
 
 
@@ -223,12 +143,12 @@ def to_events(state: MakespanState) -> tuple[Ints, Ints]:
     last = state.search.recomputable.size - 1
     event_kinds: list[int] = []
     subjects: list[int] = []
-    transfers = iter(state.transfer[: state.flow[TRANSFER_COUNT]].tolist())
+    transfers = iter(state.transfer[: state.flow[mc.TRANSFER_COUNT]].tolist())
     transfer = next(transfers, None)
     for position, code in enumerate(current_sequence(state).tolist()):
-        while transfer is not None and transfer[BEFORE] <= position:
-            event_kinds.append(kinds[transfer[KIND]])
-            subjects.append(transfer[MOVED_TENSOR])
+        while transfer is not None and transfer[mc.BEFORE] <= position:
+            event_kinds.append(kinds[transfer[mc.KIND]])
+            subjects.append(transfer[mc.MOVED_TENSOR])
             transfer = next(transfers, None)
         if code < last:
             event_kinds.append(RUN)

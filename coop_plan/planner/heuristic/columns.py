@@ -1,0 +1,34 @@
+"""Rows and entries of the arrays of `EvictionState`."""
+
+NEVER = 1 << 40
+"""Position of a next use that does not exist."""
+
+# Entries of `EvictionState.counts`: bytes in use; events; in-place writes of the current op; last
+# stamp of a graph traversal.
+USED, EVENTS, WRITES, STAMP = range(4)
+# Lengths of lists; last position at which the pool is used; number of tensors retained though dead.
+LARGE_COUNT, SMALL_COUNT, DIRTY_COUNT, POOL_COUNT, POOL_UNTIL, RETAINED_COUNT = range(4, 10)
+# Whether the pool has small tensors; whether the heap is used; its length.
+POOL_SMALL, HEAP_ACTIVE, HEAP_COUNT = range(10, 13)
+
+# Rows of `EvictionState.tensor`: live; produced before; pins; evictable; index in `Arrays.uses` of
+# the next use; position at which an evicted tensor is needed; closure or next use out of date;
+# position of the next use.
+LIVE, MADE, PINS, EVICTABLE, SLOT, DEMAND, DIRTY, NEXT_USE = range(8)
+# Index in LARGE or SMALL; retained though dead; in DIRTY_LIST; stamp of the last traversal.
+LIST_INDEX, RETAINED, IN_DIRTY_LIST, VISITED = range(8, 12)
+# Lists of tensors: live ones from `small` bytes on, and smaller ones; those that changed since the
+# pool was filled or the heap updated.
+LARGE, SMALL, DIRTY_LIST = range(12, 15)
+# The heap (`score_heap`), with each tensor's index in it; those popped from the heap in a scan.
+HEAP, HEAP_INDEX, SET_ASIDE = range(15, 18)
+
+# Rows of `EvictionState.value`: closure cost × weight / bytes; closure cost × weight, µs; score of
+# the tensor in the heap.
+DENSITY, CLOSURE, KEY = range(3)
+
+# Rows of `EvictionState.op`: stamp of the last traversal; ops to run for the current position.
+SEEN, ORDER = range(2)
+
+# Rows of `EvictionState.pair`, the in-place writes of the current op.
+INPLACE_OUT, INPLACE_SOURCE = range(2)
