@@ -66,6 +66,14 @@ def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
         summary += f"; {made.timed} of {ops} ops have measured times"
         if made.timed < ops:
             summary += ", the others cost the bytes they move at 1 TB/s"
+        if made.times.device_us:
+            share = 100 * made.times.joined_us / made.times.device_us
+            summary += (
+                f"; {share:.1f} % of the step's device time joined"
+                f" ({made.times.joined_us:.0f} of {made.times.device_us:.0f} µs)"
+            )
+        if made.times.note:
+            summary += f"; {made.times.note}"
     return made.graph.to_json() + "\n", summary
 
 

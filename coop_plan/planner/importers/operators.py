@@ -57,6 +57,13 @@ def base_name(name: str) -> str:
     return name.rsplit("::", 1)[-1]
 
 
+def is_operator(name: str) -> bool:
+    """True for operators, False for frames around them: annotations and autograd's."""
+    return OPERATOR.match(name) is not None and not name.startswith(
+        ("autograd::", "torch::autograd")
+    )
+
+
 def mutated(node: Node) -> list[Ref]:
     """Arguments that the operator overwrites: those its schema marks, else by its trailing `_`."""
     if "!" in node.schema:
@@ -154,7 +161,7 @@ def _mark_op(call: Call, device: str) -> None:
             " not contain: record the step without torch.compile"
         )
         raise InvalidInputError(message, node.place)
-    if OPERATOR.match(node.name) is None or node.name.startswith(("autograd::", "torch::autograd")):
+    if not is_operator(node.name):
         return
     if base_name(node.name) in ALLOCATIONS or base_name(node.name) == "resize_":
         return
