@@ -80,11 +80,13 @@ def _print(found: "Explanation") -> None:
     from coop_plan.planner.inspect.explain import slopes
     from coop_plan.schemas import format_bytes
 
+    least = found.budget_lower_bound_bytes
     at = found.at_op + (f" ({found.at_source})" if found.at_source else "")
     _echo(
         f"{found.method}: peak {format_bytes(found.peak_bytes)}, overhead {found.overhead:.2%}",
         f"  resident {format_bytes(found.resident_bytes)}, arena"
         f" {format_bytes(found.arena_bytes)}, outputs outside {format_bytes(found.outside_bytes)}",
+        f"  budget at least {format_bytes(least)}  ({least} bytes), proved",
     )
     if found.holders:
         _echo("", f"At the peak, while {at} runs, the arena holds")

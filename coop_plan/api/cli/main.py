@@ -33,6 +33,7 @@ from coop_plan.api.cli.exit_codes import (
 from coop_plan.api.cli.explain import explain
 from coop_plan.api.cli.export import export
 from coop_plan.api.cli.fit import fit
+from coop_plan.api.cli.floor import floor
 from coop_plan.api.cli.import_trace import import_
 from coop_plan.api.cli.input import read_graph, read_plan
 from coop_plan.api.cli.place import place
@@ -264,6 +265,7 @@ cli.add_command(export)
 cli.add_command(calibrate)
 cli.add_command(capture)
 cli.add_command(fit)
+cli.add_command(floor)
 cli.add_command(import_)
 cli.add_command(place)
 cli.add_command(serve)
