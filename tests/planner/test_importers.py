@@ -10,6 +10,7 @@ import pytest
 from coop_plan.planner import find_faults, plan
 from coop_plan.planner.importers.graph import import_trace
 from coop_plan.planner.importers.snapshot import read_snapshot
+from coop_plan.planner.inspect.explain import explain
 from coop_plan.schemas.errors import InvalidInputError
 
 GPU = "cuda:0"
@@ -224,6 +225,22 @@ def test_a_trace_of_another_script_is_an_error(step):
         with pytest.raises(InvalidInputError, match="1 of the execution trace's 7 operators") as e:
             import_trace(step.document, kineto.document)
         assert e.value.source == "kineto"
+
+
+def test_an_op_is_in_the_scope_of_the_frames_around_it(step):
+    scopes = [op.source.split(", ")[0] for op in import_trace(step.document).graph.ops]
+    assert scopes == [
+        "aten::linear",
+        "aten::relu_",
+        "aten::sum",
+        "aten::ones_like",
+        "ReluBackward0",
+        "MmBackward0",
+        "Optimizer.step#SGD.step",
+    ]
+    graph = import_trace(step.document).graph
+    modules = explain(graph, plan(graph, "min", method="keep-all")).modules
+    assert {name for name, _ in modules} <= set(scopes)
 
 
 def test_the_last_step_of_several_is_taken(step):

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,10 @@ from coop_plan.api.cli.worker import worker
 if TYPE_CHECKING:
     from coop_plan.planner import PlanOptions, Progress
     from coop_plan.schemas import Graph, Plan
+
+
+SECONDS_A_LINE = 10
+"""Seconds between lines of progress if stderr is no terminal."""
 
 
 class DefaultGroup(click.Group):
@@ -223,10 +228,10 @@ def methods() -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator["Callable[[Progress], None] | None"]:
-    """Context with the callback of a progress line, if stderr is a terminal."""
+def _progress() -> Iterator["Callable[[Progress], None]"]:
+    """Context with the callback of a progress line; without a terminal, one each ten seconds."""
     if not sys.stderr.isatty():
-        yield None
+        yield _progress_lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -245,6 +250,21 @@ def _progress() -> Iterator["Callable[[Progress], None] | None"]:
             )
 
         yield show
+
+
+def _progress_lines() -> "Callable[[Progress], None]":
+    """Callback that prints a line if the last one, or the start, is ten seconds ago."""
+    started = printed = time.monotonic()
+
+    def show(progress: "Progress") -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= SECONDS_A_LINE:
+            printed = now
+            done = "" if progress.fraction is None else f" ({progress.fraction:.0%})"
+            click.echo(f"{now - started:.0f} s: {progress.message}{done}", err=True)
+
+    return show
 
 
 @contextlib.contextmanager

@@ -214,7 +214,7 @@ class _Builder:
                 "rng": bool(RANDOM.search(base_name(node.name))),
                 "mutates": list(dict.fromkeys(mutates)),
                 "inplace": pairs,
-                "source": f"node {node.id}",
+                "source": f"{call.scope}, node {node.id}",
             }
         )
 

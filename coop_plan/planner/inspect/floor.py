@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from coop_plan.planner.core.memory_bounds import budget_lower_bound, working_set_bound
 from coop_plan.planner.core.problem import Problem
-from coop_plan.schemas import Graph
+from coop_plan.schemas import Graph, Outputs
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Floor:
     budget_lower_bound_bytes: int
 
 
-def floor(graph: Graph, alignment: int, outputs: str) -> Floor:
+def floor(graph: Graph, alignment: int, outputs: Outputs) -> Floor:
     """The floor of every schedule of `graph`, with transfers over the graph's own link."""
     problem = Problem.from_graph(graph, alignment, outputs)
     at, working_set = working_set_bound(problem)
