@@ -170,7 +170,7 @@ class PlanOptions(Model, frozen=True, kw_only=True):
     @property
     def link(self) -> int | None:
         """Bandwidth between host and device in bytes/s; None for the graph's own."""
-        return None if self.link_ is None else parse_rate(str(self.link_))
+        return None if self.link_ is None else parse_rate(self.link_)
 
     @property
     def info(self) -> "MethodInfo":

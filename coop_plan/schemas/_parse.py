@@ -1,7 +1,9 @@
 """Parser of JSON documents into models; every failure raises `InvalidInputError`."""
 
+import gzip
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -13,6 +15,8 @@ INT64_MAX = 2**63 - 1
 """Upper limit of every size in bytes: planners store sizes in int64."""
 
 BOM = b"\xef\xbb\xbf"
+
+GZIP_START = b"\x1f\x8b"
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -56,7 +60,7 @@ def parse(model: type[M], document: str | bytes | dict[str, Any], source: str = 
         if isinstance(document, dict):
             return msgspec.convert(document, model)
         data = document.encode() if isinstance(document, str) else document
-        if data[:2] == b"\x1f\x8b":
+        if data.startswith(GZIP_START):
             raise InvalidInputError("not JSON: it is a gzip file; unpack it first", source=source)
         data = data.removeprefix(BOM)
         parsed = msgspec.json.decode(data, type=model)
@@ -82,16 +86,34 @@ def read(model: type[M], path: Path | str) -> M:
 
 
 def read_bytes(path: Path | str) -> bytes:
-    """The bytes of the file at `path`.
+    """The bytes of the file at `path`, unpacked if it is a gzip file.
 
     Raises:
         InvalidInputError: the file cannot be read.
     """
     try:
-        return Path(path).read_bytes()
+        data = Path(path).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidInputError(f"cannot be read: {reason}", source=str(path)) from None
+    return unpacked(data, str(path))
+
+
+def unpacked(data: bytes, source: str) -> bytes:
+    """
+    The content of a gzip file; other data as they are.
+
+    The size is not limited, so a service unpacks its requests elsewhere.
+
+    Raises:
+        InvalidInputError: a damaged gzip file.
+    """
+    if not data.startswith(GZIP_START):
+        return data
+    try:
+        return gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InvalidInputError(f"cannot be unpacked: {error}", source=source) from None
 
 
 _PLACE = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?")

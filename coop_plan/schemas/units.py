@@ -16,6 +16,14 @@ for _power, _prefix in enumerate("kmgtp", start=1):
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", re.ASCII)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", re.ASCII)
 
+_BITS = re.compile(
+    r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgtpKMGTP]i?)(?:b|[bB]its?)(?:/s|ps)?\s*", re.ASCII
+)
+"""A bandwidth in bits: a lower-case b, since `12gb` is a size but `12gb/s` rarely one of bytes."""
+
+LEAST_RATE = 10**6
+"""Bytes per second of the slowest link that is given without a unit."""
+
 _LONGEST = 100
 """Characters of a size at most: int and Decimal fail on thousands of digits."""
 
@@ -62,19 +70,36 @@ def parse_bytes(text: str) -> int:
     return value
 
 
-def parse_rate(text: str) -> int:
-    """Bytes per second of a bandwidth such as `25GB/s`, `12GiB/s` or `1000`.
+def parse_rate(text: str | int) -> int:
+    """Bytes per second of a bandwidth such as `25GB/s` or `12GiB/s`, or a number of them.
+
+    A text without a unit that is below 1 MB/s is taken for a forgotten unit.
 
     Raises:
-        InvalidInputError: not a size per second.
+        InvalidInputError: not a size per second, bits per second, or a forgotten unit.
     """
+    if isinstance(text, int):
+        text = f"{text}B/s"
+    bits = _BITS.fullmatch(text[:_LONGEST])
+    if bits is not None:
+        count, prefix = Decimal(bits[1]), bits[2][0].upper() + bits[2][1:]
+        raise InvalidInputError(
+            f"'{text}' is a bandwidth in bits: write {(count / 8).normalize():f}{prefix}B/s, or"
+            f" {count.normalize():f}{prefix}B/s if bytes are meant"
+        )
     try:
-        return parse_bytes(text.strip().removesuffix("/s"))
+        rate = parse_bytes(text.strip().removesuffix("/s"))
     except InvalidInputError:
         shown = text if len(text) <= _LONGEST else f"a text of {len(text)} characters"
         raise InvalidInputError(
             f"'{shown}' is not a bandwidth: write 25GB/s or plain bytes per second"
         ) from None
+    number = text.strip()
+    if 0 < rate < LEAST_RATE and number.replace(".", "", 1).isdigit():
+        raise InvalidInputError(
+            f"'{text}' is {rate} bytes per second: write {number}GB/s, or {number}B/s if meant"
+        )
+    return rate
 
 
 def parse_budget(text: str | int) -> Budget:

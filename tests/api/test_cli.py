@@ -2,21 +2,25 @@
 
 import contextlib
 import errno
+import gzip
 import io
 import json
 import os
+import pickle
 import re
 import signal
+import socket
 import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from coop_plan.api.cli.output import print_plan
-from coop_plan.planner import plan
+from coop_plan.planner import Progress, plan
 from coop_plan.schemas import (
     Compute,
     Free,
@@ -142,6 +146,11 @@ def test_a_bad_graph_ends_in_one_line_with_the_place(fault, run, folder, documen
         (["verify", "-", "-"], "only one of GRAPH and PLAN"),
         (["graph.json", "--budget", "50%", "--outputs", "nowhere"], "--outputs"),
         (["graph.json", "--budget", "50%", "--nope"], "--nope"),
+        (["graph.json", "--budget", "50%", "--link", "25"], "--link: '25' is 25 bytes per second"),
+        (
+            ["graph.json", "--budget", "50%", "--method", "optimal", "--relax"],
+            "--relax is for checkmate, not for optimal",
+        ),
         (["none.json", "--budget", "50%"], "none.json"),
         (["verify", "graph.json"], "PLAN"),
     ],
@@ -159,17 +168,108 @@ def test_a_place_that_cannot_be_written_is_refused_before_planning(place, run):
     assert "folder" in err
 
 
-@pytest.mark.parametrize("place", ["pipe", "to_pipe", "/dev/null", "", "x" * 300, "loop"])
-def test_only_a_regular_file_is_written(place, run, folder):
-    """A device or a pipe would be replaced by the file that is renamed to its name."""
-    os.mkfifo(folder / "pipe")
-    (folder / "to_pipe").symlink_to("pipe")
+@pytest.mark.parametrize("place", ["socket", "", "x" * 300, "loop", "/dev/fd/999"])
+def test_a_name_that_no_file_can_have_is_refused(place, run, folder):
+    """A socket would be replaced by the file that is renamed to its name."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
     (folder / "loop").symlink_to("loop")
     code, out, err = run("graph.json", "--budget", "100%", "-o", place)
     assert (code, out, err.count("\n")) == (1, "", 1)
+    assert (folder / "socket").is_socket()
+    assert len(list(folder.iterdir())) == 3
+
+
+@pytest.mark.parametrize("place", ["pipe", "to_pipe"])
+def test_a_pipe_is_written_to_and_read_from_as_it_is(place, run, folder):
+    os.mkfifo(folder / "pipe")
+    (folder / "to_pipe").symlink_to("pipe")
+    with ThreadPoolExecutor() as pool:
+        written = pool.submit(Path("pipe").read_bytes)
+        assert run("graph.json", "--budget", "100%", "-o", place)[0] == 0
+        assert json.loads(written.result())["steps"]
+        pool.submit(Path("pipe").write_bytes, Path("graph.json").read_bytes())
+        assert run("floor", place) == run("floor", "graph.json")
     assert (folder / "pipe").is_fifo()
-    assert not Path("/dev/null").is_file()
-    assert len(list(folder.iterdir())) == 4
+
+
+def test_open_files_and_devices_are_written_as_by_other_tools(run, folder):
+    assert run("graph.json", "--budget", "100%", "-o", "/dev/null")[0] == 0
+    assert Path("/dev/null").is_char_device()
+    with Path("log").open("wb", buffering=0) as log:
+        log.write(b"before\n")
+        assert run("graph.json", "--budget", "100%", "-o", f"/dev/fd/{log.fileno()}")[0] == 0
+        log.write(b"after\n")
+    before, made, after = Path("log").read_text().splitlines()
+    assert (before, after) == ("before", "after")
+    assert json.loads(made)["steps"]
+
+
+def test_gzip_is_read_wherever_a_graph_or_a_plan_is(run, folder, monkeypatch):
+    run("graph.json", "--budget", "100%", "-o", "plan.json")
+    for name in ("graph.json", "plan.json"):
+        Path(f"{name}.gz").write_bytes(gzip.compress(Path(name).read_bytes()))
+    assert run("verify", "graph.json.gz", "plan.json.gz")[0] == 0
+    assert load_plan("plan.json.gz") == load_plan("plan.json")
+    packed = io.BytesIO(Path("graph.json.gz").read_bytes())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(packed))
+    assert run("verify", "-", "plan.json")[0] == 0
+    Path("cut.gz").write_bytes(Path("graph.json.gz").read_bytes()[:-9])
+    code, _, err = run("cut.gz", "--budget", "100%")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "cut.gz: cannot be unpacked" in err
+
+
+FILES = {
+    "plan": (lambda: Path("made.json").read_bytes(), "a coop-plan plan"),
+    "graph": (lambda: Path("graph.json").read_bytes(), "a coop-plan graph"),
+    "trace": (lambda: b'{"nodes": []}', "an execution trace of PyTorch"),
+    "kineto": (lambda: b'{"traceEvents": [{"ph": "X", "ts": NaN}]}', "a Kineto trace"),
+    "events": (lambda: b'[{"ph": "X"}]', "a Kineto trace"),
+    "snapshot": (lambda: pickle.dumps([1]), "a pickle"),
+    "chakra": (lambda: b"\t\n\x050.0.4\x0c\x08\x02\x12\x05first", "a Chakra trace in protobuf"),
+    "tar": (lambda: gzip.compress(b"et.json".ljust(257, b"\0") + b"ustar\0"), "an archive"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_of_another_kind_is_named_for_what_it_is(kind, run, folder):
+    run("graph.json", "--budget", "100%", "-o", "made.json")
+    content, name = FILES[kind]
+    Path("file").write_bytes(content())
+    questions = [
+        ("graph", "a graph", ["file", "--budget", "50%"]),
+        ("graph", "a graph", ["verify", "file", "graph.json"]),
+        ("plan", "a plan", ["verify", "graph.json", "file"]),
+        ("trace snapshot", "an execution trace", ["import", "file", "-o", "x"]),
+        (
+            "kineto events",
+            "a Kineto trace",
+            ["import", "graph.json", "--kineto", "file", "-o", "x"],
+        ),
+    ]
+    for fitting, wanted, arguments in questions:
+        if kind not in fitting.split():
+            code, out, err = run(*arguments)
+            assert (code, out, err.count("\n")) == (2, "", 1)
+            assert f"file: {name}" in err
+            assert f", not {wanted}: " in err
+
+
+def test_progress_without_a_terminal_is_a_line_each_ten_seconds_at_most(run, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("coop_plan.api.cli.main.time.monotonic", lambda: now)
+
+    def slow(*arguments, progress, **options):
+        nonlocal now
+        for second in range(1, 26):
+            now = 100.0 + second
+            progress(Progress(f"step {second}", second / 50))
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr("coop_plan.planner.planning.plan", slow)
+    code, _, err = run("graph.json", "--budget", "100%")
+    assert (code, err.splitlines()) == (0, ["10 s: step 10 (20%)", "20 s: step 20 (40%)"])
 
 
 def test_a_link_is_followed_and_a_mode_kept(run, folder):

@@ -7,11 +7,16 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coop_plan.api.cli.export import FORMS
 from coop_plan.planner import PlanOptions, plan
 from coop_plan.planner.inspect import exports
 from coop_plan.planner.inspect.compare import compare
+from coop_plan.planner.inspect.floor import floor
+from coop_plan.schemas import load_graph
+from tests.strategies import graphs
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "graph.json")
 
@@ -24,6 +29,7 @@ def test_explain_names_what_holds_the_peak_with_its_source(run):
     assert found["holders"][0]["source"].startswith("model.0, examples/train_step.py:")
     code, out, _ = run("explain", EXAMPLE)
     assert "model.0, examples/train_step.py:" in out
+    assert "bytes), proved" in out.splitlines()[2]
 
 
 def test_explain_of_a_budget_that_cannot_be_met_names_the_blocker(run):
@@ -55,6 +61,42 @@ def test_explain_of_a_step_without_bytes(run, folder, keep):
     code, out, err = run("explain", "nothing.json")
     assert (code, err) == (0, "")
     assert "peak 0 B" in out
+
+
+def test_floor_prints_the_bound_of_the_smallest_plan_without_a_search(run, monkeypatch):
+    smallest = plan(load_graph(EXAMPLE), "min")
+
+    def search(*_, **__):
+        raise AssertionError("floor searches no plan")
+
+    monkeypatch.setattr("coop_plan.planner.planning.plan", search)
+    code, out, err = run("floor", EXAMPLE, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["budget_lower_bound_bytes"] == smallest.budget_lower_bound_bytes
+    assert found["resident_bytes"] == smallest.resident_bytes
+    assert found["op_name"] == "aten.mul.Tensor"
+    code, out, _ = run("floor", EXAMPLE)
+    assert [line.split("  ")[0] for line in out.splitlines()] == [
+        "resident",
+        "outputs",
+        "largest working set",
+        "is the proved lower bound",
+    ]
+    assert f"({found['budget_lower_bound_bytes']} bytes), proved" in out
+    assert "of op 21 (aten.mul.Tensor), examples/train_step.py:" in out
+    inside = json.loads(run("floor", EXAMPLE, "--json", "--outputs", "arena")[1])
+    assert inside["outside_bytes"] == 0 < inside["output_bytes"] == found["outside_bytes"]
+    code, _, err = run("floor", EXAMPLE, "--alignment", "3")
+    assert (code, "--alignment" in err) == (2, True)
+
+
+@given(graphs(), st.sampled_from(["outside", "arena", "gradients"]))
+def test_the_floor_is_below_every_plan(graph, outputs):
+    made = plan(graph, "min", method="keep-all", outputs=outputs, alignment=4)
+    found = floor(graph, 4, outputs)
+    assert found.budget_lower_bound_bytes == made.budget_lower_bound_bytes <= made.peak_bytes
+    assert found.resident_bytes + found.outside_bytes <= found.budget_lower_bound_bytes
 
 
 def test_show_writes_a_page_of_two_plans_or_a_picture_of_one(run, folder):

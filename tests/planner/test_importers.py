@@ -10,6 +10,7 @@ import pytest
 from coop_plan.planner import find_faults, plan
 from coop_plan.planner.importers.graph import import_trace
 from coop_plan.planner.importers.snapshot import read_snapshot
+from coop_plan.planner.inspect.explain import explain
 from coop_plan.schemas.errors import InvalidInputError
 
 GPU = "cuda:0"
@@ -105,26 +106,141 @@ def test_ops_are_what_does_work_and_storages_are_followed(step):
     assert not find_faults(graph, made)
 
 
-def test_times_are_those_of_the_kernels_below_an_op(step):
-    def kineto(shift, repeats=1):
-        events = []
-        for run in range(repeats):
-            for node in step.nodes:
-                number = node["attrs"][0]["value"] + shift + 1000 * run
-                head = {"ph": "X", "name": node["name"], "ts": number, "dur": 9}
-                events.append(head | {"cat": "cpu_op", "args": {"External id": number}})
-                if node["name"] == "aten::mm":
-                    kernel = {"cat": "kernel", "args": {"External id": number}}
-                    events.append(head | {"name": "gemm", "dur": 3 + 2 * run} | kernel)
-        return {"traceEvents": events}
+class Kineto:
+    """A Kineto trace of runs of a step: spans nested as its nodes, kernels of 3 µs, 5 µs, ..."""
 
-    def costs(document):
-        found = import_trace(step.document, document)
-        assert found.timed == len(found.graph.ops)
-        return [op.cost_us for op in found.graph.ops if op.name == "aten::mm"]
+    def __init__(self, step, runs=1, shift=0, newer=False, thread=7, kernels=("aten::mm",)):
+        self.events = []
+        children = {}
+        for node in step.nodes:
+            children.setdefault(node["ctrl_deps"], []).append(node)
+        self.clock, self.correlation = 1e15, 5  # in the range of the operators' numbers
 
-    assert costs(kineto(0)) == costs(kineto(1)) == [3, 3]
-    assert costs(kineto(500, repeats=3)) == [5, 5]  # another run, of three steps
+        def visit(node, run):
+            begin, self.clock = self.clock, self.clock + 2
+            number = node["attrs"][0]["value"] + shift + 1000 * run
+            if node["name"] in kernels:
+                self.launch(3 + 2 * run, number if newer else None, thread)
+            for child in children.get(node["id"], ()):
+                visit(child, run)
+            arguments = {"External id": number}
+            self.add("cpu_op", node["name"], begin, self.clock - begin, arguments)
+            self.clock += 1
+
+        for run in range(runs):
+            for node in children[1]:
+                visit(node, run)
+        Random(0).shuffle(self.events)
+
+    def add(self, kind, name, begin, duration, arguments, thread=7):
+        event = {"ph": "X", "cat": kind, "name": name, "pid": 1, "tid": thread}
+        self.events.append(event | {"ts": begin, "dur": duration, "args": arguments})
+
+    def launch(self, duration, external, thread=7):
+        self.correlation += 1
+        numbers = {"correlation": self.correlation, "External id": self.correlation}
+        if thread:
+            self.add("cuda_runtime", "cudaLaunchKernel", self.clock, 1, numbers, thread)
+        if external is not None:
+            numbers["External id"] = external
+        self.add("kernel", "gemm", self.clock + 500, duration, numbers, 99)
+        self.clock += 2
+
+    @property
+    def document(self):
+        return {"traceEvents": self.events}
+
+
+def mm_costs(step, kineto):
+    found = import_trace(step.document, kineto.document)
+    assert found.timed == sum(op.name == "aten::mm" for op in found.graph.ops) == 2
+    assert found.times.joined_us == found.times.device_us > 0
+    return [op.cost_us for op in found.graph.ops if op.name == "aten::mm"]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+@pytest.mark.parametrize("shift", [0, 1, 500])
+def test_a_kernel_is_that_of_the_op_around_its_launch(step, newer, shift):
+    """The External id is the correlation in older traces, and the operator's in newer ones."""
+    assert mm_costs(step, Kineto(step, shift=shift, newer=newer)) == [3, 3]
+    assert mm_costs(step, Kineto(step, 3, shift + 500, newer)) == [5, 5]  # median of 3, 5 and 7
+
+
+@pytest.mark.parametrize("thread", [None, 8])
+def test_without_a_launch_in_an_operator_the_external_id_joins_and_is_named(step, thread):
+    kineto = Kineto(step, newer=True, thread=thread)
+    assert mm_costs(step, kineto) == [3, 3]
+    note = import_trace(step.document, kineto.document).times.note
+    assert "2 of 2 kernels joined by External id" in note
+
+
+def test_steps_of_another_kind_do_not_spoil_the_order_of_names(step):
+    """The first step of a trace often differs: its gradients are not zeroed."""
+    kineto = Kineto(step, 3, shift=500)
+    kineto.events += [
+        event | {"ts": event["ts"] - 1e6, "args": {"External id": 0}}
+        for event in Kineto(step, 1).events
+        if event["cat"] == "cpu_op" and event["name"] not in ("aten::fill_", "aten::ones_like")
+    ]
+    assert mm_costs(step, kineto) == [5, 5]
+
+
+def test_a_kernel_of_an_operator_around_an_op_is_the_ops(step):
+    [first, second] = mm_costs(step, Kineto(step, kernels=("aten::mm", "aten::linear")))
+    assert (first, second) == (6, 3)
+
+
+def test_an_op_without_a_kernel_is_not_measured(step):
+    found = import_trace(step.document, Kineto(step).document)
+    known = dict(zip([op.name for op in found.graph.ops], found.times.micros, strict=True))
+    assert known["aten::sum"] is None
+    assert found.graph.ops[2].cost_us == (1024 + 4) / 1e6  # of its bytes
+    on_host = import_trace(step.document, Kineto(step, kernels=()).document)
+    assert on_host.timed == len(on_host.graph.ops)
+    assert "the trace has no kernels" in on_host.times.note
+
+
+def test_less_than_half_of_the_device_time_is_an_error(step):
+    kineto = Kineto(step)
+    kineto.clock = 1e15 + 10
+    kineto.launch(5.9, None, thread=8)
+    found = import_trace(step.document, kineto.document).times
+    assert (found.joined_us, found.device_us) == (6, 11.9)
+    assert "launched in no scope" in found.note
+    kineto.launch(0.2, None, thread=8)
+    with pytest.raises(
+        InvalidInputError, match="of the step's 12 µs on the device, 6 are"
+    ) as caught:
+        import_trace(step.document, kineto.document)
+    assert (caught.value.source, caught.value.pointer) == ("kineto", "/traceEvents")
+
+
+def test_a_trace_of_another_script_is_an_error(step):
+    other = Trace()
+    for _ in range(3):
+        other.add("aten::mm")
+        other.add("aten::relu")
+        other.add("aten::sum")
+    for kineto in (Kineto(other), Kineto(other, kernels=())):
+        with pytest.raises(InvalidInputError, match="1 of the execution trace's 7 operators") as e:
+            import_trace(step.document, kineto.document)
+        assert e.value.source == "kineto"
+
+
+def test_an_op_is_in_the_scope_of_the_frames_around_it(step):
+    scopes = [op.source.split(", ")[0] for op in import_trace(step.document).graph.ops]
+    assert scopes == [
+        "aten::linear",
+        "aten::relu_",
+        "aten::sum",
+        "aten::ones_like",
+        "ReluBackward0",
+        "MmBackward0",
+        "Optimizer.step#SGD.step",
+    ]
+    graph = import_trace(step.document).graph
+    modules = explain(graph, plan(graph, "min", method="keep-all")).modules
+    assert {name for name, _ in modules} <= set(scopes)
 
 
 def test_the_last_step_of_several_is_taken(step):
@@ -214,8 +330,7 @@ def damaged(document, random):
 @pytest.mark.parametrize("seed", range(300))
 def test_what_is_damaged_is_a_fault_with_a_place_or_does_not_matter(step, seed):
     random = Random(seed)
-    event = {"ph": "X", "cat": "cpu_op", "ts": 1, "dur": 9, "name": "aten::mm"}
-    kineto = {"traceEvents": [event | {"args": {"External id": number}} for number in (3, 4)]}
+    kineto = Kineto(step).document
     document, times = step.document, kineto
     if random.random() < 0.7:
         document = damaged(document, random)

@@ -86,10 +86,29 @@ def test_the_message_says_what_to_write():
 
 def test_rates():
     """Sizes per second; what is none is named."""
-    assert [parse_rate(text) for text in ("25GB/s", " 2 GiB/s", "7")] == [25 * 10**9, 2 << 30, 7]
+    texts = ("25GB/s", " 2 GiB/s", "7B/s", 7, "5000000", "0", "25gB")
+    rates = [25 * 10**9, 2 << 30, 7, 7, 5 * 10**6, 0, 25 * 10**9]
+    assert [parse_rate(text) for text in texts] == rates
     for text in ("fast", "25GB/h", "-1", "9" * 200):
         with pytest.raises(InvalidInputError, match="is not a bandwidth: write 25GB/s"):
             parse_rate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("25", "'25' is 25 bytes per second: write 25GB/s, or 25B/s if meant"),
+        ("2.5", "write 2.5GB/s"),
+        ("25Gb/s", "in bits: write 3.125GB/s, or 25GB/s if bytes are meant"),
+        ("100 gbps", "write 12.5GB/s"),
+        ("800Mbit/s", "write 100MB/s"),
+        ("8Gibit", "write 1GiB/s"),
+    ],
+)
+def test_a_rate_that_is_rarely_meant_is_refused_with_both_readings(text, said):
+    with pytest.raises(InvalidInputError) as caught:
+        parse_rate(text)
+    assert said in str(caught.value)
 
 
 @given(st.text(max_size=12) | st.from_regex(r"[0-9.]{1,6} ?[kmgtpib%]{0,3}", fullmatch=True))

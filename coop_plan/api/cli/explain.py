@@ -88,12 +88,14 @@ def _print(found: "Explanation") -> None:
             count, size = found.omitted[name]
             _echo(f"  {format_bytes(size):>11}  in {count:,} more")
 
+    least = found.budget_lower_bound_bytes
     parts = {f"{kind}s": size for kind, size in found.residents.items()}
     parts |= {"arena": found.arena_bytes, "outputs outside it": found.outside_bytes}
     _echo(
         f"{found.method}: peak {format_bytes(found.peak_bytes)}, overhead {found.overhead:.2%}",
         f"  first at step {found.peak_moment}, {at(found.peak_op, found.peak_source)}",
         *(f"  {format_bytes(size):>11}  {name}" for name, size in parts.items() if size),
+        f"  {format_bytes(least):>11}  is the proved lower bound on any budget ({least} bytes)",
     )
     if found.holders:
         full = f"{format_bytes(found.live_bytes)} of {format_bytes(found.arena_bytes)}"

@@ -1,17 +1,13 @@
 """`coop-plan import`: a trace or memory snapshot of PyTorch as a graph or as buffers."""
 
-import gzip
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
 import click
 
+from coop_plan.api.cli.input import read_input
 from coop_plan.schemas.errors import InvalidInputError
-
-PICKLE_START = b"\x80"
-"""First byte of pickles of protocol 2 or later, and of no JSON."""
 
 
 @click.command("import", short_help="Convert a recorded step into a graph.")
@@ -27,10 +23,11 @@ def import_(trace: str, kineto: str | None, output: str) -> None:
     of its last complete step, with the op times of --kineto. A memory snapshot
     (torch.cuda.memory._dump_snapshot) becomes a CSV file of buffers for `coop-plan place`.
     """
+    from coop_plan.api.cli.file_kinds import PICKLE_START
     from coop_plan.api.cli.output import check_writable, write_whole
 
     check_writable(output)
-    data = _read(trace)
+    data, trace = read_input(trace)
     if data.startswith(PICKLE_START):
         if kineto is not None:
             raise click.UsageError(
@@ -47,15 +44,22 @@ def import_(trace: str, kineto: str | None, output: str) -> None:
 
 
 def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
+    from coop_plan.api.cli.file_kinds import check_kind
     from coop_plan.planner.importers.graph import import_trace
 
-    times = None if kineto is None else _json(_read(kineto), kineto) or {}
+    times = None
+    if kineto is not None:
+        times_data, kineto = read_input(kineto)
+        check_kind(times_data, kineto, "Kineto trace")
+        times = _json(times_data, kineto) or {}
     try:
         name = Path(source).name.encode(errors="replace").decode()  # files may have any bytes
         made = import_trace(_json(data, source), times, name)
     except InvalidInputError as error:
-        origin = kineto if error.source == "kineto" and kineto else source
-        raise InvalidInputError(error.message, error.pointer, origin) from None
+        if error.source == "kineto" and kineto:
+            raise InvalidInputError(error.message, error.pointer, kineto) from None
+        check_kind(data, source, "execution trace")
+        raise InvalidInputError(error.message, error.pointer, source) from None
     ops = len(made.graph.ops)
     summary = f"{ops} ops, {len(made.graph.tensors)} tensors"
     if made.steps > 1:
@@ -66,6 +70,14 @@ def _graph(data: bytes, source: str, kineto: str | None) -> tuple[str, str]:
         summary += f"; {made.timed} of {ops} ops have measured times"
         if made.timed < ops:
             summary += ", the others cost the bytes they move at 1 TB/s"
+        if made.times.device_us:
+            share = 100 * made.times.joined_us / made.times.device_us
+            summary += (
+                f"; {share:.1f} % of the step's device time joined"
+                f" ({made.times.joined_us:.0f} of {made.times.device_us:.0f} µs)"
+            )
+        if made.times.note:
+            summary += f"; {made.times.note}"
     return made.graph.to_json() + "\n", summary
 
 
@@ -87,16 +99,6 @@ def _buffers(data: bytes, source: str) -> tuple[str, str]:
         f"{len(ids)} buffers of device {found.device}, at most {live} live; {reserved} reserved"
     )
     return write_buffers(buffers, None), summary
-
-
-def _read(path: str) -> bytes:
-    from coop_plan.schemas._parse import read_bytes
-
-    data = read_bytes(path)
-    try:
-        return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-    except (OSError, EOFError, zlib.error) as error:
-        raise InvalidInputError(f"cannot be read: {error}", source=path) from None
 
 
 def _json(data: bytes, source: str) -> Any:

@@ -1,9 +1,10 @@
-"""Input documents of the commands: files, or - for stdin."""
+"""Input documents of the commands: files, or - for stdin; gzip is unpacked."""
 
 import sys
 from typing import TYPE_CHECKING
 
 from coop_plan.api.cli.exit_codes import EXIT_INVALID, fail
+from coop_plan.schemas.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from coop_plan.schemas import Graph, Plan
@@ -11,16 +12,32 @@ if TYPE_CHECKING:
 
 def read_graph(source: str) -> "Graph":
     """The graph in a file."""
-    from coop_plan.schemas import load_graph, parse_graph
+    from coop_plan.schemas import parse_graph
 
-    return parse_graph(stdin(), "stdin") if source == "-" else load_graph(source)
+    data, name = read_input(source)
+    try:
+        return parse_graph(data, name)
+    except InvalidInputError:
+        _check_kind(data, name, "graph")
+        raise
 
 
 def read_plan(source: str) -> "Plan":
     """The plan in a file."""
-    from coop_plan.schemas import load_plan, parse_plan
+    from coop_plan.schemas import parse_plan
 
-    return parse_plan(stdin(), "stdin") if source == "-" else load_plan(source)
+    data, name = read_input(source)
+    try:
+        return parse_plan(data, name)
+    except InvalidInputError:
+        _check_kind(data, name, "plan")
+        raise
+
+
+def _check_kind(data: bytes, name: str, wanted: str) -> None:
+    from coop_plan.api.cli.file_kinds import check_kind
+
+    check_kind(data, name, wanted)
 
 
 def read_valid_plan(graph: "Graph", source: str) -> "Plan":
@@ -33,8 +50,12 @@ def read_valid_plan(graph: "Graph", source: str) -> "Plan":
     return plan
 
 
-def stdin() -> bytes:
-    """The bytes of stdin; exits if it is closed."""
+def read_input(source: str) -> tuple[bytes, str]:
+    """The unpacked bytes of a file or of stdin, and its name in errors."""
+    from coop_plan.schemas._parse import read_bytes, unpacked
+
+    if source != "-":
+        return read_bytes(source), source
     if sys.stdin is None:
         fail("stdin cannot be read: it is closed", EXIT_INVALID)
-    return sys.stdin.buffer.read()
+    return unpacked(sys.stdin.buffer.read(), "stdin"), "stdin"

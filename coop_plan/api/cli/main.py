@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ from coop_plan.api.cli.exit_codes import (
 from coop_plan.api.cli.explain import explain
 from coop_plan.api.cli.export import export
 from coop_plan.api.cli.fit import fit
+from coop_plan.api.cli.floor import floor
 from coop_plan.api.cli.import_trace import import_
 from coop_plan.api.cli.input import read_graph, read_plan
 from coop_plan.api.cli.place import place
@@ -45,6 +47,10 @@ from coop_plan.api.cli.worker import worker
 if TYPE_CHECKING:
     from coop_plan.planner import PlanOptions, Progress
     from coop_plan.schemas import Graph, Plan
+
+
+SECONDS_A_LINE = 10
+"""Seconds between lines of progress if stderr is no terminal."""
 
 
 class DefaultGroup(click.Group):
@@ -216,10 +222,10 @@ def methods() -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator["Callable[[Progress], None] | None"]:
-    """Context with the callback of a progress line, if stderr is a terminal."""
+def _progress() -> Iterator["Callable[[Progress], None]"]:
+    """Context with the callback of a progress line; without a terminal, one each ten seconds."""
     if not sys.stderr.isatty():
-        yield None
+        yield _progress_lines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -240,6 +246,21 @@ def _progress() -> Iterator["Callable[[Progress], None] | None"]:
         yield show
 
 
+def _progress_lines() -> "Callable[[Progress], None]":
+    """Callback that prints a line if the last one, or the start, is ten seconds ago."""
+    started = printed = time.monotonic()
+
+    def show(progress: "Progress") -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= SECONDS_A_LINE:
+            printed = now
+            done = "" if progress.fraction is None else f" ({progress.fraction:.0%})"
+            click.echo(f"{now - started:.0f} s: {progress.message}{done}", err=True)
+
+    return show
+
+
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
     """Context without cyclic garbage collection: a plan has many thousand objects and no cycle."""
@@ -252,7 +273,7 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-for _command in (compare, explain, export, calibrate, capture, fit, import_):
+for _command in (compare, explain, export, calibrate, capture, fit, floor, import_):
     cli.add_command(_command)
 for _command in (place, serve, show, token, worker):
     cli.add_command(_command)

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 
@@ -21,22 +22,28 @@ def check_writable(target: str | None) -> None:
     """Check that an output file can be written, before planning.
 
     Raises:
-        OutputError: the folder is missing, the file is not a regular one, or permission is missing.
+        OutputError: the folder is missing, the target is a folder or a disk, or permission is
+            missing.
     """
-    if target is not None and target != "-":
+    if target is not None and target != "-" and not _streams(target):
         _regular(target)
 
 
 def write_whole(target: str, content: str | bytes) -> None:
     """Write a file atomically: an interruption leaves the old file or none.
 
-    A link is followed, and an existing file keeps its mode.
+    A link is followed, and an existing file keeps its mode. A pipe, a terminal or /dev/null is
+    written to as it is, and /dev/fd/N after what was written to it before.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    path = _regular(target)
     data = content.encode() if isinstance(content, str) else content
+    if _streams(target):
+        with _os_errors(target), _open_stream(target) as stream:
+            stream.write(data)
+        return
+    path = _regular(target)
     with _os_errors(target), _temporary(path) as temporary:
         temporary.write_bytes(data)
         if path.exists():
@@ -44,10 +51,33 @@ def write_whole(target: str, content: str | bytes) -> None:
         temporary.replace(path)
 
 
+_DESCRIPTOR = re.compile(r"/dev/fd/(\d+)|/proc/self/fd/(\d+)|/dev/std(?:(out)|err)")
+"""Names of the process's own open files, as of process substitution: `>(gzip)`."""
+
+
+def _streams(target: str) -> bool:
+    """True for an open file of the process, and for a pipe or a character device."""
+    if _DESCRIPTOR.fullmatch(target):
+        return True
+    try:
+        mode = Path(target).stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
+
+
+def _open_stream(target: str) -> IO[bytes]:
+    found = _DESCRIPTOR.fullmatch(target)
+    if found is None:
+        return Path(target).open("wb", buffering=0)
+    number = found[1] or found[2] or (1 if found[3] else 2)
+    return os.fdopen(os.dup(int(number)), "wb")  # a second open would begin at the file's start
+
+
 def _regular(target: str) -> Path:
     """The path of `target`, an existing regular file or a new one in an existing folder.
 
-    Renaming the temporary file would replace a device or a pipe, so these are refused.
+    Renaming the temporary file would replace a disk or a socket, so these are refused.
     """
     if not target:
         raise OutputError("the name of the output file is empty")

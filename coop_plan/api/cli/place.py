@@ -4,9 +4,8 @@ import click
 
 from coop_plan.api.cli.buffers_csv import read_buffers, write_buffers
 from coop_plan.api.cli.exit_codes import EXIT_INFEASIBLE, EXIT_TIME, fail
-from coop_plan.api.cli.input import stdin
+from coop_plan.api.cli.input import read_input
 from coop_plan.api.cli.types import Seconds
-from coop_plan.schemas._parse import read_bytes
 from coop_plan.schemas.errors import InvalidInputError
 
 ALIGNMENT_LIMIT = 1 << 40
@@ -70,8 +69,8 @@ def place(
     check_writable(output)
     check_drawable(plot)
     limit = None if capacity is None else parse_bytes(capacity)
-    source = "stdin" if buffers == "-" else buffers
-    given = read_buffers(_read(buffers, source), source, alignment)
+    data, source = read_input(buffers)
+    given = read_buffers(_text(data, source), source, alignment)
     try:
         made = find_offsets(
             given.lower,
@@ -111,8 +110,7 @@ def place(
     click.echo(f"time         {made.seconds:.2f} s")
 
 
-def _read(path: str, source: str) -> str:
-    data = stdin() if path == "-" else read_bytes(path)
+def _text(data: bytes, source: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:

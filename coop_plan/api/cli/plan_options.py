@@ -75,7 +75,13 @@ def parse_plan_options(
     Raises:
         InvalidInputError: naming the field by a pointer (`/budget`).
     """
+    from coop_plan.planner.registry import METHODS
+
     off = (*ablate, *([RELAX] if relax else []))
+    method = METHODS.get(values.get("method", ""))
+    if relax and method is not None and RELAX not in method.switches:
+        able = ", ".join(info.name for info in METHODS.values() if RELAX in info.switches)
+        raise click.UsageError(f"--relax is for {able}, not for {method.name}")
     return PlanOptions.of({**values, SWITCHES: dict.fromkeys(off, False)})
 
 

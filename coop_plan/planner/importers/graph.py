@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from coop_plan.planner.importers.kineto import KinetoTimes
+from coop_plan.planner.importers.kineto import KinetoTimes, Measured
 from coop_plan.planner.importers.nodes import Node, Ref, read_nodes
 from coop_plan.planner.importers.operators import (
     ALLOCATIONS,
@@ -38,12 +38,17 @@ BYTES_PER_US = 1e6
 
 @dataclass(frozen=True)
 class Imported:
-    """A graph, and how many of its ops have a measured time."""
+    """A graph and the measured times of its ops."""
 
     graph: Graph
-    timed: int
+    times: Measured
     steps: int
     """Steps in the trace; the graph is that of the last complete one."""
+
+    @property
+    def timed(self) -> int:
+        """Number of ops with a measured time."""
+        return sum(micros is not None for micros in self.times.micros)
 
 
 @dataclass
@@ -61,9 +66,9 @@ def import_trace(document: Any, kineto: Any = None, name: str = "") -> Imported:
     """
     The graph of a decoded execution trace of one training step.
 
-    Costs in µs are those of the decoded `kineto` trace. The cost of an op without an event there is
-    that of its input and output bytes at a terabyte per second. Accumulated gradients and the loss
-    that the backward starts from are the outputs of the step.
+    Costs in µs are those of the decoded `kineto` trace. An op without an event there, or without a
+    kernel if there are any, costs its input and output bytes at a terabyte per second. Accumulated
+    gradients and the loss that the backward starts from are the outputs of the step.
 
     Raises:
         InvalidInputError: the first fault and its JSON pointer in `document`; for a fault of
@@ -77,19 +82,13 @@ def import_trace(document: Any, kineto: Any = None, name: str = "") -> Imported:
     ops = [call for call in order if call.is_op]
     if not ops:
         raise InvalidInputError(f"the last step has no operator on {device}", "/nodes")
-    times: list[float | None] = [None] * len(ops)
+    times = Measured([None] * len(ops))
     if kineto is not None:
         try:
-            times = KinetoTimes(kineto).of(calls, ops)
-            if all(micros is None for micros in times):
-                raise InvalidInputError(
-                    "none of its operators is in the execution trace: give the Kineto trace of the"
-                    " same script",
-                    "/traceEvents",
-                )
+            times = KinetoTimes(kineto).of(calls, ops, device)
         except InvalidInputError as error:
             raise InvalidInputError(error.message, error.pointer, "kineto") from None
-    cost = {call.node.id: micros for call, micros in zip(ops, times, strict=True)}
+    cost = {call.node.id: micros for call, micros in zip(ops, times.micros, strict=True)}
     builder = _Builder(device, lambda call: cost[call.node.id])
     for call in order:
         builder.visit(call)
@@ -100,9 +99,8 @@ def import_trace(document: Any, kineto: Any = None, name: str = "") -> Imported:
         "tensors": builder.finished_tensors(),
         "ops": builder.ops,
     }
-    timed = sum(micros is not None for micros in times)
     try:
-        return Imported(parse_graph(graph), timed, steps)
+        return Imported(parse_graph(graph), times, steps)
     except InvalidInputError as error:  # its pointer is into the graph, not into the trace
         message = f"the trace does not give a valid graph: {error.message}"
         raise InvalidInputError(message, "/nodes") from None
@@ -216,7 +214,7 @@ class _Builder:
                 "rng": bool(RANDOM.search(base_name(node.name))),
                 "mutates": list(dict.fromkeys(mutates)),
                 "inplace": pairs,
-                "source": f"node {node.id}",
+                "source": f"{call.scope}, node {node.id}",
             }
         )
 

@@ -40,6 +40,19 @@ class Call:
     reads: set[Storage] = field(default_factory=set)
     writes: set[Storage] = field(default_factory=set)
     is_op: bool = False
+    parent: "Call | None" = field(default=None, repr=False)
+
+    @property
+    def scope(self) -> str:
+        """Path of the frames and operators around the call; without any, its own name."""
+        names: list[str] = []
+        call = self.parent
+        while call is not None:
+            name = call.node.name.removeprefix("autograd::engine::evaluate_function: ")
+            if not name.startswith(("[pytorch|", "ProfilerStep#")) and names[-1:] != [name]:
+                names.append(name)
+            call = call.parent
+        return "/".join(reversed(names or [self.node.name])).replace(", ", ",")
 
     @property
     def subtree(self) -> "list[Call]":
@@ -55,6 +68,13 @@ class Call:
 def base_name(name: str) -> str:
     """The name without its library: `add_` of `aten::add_`."""
     return name.rsplit("::", 1)[-1]
+
+
+def is_operator(name: str) -> bool:
+    """True for operators, False for frames around them: annotations and autograd's."""
+    return OPERATOR.match(name) is not None and not name.startswith(
+        ("autograd::", "torch::autograd")
+    )
 
 
 def mutated(node: Node) -> list[Ref]:
@@ -92,7 +112,7 @@ def operators(nodes: list[Node], device: str) -> list[Call]:
     calls: dict[int, Call] = {}
     for node in nodes:
         parent = calls.get(node.parent)
-        call = calls[node.id] = Call(node, _phase(node, parent))
+        call = calls[node.id] = Call(node, _phase(node, parent), parent=parent)
         if parent is not None:
             parent.children.append(call)
     for node in reversed(nodes):
@@ -154,7 +174,7 @@ def _mark_op(call: Call, device: str) -> None:
             " not contain: record the step without torch.compile"
         )
         raise InvalidInputError(message, node.place)
-    if OPERATOR.match(node.name) is None or node.name.startswith(("autograd::", "torch::autograd")):
+    if not is_operator(node.name):
         return
     if base_name(node.name) in ALLOCATIONS or base_name(node.name) == "resize_":
         return

@@ -11,7 +11,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError, TimeLimitError
-from coop_plan.planner.core.memory_bounds import largest_working_set
+from coop_plan.planner.core.memory_bounds import budget_lower_bound, largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.inspect.advice import advice
 from coop_plan.planner.inspect.buffers import PlanView, Rectangle, replay_plan
@@ -106,6 +106,7 @@ class Explanation:
     outside_bytes: int
     arena_bytes: int
     live_bytes: int
+    budget_lower_bound_bytes: int
     at_op: str
     at_source: str
     overhead: float
@@ -152,6 +153,7 @@ def explain(graph: Graph, made: Plan, prices: Sequence[Price] = (), top: int = 5
         outside_bytes=max(view.outside, default=0),
         arena_bytes=made.arena_bytes,
         live_bytes=max(view.live, default=0),
+        budget_lower_bound_bytes=budget_lower_bound(problem),
         at_op=_op(graph, at),
         at_source=_source(graph, at),
         overhead=made.overhead,

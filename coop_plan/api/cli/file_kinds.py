@@ -1,0 +1,81 @@
+"""Kinds of files that the commands are given, and the command that each kind is for."""
+
+import json
+import re
+from typing import Any
+
+from coop_plan.schemas.errors import InvalidInputError
+
+PICKLE_START = b"\x80"
+"""First byte of pickles of protocol 2 or later, and of no JSON."""
+
+CHAKRA = re.compile(rb"[\x05-\x7f]\n[\x03-\x7f]\d+\.\d+")
+"""Start of a Chakra trace: the length of its metadata, and the version as their first field."""
+
+KINDS = {
+    "graph": (
+        "a coop-plan graph",
+        "plan it by `coop-plan FILE --budget SIZE`",
+    ),
+    "plan": ("a coop-plan plan", "it follows GRAPH, as in `coop-plan verify GRAPH PLAN`"),
+    "execution trace": (
+        "an execution trace of PyTorch",
+        "convert it by `coop-plan import TRACE -o model.json`",
+    ),
+    "Kineto trace": (
+        "a Kineto trace, which has times and no tensors",
+        "give it beside an execution trace: `coop-plan import TRACE --kineto FILE`",
+    ),
+    "memory snapshot": (
+        "a pickle",
+        "convert a memory snapshot by `coop-plan import FILE -o buffers.csv`",
+    ),
+    "Chakra trace": (
+        "a Chakra trace in protobuf",
+        "give the JSON file of torch.profiler.ExecutionTraceObserver that it was converted from",
+    ),
+    "archive": ("an archive", "unpack it and give one of its files"),
+}
+"""By kind its noun, and the remedy."""
+
+
+def check_kind(data: bytes, source: str, *wanted: str) -> None:
+    """
+    Check that a file which cannot be read is of one of the kinds `wanted`, or of no known one.
+
+    Raises:
+        InvalidInputError: the file's kind, and what to do.
+    """
+    kind = _kind(data)
+    if kind and kind not in wanted:
+        noun, remedy = KINDS[kind]
+        first = "an" if wanted[0][0] in "aeiou" else "a"
+        raise InvalidInputError(f"{noun}, not {first} {wanted[0]}: {remedy}", source=source)
+
+
+def _kind(data: bytes) -> str:
+    if data.startswith(PICKLE_START):
+        return "memory snapshot"
+    if data[257:262] == b"ustar" or data.startswith(b"PK\x03\x04"):
+        return "archive"
+    if CHAKRA.match(data):
+        return "Chakra trace"
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        return ""
+    return _kind_of_json(document)
+
+
+def _kind_of_json(document: Any) -> str:
+    if isinstance(document, list):
+        events = [event for event in document[:10] if isinstance(event, dict)]
+        return "Kineto trace" if any("ph" in event for event in events) else ""
+    if not isinstance(document, dict):
+        return ""
+    for kind in ("graph", "plan"):
+        if str(document.get("schema")).startswith(f"coop-plan/{kind}/"):
+            return kind
+    if isinstance(document.get("traceEvents"), list):
+        return "Kineto trace"
+    return "execution trace" if isinstance(document.get("nodes"), list) else ""
