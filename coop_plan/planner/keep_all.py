@@ -1,16 +1,50 @@
 """Keep-everything: each tensor is resident until its last use; only placement is planned."""
 
+from dataclasses import replace
+
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
+from coop_plan.planner.exact.model.variants import restore_variants, without_pairs
 from coop_plan.planner.method import Request, Solution
-from coop_plan.planner.placement.layout import lay_out
+from coop_plan.planner.placement.layout import WORK, Layout, lay_out
+
+MAX_OPS_APART = 2000
+"""Ops up to which keep-everything is also laid out without in-place pairs."""
 
 
 def keep_all_schedule(problem: Problem) -> Schedule:
     """The schedule of every op once, in program order and in its default variant."""
     return Schedule.of(problem, range(problem.op_count))
+
+
+def lay_out_everything(
+    problem: Problem,
+    capacity: int | None = None,
+    *,
+    work: int = WORK,
+    order_hint: Ints | None = None,
+) -> Layout:
+    """
+    The layout of keep-everything; arguments as for `lay_out`.
+
+    A pair that shares one address is harder to place, so the layout without pairs may be smaller.
+    """
+    layout = lay_out(keep_all_schedule(problem), capacity, work=work, order_hint=order_hint)
+    placement = layout.placement
+    if placement.fits or placement.optimal:
+        return layout
+    alone = without_pairs(problem, MAX_OPS_APART)
+    if alone is None:
+        return layout
+    apart = lay_out(keep_all_schedule(alone), capacity, work=work, order_hint=order_hint)
+    bound = min(placement.lower_bound, apart.placement.lower_bound)
+    if apart.placement.peak < placement.peak:
+        restored = restore_variants(problem, range(problem.op_count), apart.placed)
+        layout = Layout(restored, apart.placement)
+    return layout._replace(placement=replace(layout.placement, lower_bound=bound))
 
 
 def keep_all_solution(placed: PlacedSchedule) -> Solution:
@@ -23,7 +57,7 @@ def keep_all_solution(placed: PlacedSchedule) -> Solution:
 
 def solve_keep_all(problem: Problem, request: Request) -> Solution:
     """The placed keep-everything schedule; raises `DoesNotFitError` if it exceeds the arena."""
-    placed, _ = lay_out(keep_all_schedule(problem), request.arena_bytes)
+    placed, _ = lay_out_everything(problem, request.arena_bytes)
     if placed.arena_bytes > request.arena_bytes:
         raise DoesNotFitError(largest_working_set(problem).op)
     return keep_all_solution(placed)

@@ -20,11 +20,11 @@ from coop_plan.planner.core.memory_bounds import (
 )
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
-from coop_plan.planner.exact.model.variants import restore_variants, without_variants
-from coop_plan.planner.keep_all import keep_all_schedule, keep_all_solution
+from coop_plan.planner.exact.model.variants import restore_variants, without_pairs, without_variants
+from coop_plan.planner.keep_all import keep_all_solution, lay_out_everything
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import PlanOptions
-from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
+from coop_plan.planner.placement.layout import WORK, lay_out_host
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph, Plan
 
@@ -55,7 +55,39 @@ class _Task:
         return (working_set_bound if self.method.variants else largest_working_set)(self.problem)
 
     def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
-        """The method's solution within `arena` bytes; raises `DoesNotFitError`."""
+        """
+        The method's solution within `arena` bytes; raises `DoesNotFitError`.
+
+        In-place pairs are a choice, but a method without a deadline may do worse with them. On
+        small graphs it also plans without them, and the cheaper solution is taken.
+        """
+        problem, mine, failed = self.problem, None, None
+        try:
+            mine = self._solve(arena, any_schedule)
+        except DoesNotFitError as error:
+            failed = error
+        done = mine is not None and (any_schedule or mine.status == "optimal")
+        alone = None
+        if not (done or self.method.anytime or self.request.deadline is not None):
+            alone = without_pairs(problem, SMALL_PROBLEM_OPS)
+        if alone is not None:
+            with contextlib.suppress(DoesNotFitError):
+                apart = replace(self, problem=alone)._solve(arena, any_schedule)
+                if mine is None or apart.placed.cost_us < mine.placed.cost_us:
+                    placed = restore_variants(problem, range(len(problem.variants)), apart.placed)
+                    mine = replace(
+                        apart,
+                        placed=placed,
+                        status="feasible",
+                        lower_bound_us=None if mine is None else mine.lower_bound_us,
+                        bound_model=None if mine is None else mine.bound_model,
+                    )
+        if mine is None:
+            assert failed is not None
+            raise failed
+        return mine
+
+    def _solve(self, arena: int, any_schedule: bool) -> Solution:
         op, working_set = self.working_set
         if arena < 0 or working_set > self.problem.rounded(arena):
             raise DoesNotFitError(op)
@@ -84,7 +116,7 @@ class _Task:
         plain_task = replace(self, problem=plain, request=self.request.first_half())
         best, without = keep_all_solution(everything), None
         with contextlib.suppress(TimeLimitError):
-            without = plain_task.minimum(lay_out(keep_all_schedule(plain), work=0)[0])
+            without = plain_task.minimum(lay_out_everything(plain, work=0).placed)
             best = min(best, self._from_plain(without), key=lambda s: s.placed.arena_bytes)
         try:
             return self._bisected(best, best.placed.arena_bytes // RESOLUTION)
@@ -92,16 +124,6 @@ class _Task:
             if without is None:
                 raise
             return best
-
-    def within(self, arena: int) -> Solution:
-        """As `solve`; if that fails, the solution without variants and in-place pairs."""
-        try:
-            return self.solve(arena)
-        except DoesNotFitError:
-            plain = without_variants(self.problem) if self.method.variants else None
-            if plain is None:
-                raise
-        return self._from_plain(replace(self, problem=plain).solve(arena))
 
     def _from_plain(self, solution: Solution) -> Solution:
         """A solution of the plain problem as one of this, without bounds, which ignore variants."""
@@ -202,9 +224,9 @@ def _plan(
     request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
     task = _Task(problem, info, request)
 
-    schedule = keep_all_schedule(problem)
     # A share refers to the best placement; a budget in bytes gets a second try below.
-    everything, placement = lay_out(schedule, work=WORK if options.budget.kind == "share" else 0)
+    work = WORK if options.budget.kind == "share" else 0
+    everything, placement = lay_out_everything(problem, work=work)
     budget_bytes = options.budget.resolve(problem.fixed_bytes + everything.arena_bytes)
 
     def finish(solution: Solution, budget: int) -> Plan:
@@ -217,7 +239,7 @@ def _plan(
     limit = budget_bytes - problem.fixed_bytes
     if everything.arena_bytes > limit >= placement.lower_bound:
         # The bound does not exclude this budget: search further, from the layout found.
-        again, _ = lay_out(schedule, limit, order_hint=placement.order)
+        again, _ = lay_out_everything(problem, limit, order_hint=placement.order)
         everything = min(everything, again, key=lambda placed: placed.arena_bytes)
     fits = everything.arena_bytes <= limit
     if fits and not (info.variants and everything.cost_us > problem.floor_us):

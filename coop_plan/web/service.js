@@ -172,7 +172,7 @@ export function serviceView() {
         const planned = Array.isArray(plan.steps);
         const base = plan.base_cost_us;
         const proved = planned && plan.lower_bound_us != null && base;
-        const bound = proved ? Math.max(0, plan.lower_bound_us / base - 1) : null;
+        const bound = proved ? plan.lower_bound_us / base - 1 : null;
         const why = planned ? "" : plan.detail || plan.title;
         if (!planned && plan.status !== 409) return showStatus(why, true);
         plans += planned;

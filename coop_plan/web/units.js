@@ -19,7 +19,7 @@ export function micros(value) {
 }
 
 export function percent(share) {
-  return `${(share * 100).toFixed(2)} %`;
+  return `${(Math.round(share * 1e4) / 100 + 0).toFixed(2)} %`;
 }
 
 // Round numbers for about `count` ticks from 0 to `limit`; bytes in powers of two.

@@ -21,6 +21,8 @@ import pytest
 
 from coop_plan.api.cli.output import print_plan
 from coop_plan.planner import Progress, plan
+from coop_plan.planner.inspect.compare import Cell
+from coop_plan.planner.inspect.drawing import drawing
 from coop_plan.schemas import (
     Compute,
     Free,
@@ -48,6 +50,21 @@ def test_plans_without_a_subcommand_and_the_plan_passes_verify(run, folder):
     code, out, _ = run("verify", "graph.json", "plan.json")
     assert code == 0
     assert out.startswith("valid: ")
+
+
+def test_a_bound_below_the_cost_of_default_variants_is_not_clamped(capsys):
+    """A cheaper variant makes the overhead negative, and its bound with it."""
+    op = {"inputs": [0], "outputs": [1], "cost_us": 10.0}
+    fast = op | {"name": "fast", "cost_us": 4.0}
+    graph = make_graph({0: ("input", 8), 1: ("output", 8)}, [op | {"variants": [fast]}])
+    made = plan(graph, "100%", method="auto", time_limit=20)
+    print_plan(made, 1)
+    out = capsys.readouterr().out
+    assert re.search(r"overhead +-60.00%\n.*overhead at least +-60.00%", out, re.DOTALL)
+    cell = Cell("100%", "auto", "planned", drawing(graph, made)["figures"])
+    assert cell.bound == pytest.approx(-0.6)
+    print_plan(made.model_copy({"lower_bound_us": 10.0 - 1e-9}), 1)
+    assert re.search(r"overhead at least +0.00%", capsys.readouterr().out)
 
 
 def test_json_is_the_plan_or_with_an_output_file_its_figures(run):

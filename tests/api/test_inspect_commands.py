@@ -81,7 +81,7 @@ def test_floor_prints_the_bound_of_the_smallest_plan_without_a_search(run, monke
         "resident",
         "outputs",
         "largest working set",
-        "is the proved lower bound",
+        "budget at least",
     ]
     assert f"({found['budget_lower_bound_bytes']} bytes), proved" in out
     assert "of op 21 (aten.mul.Tensor), examples/train_step.py:" in out

@@ -184,6 +184,64 @@ def test_the_smallest_budget_is_as_fine_as_what_is_needed():
     assert "lean" in names(made)
 
 
+def reruns_in_another_variant():
+    """Op 0 runs again to make what only the cheap variant of the last op reads."""
+    tensors = {0: ("input", 1), 1: ("activation", 10), 2: ("activation", 10)}
+    tensors |= {3: ("activation", 1), 4: ("activation", 1), 5: ("output", 1)}
+    ops = [
+        {"inputs": [0], "outputs": [1], "cost_us": 10.0},
+        {"inputs": [1], "outputs": [3], "cost_us": 5.0, "workspace_bytes": 85},
+        {"inputs": [3], "outputs": [4], "cost_us": 5.0, "workspace_bytes": 95},
+        {"inputs": [1, 4], "outputs": [5], "cost_us": 100.0, "phase": "backward"},
+    ]
+    ops[0]["variants"] = [ops[0] | {"name": "both", "outputs": [1, 2], "cost_us": 11.0}]
+    cheap = {"name": "cheap", "inputs": [2, 4], "outputs": [5], "cost_us": 1.0}
+    ops[3]["variants"] = [cheap]
+    return make_graph(tensors, ops)
+
+
+@pytest.mark.parametrize("method", ["coop-offline", "auto"])
+@pytest.mark.parametrize("seconds", [None, 6.0])
+def test_an_op_runs_again_in_another_variant(method, seconds):
+    made = plan(reruns_in_another_variant(), 102, method=method, alignment=1, time_limit=seconds)
+    assert (made.cost_us, names(made)) == (32.0, [None, None, None, "both", "cheap"])
+
+
+def masks_of_approximate_variants():
+    """As `masks`, but the mask is made by an approximate variant alone."""
+    graph = masks(cost=1.0)
+    rough = graph.ops[1].variants[0].model_copy({"approximate": True})
+    ops = [graph.ops[0], graph.ops[1].model_copy({"variants": [rough]}), *graph.ops[2:]]
+    return graph.model_copy({"ops": ops})
+
+
+@pytest.mark.parametrize("method", ["keep-all", "coop-offline", "monet", "optimal", "auto"])
+def test_variants_that_cannot_run_are_left_out(method):
+    """They read what an approximate variant alone makes."""
+    graph = masks_of_approximate_variants()
+    assert Problem.from_graph(graph, 1).beyond_recomputation == []
+    made = plan(graph, 27, method=method, alignment=1, time_limit=SECONDS)
+    assert set(names(made)) == {None}
+
+
+def test_variants_that_do_not_read_what_their_op_overwrites_are_left_out():
+    lazy = {"name": "lazy", "cost_us": 0.0, "inputs": [], "outputs": [1]}
+    op = {"inputs": [0], "outputs": [1], "mutates": [0], "variants": [lazy]}
+    graph = make_graph({0: ("buffer", 4), 1: ("output", 4)}, [op])
+    made = plan(graph, "100%", method="coop-offline", alignment=1)
+    assert names(made) == [None]
+
+
+def test_an_assignment_makes_all_that_default_variants_read():
+    """The cheap variant of op 0 omits what op 1, which has no other variant, reads."""
+    tensors = {0: ("input", 1), 1: ("activation", 8), 2: ("activation", 8), 3: ("output", 1)}
+    first = {"inputs": [0], "outputs": [1, 2], "cost_us": 9.0}
+    first["variants"] = [first | {"name": "half", "outputs": [1], "cost_us": 1.0}]
+    last = {"inputs": [1, 2], "outputs": [3]}
+    made = plan(make_graph(tensors, [first, last]), "min", method="coop-offline", alignment=1)
+    assert names(made) == [None, None]
+
+
 def cheapest(problem, arena, *, monet=False):
     """
     The least cost of a schedule in program order, by uniform-cost search over what is there.

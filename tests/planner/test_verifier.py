@@ -442,6 +442,16 @@ def test_variant():
     assert find_faults(GRAPH, plan_of(GRAPH, steps))[0].code == "wrong-workspace"
 
 
+def test_approximate_variant():
+    """No option allows results that differ in a bit."""
+    (lean,) = OPS[0]["variants"]
+    ops = [OPS[0] | {"variants": [lean | {"approximate": True}]}, *OPS[1:]]
+    graph, steps = make_graph(TENSORS, ops), copy(STEPS)
+    steps[4] = compute(0, ["t0", "t1"], [(13, 2, 0, 8)], (16, 8), variant="lean")
+    (fault,) = find_faults(graph, plan_of(graph, steps))
+    assert (fault.code, fault.pointer) == ("approximate-variant", "/steps/4/variant")
+
+
 def test_variant_that_does_not_read_what_its_op_overwrites():
     """It could not overwrite it."""
     lazy = {"name": "lazy", "cost_us": 1.0, "inputs": [], "outputs": []}

@@ -199,7 +199,7 @@ def _print(cells: "Sequence[Cell]") -> None:
             cell.method,
             format_bytes(figures["peak_bytes"]),
             f"{figures['overhead']:.2%}",
-            "" if cell.bound is None else f"{cell.bound:.2%}",
+            "" if cell.bound is None else f"{cell.bound:z.2%}",
             f"{figures['fragmentation']:.2%}",
             least,
             f"{figures['solve_seconds']:.2f} s",

@@ -95,7 +95,7 @@ def _print(found: "Explanation") -> None:
         f"{found.method}: peak {format_bytes(found.peak_bytes)}, overhead {found.overhead:.2%}",
         f"  first at step {found.peak_moment}, {at(found.peak_op, found.peak_source)}",
         *(f"  {format_bytes(size):>11}  {name}" for name, size in parts.items() if size),
-        f"  {format_bytes(least):>11}  is the proved lower bound on any budget ({least} bytes)",
+        f"  budget at least {format_bytes(least)}  ({least} bytes), proved",
     )
     if found.holders:
         full = f"{format_bytes(found.live_bytes)} of {format_bytes(found.arena_bytes)}"

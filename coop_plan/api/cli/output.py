@@ -158,9 +158,9 @@ def print_plan(
     elif link is not None:
         rows.insert(7, ("swapped", link))
     if plan.lower_bound_us is not None and plan.base_cost_us:
-        bound = max(0.0, plan.lower_bound_us / plan.base_cost_us - 1)
+        bound = plan.lower_bound_us / plan.base_cost_us - 1
         limited = ", in program order" if plan.lower_bound_model == "program-order" else ""
-        rows.insert(6, ("overhead at least", f"{bound:.2%}{limited}"))
+        rows.insert(6, ("overhead at least", f"{bound:z.2%}{limited}"))
     elif unmodelled:
         rows.insert(6, ("overhead at least", f"not known: {', '.join(unmodelled)} not modelled"))
     if plan.budget_lower_bound_bytes is not None:

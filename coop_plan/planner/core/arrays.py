@@ -23,9 +23,9 @@ class Arrays(NamedTuple):
 
     `reads` are the distinct inputs in the arena, `inputs` all of them; `makes` are all outputs,
     those outside the arena included. `shares` are the (output, input) pairs that may share one
-    address, the largest outputs first. `pairs` are those of equal sizes whose input is no output of
-    the step: the block is handed over unchanged. `size` and `workspace` are bytes rounded up to the
-    alignment, `bytes` and `scratch` exact; costs are µs, flags 0 or 1.
+    address, the largest outputs first, then the smallest inputs. `pairs` are those of equal sizes
+    whose input is no output of the step: the block is handed over unchanged. `size` and `workspace`
+    are bytes rounded up to the alignment, `bytes` and `scratch` exact; costs are µs, flags 0 or 1.
     """
 
     ops: int
@@ -99,7 +99,8 @@ def _convert(problem: Problem) -> Arrays:
     makes_ptr, makes = _rows([variant.outputs for variant in variants])
     uses_ptr, uses = _rows(problem.consumers)
     shares = [
-        sorted(variant.inplace, key=lambda pair: (-size[pair[0]], pair[0])) for variant in variants
+        sorted(variant.inplace, key=lambda pair: (-size[pair[0]], pair[0], size[pair[1]]))
+        for variant in variants
     ]
     pairs = [
         [

@@ -226,13 +226,16 @@ class Blocks(NamedTuple):
     """The blocks to place: one per buffer, then one per workspace; lifetimes half-open, in events.
 
     `size` is exact bytes. Buffers that share one address are one block over their joint lifetime:
-    that of the first and largest of them; the others have size 0. `event` is the event of each
-    workspace. `live` is the maximum of live bytes over events, sizes rounded up.
+    that of the first and largest of them; the others have size 0. `shares` are the pairs of the
+    trace that are used so: all of equal sizes, and smaller outputs where that lowers the peak, as
+    the block stays as large as its first buffer. `event` is the event of each workspace. `live` is
+    the maximum over events of the live blocks, sizes rounded up.
     """
 
     lower: Ints
     upper: Ints
     size: Ints
+    shares: Ints
     event: Ints
     live: int
 
@@ -244,27 +247,79 @@ def blocks_of(a: Arrays, do: Ints, what: Ints, t: Trace) -> Blocks:
     scratch = 0
     for e in range(events):
         scratch += do[e] == RUN and a.scratch[what[e]] > 0
+    shares = t.shares.copy()
     lower = np.empty(buffers + scratch, dtype=np.int64)
     upper = np.empty(buffers + scratch, dtype=np.int64)
     size = np.empty(buffers + scratch, dtype=np.int64)
     root = np.empty(buffers, dtype=np.int64)
+    smaller = 0  # outputs smaller than the input they may take over: at first blocks of their own
     for b in range(buffers):
         lower[b], upper[b], size[b], root[b] = t.first[b], t.last[b] + 1, a.bytes[t.tensor[b]], b
-        if t.shares[b] >= 0:  # the earlier one is at least as large
-            root[b] = root[t.shares[b]]
+        if shares[b] >= 0 and a.size[t.tensor[b]] < a.size[t.tensor[shares[b]]]:
+            shares[b] = -1
+            smaller += 1
+        elif shares[b] >= 0:
+            root[b] = root[shares[b]]
             upper[root[b]] = max(upper[root[b]], upper[b])
-            size[b], upper[b] = 0, lower[b] + 1
     event = np.empty(scratch, dtype=np.int64)
+    load = np.zeros(events + 1, dtype=np.int64)
     made = 0
+    for b in range(buffers):
+        if root[b] == b:
+            load[lower[b]] += a.size[t.tensor[b]]
+            load[upper[b]] -= a.size[t.tensor[b]]
+    load = load.cumsum()
     for e in range(events):
         if do[e] == RUN and a.scratch[what[e]] > 0:
             b = buffers + made
             lower[b], upper[b], size[b], event[made] = e, e + 1, a.scratch[what[e]], e
+            load[e] += a.workspace[what[e]]
             made += 1
-    peak = 0
-    for live in live_bytes(do, what, t, a.size, a.workspace):
-        peak = max(peak, live)
-    return Blocks(lower, upper, size, event, peak)
+    if smaller > 0:
+        _merge_smaller(a, t, shares, root, upper, load)
+    for b in range(buffers):
+        if root[b] != b:
+            size[b], upper[b] = 0, lower[b] + 1
+    return Blocks(lower, upper, size, shares, event, max(0, load.max()))
+
+
+@linked
+def _merge_smaller(a: Arrays, t: Trace, shares: Ints, root: Ints, upper: Ints, load: Ints) -> None:
+    """
+    Merge outputs into the blocks of larger inputs where that lowers the peak of `load`.
+
+    `load` is the bytes of live blocks per event. A merge at event e saves the output's bytes there,
+    and costs the difference of both sizes until the output's block ends. Only the highest loads
+    matter, so outputs are tried in the order of their loads. The search ends at the first load that
+    is no higher than `floor`, below which the peak cannot sink.
+    """
+    outs = np.flatnonzero((t.shares >= 0) & (shares < 0))
+    floor = 0
+    may_sink = np.zeros(load.size, dtype=np.uint8)
+    for b in outs:
+        may_sink[t.first[b]] = 1
+    for e in range(load.size):
+        if may_sink[e] == 0:
+            floor = max(floor, load[e])
+    for k in np.argsort(-load[t.first[outs]], kind="mergesort"):
+        b, e = outs[k], t.first[outs[k]]
+        if load[e] <= floor:
+            break
+        block = t.shares[b]
+        while root[block] != block:
+            block = root[block]
+        own, extra = a.size[t.tensor[b]], a.size[t.tensor[block]] - a.size[t.tensor[b]]
+        highest = load[e] - own
+        for later in range(e + 1, upper[b]):
+            highest = max(highest, load[later] + extra)
+        if highest >= load[e]:
+            floor = load[e]
+            continue
+        load[e] -= own
+        for later in range(e + 1, upper[b]):
+            load[later] += extra
+            floor = max(floor, load[later]) if may_sink[later] == 0 else floor
+        shares[b], root[b], upper[block] = t.shares[b], block, upper[b]
 
 
 class HostCopies(NamedTuple):

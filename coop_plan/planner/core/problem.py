@@ -4,6 +4,7 @@ Ops, variants and tensors are positions, not ids. Sizes are bytes rounded up to 
 `bytes` has the exact ones (see `planner.core.lifetimes` for the rule of both).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import fsum
@@ -16,14 +17,32 @@ Pair = tuple[int, int]
 """An output and an input that may share one address."""
 
 
+def plannable_variants(graph: Graph) -> Iterator[tuple[int, Variant]]:
+    """
+    The variants that a plan can choose, other than defaults, each with the position of its op.
+
+    Left out are approximate ones, ones that do not read a tensor that their op overwrites, and ones
+    that read a tensor that no default or plannable variant makes.
+    """
+    if not any(op.variants for op in graph.ops):
+        return
+    made = {tensor.id for tensor in graph.tensors if tensor.resident}
+    for position, op in enumerate(graph.ops):
+        made.update(op.outputs)
+        for variant in op.variants:
+            inputs = set(variant.inputs)
+            if not variant.approximate and inputs.issuperset(op.mutates) and inputs <= made:
+                made.update(variant.outputs)
+                yield position, variant
+
+
 def beyond_recomputation(graph: Graph, host_budget: int | None) -> list[str]:
     """Choices other than recomputation that a graph and a host budget (bytes) offer.
 
-    "variants" of ops, unless all are approximate, as these are never chosen; "transfers" to the
-    host.
+    "variants" of ops, if any is plannable; "transfers" to the host.
     """
     links = graph.device.linked and host_budget != 0
-    variants = any(not variant.approximate for op in graph.ops for variant in op.variants)
+    variants = next(plannable_variants(graph), None) is not None
     return [*(["variants"] if variants else []), *(["transfers"] if links else [])]
 
 
@@ -145,10 +164,8 @@ class Problem:
 
         variants = [to_variant(position, op, None) for position, op in enumerate(graph.ops)]
         variants += [
-            to_variant(position, op, variant)
-            for position, op in enumerate(graph.ops)
-            for variant in op.variants
-            if not variant.approximate
+            to_variant(position, graph.ops[position], variant)
+            for position, variant in plannable_variants(graph)
         ]
         count, n = len(graph.tensors), len(graph.ops)
         producer = [-1] * count

@@ -1,7 +1,7 @@
 """Schedules: typed events in order, and the buffers that they write and read."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -227,11 +227,12 @@ class Schedule:
         blocks = blocks or self.blocks()
         buffers = self.trace.tensor.size
         offset = offsets[:buffers].copy()
-        for b in np.flatnonzero(self.trace.shares >= 0).tolist():  # in order: shares[b] < b
-            offset[b] = offset[self.trace.shares[b]]
+        for b in np.flatnonzero(blocks.shares >= 0).tolist():  # in order: shares[b] < b
+            offset[b] = offset[blocks.shares[b]]
         workspace = np.zeros(len(self), dtype=np.int64)
         workspace[blocks.event] = offsets[buffers:]
-        return PlacedSchedule(self, offset, workspace)
+        placed = replace(self, trace=self.trace._replace(shares=blocks.shares))
+        return PlacedSchedule(placed, offset, workspace)
 
 
 def _check_complete(problem: Problem, do: Ints, what: Ints, t: Trace) -> None:

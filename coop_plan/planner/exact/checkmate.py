@@ -252,7 +252,8 @@ def _solve(
     infeasible = DoesNotFitError(largest_working_set(program.problem).op)
     if capacity < largest_working_set(program.problem).bytes:
         raise infeasible
-    model = CheckmateModel(program, capacity, pulp, integral)
+    # Memory rows are divided by the capacity. An arena of 0 bytes holds tensors of 0 bytes only.
+    model = CheckmateModel(program, max(capacity, 1), pulp, integral)
     answer = process.solve_pulp(model.lp.toDict(), request.deadline, solver)
     if answer.outcome is Outcome.INFEASIBLE:
         raise infeasible

@@ -87,8 +87,9 @@ def _reordered(problem: Problem, request: Request, placed: PlacedSchedule) -> Pl
         ops.append(problem.variants[variant].op)
         chosen.setdefault(ops[-1], variant)
     variants = [chosen[op] for op in range(problem.op_count)]
-    alone, sequence = fix_variants(problem, variants), np.array(ops, dtype=np.int64)
+    sequence = np.array(ops, dtype=np.int64)
     try:
+        alone = fix_variants(problem, variants)
         Schedule.of(alone, sequence)
     except NoScheduleError:  # a later run makes a tensor that the first one does not
         return None

@@ -40,11 +40,11 @@ class Cell:
 
     @property
     def bound(self) -> float | None:
-        """Proved lower bound on the overhead within the budget, a fraction."""
+        """Proved lower bound on the overhead within the budget; below 0 if variants are cheaper."""
         figures = self.figures
         if figures is None or figures["lower_bound_us"] is None or not figures["base_cost_us"]:
             return None
-        return max(0.0, float(figures["lower_bound_us"]) / float(figures["base_cost_us"]) - 1)
+        return float(figures["lower_bound_us"]) / float(figures["base_cost_us"]) - 1
 
 
 def compare(graph: Graph, asked: Iterable[PlanOptions], processes: int) -> Generator[Cell]:

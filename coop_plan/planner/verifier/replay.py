@@ -134,6 +134,9 @@ class Replay:
                 self.fault("unknown-variant", (at, "/variant"), message)
             else:
                 variant = found
+                if found.approximate:
+                    message = f"variant '{found.name}' of {_name(op)} is approximate: never chosen"
+                    self.fault("approximate-variant", (at, "/variant"), message)
         read = self._reads(op, variant, step, at)
         if len(step.writes) != len(variant.outputs):
             message = f"{_name(op)} has {len(variant.outputs)} outputs, not {len(step.writes)}"

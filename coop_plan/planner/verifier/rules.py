@@ -50,6 +50,7 @@ an address shared in place counted once.
 | wrong-graph | the plan's fingerprint is another graph's (returned alone) |
 | malformed | a value that is negative, not an integer, or not finite (returned alone) |
 | unknown-op, unknown-variant | the graph has no such op, or the op no such variant |
+| approximate-variant | a variant whose results differ in a bit from the op's |
 | wrong-reads, wrong-writes | not as many as the op has inputs or outputs |
 | wrong-tensor, wrong-bytes | another tensor, or another size, than the op and graph say |
 | missing-input | `{"tensor": t}` of a tensor that is not readable outside the arena |

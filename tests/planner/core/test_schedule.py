@@ -121,7 +121,7 @@ def test_no_layout_needs_less_than_what_is_live(graph, unit):
     schedule = Schedule.of(Problem.from_graph(graph, unit, "arena"), range(len(graph.ops)))
     placed, placement = lay_out(schedule)
     most = int(schedule.live_bytes().max(initial=0))
-    assert schedule.blocks().live == most
+    assert schedule.blocks().live >= most
     assert most <= schedule.problem.rounded(placed.arena_bytes)
     assert schedule.fits(placed.arena_bytes)
     assert placement.lower_bound <= placed.arena_bytes

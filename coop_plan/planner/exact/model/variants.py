@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coop_plan.planner.core.problem import OpVariant, Problem
-from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
+from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
+from coop_plan.schemas import Op
 
 
 def dominates(problem: Problem, a: OpVariant, b: OpVariant) -> bool:
@@ -92,8 +93,17 @@ def fix_variants(problem: Problem, chosen: Sequence[int]) -> Problem:
     """
     The problem in which op o has only variant `chosen[o]`, with the same tensors and no transfers.
 
-    The chosen variant of a producer must make each tensor that chosen variants read.
+    Raises:
+        NoScheduleError: the chosen variants do not make a tensor that one of them reads, or an
+            output of the step.
     """
+    made = {t for number in chosen for t in problem.variants[number].outputs}
+    needed = {t for number in chosen for t in problem.variants[number].inputs}
+    needed.update(t for t in range(problem.tensor_count) if problem.is_output[t])
+    missing = [t for t in needed - made if problem.producer[t] >= 0]
+    if missing:
+        tensor = problem.graph.tensors[min(missing)].id
+        raise NoScheduleError(f"no chosen variant makes tensor {tensor}, which is needed")
     ops = []
     for op, number in zip(problem.graph.ops, chosen, strict=True):
         name = problem.variants[number].name
@@ -122,8 +132,27 @@ def without_variants(problem: Problem) -> Problem | None:
     if not any(op.variants or op.inplace for op in problem.graph.ops):
         return None
     bare: dict[str, object] = {"variants": [], "inplace": []}
-    ops = [op.model_copy(update=bare) for op in problem.graph.ops]
-    graph = problem.graph.model_copy(update={"ops": ops})
+    return _with_ops(problem, [op.model_copy(bare) for op in problem.graph.ops])
+
+
+def without_pairs(problem: Problem, max_ops: int) -> Problem | None:
+    """
+    As `without_variants`, with all variants; None if no variant has an in-place pair.
+
+    None as well for a problem of more than `max_ops` ops.
+    """
+    if problem.op_count > max_ops or not any(variant.inplace for variant in problem.variants):
+        return None
+    apart: dict[str, object] = {"inplace": []}
+    ops = [
+        op.model_copy(apart | {"variants": [form.model_copy(apart) for form in op.variants]})
+        for op in problem.graph.ops
+    ]
+    return _with_ops(problem, ops)
+
+
+def _with_ops(problem: Problem, ops: list[Op]) -> Problem:
+    graph = problem.graph.model_copy({"ops": ops})
     return Problem.from_graph(graph, problem.alignment, problem.outputs, problem.host_budget)
 
 

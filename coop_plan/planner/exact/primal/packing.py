@@ -19,10 +19,12 @@ def pack(
     """The schedule with offsets within the arena (bytes) by CP-SAT's NoOverlap2D; None without any.
 
     `deadline` is a `time.monotonic` value, s. A buffer that shares an address in place begins after
-    the event that makes it, during which it lies in its input's block.
+    the event that makes it, during which it lies in its input's block. Unlike in `lay_out`, it
+    takes its own bytes only.
     """
     problem, t = schedule.problem, schedule.trace
-    scratch = schedule.blocks().event
+    blocks = schedule.blocks()._replace(shares=t.shares)
+    scratch = blocks.event
     unit = problem.alignment
     if t.tensor.size + scratch.size > params.max_blocks:
         return None
@@ -37,7 +39,9 @@ def pack(
         problem.rounded(arena) // unit,
     )
     offsets = process.pack(job, deadline)
-    return None if offsets is None else schedule.place(np.array(offsets, dtype=np.int64) * unit)
+    if offsets is None:
+        return None
+    return schedule.place(np.array(offsets, dtype=np.int64) * unit, blocks)
 
 
 @dataclass(frozen=True)

@@ -98,15 +98,35 @@ class VariantSearch:
     # Start assignments: one variant per op.
 
     def _consistent(self, preferred: list[int]) -> list[int]:
-        """The preferred variants, except those that do not fit or whose inputs are not made."""
-        choices, made, chosen = self.choices, set[int](), list[int]()
-        for op, variant in enumerate(preferred):
-            found = [v for v in choices.of[op] if choices.reads[v] <= made] or [op]
-            fit = [v for v in found if self._working_set[v] <= self._room[op]]
-            fit = fit or [self._smallest(found)]
-            chosen.append(variant if variant in fit else fit[0])
-            made.update(self.problem.variants[chosen[-1]].outputs)
-        return chosen
+        """
+        The preferred variants, except those that do not fit or whose inputs are not made.
+
+        If the default variant of an op lacks an input, the producer must make it in another pass.
+        Default variants make all inputs of default variants and all outputs, so passes end.
+        """
+        choices, variants, producer = self.choices, self.problem.variants, self.problem.producer
+        wanted = set(choices.outputs)
+        while True:
+            made, chosen = set[int](), list[int]()
+            before = len(wanted)
+            for op, variant in enumerate(preferred):
+                needed = wanted.intersection(variants[op].outputs)
+                found = [
+                    v
+                    for v in choices.of[op]
+                    if choices.reads[v] <= made and needed.issubset(variants[v].outputs)
+                ]
+                if not found:
+                    found = [op]
+                    wanted.update(
+                        t for t in variants[op].inputs if producer[t] >= 0 and t not in made
+                    )
+                fit = [v for v in found if self._working_set[v] <= self._room[op]]
+                fit = fit or [self._smallest(found)]
+                chosen.append(variant if variant in fit else fit[0])
+                made.update(variants[chosen[-1]].outputs)
+            if len(wanted) == before:
+                return chosen
 
     def _rule_starts(self) -> Iterator[list[int]]:
         """Starts by rule, those that fit most often first."""
@@ -316,7 +336,8 @@ class VariantSearch:
                 return
             gap = self.params.relative_gap
             if self.placed is not None and self._timed and not tight:
-                gap = max(gap, self.params.gap_share * (self.cost_us / self.bound_us - 1))
+                excess = self.cost_us / max(self.bound_us, 1e-12) - 1
+                gap = max(gap, self.params.gap_share * excess)
             each = self._time_share(self.params.solve_share) if self.placed is not None else until
             ended = self._solve(process, model, min(until, each), gap)
             if self.placed is not None and not (ended and self._timed):

@@ -1,0 +1,28 @@
+"""Random questions end in a verified plan or a documented error; see `benchmarks.questions`."""
+
+import time
+
+import pytest
+
+from benchmarks.questions import answer, time_limit
+from coop_plan.planner import METHODS
+
+pytest.importorskip("ortools")
+
+QUESTIONS = 60
+SECONDS = 40.0
+"""For all questions to one method; the first ten are asked in any case."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_questions_end_in_a_plan_or_a_documented_error(method):
+    begin = time.monotonic()
+    failures = {}
+    for seed in range(QUESTIONS):
+        if seed >= 10 and time.monotonic() - begin > SECONDS:
+            break
+        try:
+            answer(seed, method, time_limit(seed, method, 0.5))
+        except Exception as error:
+            failures[seed] = repr(error)
+    assert failures == {}
