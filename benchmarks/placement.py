@@ -106,7 +106,7 @@ def best_of(pack: Callable[[Instance, Ints], Ints], instance: Instance) -> int:
 def measure(name: str, buffers: Lifetimes, capacity: int | None, limit: float) -> Iterator[Row]:
     count = len(buffers["size"])
     began = time.process_time()
-    instance = build(buffers["lower"], buffers["upper"], buffers["size"], 1, None, None, None)
+    instance = build(buffers["lower"], buffers["upper"], buffers["size"], 1)
     bound = lower_bound(instance)
     building = time.process_time() - began
 

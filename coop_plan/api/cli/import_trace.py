@@ -93,7 +93,7 @@ def _buffers(data: bytes, source: str) -> tuple[str, str]:
     ids = [
         f"{address:#x}@{lower}" for address, lower in zip(found.address, found.lower, strict=True)
     ]
-    buffers = Buffers(ids, found.lower, found.upper, found.size, [])
+    buffers = Buffers(ids, found.lower, found.upper, found.size)
     live, reserved = format_bytes(found.live_bytes), format_bytes(found.reserved_bytes)
     summary = (
         f"{len(ids)} buffers of device {found.device}, at most {live} live; {reserved} reserved"

@@ -1,4 +1,4 @@
-"""Pictures of a placement: time to the right, addresses upwards, a rectangle per buffer."""
+"""Pictures of a placement: time to the right, addresses upwards, a rectangle a piece."""
 
 import io
 from itertools import accumulate
@@ -55,8 +55,7 @@ def draw(
         }
         write_whole(target, page("show.js", "Memory map", {"drawings": [drawn]}))
         return
-    rows = zip(buffers.lower, buffers.upper, buffers.size, offsets, strict=True)
-    rectangles = [(lower, upper, offset, size) for lower, upper, size, offset in rows]
+    rectangles = [row[1:] for row in _rectangles(buffers, offsets)]
     colours = [_COLOURS[0]] * len(rectangles)
     write_whole(target, _picture(target, rectangles, colours, peak, capacity, title, "time"))
 
@@ -92,27 +91,40 @@ def _title(offsets: list[int], peak: int, capacity: int | None) -> str:
     return f"{len(offsets):,} buffers in {peak:,} bytes{within}"
 
 
+def _rectangles(buffers: "Buffers", offsets: list[int]) -> list[tuple[int, int, int, int, int]]:
+    """(buffer, begin, end, offset, size) of each piece of a lifetime that occupies bytes."""
+    import numpy as np
+
+    from coop_plan.planner.placement.windows import pieces
+
+    lower, upper, size = np.array([buffers.lower, buffers.upper, buffers.size], np.int64)
+    found = pieces(lower, upper, size, np.array(buffers.gaps, np.int64).reshape(-1, 5))
+    owner = np.repeat(np.arange(len(offsets)), np.diff(found.start))
+    bottom = np.array(offsets, np.int64)[owner] + found.low
+    table = np.stack([owner, found.first, found.last, bottom, found.high - found.low], axis=1)
+    return list(map(tuple, table.tolist()))
+
+
 def _placement(
     buffers: "Buffers", offsets: list[int], peak: int, capacity: int | None
 ) -> dict[str, Any]:
     """The map's columns (see `planner.inspect.drawing`); each distinct time is a moment."""
-    times = sorted({*buffers.lower, *buffers.upper})
+    rectangles = _rectangles(buffers, offsets)
+    times = sorted({*buffers.lower, *buffers.upper}.union(*(row[1:3] for row in rectangles)))
     moment = {time: position for position, time in enumerate(times)}
-    begin, end = ([moment[time] for time in column] for column in (buffers.lower, buffers.upper))
     change = [0] * (len(times) + 1)
-    for first, last, size in zip(begin, end, buffers.size, strict=True):
-        change[first] += size
-        change[last] -= size
+    for _, first, last, _, size in rectangles:
+        change[moment[first]] += size
+        change[moment[last]] -= size
     live = list(accumulate(change))[: max(0, len(times) - 1)]
-    count = len(offsets)
     return {
-        "offset": offsets,
-        "size": buffers.size,
-        "begin": begin,
-        "end": end,
+        "offset": [row[3] for row in rectangles],
+        "size": [row[4] for row in rectangles],
+        "begin": [moment[row[1]] for row in rectangles],
+        "end": [moment[row[2]] for row in rectangles],
         "kind": None,
-        "op": [-1] * count,
-        "tensor": list(range(count)),
+        "op": [-1] * len(rectangles),
+        "tensor": [row[0] for row in rectangles],
         "live": live,
         "begin_us": [],
         "end_us": 0,

@@ -2,13 +2,11 @@
 
 import click
 
-from coop_plan.api.cli.buffers_csv import read_buffers, write_buffers
+from coop_plan.api.cli.buffers_csv import ALIGNMENT_LIMIT, read_buffers, write_buffers
 from coop_plan.api.cli.exit_codes import EXIT_INFEASIBLE, EXIT_TIME, fail
 from coop_plan.api.cli.input import read_input
 from coop_plan.api.cli.types import Seconds
 from coop_plan.schemas.errors import InvalidInputError
-
-ALIGNMENT_LIMIT = 1 << 40
 
 
 @click.command(short_help="Place the buffers of a CSV file in one arena.")
@@ -55,15 +53,17 @@ def place(
     output: str | None,
     plot: str | None,
 ) -> None:
-    """Place BUFFERS: a CSV file with the columns id,lower,upper,size[,offset], or - for stdin.
+    """Place BUFFERS: a CSV file in MiniMalloc's format, or - for stdin.
 
-    A buffer is live in [lower, upper); a given offset is fixed. Exit code 3 if the capacity is
-    proved to be too small, 4 if no placement within it was found.
+    A buffer is live in [lower, upper) and has size bytes. Columns: id,lower,upper,size, and as
+    needed offset (fixed), alignment, hint and gaps. Exit code 3 if the capacity is proved to be
+    too small, 4 if no placement within it was found.
     """
     from coop_plan.api.cli.memory_map import check_drawable, draw
     from coop_plan.api.cli.output import check_writable, write_whole
     from coop_plan.planner.placement import FixedOverlapError
     from coop_plan.planner.placement import place as find_offsets
+    from coop_plan.planner.verifier import placement_fault
     from coop_plan.schemas import format_bytes, parse_bytes
 
     check_writable(output)
@@ -71,14 +71,16 @@ def place(
     limit = None if capacity is None else parse_bytes(capacity)
     data, source = read_input(buffers)
     given = read_buffers(_text(data, source), source, alignment)
+    lifetimes = given.lower, given.upper, given.size
+    hinted = [i for i, hint in enumerate(given.hint) if hint >= 0]
     try:
         made = find_offsets(
-            given.lower,
-            given.upper,
-            given.size,
+            *lifetimes,
+            alignment=given.alignment,
+            gaps=given.gaps,
             capacity=limit,
-            alignment=alignment,
             fixed=given.offset,
+            order_hint=sorted(hinted, key=given.hint.__getitem__) or None,
             time_limit=time_limit,
             seed=seed,
         )
@@ -94,6 +96,9 @@ def place(
         spent = f"{made.seconds:.1f} s"
         fail(f"no placement within {limit} bytes found in {spent}: {known}", EXIT_TIME)
     offsets = made.offsets.tolist()
+    fault = placement_fault(*lifetimes, offsets, alignment=given.alignment, gaps=given.gaps)
+    if fault is not None:
+        raise RuntimeError(f"the placement is wrong, please report this: {fault}")
     text = write_buffers(given, offsets)
     if plot is not None:
         draw(plot, given, offsets, made.peak, limit)

@@ -32,21 +32,28 @@ def shareable_units(instance: Instance) -> Ints:
 
 def lower_bound(instance: Instance) -> int:
     """
-    Lower bound on the peak in bytes: the largest live sum, with alignment and aliases.
+    Lower bound on the peak in bytes: the largest live sum, with alignment, gaps and aliases.
 
-    Of the buffers live in a section all but the topmost take whole units, so at most one tail of a
-    last unit is saved.
+    The ends of live pieces, rounded up to units, are as far apart as their heights. The topmost one
+    ends below its buffer's end by its tail, which may be negative.
     """
     single = int(instance.size.max(initial=0))
     given = instance.fixed >= 0
     pinned = int((instance.fixed[given] * instance.alignment + instance.size[given]).max(initial=0))
     if instance.sections == 0:
         return max(single, pinned)
-    units = live_profile(instance.first, instance.last, instance.height, instance.sections)
+    first, last, height, end = instance.first, instance.last, instance.height, instance.height
+    size, parts = instance.size, instance.pieces
+    if parts is not None:
+        first, last = parts.first, parts.last
+        end = -(-parts.high // instance.alignment)
+        height = end - -(-parts.low // instance.alignment)
+        size = np.repeat(size, np.diff(parts.start))
+    units = live_profile(first, last, height, instance.sections)
     units -= shareable_units(instance)
-    longest_tail = np.zeros(instance.sections, np.int64)
-    tail = instance.height * instance.alignment - instance.size
-    for i in np.flatnonzero(tail):
-        part = slice(int(instance.first[i]), int(instance.last[i]))
+    tail = end * instance.alignment - size
+    longest_tail = np.full(instance.sections, tail.min(initial=0), np.int64)
+    for i in np.flatnonzero(tail > longest_tail[0]):
+        part = slice(int(first[i]), int(last[i]))
         np.maximum(longest_tail[part], tail[i], out=longest_tail[part])
     return max(single, pinned, int((units * instance.alignment - longest_tail).max()))

@@ -6,7 +6,8 @@ Learning* (ASPLOS 2023), with the schedule-or-postpone branching of Carlier and 
 placement is canonical if every buffer is at offset 0 or directly above another one. Pushing buffers
 down makes every placement canonical without raising it. So a buffer is at the bottom of its lowest
 gap among the placed ones, or an unplaced buffer occupies part of that gap. A node of the search
-chooses a buffer and tries the first case, then the second.
+chooses a buffer and tries the first case, then the second. The lowest unplaced buffer is in its
+gap, unless windows of gaps let buffers hold up each other; `restarts` knows where that may be.
 
 Addresses are in units of the instance, times in sections.
 """
@@ -17,6 +18,7 @@ import numpy as np
 
 from coop_plan.planner.core.jit import inlined, linked, njit
 from coop_plan.planner.placement.instance import Floats, Ints
+from coop_plan.planner.placement.task import Task, aligned, high_end, low_end
 
 FOUND, IMPOSSIBLE, UNKNOWN = 1, 0, -1
 
@@ -25,27 +27,6 @@ _CHOOSE, _BRANCH, _BACKTRACK = 0, 1, 2
 
 _PLACE, _POSTPONE, _PLACE_ONLY = 0, 1, 2
 """Branches of a node: in the gap; above it; in the gap, where the other branch is dominated."""
-
-
-class Task(NamedTuple):
-    """A component of an instance, with explicit conflicts."""
-
-    first: Ints
-    last: Ints
-    height: Ints
-    highest: Ints
-    """Upper bound on the offset of each buffer, from the capacity."""
-    capacity: int
-    fixed: Ints
-    """Fixed offset, or -1."""
-    near_start: Ints
-    near: Ints
-    """Conflicts of buffer i: `near[near_start[i]:near_start[i + 1]]`."""
-    member_start: Ints
-    member: Ints
-    """Buffers live in each section, as pointer and index arrays."""
-    bridge: Ints
-    """Per boundary after a section: pairs across it that conflict without a common section."""
 
 
 class PartialPlacement(NamedTuple):
@@ -134,6 +115,16 @@ def _rewind(s: PartialPlacement, mark: int) -> None:
 
 
 @inlined
+def _occupied(task: Task, s: PartialPlacement, k: int) -> tuple[int, int]:
+    """Lowest bottom and height of member k of a section."""
+    i = task.member[k]
+    at = s.offset[i] if s.placed[i] else s.lower[i]
+    if task.windows.present:
+        return at + task.windows.member_low[k], task.windows.member_height[k]
+    return at, task.height[i]
+
+
+@inlined
 def _gap(task: Task, s: PartialPlacement, i: int, offset: int) -> int:
     """Bottom of the lowest gap for i at or above `offset`."""
     # A conflict that raises the offset may uncover conflicts passed over before, so repeat.
@@ -142,10 +133,10 @@ def _gap(task: Task, s: PartialPlacement, i: int, offset: int) -> int:
         raised = False
         for k in range(task.near_start[i], task.near_start[i + 1]):
             j = task.near[k]
-            if s.placed[j] and s.offset[j] < offset + task.height[i]:
-                end = s.offset[j] + task.height[j]
+            if s.placed[j] and s.offset[j] + low_end(task, i, k) < offset:
+                end = s.offset[j] + high_end(task, k)
                 if end > offset:
-                    offset = end
+                    offset = aligned(task, i, end)
                     raised = True
     return offset
 
@@ -212,7 +203,6 @@ def _place(task: Task, s: PartialPlacement, i: int) -> int:
     """
     count = len(task.first)
     offset = s.gap[i]
-    end = offset + task.height[i]
     s.offset[i] = offset
     _mark_placed(task, s, i)
     _mark_dirty(task, s, i)
@@ -223,11 +213,13 @@ def _place(task: Task, s: PartialPlacement, i: int) -> int:
             continue
         result = min(result, 1)
         # A bound or gap at which j would overlap i moves up, the gap to the next free one.
+        begin = offset - high_end(task, k)
+        end = offset - low_end(task, i, k)
         lower = s.lower[j]
-        if lower < end and lower + task.height[j] > offset:
-            lower = end
-        if s.gap[j] < end and s.gap[j] + task.height[j] > offset:
-            gap = _gap(task, s, j, end)
+        if lower < end and lower > begin:
+            lower = aligned(task, j, end)
+        if s.gap[j] < end and s.gap[j] > begin:
+            gap = _gap(task, s, j, aligned(task, j, end))
             _set(s, j, gap)
             lower = max(lower, gap)
         if lower > s.lower[j]:
@@ -247,7 +239,8 @@ def _postponed_fit(task: Task, s: PartialPlacement, low: int, high: int) -> bool
 
     An unplaced neighbour must reach into the gap of a postponed buffer, or pushing down would move
     the buffer into it. The buffer is above that neighbour, so the lowest top that any such
-    neighbour can have is a lower bound on its offset.
+    neighbour can have is a lower bound on its offset. (With gaps: above the interval that the
+    neighbour forbids.)
     """
     count = len(task.first)
     i = s.after[count]
@@ -255,12 +248,12 @@ def _postponed_fit(task: Task, s: PartialPlacement, low: int, high: int) -> bool
         inside = task.first[i] >= low and task.first[i] < high
         near = task.first[i] < s.dirty[1] and task.last[i] > s.dirty[0]
         if s.postponed[i] == s.gap[i] and inside and near:
-            ceiling = s.gap[i] + task.height[i]
-            lowest_top = np.int64(1) << 60
+            lowest_top = 1 << 60
             for k in range(task.near_start[i], task.near_start[i + 1]):
                 j = task.near[k]
-                if not s.placed[j] and s.lower[j] < ceiling:
-                    lowest_top = min(lowest_top, s.lower[j] + task.height[j])
+                if not s.placed[j] and s.lower[j] < s.gap[i] - low_end(task, i, k):
+                    lowest_top = min(lowest_top, s.lower[j] + high_end(task, k))
+            lowest_top = aligned(task, i, lowest_top)
             if lowest_top > s.lower[i]:
                 if lowest_top > task.highest[i]:
                     for t in range(task.first[i], task.last[i]):
@@ -286,23 +279,23 @@ def _sections_fit(task: Task, s: PartialPlacement) -> bool:
         # Cheap test first: all relevant heights together on the highest bound.
         lowest, highest = task.capacity, 0
         for k in range(task.member_start[t], task.member_start[t + 1]):
-            i = task.member[k]
-            if not s.placed[i]:
-                lowest = min(lowest, s.lower[i])
-                highest = max(highest, s.lower[i])
+            if not s.placed[task.member[k]]:
+                at, _ = _occupied(task, s, k)
+                lowest = min(lowest, at)
+                highest = max(highest, at)
         total = s.units_left[t]
         for k in range(task.member_start[t], task.member_start[t + 1]):
-            i = task.member[k]
-            if s.placed[i] and s.offset[i] >= lowest:
-                total += task.height[i]
-                highest = max(highest, s.offset[i])
+            if s.placed[task.member[k]]:
+                at, height = _occupied(task, s, k)
+                if at >= lowest:
+                    total += height
+                    highest = max(highest, at)
         if highest + total <= task.capacity:
             continue  # the test below cannot fail; so it is for most sections
         # Insertion sort by bound, highest first, then sum the heights from the top.
         sorted_count = 0
         for k in range(task.member_start[t], task.member_start[t + 1]):
-            i = task.member[k]
-            at = s.offset[i] if s.placed[i] else s.lower[i]
+            at, height = _occupied(task, s, k)
             if at < lowest:
                 continue
             m = sorted_count
@@ -311,7 +304,7 @@ def _sections_fit(task: Task, s: PartialPlacement) -> bool:
                 s.sorted_height[m] = s.sorted_height[m - 1]
                 m -= 1
             s.sorted_at[m] = at
-            s.sorted_height[m] = task.height[i]
+            s.sorted_height[m] = height
             sorted_count += 1
         above = 0
         for m in range(sorted_count):

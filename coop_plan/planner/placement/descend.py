@@ -4,7 +4,7 @@ import numpy as np
 
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.instance import Instance, Ints
-from coop_plan.planner.placement.restarts import Component, Effort, fit
+from coop_plan.planner.placement.restarts import Component, Effort, common_divisor, fit
 
 
 def descend(
@@ -46,5 +46,5 @@ def descend(
 
 def peak_step(instance: Instance) -> int:
     """Common divisor in bytes of all peaks of canonical placements: sums of sizes and offsets."""
-    units = np.gcd.reduce(np.append(instance.height, instance.fixed.clip(0)))
-    return max(1, int(np.gcd.reduce(np.append(instance.size, units * instance.alignment))))
+    unit = common_divisor(instance) * instance.alignment
+    return max(1, int(np.gcd.reduce(np.append(instance.size, unit))))

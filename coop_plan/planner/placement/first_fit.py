@@ -1,9 +1,10 @@
-"""First-fit packing in a given order, with fixed offsets, alias pairs and extra conflicts."""
+"""First-fit packing in a given order, under all constraints of an instance."""
 
 import numpy as np
 
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.instance import Instance, Ints
+from coop_plan.planner.placement.windows import first_fit_pieces
 
 
 @njit
@@ -13,6 +14,7 @@ def _first_fit(
     last: Ints,
     height: Ints,
     fixed: Ints,
+    multiple: Ints,
     alias_start: Ints,
     alias_items: Ints,
     conflict_start: Ints,
@@ -50,10 +52,12 @@ def _first_fit(
                         break
                     if (first[j] < last[i] and first[i] < last[j]) or near[j] == i:
                         best = max(best, offsets[j] + height[j])
+                        if multiple[i] > 1:
+                            best = -(-best // multiple[i]) * multiple[i]
                 # At the offset of a partner i may overlap it, so a lower place may be free.
                 for k in range(alias_start[i], alias_start[i + 1]):
                     a = alias_items[k]
-                    if not done[a] or offsets[a] >= best:
+                    if not done[a] or offsets[a] >= best or offsets[a] % multiple[i]:
                         continue
                     free = True
                     for m in range(placed):
@@ -82,12 +86,17 @@ def _first_fit(
 
 def first_fit(instance: Instance, order: Ints) -> Ints:
     """Offsets in units, buffers placed by `order`."""
+    if instance.pieces is not None:
+        unit = instance.alignment
+        fixed = np.where(instance.fixed >= 0, instance.fixed * unit, -1)
+        return first_fit_pieces(order, fixed, instance.multiple * unit, instance.pieces) // unit
     return _first_fit(
         order,
         instance.first,
         instance.last,
         instance.height,
         instance.fixed,
+        instance.multiple,
         instance.alias_links.start,
         instance.alias_links.items,
         instance.conflict_links.start,

@@ -22,8 +22,7 @@ def placements(
     """
     keys = sort_keys(instance.first, instance.last, instance.height, instance.sections)
     orders = [order_by(name, keys) for name in params.orders]
-    pairs = len(instance.alias_links.items) + len(instance.conflict_links.items)
-    unconstrained = pairs == 0 and bool((instance.fixed < 0).all())
+    unconstrained = instance.is_plain
     if hint is not None:
         hint = completed(hint, orders[0])
         yield drop(instance, hint) if unconstrained else first_fit(instance, hint)

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coop_plan.planner.core.jit import njit
+from coop_plan.planner.placement.windows import Pieces, pieces
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -48,7 +49,8 @@ class Instance:
     overlap in time exactly if they share a section, and no coarser grid has that property (Moffitt,
     ASPLOS 2023, section 4 uses the same sets).
 
-    Addresses are counted in *units* of `alignment` bytes; `height` is the size rounded up to units.
+    Addresses are counted in *units* of `alignment` bytes, the common divisor of all alignments;
+    `height` is the size rounded up to units.
     """
 
     first: Ints
@@ -56,7 +58,7 @@ class Instance:
     last: Ints
     """The section after the last one of each buffer."""
     height: Ints
-    """Units each buffer takes."""
+    """Units each buffer takes; 0 if it occupies no byte at any time."""
     size: Ints
     """Exact bytes of each buffer."""
     fixed: Ints
@@ -64,6 +66,10 @@ class Instance:
     sections: int
     alignment: int
     """Bytes per unit."""
+    multiple: Ints
+    """Units of which each offset is a multiple."""
+    pieces: Pieces | None
+    """Pieces of the lifetimes, in sections; None without gaps."""
     alias: Ints
     """(k, 2) pairs (a, b) that may share one offset."""
     alias_links: Links
@@ -72,6 +78,13 @@ class Instance:
     @property
     def count(self) -> int:
         return len(self.size)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if buffers are rectangles at any unit, without pairs and fixed offsets."""
+        pairs = len(self.alias_links.items) + len(self.conflict_links.items)
+        anywhere = bool((self.fixed < 0).all() and (self.multiple == 1).all())
+        return pairs == 0 and anywhere and self.pieces is None
 
     def peak(self, offsets: Ints) -> int:
         """Exact end in bytes of a placement given in units."""
@@ -99,14 +112,13 @@ def build(
     lower: Ints,
     upper: Ints,
     size: Ints,
-    alignment: int,
-    fixed: Ints | None,
-    alias: Pairs | None,
-    conflicts: Pairs | None,
+    alignment: int | Ints,
+    fixed: Ints | None = None,
+    alias: Pairs | None = None,
+    conflicts: Pairs | None = None,
+    gaps: Ints | None = None,
 ) -> Instance:
     """Check the arguments of `place` and convert them; raises ValueError with the bad argument."""
-    if alignment < 1:
-        raise ValueError(f"alignment must be at least 1, not {alignment}")
     count = len(size)
     if lower.shape != (count,) or upper.shape != (count,) or size.shape != (count,):
         raise ValueError("lower, upper and size must be vectors of equal length")
@@ -114,40 +126,76 @@ def build(
         raise ValueError(f"buffer {int(np.argmin(size))} has a negative size")
     if (lower >= upper).any():
         raise ValueError(f"buffer {int(np.argmax(lower >= upper))} has an empty lifetime")
+    each = np.asarray(alignment, np.int64)
+    if each.shape not in ((), (count,)):
+        raise ValueError(f"alignment must be one number or one per buffer: {count}")
+    if (each < 1).any():
+        raise ValueError(f"alignment must be at least 1, not {each.min()}")
+    unit = int(np.gcd.reduce(each.ravel())) or 1
+    multiple = np.broadcast_to(each // unit, count).astype(np.int64)
     given = np.full(count, NO_OFFSET, np.int64) if fixed is None else fixed
     if given.shape != (count,):
         raise ValueError(f"fixed must have one entry per buffer: {count}, not {len(given)}")
     if (given < NO_OFFSET).any():
         raise ValueError("a fixed offset must be at least 0, or -1 for none")
-    if ((given >= 0) & (given % alignment != 0)).any():
+    if ((given >= 0) & (given % each != 0)).any():
         raise ValueError("a fixed offset must be a multiple of the alignment")
-    first, last, total = sections(lower, upper)
-    alias_pairs = _pairs(alias, count)
+    height = -(-size // unit)
+    alias_pairs, conflict_pairs = _pairs(alias, count), _pairs(conflicts, count)
+    parts = None
+    if gaps is None or not len(gaps):
+        first, last, total = sections(lower, upper)
+    else:
+        if len(alias_pairs) or len(conflict_pairs):
+            raise ValueError("gaps do not combine with alias and conflict pairs")
+        parts = pieces(lower, upper, size, gaps)
+        begin, end, total = sections(parts.first, parts.last)
+        parts = parts._replace(first=begin, last=end)
+        solid = parts.start[1:] > parts.start[:-1]
+        height[~solid] = 0
+        first, last = np.zeros((2, count), np.int64)
+        first[solid] = begin[parts.start[:-1][solid]]
+        last[solid] = end[parts.start[1:][solid] - 1]
     instance = Instance(
         first=first,
         last=last,
-        height=-(-size // alignment),
+        height=height,
         size=size,
-        fixed=np.where(given >= 0, given // alignment, NO_OFFSET),
+        fixed=np.where(given >= 0, given // unit, NO_OFFSET),
         sections=total,
-        alignment=alignment,
+        alignment=unit,
+        multiple=multiple,
+        pieces=parts,
         alias=alias_pairs,
         alias_links=Links.of(alias_pairs, count),
-        conflict_links=Links.of(_pairs(conflicts, count), count),
+        conflict_links=Links.of(conflict_pairs, count),
     )
-    a, b = _fixed_clash(
-        instance.first,
-        instance.last,
-        instance.fixed,
-        instance.height,
-        instance.alias_links.start,
-        instance.alias_links.items,
-        instance.conflict_links.start,
-        instance.conflict_links.items,
-    )
+    a, b = _clash_of(instance)
     if a >= 0:
         raise FixedOverlapError(a, b)
     return instance
+
+
+def _clash_of(instance: Instance) -> tuple[int, int]:
+    """Two buffers that overlap at their fixed offsets, or (-1, -1)."""
+    links = (instance.alias_links, instance.conflict_links)
+    listed = [array for pairs in links for array in (pairs.start, pairs.items)]
+    parts = instance.pieces
+    if parts is None:
+        return _fixed_clash(instance.first, instance.last, instance.fixed, instance.height, *listed)
+    # Pieces as buffers of their own. Those of one buffer share no section.
+    owner = np.repeat(np.arange(instance.count), np.diff(parts.start))
+    bottom = instance.fixed[owner] * instance.alignment + parts.low
+    bottom[instance.fixed[owner] < 0] = NO_OFFSET
+    none = Links.of(np.empty((0, 2), np.int64), len(owner))
+    p, q = _fixed_clash(
+        parts.first,
+        parts.last,
+        bottom,
+        parts.high - parts.low,
+        *(none.start, none.items) * 2,
+    )
+    return (int(owner[p]), int(owner[q])) if p >= 0 else (p, q)
 
 
 @njit

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from coop_plan.planner.core.jit import njit
-from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, Task, depth_first
+from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, depth_first
 from coop_plan.planner.placement.instance import Floats, Instance, Ints
 from coop_plan.planner.placement.keys import live_profile, order_by, sort_keys, spread
 from coop_plan.planner.placement.params import RestartParams
+from coop_plan.planner.placement.task import RECTANGLES, Task, Windows
+from coop_plan.planner.placement.windows import window_neighbours
 
 
 @dataclass
@@ -71,8 +73,9 @@ class Component:
         self.size = instance.size[buffers]
         self.fixed = instance.fixed[buffers]
         self.alignment = instance.alignment
+        self.multiple = instance.multiple[buffers]
         # All offsets are multiples of this. On that coarser grid the same bounds prune more.
-        self.grid = max(1, int(np.gcd.reduce(np.append(self.height, self.fixed.clip(0)))))
+        self.grid = common_divisor(instance, buffers)
         local = np.full(instance.count, -1, np.int64)
         local[buffers] = np.arange(len(buffers))
         links = instance.conflict_links
@@ -82,8 +85,21 @@ class Component:
         apart = self.first[extra].max(axis=1) >= self.last[extra].min(axis=1)
         extra = np.ascontiguousarray(extra[apart])
         self.bridge = bridges(self.first[extra], self.last[extra], self.sections)
-        self.near = neighbours(self.first, self.last, extra)
-        self.member = members(self.first, self.last, self.sections)
+        self.is_complete = True
+        """The search proves impossibility: in a canonical placement the lowest is in its gap."""
+        if instance.pieces is None:
+            self.near = neighbours(self.first, self.last, extra)
+            self.member = members(self.first, self.last, self.sections)
+            self.windows = RECTANGLES
+        else:
+            parts = instance.pieces.of(buffers, low)
+            start, near, below, above = window_neighbours(parts, instance.alignment)
+            self.near = start, near
+            start, piece = members(parts.first, parts.last, self.sections)
+            self.member = start, np.repeat(np.arange(len(buffers)), np.diff(parts.start))[piece]
+            bottom, top = (-(-end[piece] // instance.alignment) for end in (parts.low, parts.high))
+            self.windows = Windows(True, below, above, bottom, top - bottom)
+            self.is_complete = bool((above > 0).all())
         self.node_work = max(1, len(self.member[1]))
         keys = sort_keys(self.first, self.last, self.height, self.sections)
         self.ranks = [np.argsort(order_by(name, keys)) for name in params.orders]
@@ -110,8 +126,10 @@ class Component:
             (capacity - self.size) // self.alignment // grid,
             -(-capacity // self.alignment) // grid,
             np.where(self.fixed >= 0, self.fixed // grid, -1),
+            self.multiple // grid + (self.multiple < grid),
             *self.near,
             *self.member,
+            self.windows,
             self.bridge,
         )
         offset = np.zeros(len(self.buffers), np.int64)
@@ -192,6 +210,18 @@ def fit(
             return answer, offsets
         offsets[part.buffers] = found
     return FOUND, offsets
+
+
+def common_divisor(instance: Instance, buffers: Ints | slice = slice(None)) -> int:
+    """Units of which all offsets of canonical placements of these buffers are multiples."""
+    if instance.pieces is not None:
+        return 1
+    steps = (
+        instance.height,
+        instance.fixed.clip(0),
+        np.where(instance.multiple > 1, instance.multiple, 0),
+    )
+    return max(1, int(np.gcd.reduce([np.gcd.reduce(array[buffers]) for array in steps])))
 
 
 def luby(i: int) -> int:

@@ -95,7 +95,7 @@ def _skyline(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) 
 
 
 def skyline(instance: Instance, order: Ints) -> Ints:
-    """Offsets in units; ignores fixed offsets, alias pairs and extra conflicts."""
+    """Offsets in units of an `is_plain` instance."""
     solid = order[instance.height[order] > 0]
     if not len(solid):
         return np.zeros(instance.count, np.int64)
@@ -144,9 +144,9 @@ def _drop(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) -> 
 
 def drop(instance: Instance, order: Ints) -> Ints:
     """
-    Offsets in units; in the order of a placement's offsets no buffer is above its offset there.
+    Offsets in units of an `is_plain` instance.
 
-    Ignores fixed offsets, alias pairs and extra conflicts, as `skyline` does.
+    In the order of a placement's offsets no buffer is above its offset there.
     """
     solid = order[instance.height[order] > 0]
     return _drop(solid, instance.first, instance.last, instance.height, instance.sections)

@@ -24,7 +24,7 @@ class Placement:
     """Offsets of all buffers, with their peak and bound."""
 
     offsets: Ints
-    """Bytes from the start of the arena, a multiple of the alignment."""
+    """Bytes from the start of the arena, multiples of the alignment."""
     peak: int
     """Largest offset + size in bytes, exact."""
     lower_bound: int
@@ -38,7 +38,7 @@ class Placement:
     order: Ints
     """
     Buffers by offset. As `order_hint`, also for a subset of the buffers, it gives a peak that is
-    not higher; in an instance with alias pairs that is likely, not certain.
+    not higher; in an instance with alias pairs or gaps that is likely, not certain.
     """
     seconds: float
     """Wall-clock time spent."""
@@ -50,7 +50,8 @@ def place(
     size: npt.ArrayLike,
     *,
     capacity: int | None = None,
-    alignment: int = 1,
+    alignment: npt.ArrayLike = 1,
+    gaps: npt.ArrayLike | None = None,
     fixed: npt.ArrayLike | None = None,
     alias: Pairs | None = None,
     conflicts: Pairs | None = None,
@@ -64,9 +65,12 @@ def place(
     Give every buffer an offset so that no two overlap in both time and address.
 
     Lifetimes are half-open, [lower, upper), in any unit; sizes, offsets and the capacity are bytes;
-    offsets are multiples of `alignment`. Without a capacity the arena is minimised; with one, the
-    first placement within it is returned. Greedy placements are followed by a bounded exact search.
+    offsets are multiples of `alignment`, one number or one per buffer. Without a capacity the arena
+    is minimised; with one, the first placement within it is returned. Greedy placements are
+    followed by a bounded exact search.
 
+    - `gaps`: rows (buffer, lower, upper, low, high). In [lower, upper) the buffer occupies only its
+      bytes [low, high); low = high: none. Its last byte still ends within the peak.
     - `fixed`: given offsets, -1 for none.
     - `alias`: pairs that may share one offset while both are live (in-place results).
     - `conflicts`: pairs that may not overlap in address although their lifetimes do not overlap.
@@ -88,10 +92,11 @@ def place(
         _ints(lower),
         _ints(upper),
         _ints(size),
-        alignment,
+        np.asarray(alignment, np.int64),
         None if fixed is None else _ints(fixed),
         alias,
         conflicts,
+        None if gaps is None else _ints(gaps).reshape(-1, 5),
     )
     bound = lower_bound(instance)
     goal = bound if capacity is None else max(bound, capacity)
@@ -106,7 +111,7 @@ def place(
         if found is not None:
             best, peak = found, instance.peak(found)
     return Placement(
-        offsets=best * alignment,
+        offsets=best * instance.alignment,
         peak=peak,
         lower_bound=bound,
         optimal=peak <= bound,
@@ -167,14 +172,15 @@ def _search(
         found = offsets if answer == FOUND else None
         raised = capacity + 1 if answer == IMPOSSIBLE else bound
     # The search does not overlap alias pairs, so with such pairs it proves no bound.
-    return found, bound if len(instance.alias) else max(bound, raised)
+    is_proof = not len(instance.alias) and all(part.is_complete for part in parts)
+    return found, max(bound, raised) if is_proof else bound
 
 
 @functools.cache
 def _warm_up() -> None:
     """Compile the kernels (once per machine, about 20 s) before the time limit starts."""
     one = np.ones(1, np.int64)
-    tiny = build(one - 1, one, one, 1, None, None, None)
+    tiny = build(one - 1, one, one, 1)
     for _ in zip(range(14), placements(tiny, one - 1, 1, 0, DEFAULTS.greedy), strict=False):
         pass
     parts = components(tiny, 0, DEFAULTS.restarts)
