@@ -77,6 +77,7 @@ class PlannedStep:
         self._held_gradients = HeldGradients(captured, now, options, budget, name, history)
         self._finished: tuple[weakref.ref[Memory], CompiledPlan] | None = None
         self._warned = False
+        self._told = 0  # excess of an iteration
         self._noted = False
         self._replan_failed = False
         self._learned = False
@@ -374,15 +375,18 @@ class PlannedStep:
         if found is None or self._clock is not None:  # the counters have no peak on CUDA
             return None
         peak, budget = found
-        if peak > budget + TOLERANCE and not self._warned:
+        if peak > budget + TOLERANCE + self._told:
+            self._told = peak - budget
             text = (
                 f"{self.lines.begin}: with the {half} of '{self.report.name}', the graphs of one"
                 f" iteration used {format_bytes(peak)} of their budget of {format_bytes(budget)}"
             )
             if recorder.will_plan:
-                self._warn(f"{text}; the next one is planned for that")
+                log.warning("%s; the next one is planned for that", text)
+            elif self._strict:
+                raise BudgetExceededError(text)
             else:
-                self._raise_or_warn(text)
+                log.warning("%s", text)
         return peak
 
     def _excess(self) -> str:

@@ -29,7 +29,7 @@ from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
 from coop_plan.runtime.torch_internals.ranks import world_group
-from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan, format_bytes
+from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan
 from coop_plan.schemas.graph_editor import GraphEditor
 
 log = logging.getLogger("coop-plan")
@@ -105,19 +105,12 @@ def plan_jointly(
     # Each run stays in its own call: the annealing searches might move it to another one.
     options = replace(options, plan=options.plan.without("reorder", "walk"))
     try:
-        made, cached = plan_for(layout.graph, options)
+        raised = f"an iteration of {len(calls)} graphs"
+        made, cached = plan_for(layout.graph, options, raised=raised)
     except InfeasibleBudgetError as error:
         reason = str(error)  # text: a kept log record must not keep the frames of a forward alive
-        if options.plan.budget.kind != "share":
-            log.warning(
-                "%d graphs of one iteration are not planned together: %s", len(calls), reason
-            )
-            return None
-        made, cached = plan_for(layout.graph, options.within(None))
-        log.warning(
-            "%d graphs of one iteration need %s, their smallest budget: %s",
-            *(len(calls), format_bytes(made.budget_bytes), reason),
-        )
+        log.warning("%d graphs of one iteration are not planned together: %s", len(calls), reason)
+        return None
     parts = layout.cut(made)
     if parts is None and any(op.variants for op in layout.graph.ops):
         # The search over variants may place a run in another call; that over defaults does not.

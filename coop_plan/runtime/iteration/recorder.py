@@ -11,7 +11,7 @@ expected order is the one that followed the longest stretch of earlier iteration
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -269,11 +269,11 @@ class IterationRecorder:
         now = self._now
         number = now.add(invocation, step, call)
         if number:
-            call.inputs = storage_addresses(inputs)
-            call.fresh = now.run.allocated(call.inputs) if now.run else ()
+            call.inputs = input_addresses(inputs, now.made)
+            call.fresh = now.run.allocated(storage_addresses(inputs)) if now.run else ()
             first = now.calls[0]
             if not first.inputs and (earlier := now.invocations[0]()) is not None:
-                first.inputs = storage_addresses(earlier.inputs)
+                first.inputs = input_addresses(earlier.inputs, now.made)
                 now.count_inputs(0)
             now.count_inputs(number)
         return self._next(number, False)
@@ -298,7 +298,7 @@ class IterationRecorder:
         number = self._recorded(invocation)
         if number is not None:
             call = self._now.calls[number]
-            call.inputs = storage_addresses(invocation.inputs)
+            call.inputs = input_addresses(invocation.inputs, self._now.made)
             call.tangents = storage_addresses(tangents)
 
     def returned(self, invocation: Invocation, made: Sequence[Any]) -> None:
@@ -610,6 +610,17 @@ def storage_addresses(values: Sequence[Any]) -> list[int | None]:
     return [
         value.untyped_storage().data_ptr() or None if has_storage(value) else None
         for value in values
+    ]
+
+
+def input_addresses(values: Sequence[Any], made: Container[int | None]) -> list[int | None]:
+    """Address of each input: of its storage if a call of the iteration made that, else its own.
+
+    Inputs may be parts of one storage, such as parameters in a flat buffer.
+    """
+    return [
+        address if address in made else value.data_ptr()
+        for value, address in zip(values, storage_addresses(values), strict=True)
     ]
 
 
