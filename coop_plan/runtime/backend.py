@@ -44,9 +44,7 @@ from coop_plan.runtime.torch_internals import warn_of_version
 from coop_plan.runtime.torch_internals.autograd import all_leaves_have_only_post_hooks
 from coop_plan.runtime.torch_internals.dynamo import (
     allow_symbolic_module_ints,
-    called_from_compiled,
     compile_call,
-    compiles_nested_function,
     prepare_dynamo,
 )
 from coop_plan.runtime.torch_internals.dynamo_graphs import uses_functorch_grad
@@ -229,10 +227,13 @@ def plan_captured(
     if captured.device.type == "cuda":
         options = options.on_cuda()
 
+    raised = f"{lines.begin}: this graph"
+    consumed = frozenset(capture_adjust.consumable(captured)) if hooked else frozenset()
+    if any(group_of(node) for node in captured.ops):
+        consumed = frozenset()
+
     def find_or_make() -> tuple[Plan, bool]:
-        part = lines.breaks or called_from_compiled() or compiles_nested_function()
-        part = part or unplanned_calls.is_one_of_several(call.owner)
-        return plan_for(captured.graph, options, part=part, history=history)
+        return plan_for(captured.graph, options, raised="" if consumed else raised, history=history)
 
     asked = options.plan.key("", planner_version(), "")
     now = MemoryEnvironment()
@@ -244,14 +245,16 @@ def plan_captured(
         captured = under = replace(captured, graph=shared.graph)
         made, cached = shared.plan, shared.cached
     except InfeasibleBudgetError as error:
-        now = MemoryEnvironment(consumed=frozenset(capture_adjust.consumable(captured)))
-        if not hooked or not now.consumed or any(group_of(node) for node in captured.ops):
+        if not consumed:
             raise
+        now = MemoryEnvironment(consumed=consumed)
         under = capture_adjust.under(captured, now)
         try:
             made, cached = plan_for(under.graph, options.within(error.budget_bytes))
         except InfeasibleBudgetError:
-            raise error from None
+            if options.plan.budget.kind == "bytes":
+                raise error from None
+            made, cached = plan_for(under.graph, options, raised=raised, history=history)
     report = StepReport.of(
         *(f"step {len(reports())}", under.graph, made, under.resident_in_step),
         profile_seconds=captured.profile_seconds,

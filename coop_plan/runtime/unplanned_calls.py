@@ -7,7 +7,6 @@ loop. A compiled function may also never be called.
 import logging
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -84,18 +83,8 @@ def install(backend: Any) -> None:
     watch_calls(backend, _compiled, _Call)
 
 
-_calls: list["weakref.ref[Any]"] = []
-"""The `torch.compile` calls with this backend whose functions are alive."""
-
-
-def is_one_of_several(call: object) -> bool:
-    """True if equal `torch.compile` calls compiled other functions, such as blocks of a model."""
-    return len([ref for ref in list(_calls) if ref() == call]) > 1
-
-
 def _compiled(call: Any) -> None:
     """Note a compiled function; if none is called before an optimizer step, a warning is logged."""
-    _calls.append(weakref.ref(call, _calls.remove))
     _Counts.compiled += 1
     if _Counts.compiled > 1:
         return

@@ -254,3 +254,48 @@ def test_another_default_device_moves_nothing_of_ours():
     finally:
         torch.set_default_device(None)
     assert F.cross_entropy(model(x), y).isfinite()
+
+
+@pytest.mark.parametrize("way", ["flat parameters", "slices of a data set", "halves of its rows"])
+def test_a_storage_counts_once_with_the_bytes_that_the_step_reaches(way):
+    """Parameters in one flat buffer; a batch and its targets in one tensor with all others."""
+
+    def resident(shared):
+        torch._dynamo.reset()
+        runtime.clear_reports()
+        model = Wide()
+        x, y = torch.randn(8, 64), torch.randn(8, 64)
+        if shared and way == "flat parameters":
+            flat, at = torch.cat([p.detach().flatten() for p in model.parameters()]), 0
+            for p in model.parameters():
+                p.data, at = flat[at : at + p.numel()].view_as(p), at + p.numel()
+        elif shared and way == "slices of a data set":
+            x, y = torch.randn(1000, 64)[100:116].split(8)
+        elif shared:
+            x, y = torch.randn(8, 128).split(64, 1)
+        step = torch.compile(
+            lambda x, y: (model(x) - y).square().mean(), backend="coop", options={"budget": "80%"}
+        )
+        step(x, y).backward()
+        (report,) = runtime.reports()
+        assert report.measured_peak_bytes <= report.budget_bytes
+        return report.resident_bytes
+
+    assert resident(shared=True) == resident(shared=False)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_share_is_raised_and_bytes_are_refused(caplog, others):
+    """Whatever was compiled before."""
+    x = torch.randn(8, 64)
+    for _ in range(others):
+        torch.compile(nn.Linear(64, 8), backend="coop", options={"budget": "1%"})(x).sum().backward()
+    caplog.clear()
+    model = Wide()
+    wide_step(model, budget="1%")(x).backward()
+    said = [r.getMessage() for r in caplog.records if "cannot meet its share" in r.getMessage()]
+    assert len(said) == 1
+    least = runtime.reports()[-1].budget_bytes
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="cannot meet a budget of"):
+        wide_step(model, budget=least - 1024)(x)

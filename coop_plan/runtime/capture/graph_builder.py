@@ -27,6 +27,7 @@ from coop_plan.runtime.torch_internals.ops import (
     is_mutable,
     negative_view,
     return_count,
+    storage_key,
     tree_flatten,
     tree_unflatten,
 )
@@ -82,6 +83,7 @@ class GraphBuilder:
     collective_scratch: list[int] = field(default_factory=list)
     """Bytes that the process group allocates for each collective."""
     _primals: int = 0
+    _spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of primals, by storage
     names: dict[fx.Node, str] = field(default_factory=dict)
     """Names of ops that are equal in all traces of a function; names of nodes are not."""
     _op_counts: Counter[object] = field(default_factory=Counter)
@@ -133,7 +135,7 @@ class GraphBuilder:
     def _resident(self, node: fx.Node, value: object, kind: str) -> None:
         if isinstance(value, torch.Tensor):
             on_device = value.device.type == self.device.type  # CPU bytes do not count on CUDA
-            size = _storage_bytes(value, node) if on_device else 0
+            size = self._reached_bytes(value, node) if on_device else 0
             self.storages[node] = (self.add(node.name, size, kind),)
         elif value is None or isinstance(value, (int, float, bool, str)) or is_object(value):
             self.storages[node] = (None,)
@@ -142,6 +144,14 @@ class GraphBuilder:
                 f"input {node.name} is a {type(value).__name__}: dynamic shapes cannot be planned,"
                 " compile with dynamic=False"
             )
+
+    def _reached_bytes(self, value: torch.Tensor, node: fx.Node) -> int:
+        """Bytes of a storage that an input reaches, and no primal before it."""
+        span = _span(value, node)
+        others = self._spans.setdefault(storage_key(value), []) if is_primal(node) else []
+        before = _covered(others)
+        others.append(span)
+        return _covered(others) - before
 
     def tensors_of(self, value: object) -> set[int | None]:
         """Tensor ids of an output of the graph."""
@@ -328,11 +338,23 @@ def tensor_args(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _storage_bytes(value: torch.Tensor, node: fx.Node) -> int:
-    size = value.untyped_storage().nbytes()
-    if not isinstance(size, int):
+def _span(value: torch.Tensor, node: fx.Node) -> tuple[int, int]:
+    """Bytes of its storage from a tensor's first element to its last, half-open."""
+    steps = zip(value.shape, value.stride(), strict=True)
+    begin, length = value.storage_offset(), 1 + sum((n - 1) * step for n, step in steps)
+    if not isinstance(begin + length, int):
         raise CaptureError(
             f"input {node.name} has dynamic shapes, which cannot be planned: compile with"
             " dynamic=False"
         )
-    return size
+    size = value.element_size()
+    return begin * size, (begin + length * bool(value.numel())) * size
+
+
+def _covered(spans: list[tuple[int, int]]) -> int:
+    """Bytes in at least one of the spans."""
+    total = end = 0
+    for first, last in sorted(spans):
+        total += max(0, last - max(first, end))
+        end = max(end, last)
+    return total

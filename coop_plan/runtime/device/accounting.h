@@ -32,6 +32,7 @@ struct Taken {
   int64_t size;
   Thread thread;
   int64_t recording;  // during which a worker allocated it, 0: none
+  int64_t number;     // of the allocation
 };
 
 struct Window {
@@ -39,6 +40,7 @@ struct Window {
   bool watched = false;
   Thread thread = 0;
   int64_t before = 0;  // bytes of the process when it was opened, without the run's memory
+  int64_t first = 0;   // number of the last allocation before it was opened
   int64_t now = 0;
   int64_t peak = 0;
   std::unordered_map<void*, Stray> strays;
@@ -60,6 +62,7 @@ auto& windows = *new std::vector<Window*>();            // open windows; guarded
 auto& foreign = *new std::vector<std::string>();  // path prefixes that are not the user's code
 int64_t current_bytes = 0;  // guarded by mutex
 int64_t peak_bytes = 0;     // guarded by mutex
+int64_t allocations = 0;    // number of allocations so far; guarded by mutex
 auto& workers = *new std::vector<Worker>();  // guarded by mutex
 Thread recorder = 0;                         // guarded by mutex; 0: none
 int64_t recording_number = 0;                // guarded by mutex
@@ -106,7 +109,7 @@ void count(int64_t bytes, Thread thread = this_thread()) {
 void take(void* pointer, int64_t bytes) {
   const Thread thread = this_thread();
   const bool by_worker = recorder != 0 && recorder != thread;
-  taken[pointer] = {bytes, thread, by_worker ? recording_number : 0};
+  taken[pointer] = {bytes, thread, by_worker ? recording_number : 0, ++allocations};
   if (by_worker) count_worker(bytes, thread);
   count(bytes, thread);
 }
@@ -152,6 +155,7 @@ void open(Window* window, int64_t memory_bytes, bool watch) {
   window->watched = watch;
   window->thread = this_thread();
   window->before = current_bytes - memory_bytes;
+  window->first = allocations;
   window->now = window->peak = memory_bytes;
   windows.push_back(window);
   if (watch) ++watched;

@@ -356,6 +356,26 @@ PyObject* run_end(PyObject*, PyObject* handle) {
   Py_RETURN_NONE;
 }
 
+// Positions of the addresses that were allocated after the window of a run was opened.
+PyObject* run_made(PyObject*, PyObject* args) {
+  PyObject* handle;
+  const char* text;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "Oy#", &handle, &text, &length)) return nullptr;
+  const int64_t first = as<Run>(handle)->window.first;
+  const auto* addresses = reinterpret_cast<const uintptr_t*>(text);
+  PyObject* list = PyList_New(0);
+  std::lock_guard<std::mutex> lock(mutex);
+  for (size_t i = 0; i < length / sizeof(uintptr_t); ++i) {
+    const auto found = taken.find(reinterpret_cast<void*>(addresses[i]));
+    if (found == taken.end() || found->second.number <= first) continue;
+    PyObject* position = PyLong_FromSize_t(i);
+    PyList_Append(list, position);
+    Py_DECREF(position);
+  }
+  return list;
+}
+
 PyObject* counters(PyObject*, PyObject* handle) {
   const Run* run = as<Run>(handle);
   const Window& window = run->window;
@@ -458,6 +478,8 @@ PyMethodDef methods[] = {
     {"run_elsewhere", run_elsewhere, METH_VARARGS,
      "(run, slot numbers): let PyTorch's allocator serve these in this run."},
     {"run_end", run_end, METH_O, "Close the window of a run."},
+    {"run_made", run_made, METH_VARARGS,
+     "(run, addresses) -> positions of those allocated after its window was opened"},
     {"begin", begin, METH_VARARGS,
      "(run, memory, its bytes, fresh, watch): enter the arena in this thread."},
     {"enter", enter, METH_O, "(k): the next op is occurrence k."},

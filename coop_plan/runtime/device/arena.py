@@ -197,6 +197,12 @@ class Run:
         """Let PyTorch's allocator serve these slots, which are numbered over all occurrences."""
         self._ext.run_elsewhere(self._handle, np.array(slots, dtype=np.int64).tobytes())
 
+    def allocated(self, addresses: Sequence[int | None]) -> list[int]:
+        """Positions of the storages on the CPU that were allocated since the last fresh `begin`."""
+        known = np.array([address or 0 for address in addresses], dtype=np.uint64)
+        found: list[int] = self._ext.run_made(self._handle, known.tobytes())
+        return found
+
     def end(self) -> None:
         """Stop the counters."""
         self._ext.run_end(self._handle)

@@ -2,12 +2,12 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
 from coop_plan.runtime.execute.invocation import Invocation, live_invocations
-from coop_plan.runtime.iteration.joint_plan import Addresses, RecordedCall
+from coop_plan.runtime.iteration.joint_plan import RecordedCall
 from coop_plan.runtime.iteration.recorder import IterationRecorder
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
@@ -27,7 +27,6 @@ class ArenaPool:
         self._options = options
         self.recorder = IterationRecorder(options)
         self._arenas: list[Memory] = []
-        self._joint_memory: Memory | None = None
         with _lock:
             _all.add(self)
 
@@ -36,7 +35,7 @@ class ArenaPool:
         invocation: Invocation,
         step: object,
         call: RecordedCall,
-        inputs: Callable[[], Addresses],
+        inputs: Sequence[Any],
     ) -> bool:
         """Record a new invocation as the next call of its iteration.
 
@@ -44,37 +43,37 @@ class ArenaPool:
             True if it runs the joint plan of the iteration, which it then has.
         """
         compiled = self.recorder.forward(invocation, step, call, inputs)
-        if compiled is None or self.recorder.joint_plan is None:
-            return False
-        invocation.use_plan(compiled, self.recorder.joint_plan.room)
-        return True
+        if compiled is not None:
+            invocation.use_plan(compiled)
+        return compiled is not None
 
     def place(self, invocation: Invocation, *, in_joint_plan: bool) -> bool:
         """Assign an arena to a new invocation; returns whether its counters start at zero."""
-        if not in_joint_plan:
-            self.allocate(invocation)
-            return True
+        if in_joint_plan and not self.recorder.first:
+            invocation.memory = self.recorder.shared_memory()
+            return False
+        memory = self.allocate(invocation)
         if self.recorder.first:
-            self.allocate(invocation)
-            self._joint_memory = invocation.memory
-        invocation.memory = self._joint_memory
-        return self.recorder.first
+            self.recorder.open(memory, invocation.compiled)
+        return True
 
-    def allocate(self, invocation: Invocation) -> None:
-        """Assign an arena of the pool to an invocation that runs its own plan."""
+    def allocate(self, invocation: Invocation) -> Memory:
+        """Assign an arena of the pool to an invocation."""
         with _lock:
-            memory = self._find(invocation)
+            memory = self._find(invocation, self.recorder.bytes_beside(invocation))
             memory.detach_live()
             invocation.memory = memory
+        return memory
 
-    def _find(self, invocation: Invocation) -> Memory:
+    def _find(self, invocation: Invocation, beside: int) -> Memory:
+        """An arena for an invocation, with `beside` bytes of inputs of waiting ones."""
         size = invocation.compiled.arena.size
-        allowed = max(size, invocation.room)
+        allowed = max(size, invocation.compiled.room)
         own = {id(memory) for memory in self._arenas}
         users = [f for f in live_invocations() if f is not invocation and id(f.memory) in own]
         waiting = [f for f in users if f.saved is not None]
         sizes = {id(f.memory): f.memory.bytes for f in users if f.memory is not None}
-        limit = max(allowed, *(f.room for f in users), 0)
+        limit = max(allowed, *(f.compiled.room for f in users), 0) - beside
         while waiting and sum(sizes.values()) + size > limit:
             given = waiting[0].memory
             for other in [f for f in waiting if f.memory is given]:
@@ -105,8 +104,6 @@ class ArenaPool:
             self.recorder = IterationRecorder(self._options)
         busy = {id(invocation.memory) for invocation in invocations}
         self._arenas = [memory for memory in self._arenas if id(memory) in busy]
-        if id(self._joint_memory) not in busy:
-            self._joint_memory = None
 
 
 _all: "weakref.WeakSet[ArenaPool]" = weakref.WeakSet()

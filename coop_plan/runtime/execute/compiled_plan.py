@@ -29,7 +29,8 @@ class CompiledPlan:
     `forward(invocation, inputs)` returns outputs and saved tensors; `backward(invocation, saved +
     tangents)` returns gradients. Each empties its list, so that no tensor outlives its last use.
     `saved_inputs` and `inputs_read` are as in `lower_to_fx.Halves`. `replayed` has the generators
-    of random ops that run more than once, by op.
+    of random ops that run more than once, by op. `room` are the bytes of the budget that are left
+    for arenas.
 
     Gradients are named by their position among the primals. `gradient_slots` has the slot of each
     one that is added to a held gradient, None after a prefetch. Those in `consumed` are handed to
@@ -38,6 +39,8 @@ class CompiledPlan:
     """
 
     def __init__(self, captured: Captured, plan: Plan, clock: cuda.Clock | None) -> None:
+        self.budget_bytes = plan.budget_bytes
+        self.room = plan.budget_bytes - (plan.peak_bytes - plan.arena_bytes)
         index = PlanIndex(captured.graph, plan)
         steps = [step for step in plan.steps if isinstance(step, Compute)]
         firsts = set(index.first_run.values())

@@ -18,15 +18,15 @@ RESIZABLE = "coop-offline"
 
 
 def plan_for(
-    graph: Graph, options: Options, *, part: bool = False, history: ShapeHistory | None = None
+    graph: Graph, options: Options, *, raised: str = "", history: ShapeHistory | None = None
 ) -> tuple[Plan, bool]:
     """Returns the plan, and True if it was cached.
 
     A plan in `history` for similar sizes is rescaled if it does as well at these sizes. A plan that
     was searched for is added to `history`.
 
-    If `graph` is a `part` of an iteration and its share cannot be met, the plan has the smallest
-    budget: a share refers to the iteration's peak, which is unknown before it has run.
+    A share that cannot be met is raised to the smallest budget, with a warning that begins with
+    `raised`; without that, it is an error as bytes are.
 
     With a server, the plan is the server's. An unreachable server is an error, or with
     `server_fallback="local"` the plan is made here and a warning is logged.
@@ -36,7 +36,7 @@ def plan_for(
         PlanServerError: the server has no plan.
     """
     if options.server is not None:
-        made = _from_server(options.server, graph, options, part, history)
+        made = _from_server(options.server, graph, options, raised, history)
         if made is not None:
             return made, False
     key = plans.key_of(graph, options)
@@ -46,7 +46,7 @@ def plan_for(
         return found, True
     made = None if history is None else _resized(graph, options, history)
     if made is None:
-        made = _or_smallest(plan, graph, options, part, history)
+        made = _or_smallest(plan, graph, options, raised, history)
         verify(graph, made)
         _remember(graph, made, history)
     plans.store(key, graph, made)
@@ -74,7 +74,7 @@ def _bytes(graph: Graph) -> int:
 
 
 def _from_server(
-    server: str, graph: Graph, options: Options, part: bool, history: ShapeHistory | None
+    server: str, graph: Graph, options: Options, raised: str, history: ShapeHistory | None
 ) -> Plan | None:
     try:
         from coop_plan.client.client import Client
@@ -84,7 +84,7 @@ def _from_server(
         raise OptionsError(message) from None
     try:
         with Client(server) as client:
-            return _or_smallest(client.plan, graph, options, part, history)
+            return _or_smallest(client.plan, graph, options, raised, history)
     except ServerAwayError as error:
         if options.server_fallback == "error":
             message = f'{error}; with server_fallback="local" the step is planned here'
@@ -99,19 +99,19 @@ def _or_smallest(
     make: Callable[[Graph, PlanOptions], Plan],
     graph: Graph,
     options: Options,
-    part: bool,
+    raised: str,
     history: ShapeHistory | None,
 ) -> Plan:
     try:
         return make(graph, options.plan)
     except InfeasibleBudgetError as error:
-        if options.plan.budget.kind != "share" or not part:
+        if options.plan.budget.kind != "share" or not raised:
             raise
         reason = str(error)
         made = make(graph, options.within(None).plan)
     log.log(
         logging.WARNING if history is None else history.level("least"),
-        "one of several graphs takes %s, the least it can, before they are planned together: %s",
-        *(format_bytes(made.budget_bytes), reason),
+        "%s cannot meet its share and takes %s, the least: %s",
+        *(raised, format_bytes(made.budget_bytes), reason),
     )
     return made

@@ -20,22 +20,14 @@ from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.rng_state import Generator
 from coop_plan.runtime.torch_internals.autograd import accumulate_gradient
 from coop_plan.runtime.torch_internals.ops import tensor_version
-from coop_plan.schemas import Plan
 
 _numbers = itertools.count()
 _invocations: "dict[int, Invocation]" = {}
 """By number. Accessed by single dict operations: a handle may be dropped on any thread."""
 
 
-def room(plan: Plan) -> int:
-    """Bytes of a plan's budget that are left for arenas."""
-    return plan.budget_bytes - (plan.peak_bytes - plan.arena_bytes)
-
-
 class Invocation:
     """One call of step `name`, which runs `compiled` in a memory from `owner`, its pool.
-
-    `room` is the number of bytes that its budget leaves for arenas (`room(plan)`).
 
     Between the halves, `saved` tensors wait in `memory`. If another invocation needs that memory,
     the forward runs again, from the inputs and the states of `generators` at the start.
@@ -54,12 +46,11 @@ class Invocation:
         name: str,
         compiled: CompiledPlan,
         owner: object,
-        room: int,
         generators: Sequence[Generator],
     ) -> None:
         self.name = name
         self.owner = owner
-        self.use_own_plan(compiled, room)
+        self.use_own_plan(compiled)
         self.inputs: Sequence[Any] = ()
         self.leaves: Mapping[int, torch.Tensor] = {}
         self.held: Mapping[int, torch.Tensor] = {}
@@ -78,20 +69,20 @@ class Invocation:
         self._versions: Sequence[int] = ()
         self._saved_versions: Sequence[int] = ()
 
-    def use_plan(self, compiled: CompiledPlan, room: int) -> None:
+    def use_plan(self, compiled: CompiledPlan) -> None:
         """Run both halves by this plan."""
-        self.compiled, self.room, self.run = compiled, room, Run(compiled.arena)
+        self.compiled, self.run = compiled, Run(compiled.arena)
         self.transfers = compiled.transfer_runner()
 
-    def use_own_plan(self, compiled: CompiledPlan, room: int) -> None:
+    def use_own_plan(self, compiled: CompiledPlan) -> None:
         """Run by this plan of its own, also after a joint plan was abandoned."""
-        self._alone = compiled, room
-        self.use_plan(compiled, room)
+        self._alone = compiled
+        self.use_plan(compiled)
 
     @property
     def in_joint_plan(self) -> bool:
         """True if it runs the joint plan of its iteration."""
-        return self.compiled is not self._alone[0]
+        return self.compiled is not self._alone
 
     def make_handle(self) -> torch.Tensor:
         """A CPU scalar with the invocation's number, which lives until the handle is dropped.
@@ -135,7 +126,7 @@ class Invocation:
     def release_arena(self, taken_by: str) -> None:
         """Release the memory, for `taken_by`."""
         self.saved, self.memory = None, None
-        self.use_plan(*self._alone)
+        self.use_plan(self._alone)
         self.rerun_reason = f"{taken_by} needed its memory"
 
     def accumulate(self, position: int, gradient: torch.Tensor) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of, take_saved
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
-from coop_plan.runtime.execute.invocation import Invocation, invocation_of, room
+from coop_plan.runtime.execute.invocation import Invocation, invocation_of
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, snapshot_positions
 from coop_plan.runtime.execute.rng_state import Generator, default_generator
 from coop_plan.runtime.execute.transfers import TransferRunner
@@ -26,7 +26,7 @@ from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.gradients.held_gradients import HeldGradients, handed_over, held_in_place
 from coop_plan.runtime.gradients.undefined import Undefined
 from coop_plan.runtime.iteration.joint_plan import RecordedCall
-from coop_plan.runtime.iteration.recorder import TOLERANCE, storage_addresses
+from coop_plan.runtime.iteration.recorder import TOLERANCE
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
@@ -77,11 +77,11 @@ class PlannedStep:
         self._held_gradients = HeldGradients(captured, now, options, budget, name, history)
         self._finished: tuple[weakref.ref[Memory], CompiledPlan] | None = None
         self._warned = False
+        self._told = 0  # excess of an iteration
         self._noted = False
         self._replan_failed = False
         self._learned = False
         self._handed = False
-        self._room = room(plan)
         self._outputs = captured.num_fwd_outputs
         self._copied = snapshot_positions(captured)
         self._parameters = _parameters(captured)
@@ -111,20 +111,18 @@ class PlannedStep:
             pool = self._pools.of_thread()
             # PyTorch refuses to read their states while a CUDA graph is captured.
             generators = [] if self._is_captured() else self._generators
-            invocation = Invocation(self.report.name, self._compiled, pool, self._room, generators)
+            invocation = Invocation(self.report.name, self._compiled, pool, generators)
             passing = [i for i in self._passable if _made_by_autograd(inputs[i])]
             leaves = self._held_gradients.leaves(inputs)
             call = RecordedCall(self._captured, self._clock, passing, leaves)
-            in_joint_plan = pool.join_iteration(
-                invocation, self, call, lambda: self._addresses(inputs)
-            )
+            in_joint_plan = pool.join_iteration(invocation, self, call, inputs)
             if not in_joint_plan:
                 self._replan_as_learned()
                 if pool.recorder.first:
                     self._update_held_gradients(inputs)
             invocation.held_bytes = self._held_gradients.held(inputs)
             if not in_joint_plan and invocation.compiled is not self._compiled:
-                invocation.use_own_plan(self._compiled, self._room)
+                invocation.use_own_plan(self._compiled)
             fresh = pool.place(invocation, in_joint_plan=in_joint_plan)
             compiled = invocation.compiled
             invocation.leaves = {
@@ -142,12 +140,10 @@ class PlannedStep:
             outputs = made[: self._outputs]
             invocation.keep_saved(made[self._outputs :], outputs)
             pool.recorder.received(invocation, outputs)
+            self._check_iteration(invocation, "forward")
             return (*outputs, handle)
 
         return boxed(forward)
-
-    def _addresses(self, inputs: Sequence[Any]) -> Sequence[int | None]:
-        return storage_addresses([v for i, v in enumerate(inputs) if i not in self._parameters])
 
     def backward(self) -> Callable[[list[Any]], Any]:
         """The backward as a boxed callable: a handle and tangents to gradients."""
@@ -176,11 +172,14 @@ class PlannedStep:
                 result = invocation.compiled.backward(invocation, given)
             result = self.undefined.left_out(result)
             recorder.returned(invocation, result)
+            peak = self._check_iteration(invocation, "backward")
             if not invocation.in_joint_plan:
                 self._observe_hooks(invocation.inputs)
             self._finish(
                 invocation, [p for p in invocation.leaves if self._is_duplicated(invocation, p)]
             )
+            if peak is not None and not invocation.in_joint_plan:
+                self.report.measured_peak_bytes = peak
             return result
 
         return boxed(backward)
@@ -305,7 +304,6 @@ class PlannedStep:
     def _replan(self) -> None:
         captured, plan, cached = self._held_gradients.plan()
         self._compiled = CompiledPlan(captured, plan, self._clock)
-        self._room = room(plan)
         self.report.replace_plan(captured, plan, cached=cached)
 
     def _observe_hooks(self, inputs: Sequence[Any]) -> None:
@@ -354,8 +352,6 @@ class PlannedStep:
             self._report_strays(counters)
             over = False
         if not invocation.alone:
-            if over:
-                self._warn(f"{self._excess()}, with other invocations waiting for their backward")
             return
         if handed and not self._handed:  # an optimizer created its state in the hooks, once
             self._handed, over = True, False
@@ -371,6 +367,27 @@ class PlannedStep:
                 outside=outside, duplicated=duplicated
             ):
                 self._learned = True
+
+    def _check_iteration(self, invocation: Invocation, half: str) -> int | None:
+        """Report the half with which several graphs exceed their budget; returns their peak."""
+        recorder = pool_of(invocation).recorder
+        found = recorder.measure(invocation)
+        if found is None or self._clock is not None:  # the counters have no peak on CUDA
+            return None
+        peak, budget = found
+        if peak > budget + TOLERANCE + self._told:
+            self._told = peak - budget
+            text = (
+                f"{self.lines.begin}: with the {half} of '{self.report.name}', the graphs of one"
+                f" iteration used {format_bytes(peak)} of their budget of {format_bytes(budget)}"
+            )
+            if recorder.will_plan:
+                log.warning("%s; the next one is planned for that", text)
+            elif self._strict:
+                raise BudgetExceededError(text)
+            else:
+                log.warning("%s", text)
+        return peak
 
     def _excess(self) -> str:
         report = self.report

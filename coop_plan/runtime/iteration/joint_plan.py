@@ -21,7 +21,6 @@ from coop_plan.runtime.capture.joint_graph import RUNTIME, Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.find_plan import plan_for
-from coop_plan.runtime.execute.invocation import room
 from coop_plan.runtime.execute.lower_to_fx import inputs_of, tangents_of
 from coop_plan.runtime.execute.plan_index import PlanIndex
 from coop_plan.runtime.gradients import capture_adjust
@@ -30,7 +29,7 @@ from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
 from coop_plan.runtime.torch_internals.ranks import world_group
-from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan, format_bytes
+from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan
 from coop_plan.schemas.graph_editor import GraphEditor
 
 log = logging.getLogger("coop-plan")
@@ -56,7 +55,8 @@ class RecordedCall:
 
     `inputs` and `tangents` are storage addresses by position, `made` those of all outputs and
     gradients; None stands for no tensor. `passing` are the positions of inputs that autograd made,
-    whose gradients it passes on. `leaves` are the inputs whose gradients may be held, those at
+    whose gradients it passes on; `fresh` are those of inputs allocated after the iteration began.
+    `leaves` are the inputs whose gradients may be held, those at
     `accumulable` can be added to, and `environment` has the held ones. `released_at` is the first
     event at which an output or gradient was dead outside the graphs. `late` ones were still alive
     at the planned event.
@@ -73,14 +73,14 @@ class RecordedCall:
     inputs: Addresses = ()
     tangents: Addresses = ()
     made: list[int | None] = field(default_factory=list)
+    fresh: Collection[int] = ()
 
 
 @dataclass(frozen=True)
 class JointPlan:
-    """One compiled plan a call; `room` as of an invocation, `between` bytes of the user's code."""
+    """One compiled plan a call, for `between` bytes of the user's code."""
 
     plans: Sequence[CompiledPlan]
-    room: int
     between: int
     report: StepReport
 
@@ -105,19 +105,12 @@ def plan_jointly(
     # Each run stays in its own call: the annealing searches might move it to another one.
     options = replace(options, plan=options.plan.without("reorder", "walk"))
     try:
-        made, cached = plan_for(layout.graph, options)
+        raised = f"an iteration of {len(calls)} graphs"
+        made, cached = plan_for(layout.graph, options, raised=raised)
     except InfeasibleBudgetError as error:
         reason = str(error)  # text: a kept log record must not keep the frames of a forward alive
-        if options.plan.budget.kind != "share":
-            log.warning(
-                "%d graphs of one iteration are not planned together: %s", len(calls), reason
-            )
-            return None
-        made, cached = plan_for(layout.graph, options.within(None))
-        log.warning(
-            "%d graphs of one iteration need %s, their smallest budget: %s",
-            *(len(calls), format_bytes(made.budget_bytes), reason),
-        )
+        log.warning("%d graphs of one iteration are not planned together: %s", len(calls), reason)
+        return None
     parts = layout.cut(made)
     if parts is None and any(op.variants for op in layout.graph.ops):
         # The search over variants may place a run in another call; that over defaults does not.
@@ -140,7 +133,7 @@ def plan_jointly(
     name = f"iteration of {len(calls)} graphs {len(reports())}"
     report = StepReport.of(name, layout.graph, made, layout.resident_in_step, plan_cached=cached)
     add(report)
-    return JointPlan(plans, room(made), between, report)
+    return JointPlan(plans, between, report)
 
 
 class _Layout:
@@ -191,10 +184,7 @@ class _Layout:
                 editor.change_tensor(ids[number][t], kind="activation")
             self.resident_in_step += sum(
                 graph.tensors[t].bytes
-                for t in _residents_made_in_iteration(call, first=number == 0)
-                - shared
-                - tangents
-                - back
+                for t in _residents_made_in_iteration(call) - shared - tangents - back
             )
             given = max(given, sum(graph.tensors[t].bytes for t in tangents - shared))
             passed = max(passed, sum(graph.tensors[t].bytes for t in back))
@@ -293,6 +283,12 @@ def stored(call: RecordedCall, node: object) -> list[int]:
     return [t for t in call.captured.storages[node] if t is not None]
 
 
+def input_bytes(call: RecordedCall) -> list[int]:
+    """Bytes of the storage of each input of a call; 0 for values without memory."""
+    tensors = call.captured.graph.tensors
+    return [sum(tensors[t].bytes for t in stored(call, n)) for n in inputs_of(call.captured)]
+
+
 def _passed_gradients(call: RecordedCall) -> set[int]:
     """Gradients that autograd passes on: made in the backward, with memory of their own."""
     captured = call.captured
@@ -329,14 +325,14 @@ def _released_outputs(call: RecordedCall) -> dict[int, int]:
     return found
 
 
-def _residents_made_in_iteration(call: RecordedCall, *, first: bool) -> set[int]:
+def _residents_made_in_iteration(call: RecordedCall) -> set[int]:
     """Residents of a call that are allocated after the iteration began."""
     captured = call.captured
     if captured.device.type != "cpu":
         return set()  # only the arena's hook counts there
     nodes = inputs_of(captured)
     own = [node for node in nodes if not is_primal(node)]
-    own += [] if first else [nodes[position] for position in call.passing]
+    own += [nodes[position] for position in call.fresh]
     found = {t for node in own for t in stored(call, node)}
     return found | {t.id for t in captured.graph.tensors if t.name == RUNTIME}
 

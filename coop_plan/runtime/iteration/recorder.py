@@ -1,13 +1,17 @@
-"""Iteration recorder: the steps of an iteration and the order of their halves.
+"""Iterations: the planned calls of one thread, in order, within one budget.
 
-An iteration lasts from a forward without waiting invocations to the next such forward. The first
-one of an order is recorded. Those that follow run its joint plan (`runtime.iteration.joint_plan`),
-as long as they keep to its order.
+Invariant: at every moment the bytes of all that this thread holds for its planned calls are at most
+the budget, or a line says which call took them.
+
+An iteration lasts from a forward without waiting invocations to the next such forward. Its order,
+the steps and the sequence of their halves, is planned at its end (`runtime.iteration.joint_plan`).
+The next iteration that is expected to have the order runs that joint plan until it deviates. The
+expected order is the one that followed the longest stretch of earlier iterations like the latest.
 """
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,11 +25,11 @@ from coop_plan.runtime.execute.invocation import Invocation
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment, accumulable
 from coop_plan.runtime.gradients.held_gradients import MAX_GRADIENT_PLANS, can_be_added_to
 from coop_plan.runtime.iteration.joint_plan import (
-    Addresses,
     Event,
     HalfOutput,
     JointPlan,
     RecordedCall,
+    input_bytes,
     plan_jointly,
     stored,
 )
@@ -37,11 +41,14 @@ from coop_plan.schemas import format_bytes
 
 log = logging.getLogger("coop-plan")
 
-Order = tuple[tuple[weakref.ref[Any], ...], tuple[Event, ...]]
-"""Steps of an iteration, by call, and its events."""
-
 MAX_CALLS = 1_000
 """Calls of an iteration, above which each call has its own plan."""
+
+MAX_PENDING = 8
+"""Iterations after an incomplete one, whose backward joins them to one."""
+
+MAX_PAST = 32
+"""Latest iterations by which the next order is expected."""
 
 MAX_ORDERS = 16
 """Orders from one step that are planned; above, orders vary too much for plans to pay off."""
@@ -62,27 +69,152 @@ TOLERANCE = 4096
 """Excess in bytes (autograd's scalars) for which no step is planned again, no iteration twice."""
 
 
-@dataclass
-class _KnownOrder:
-    """A recorded order: its calls, with later observations, and their joint plan.
+@dataclass(eq=False)
+class _Order:
+    """Steps of an iteration by call, its events, and its joint plan.
 
-    `replans` counts re-plans for excess bytes, `observations` those for held or late tensors.
-    `thread_bytes` may be held by threads of a process group, and are not planned for yet.
+    `calls` is empty until the order is planned. `replans` counts re-plans for excess bytes,
+    `observations` those for held or late tensors. `thread_bytes` may be held by threads of a
+    process group, and are not planned for yet.
     """
 
-    calls: list[RecordedCall]
+    steps: tuple[weakref.ref[Any], ...]
+    events: tuple[Event, ...]
+    calls: list[RecordedCall] = field(default_factory=list)
     joint_plan: JointPlan | None = None
     replans: int = 0
     observations: int = 0
     thread_bytes: int = 0
 
 
-@dataclass
-class _OrdersFrom:
-    """Orders of iterations that begin with one step: planned ones, and ones `met` once."""
+class _Iteration:
+    """Calls and events so far. `order` is the `expected` one while it runs its joint plan.
 
-    known: dict[Order, _KnownOrder] = field(default_factory=dict)
-    met: set[Order] = field(default_factory=set)
+    `run` is its window: the bytes that its thread allocated since it began. `budget_bytes` is the
+    largest budget of its calls.
+    """
+
+    def __init__(self) -> None:
+        self.expected: _Order | None = None
+        self.order: _Order | None = None
+        self.run: Run | None = None
+        self.budget_bytes = 0
+        self.invocations: list[weakref.ref[Invocation]] = []
+        self.steps: list[object] = []
+        self.calls: list[RecordedCall] = []
+        self.events: list[Event] = []
+        self.numbers: weakref.WeakKeyDictionary[Invocation, int] = weakref.WeakKeyDictionary()
+        self.finished: list[Counters] = []
+        self.made: set[int | None] = {None}
+        self.inputs: dict[int | None, int] = {}
+        self.input_bytes = self.resident_bytes = 0
+        self.held_bytes: dict[int, int] = {}
+        self.observed: dict[int, list[tuple[int, HalfOutput, Callable[[], bool]]]] = {}
+
+    def add(self, invocation: Invocation, step: object, call: RecordedCall) -> int:
+        """Add a call; returns its number."""
+        self.numbers[invocation] = number = len(self.calls)
+        self.invocations.append(weakref.ref(invocation))
+        self.steps.append(step)
+        self.calls.append(call)
+        return number
+
+    def count_inputs(self, number: int) -> int:
+        """Count the inputs of a call; returns the bytes of those of other calls alone.
+
+        `resident_bytes` are those of inputs that existed before the iteration began.
+        """
+        own: dict[int | None, int] = {}
+        call = self.calls[number]
+        # Copies of inputs, the last ones, are made when the forward has begun.
+        for i, (address, size) in enumerate(zip(call.inputs, input_bytes(call), strict=False)):
+            own[address] = size
+            if address is not None and address not in self.inputs:
+                self.inputs[address] = size
+                self.input_bytes += size
+                if i not in call.fresh and address not in self.made:
+                    self.resident_bytes += size
+        own.pop(None, None)
+        return self.input_bytes - sum(own.values())
+
+    def continue_with(self, other: "_Iteration") -> None:
+        """Append the calls and events of the iteration that seemed to come after this one."""
+        calls, events = len(self.calls), len(self.events)
+        for reference, step, call in zip(other.invocations, other.steps, other.calls, strict=True):
+            invocation = reference()
+            if invocation is not None:
+                self.numbers[invocation] = len(self.calls)
+            self.invocations.append(reference)
+            self.steps.append(step)
+            self.calls.append(call)
+            call.released_at = {which: at + events for which, at in call.released_at.items()}
+            self.made.update(call.made)
+            if call.inputs:
+                self.count_inputs(len(self.calls) - 1)
+        self.events += [(number + calls, backward) for number, backward in other.events]
+        for at, entries in other.observed.items():
+            at = at if at == EVERY_EVENT else at + events
+            moved = [(number + calls, which, expired) for number, which, expired in entries]
+            self.observed.setdefault(at, []).extend(moved)
+        self.order = None
+
+    @property
+    def joint_plan(self) -> JointPlan | None:
+        """The joint plan that it runs."""
+        return None if self.order is None else self.order.joint_plan
+
+    @property
+    def is_complete(self) -> bool:
+        """True if each call had one backward."""
+        backwards = {number for number, backward in self.events if backward}
+        return len(self.events) == 2 * len(self.calls) == 2 * len(backwards)
+
+    @property
+    def may_continue(self) -> bool:
+        """True if the backward of one of its calls may still come."""
+        over = {number for number, backward in self.events if backward}
+        return any(number not in over for number in self.numbers.values())
+
+    def waiting(self) -> Iterator[Invocation]:
+        """Invocations that hold memory for their backward."""
+        alive = (reference() for reference in self.invocations)
+        return (f for f in alive if f is not None and f.saved is not None)
+
+    def check_expiries(self) -> None:
+        """Record which results of earlier halves are dead at this event."""
+        at = len(self.events)
+        recorded, there = self.observed.setdefault(EVERY_EVENT, []), 0
+        for entry in self.observed.pop(at, ()):
+            number, which, expired = entry
+            if expired():
+                self.calls[number].released_at[which] = at
+            elif self.order is not None:
+                self.calls[number].late.add(which)
+                recorded.append(entry)
+        for entry in recorded[::-1]:
+            number, which, expired = entry
+            if expired():
+                self.calls[number].released_at[which] = at
+                recorded.remove(entry)
+            else:
+                there += 1
+            if there == MAX_LIVE_CHECKS:
+                break
+
+    def observe(
+        self, number: int, backward: bool, made: Sequence[Any], when: Mapping[int, int]
+    ) -> None:
+        """Check the liveness of a half's results at the events in `when`, by position.
+
+        In a planned iteration, check at the planned events instead.
+        """
+        if self.order is not None:
+            released_at = self.order.calls[number].released_at
+            when = {p: at for (half, p), at in released_at.items() if half == backward}
+        for position, at in when.items():
+            if has_storage(made[position]):
+                entry = number, (backward, position), storage_expiry(made[position])
+                self.observed.setdefault(at, []).append(entry)
 
 
 class IterationRecorder:
@@ -90,76 +222,127 @@ class IterationRecorder:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._invocations: list[weakref.ref[Invocation]] = []
-        self._steps: list[object] = []
-        self._calls: list[RecordedCall] = []
-        self._events: list[Event] = []
-        self._numbers: weakref.WeakKeyDictionary[Invocation, int] = weakref.WeakKeyDictionary()
-        self._order: Order | None = None
-        self._orders: weakref.WeakKeyDictionary[object, _OrdersFrom] = weakref.WeakKeyDictionary()
-        self._joint_plan: JointPlan | None = None
-        self._known: _KnownOrder | None = None
-        self._observed: dict[int, list[tuple[int, HalfOutput, Callable[[], bool]]]] = {}
-        self._left = False
-        self._tally: list[Counters] = []
-        self._run: Run | None = None
-        self._held_bytes: dict[int, int] = {}
+        self._now = _Iteration()
+        self._pending: list[_Iteration] = []  # from one on whose backwards may come late
+        self._orders: weakref.WeakKeyDictionary[object, dict[Any, _Order]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._past: list[_Order] = []
 
     @property
     def first(self) -> bool:
         """True if the forward that begins is the first of its iteration."""
-        return len(self._calls) == 1
+        return len(self._now.calls) == 1
 
     @property
-    def joint_plan(self) -> JointPlan | None:
-        """The joint plan that this iteration runs, if any."""
-        return self._joint_plan
+    def will_plan(self) -> bool:
+        """True if this iteration is planned at its end, for the first time or after an excess."""
+        now = self._now
+        if now.order is not None:
+            return now.order.replans < MAX_REPLANS
+        if now.expected is not None and now.expected.calls and not now.expected.joint_plan:
+            return False
+        known = self._orders.get(now.steps[0], {}).values()
+        return sum(bool(order.calls) for order in known) < ORDERS_PLANNED_AT_ONCE
+
+    def shared_memory(self) -> Memory | None:
+        """The memory of the joint plan that this iteration runs."""
+        return next((f.memory for f in self._now.waiting()), None)
+
+    def bytes_beside(self, invocation: Invocation) -> int:
+        """Bytes of the inputs of its iteration that an invocation does not have."""
+        number = self._recorded(invocation)
+        return 0 if number is None else self._now.count_inputs(number)
+
+    def open(self, memory: Memory, compiled: CompiledPlan) -> None:
+        """Count the bytes of this iteration, which begins in this memory."""
+        self._now.run = run = Run(compiled.arena)
+        run.begin(memory, fresh=True, watch=compiled.measure_outside)
+        compiled.arena.leave()
 
     def forward(
-        self,
-        invocation: Invocation,
-        step: object,
-        call: RecordedCall,
-        inputs: Callable[[], Addresses],
+        self, invocation: Invocation, step: object, call: RecordedCall, inputs: Sequence[Any]
     ) -> CompiledPlan | None:
-        """Record a forward; returns its plan if the iteration runs a joint plan.
-
-        `inputs` returns the storage addresses of its inputs, parameters excluded.
-        """
-        waiting = any(f is not None and f.saved is not None for f in self._alive())
-        waiting = waiting or self._continues(inputs)
-        if not waiting or len(self._calls) == MAX_CALLS:
+        """Record a forward; returns its plan if the iteration runs a joint plan."""
+        if next(self._now.waiting(), None) is None or len(self._now.calls) == MAX_CALLS:
             self._begin(step)
-        number = len(self._calls)
-        self._numbers[invocation] = number
-        self._invocations.append(weakref.ref(invocation))
-        self._steps.append(step)
-        self._calls.append(call)
+        now = self._now
+        number = now.add(invocation, step, call)
+        if number:
+            call.inputs = input_addresses(inputs, now.made)
+            call.fresh = now.run.allocated(storage_addresses(inputs)) if now.run else ()
+            first = now.calls[0]
+            if not first.inputs and (earlier := now.invocations[0]()) is not None:
+                first.inputs = input_addresses(earlier.inputs, now.made)
+                now.count_inputs(0)
+            now.count_inputs(number)
         return self._next(number, False)
 
-    def _continues(self, inputs: Callable[[], Addresses]) -> bool:
-        """True if a forward reads a result of an unfinished call that released its memory.
-
-        So an iteration includes a generator's backward after its critic's steps.
-        """
-        if self._joint_plan is not None:
-            return False
-        over = {number for number, backward in self._events if backward}
-        made = {
-            address
-            for number, invocation in enumerate(self._alive())
-            if invocation is not None and number not in over
-            for address in self._calls[number].made
-        }
-        return bool(made and made.intersection(inputs()) - {None})
-
     def backward(self, invocation: Invocation) -> None:
-        """Record a backward."""
-        number = self._numbers.get(invocation)
+        """Record a backward; one of an earlier iteration shows that the later ones belong to it."""
+        for at, earlier in enumerate(self._pending):
+            if invocation in earlier.numbers:
+                self._abandon("the backward of an earlier graph came")
+                for later in (*self._pending[at + 1 :], self._now):
+                    earlier.continue_with(later)
+                self._now, self._pending = earlier, []
+                break
+        number = self._now.numbers.get(invocation)
         if number is None:
             self._abandon("the backward of an earlier iteration came")
         else:
             self._next(number, True)
+
+    def given(self, invocation: Invocation, tangents: Sequence[Any]) -> None:
+        """Record the tangents of a call's backward."""
+        number = self._recorded(invocation)
+        if number is not None:
+            call = self._now.calls[number]
+            call.inputs = input_addresses(invocation.inputs, self._now.made)
+            call.tangents = storage_addresses(tangents)
+
+    def returned(self, invocation: Invocation, made: Sequence[Any]) -> None:
+        """Record the gradients of a call."""
+        number = self._recorded(invocation)
+        if number is not None:
+            call = self._now.calls[number]
+            call.made += storage_addresses(made)
+            self._now.made.update(call.made)
+            # A gradient that is alive at the next event is usually held across steps.
+            when = dict.fromkeys(call.leaves, len(self._now.events))
+            self._now.observe(number, True, made, when)
+
+    def received(self, invocation: Invocation, made: Sequence[Any]) -> None:
+        """Record the outputs of a call, and the gradients held before the first backward."""
+        now = self._now
+        number = now.numbers[invocation]
+        now.calls[number].made += storage_addresses(made)
+        now.made.update(now.calls[number].made)
+        now.observe(number, False, made, dict.fromkeys(range(len(made)), EVERY_EVENT))
+        if not any(backward for _, backward in now.events):
+            now.held_bytes |= invocation.held_bytes
+
+    def _recorded(self, invocation: Invocation) -> int | None:
+        """Number of a call in an iteration of several; a single one has its own plan."""
+        return None if len(self._now.calls) == 1 else self._now.numbers.get(invocation)
+
+    def measure(self, invocation: Invocation) -> tuple[int, int] | None:
+        """Peak of an iteration of several calls after a half, and its budget; None for one call."""
+        now = self._now
+        now.budget_bytes = max(now.budget_bytes, invocation.compiled.budget_bytes)
+        if now.run is None or invocation not in now.numbers:
+            return None
+        resident = now.resident_bytes
+        if now.joint_plan is not None:
+            resident = now.joint_plan.report.resident_bytes
+        elif len(now.calls) == 1:
+            return None
+        held = sum(now.held_bytes.values())
+        peak = resident + held + now.run.counters().process_bytes
+        if now.joint_plan is not None:
+            now.joint_plan.report.held_bytes = held
+            now.joint_plan.report.measured_peak_bytes = peak
+        return peak, now.budget_bytes
 
     def finished(
         self,
@@ -169,230 +352,164 @@ class IterationRecorder:
         duplicated: Sequence[int],
     ) -> None:
         """Add the counters of a call that ran the joint plan."""
-        number = self._numbers.get(invocation)
-        if self._joint_plan is None or self._known is None or number is None:
+        now, number = self._now, self._now.numbers.get(invocation)
+        if now.order is None or now.joint_plan is None or now.run is None or number is None:
             return
-        self._calls[number].environment = MemoryEnvironment(duplicated=frozenset(duplicated))
-        if number == 0:
-            self._run = invocation.run
-        if number < next(i for i, (_, backward) in enumerate(self._events) if backward):
-            self._held_bytes |= invocation.held_bytes
-        self._tally.append(counters)
-        if len(self._tally) == len(self._joint_plan.plans) and self._run is not None:
-            self._run.end()
-            taken = self._run.counters()
-            self._joint_plan.plans[0].measure_outside = False
-            # A collective holds memory of one rank and of all, or of each rank.
-            collective = taken.largest_bytes + taken.largest_bytes // world_size()
-            self._known.thread_bytes = GROUP_THREADS * collective
-            if memory is not None:
-                memory.release_above(taken.before_bytes + taken.process_bytes)
-            report = self._joint_plan.report
-            report.held_bytes = sum(self._held_bytes.values())
-            report.measured_arena_bytes = max(c.high_water_bytes for c in self._tally)
-            report.measured_peak_bytes = (
-                report.resident_bytes + report.held_bytes + taken.process_bytes
-            )
-            report.outside_bytes = sum(c.outside_bytes for c in self._tally)
-            report.steps_run += 1
-            first = sum(c.compute_us for c in self._tally)
-            again = sum(c.recompute_us for c in self._tally)
-            report.last_step_us = first + again
-            report.measured_overhead = again / first if first else None
-            self._run = None
-
-    def given(self, invocation: Invocation, tangents: Sequence[Any]) -> None:
-        """Record the inputs and tangents of a call's backward."""
-        call = self._recorded_call(invocation)
-        if call is not None:
-            call.inputs, call.tangents = (
-                storage_addresses(invocation.inputs),
-                storage_addresses(tangents),
-            )
-
-    def returned(self, invocation: Invocation, made: Sequence[Any]) -> None:
-        """Record the gradients of a call."""
-        call = self._recorded_call(invocation)
-        if call is not None:
-            call.made += storage_addresses(made)
-        if call is not None or invocation.in_joint_plan:
-            # A gradient that is alive at the next event is usually held across steps.
-            leaves = call.leaves if call is not None else ()
-            self._observe(invocation, True, made, dict.fromkeys(leaves, len(self._events)))
-
-    def received(self, invocation: Invocation, made: Sequence[Any]) -> None:
-        """Record the outputs of a call."""
-        number = self._numbers.get(invocation)
-        if self._joint_plan is None and number is not None:
-            self._calls[number].made += storage_addresses(made)
-        self._observe(invocation, False, made, dict.fromkeys(range(len(made)), EVERY_EVENT))
-
-    def _observe(
-        self, invocation: Invocation, backward: bool, made: Sequence[Any], when: Mapping[int, int]
-    ) -> None:
-        """Check the liveness of a half's results at the events in `when`, by position.
-
-        In a planned iteration, check at the planned events instead.
-        """
-        number = self._numbers.get(invocation)
-        if number is None:
+        now.calls[number].environment = MemoryEnvironment(duplicated=frozenset(duplicated))
+        now.finished.append(counters)
+        if len(now.finished) < len(now.joint_plan.plans):
             return
-        if self._known is not None:
-            released_at = self._known.calls[number].released_at
-            when = {p: at for (half, p), at in released_at.items() if half == backward}
-        for position, at in when.items():
-            if has_storage(made[position]):
-                entry = number, (backward, position), storage_expiry(made[position])
-                self._observed.setdefault(at, []).append(entry)
-
-    def _check_expiries(self) -> None:
-        """Record which results of earlier halves are dead at this event."""
-        at = len(self._events)
-        recorded, there = self._observed.setdefault(EVERY_EVENT, []), 0
-        for entry in self._observed.pop(at, ()):
-            number, which, expired = entry
-            if expired():
-                self._calls[number].released_at[which] = at
-            elif self._known is not None:
-                self._calls[number].late.add(which)
-                recorded.append(entry)
-        for entry in recorded[::-1]:
-            number, which, expired = entry
-            if expired():
-                self._calls[number].released_at[which] = at
-                recorded.remove(entry)
-            else:
-                there += 1
-            if there == MAX_LIVE_CHECKS:
-                break
-
-    def _recorded_call(self, invocation: Invocation) -> RecordedCall | None:
-        number = self._numbers.get(invocation)
-        if number is None or invocation.in_joint_plan or len(self._calls) == 1:
-            return None
-        return self._calls[number]
-
-    def _alive(self) -> list[Invocation | None]:
-        return [ref() for ref in self._invocations]
+        now.run.end()
+        taken = now.run.counters()
+        now.joint_plan.plans[0].measure_outside = False
+        # A collective holds memory of one rank and of all, or of each rank.
+        collective = taken.largest_bytes + taken.largest_bytes // world_size()
+        now.order.thread_bytes = GROUP_THREADS * collective
+        if memory is not None:
+            memory.release_above(taken.before_bytes + taken.process_bytes)
+        report = now.joint_plan.report
+        report.measured_arena_bytes = max(c.high_water_bytes for c in now.finished)
+        report.outside_bytes = sum(c.outside_bytes for c in now.finished)
+        report.steps_run += 1
+        first = sum(c.compute_us for c in now.finished)
+        again = sum(c.recompute_us for c in now.finished)
+        report.last_step_us = first + again
+        report.measured_overhead = again / first if first else None
 
     def _next(self, number: int, backward: bool) -> CompiledPlan | None:
-        self._check_expiries()
-        at = len(self._events)
+        now = self._now
+        now.check_expiries()
+        at = len(now.events)
         if at <= 2 * MAX_CALLS:  # one more than an order can have
-            self._events.append((number, backward))
-        if self._joint_plan is None or self._order is None:
+            now.events.append((number, backward))
+        order = now.order
+        if order is None or order.joint_plan is None:
             return None
-        steps, events = self._order
-        if at < len(events) and events[at] == (number, backward):
+        if at < len(order.events) and order.events[at] == (number, backward):
             if backward:
                 return None
-            if steps[number]() is self._steps[number]:
-                return self._joint_plan.plans[number]
+            if order.steps[number]() is now.steps[number]:
+                return order.joint_plan.plans[number]
         self._abandon("another order of forwards and backwards")
         return None
 
     def _abandon(self, why: str) -> None:
         """Run the rest of the iteration by each call's own plan, within the same budget."""
-        if self._joint_plan is None:
+        now = self._now
+        if now.joint_plan is None:
             return
-        log.info("%s: its %d graphs run by their own plans", why, len(self._joint_plan.plans))
-        for invocation in self._alive():
-            if invocation is not None and invocation.saved is not None:
-                invocation.release_arena("another order of the iteration")
-        self._joint_plan, self._order, self._known, self._left = None, None, None, True
+        log.info("%s: its %d graphs run by their own plans", why, len(now.joint_plan.plans))
+        memory = self.shared_memory()
+        for invocation in now.waiting():
+            invocation.release_arena("another order of the iteration")
+        if memory is not None and now.run is not None:
+            taken = now.run.counters()
+            memory.release_above(taken.before_bytes + taken.process_bytes)
+        for at in [at for at in now.observed if at != EVERY_EVENT]:
+            now.observed.setdefault(EVERY_EVENT, []).extend(now.observed.pop(at))
+        now.order = None
 
     def _begin(self, step: object) -> None:
-        """Begin an iteration, by the latest joint plan whose first step is this one."""
-        recorded, left = len(self._calls) > 1, self._left
-        try:
-            order = self._end()
-        finally:
-            self._invocations, self._steps, self._calls, self._events = [], [], [], []
-            self._tally, self._left, self._order, self._joint_plan = [], False, None, None
-            self._run, self._held_bytes, self._observed, self._known = None, {}, {}, None
-            self._numbers = weakref.WeakKeyDictionary()
-        known = self._orders.setdefault(step, _OrdersFrom()).known
-        orders = [o for o in known if known[o].joint_plan is not None]
-        if order not in orders and orders and not left and not recorded:
-            order = orders[-1]  # a single call came between, an evaluation perhaps
-        if order in orders:
-            if update_held_gradients(known[order]):
-                self._replan(order, known[order])
-            self._order, self._known, self._joint_plan = (
-                order,
-                known[order],
-                known[order].joint_plan,
-            )
+        """Begin an iteration, by the joint plan of the expected order if it has one."""
+        over, self._now = self._now, _Iteration()
+        self._pending.append(over)
+        while self._pending and not self._pending[0].may_continue:
+            del self._pending[0]
+        self._pending = self._pending[-MAX_PENDING:]
+        self._end(over)
+        self._now.expected = order = self._expected(step)
+        if order is not None and order.joint_plan is not None:
+            if update_held_gradients(order):
+                self._replan(order)
+            self._now.order = order
 
-    def _end(self) -> Order | None:
-        """End an iteration; returns its order if that has a joint plan or can have one."""
-        if self._joint_plan is not None and self._order is not None and self._known is not None:
-            if len(self._tally) == len(self._joint_plan.plans):
-                self._replan_if_needed(self._order, self._known, self._joint_plan)
-            return self._order
-        calls = len(self._calls)
-        complete = len(self._events) == 2 * calls == 2 * len({e for e in self._events if e[1]})
-        complete = complete and all(call.inputs for call in self._calls)
-        if self._left or not 1 < calls <= MAX_CALLS or not complete:
-            return None
-        order = tuple(map(weakref.ref, self._steps)), tuple(self._events)
-        orders = self._orders[self._steps[0]]
-        if order not in orders.known and _pays(order, orders):
-            known = orders.known[order] = _KnownOrder(self._calls)
-            set_accumulable(known.calls)
-            extend_saved_outputs(known.calls, self._events)
-            update_held_gradients(known)
-            known.joint_plan = plan_jointly(known.calls, self._events, 0, self._options)
-        return order
+    def _expected(self, step: object) -> _Order | None:
+        """The order from a step that followed the longest stretch like the latest iterations.
 
-    def _replan_if_needed(self, order: Order, known: _KnownOrder, joint_plan: JointPlan) -> None:
-        """Plan an order again if its iteration observed new tensors or exceeded the budget."""
-        if learn(known, self._calls):
-            update_held_gradients(known)
-            self._replan(order, known)  # this may explain an excess
+        Among equals, orders of several calls come first, and then the latest.
+        """
+        past = self._past
+        found: _Order | None = None
+        best = -1, False
+        for at in range(len(past) - 1, -1, -1):
+            if past[at].steps[0]() is not step:
+                continue
+            alike = 0
+            while alike < at and past[at - 1 - alike] is past[-1 - alike]:
+                alike += 1
+            rank = alike, len(past[at].steps) > 1
+            if rank > best:
+                found, best = past[at], rank
+        return found
+
+    def _end(self, over: _Iteration) -> None:
+        """End an iteration: plan its order if that has no plan, or again if it needs another."""
+        if not over.calls or not over.is_complete:
             return
-        report, replans = joint_plan.report, known.replans
+        if over.run is not None:
+            over.run.end()
+        if over.order is not None:
+            order, known = over.order, {}
+        else:
+            known = self._orders.setdefault(over.steps[0], {})
+            key = tuple(map(weakref.ref, over.steps)), tuple(over.events)
+            met = key in known
+            order = known.setdefault(key, _Order(*key))
+        self._past = [o for o in self._past[1 - MAX_PAST :] if o.steps[0]() is not None] + [order]
+        if over.order is not None:
+            self._replan_if_needed(order, over)
+        elif len(over.calls) > 1 and not order.calls and all(call.inputs for call in over.calls):
+            planned = sum(bool(other.calls) for other in known.values())
+            if planned < (MAX_ORDERS if met else ORDERS_PLANNED_AT_ONCE):
+                self._plan(order, over.calls)
+            elif len(known) > MAX_CALLS:
+                self._orders[over.steps[0]] = {k: o for k, o in known.items() if o.calls}
+
+    def _plan(self, order: _Order, calls: list[RecordedCall]) -> None:
+        """Plan a recorded order."""
+        order.calls = calls
+        set_accumulable(calls)
+        extend_saved_outputs(calls, order.events)
+        update_held_gradients(order)
+        order.joint_plan = plan_jointly(calls, order.events, 0, self._options)
+
+    def _replan_if_needed(self, order: _Order, over: _Iteration) -> None:
+        """Plan an order again if its iteration observed new tensors or exceeded the budget."""
+        joint_plan = order.joint_plan
+        if joint_plan is None or len(over.finished) < len(joint_plan.plans):
+            return
+        if learn(order, over.calls):
+            update_held_gradients(order)
+            self._replan(order)  # this may explain an excess
+            return
+        report, replans = joint_plan.report, order.replans
         beyond = max(0, report.measured_peak_bytes - report.budget_bytes)
-        kept = not known.thread_bytes and beyond <= (TOLERANCE if replans else 0)
+        kept = not order.thread_bytes and beyond <= (TOLERANCE if replans else 0)
         if kept or replans > MAX_REPLANS:
             return
-        known.replans = replans + 1
-        if replans == MAX_REPLANS:
-            message = (
-                f"{len(joint_plan.plans)} graphs of one iteration and the code between them use"
-                f" {format_bytes(beyond)} more than their budget of"
-                f" {format_bytes(report.budget_bytes)}"
-            )
-            if self._options.strict:
-                raise BudgetExceededError(message)
-            log.warning("%s", message)
+        order.replans = replans + 1
+        if replans < MAX_REPLANS:
+            self._replan(order, beyond)
             return
-        self._replan(order, known, beyond)
+        message = (
+            f"{len(joint_plan.plans)} graphs of one iteration and the code between them use"
+            f" {format_bytes(beyond)} more than their budget of"
+            f" {format_bytes(report.budget_bytes)}"
+        )
+        if self._options.strict:
+            raise BudgetExceededError(message)
+        log.warning("%s", message)
 
-    def _replan(self, order: Order, known: _KnownOrder, beyond: int = 0) -> None:
+    def _replan(self, order: _Order, beyond: int = 0) -> None:
         """Replace the joint plan by one with `beyond` more bytes between the graphs."""
-        assert known.joint_plan is not None
+        assert order.joint_plan is not None
         # The buffers that a process group's threads still hold differ from time to time.
-        between = known.joint_plan.between + beyond + known.thread_bytes
-        known.thread_bytes = 0
-        again = plan_jointly(known.calls, order[1], between, self._options)
+        between = order.joint_plan.between + beyond + order.thread_bytes
+        order.thread_bytes = 0
+        again = plan_jointly(order.calls, order.events, between, self._options)
         if again is not None:
-            drop(known.joint_plan.report)
-            known.joint_plan = again
-
-
-def _pays(order: Order, orders: _OrdersFrom) -> bool:
-    """True if an order without a plan is expected to occur again."""
-    if len(orders.known) < ORDERS_PLANNED_AT_ONCE:
-        return True
-    if len(orders.known) == MAX_ORDERS:
-        return False
-    if order in orders.met:
-        return True
-    if len(orders.met) == MAX_CALLS:
-        orders.met.clear()
-    orders.met.add(order)
-    return False
+            drop(order.joint_plan.report)
+            order.joint_plan = again
 
 
 def set_accumulable(calls: Sequence[RecordedCall]) -> None:
@@ -426,14 +543,14 @@ def extend_saved_outputs(calls: Sequence[RecordedCall], events: Sequence[Event])
                 call.released_at[which] = max(at, over)
 
 
-def update_held_gradients(known: _KnownOrder) -> bool:
+def update_held_gradients(order: _Order) -> bool:
     """Observe the gradients that are held when an iteration begins.
 
     Returns:
         True if it was not planned for one of them.
     """
     found = False
-    for call in known.calls:
+    for call in order.calls:
         now = call.environment
         planned = now.across_steps | now.duplicated
         across_steps: set[int] = set()
@@ -449,17 +566,17 @@ def update_held_gradients(known: _KnownOrder) -> bool:
             call.environment = MemoryEnvironment(
                 now.across_steps | across_steps, now.duplicated | duplicated
             )
-    return found and _count_observation(known)
+    return found and _count_observation(order)
 
 
-def learn(known: _KnownOrder, calls: Sequence[RecordedCall]) -> bool:
+def learn(order: _Order, calls: Sequence[RecordedCall]) -> bool:
     """Adopt the observations of the calls of an iteration that ran the joint plan.
 
     Returns:
         True if gradients or outputs were alive that it was not planned for.
     """
     found = False
-    for call, other in zip(known.calls, calls, strict=True):
+    for call, other in zip(order.calls, calls, strict=True):
         call.leaves = {p: other.leaves[p] for p in call.leaves}
         now, twice = call.environment, other.environment.duplicated
         late = call.released_at.keys() & other.late
@@ -471,14 +588,14 @@ def learn(known: _KnownOrder, calls: Sequence[RecordedCall]) -> bool:
         call.released_at = on_time | {
             which: other.released_at[which] for which in late & other.released_at.keys()
         }
-    return found and _count_observation(known)
+    return found and _count_observation(order)
 
 
-def _count_observation(known: _KnownOrder) -> bool:
+def _count_observation(order: _Order) -> bool:
     """Count an observation; after `MAX_GRADIENT_PLANS`, assume the worst of all tensors."""
-    known.observations += 1
-    if known.observations == MAX_GRADIENT_PLANS:
-        for call in known.calls:
+    order.observations += 1
+    if order.observations == MAX_GRADIENT_PLANS:
+        for call in order.calls:
             now = call.environment
             across_steps = (
                 now.across_steps | set(call.accumulable) & call.leaves.keys()
@@ -493,6 +610,17 @@ def storage_addresses(values: Sequence[Any]) -> list[int | None]:
     return [
         value.untyped_storage().data_ptr() or None if has_storage(value) else None
         for value in values
+    ]
+
+
+def input_addresses(values: Sequence[Any], made: Container[int | None]) -> list[int | None]:
+    """Address of each input: of its storage if a call of the iteration made that, else its own.
+
+    Inputs may be parts of one storage, such as parameters in a flat buffer.
+    """
+    return [
+        address if address in made else value.data_ptr()
+        for value, address in zip(values, storage_addresses(values), strict=True)
     ]
 
 

@@ -317,35 +317,6 @@ def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
     module._compiled_call_impl = call
 
 
-def called_from_compiled() -> bool:
-    """True if the current function is called from one that Dynamo split at a graph break.
-
-    Assumed: the split code calls its compiled graphs, and its remainder, by names with these
-    prefixes.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if any(
-            name.startswith(("__compiled_fn_", "__resume_at_")) for name in frame.f_code.co_names
-        ):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def compiles_nested_function() -> bool:
-    """True if Dynamo compiles a callee of the compiled function, which itself runs eagerly.
-
-    Assumed: the converter's frame is below the caller of the compiled frame. For the outermost one
-    that is a frame of `_dynamo/eval_frame.py`, with those of `nn.Module.__call__` between.
-    """
-    frame = _frame_of(ConvertFrameAssert.__call__.__code__)
-    between = (torch._dynamo.convert_frame.__file__, torch.nn.modules.module.__file__)
-    while frame is not None and frame.f_code.co_filename in between:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename != torch._dynamo.eval_frame.__file__
-
-
 def reset_dynamo() -> None:
     """Drop all compiled code."""
     torch._dynamo.reset()
