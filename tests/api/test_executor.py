@@ -8,7 +8,7 @@ import pytest
 from coop_plan.api.cluster import executor as module
 from coop_plan.api.cluster.celery_queue import QUEUE
 from coop_plan.api.cluster.executor import ClusterExecutor
-from coop_plan.api.cluster.job_store import JobStore
+from coop_plan.api.cluster.redis_job_store import JobStore
 from coop_plan.api.jobs.jobs import Jobs
 from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.service.problems import ProblemError

@@ -7,7 +7,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 
 from coop_plan.api.cluster import job_runner as module
 from coop_plan.api.cluster.job_runner import JobRunner
-from coop_plan.api.cluster.job_store import JobStore
+from coop_plan.api.cluster.redis_job_store import JobStore
 from coop_plan.api.jobs.process_pool import GRACE_SECONDS, WorkerLostError
 from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest

@@ -2,8 +2,8 @@
 
 import pytest
 
-from coop_plan.api.cluster import job_store as module
-from coop_plan.api.cluster.job_store import JobStore
+from coop_plan.api.cluster import redis_job_store as module
+from coop_plan.api.cluster.redis_job_store import JobStore
 from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
 from tests.redis_server import needs_redis, redis_server

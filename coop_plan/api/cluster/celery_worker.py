@@ -7,7 +7,7 @@ from celery import Celery, signals
 
 from coop_plan.api.cluster.celery_queue import QUEUE, SOLVE, CeleryQueue, make_app
 from coop_plan.api.cluster.job_runner import JobRunner
-from coop_plan.api.cluster.job_store import JobStore
+from coop_plan.api.cluster.redis_job_store import JobStore
 from coop_plan.api.jobs.process_pool import ProcessPool
 from coop_plan.api.jobs.worker_process import WorkerSettings, die_with_parent
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import redis
 
 from coop_plan.api.cluster.celery_queue import CeleryQueue
-from coop_plan.api.cluster.job_store import JobStore, JobView
+from coop_plan.api.cluster.redis_job_store import JobStore, JobView
 from coop_plan.api.jobs.jobs import Job
 from coop_plan.api.jobs.request_handler import Reply
 from coop_plan.api.jobs.worker_process import JobRequest

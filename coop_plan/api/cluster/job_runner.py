@@ -11,7 +11,7 @@ from typing import TypeVar
 import redis
 from celery.exceptions import SoftTimeLimitExceeded
 
-from coop_plan.api.cluster.job_store import JobStore, Lease
+from coop_plan.api.cluster.redis_job_store import JobStore, Lease
 from coop_plan.api.jobs.local_executor import LATE
 from coop_plan.api.jobs.process_pool import (
     GRACE_SECONDS,
