@@ -54,8 +54,8 @@ MUTATIONS = (
     Mutation(  # Coop evicts as DTR does
         "window",
         "planner/online",
-        "_cheapest_window(s, size) if rule == WINDOW else _cheapest_tensor(",
-        "_cheapest_tensor(",
+        "cheapest_window(s, size) if rule == WINDOW else cheapest_tensor(",
+        "cheapest_tensor(",
         (PLANS,),
     ),
     Mutation(  # a component that another one joins does not grow

@@ -32,7 +32,6 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request, Solution
 from coop_plan.planner.online.params import DEFAULTS, OnlineParams
 from coop_plan.planner.online.run import OnlineRun, simulate_arena
-from coop_plan.planner.online.simulator import SINGLE, SINGLE_WITH_NEIGHBOURS, WINDOW
 from coop_plan.planner.online.transfers import (
     DIRECTS,
     FILTERS,
@@ -41,6 +40,7 @@ from coop_plan.planner.online.transfers import (
     RECOMPUTES,
     SWAPS_OUT,
 )
+from coop_plan.planner.online.window import SINGLE, SINGLE_WITH_NEIGHBOURS, WINDOW
 
 
 def solve_coop(problem: Problem, request: Request, params: OnlineParams = DEFAULTS) -> Solution:

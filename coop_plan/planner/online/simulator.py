@@ -1,19 +1,15 @@
 """Simulated eager step: recompute missing inputs, allocate, evict if an allocation fails."""
 
-import numpy as np
-
 from coop_plan.planner.core.arrays import Arrays
-from coop_plan.planner.core.jit import inlined, inner, njit
+from coop_plan.planner.core.jit import inner, njit
 from coop_plan.planner.core.lifetimes import RUN
 from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.delta import end_copies, next_release, start_copies_ahead
-from coop_plan.planner.online.neighbours import mark_evicted, mark_resident, neighbour_cost
+from coop_plan.planner.online.neighbours import mark_evicted, mark_resident
 from coop_plan.planner.online.space import NO_ROOM, allocate, find, free_bytes, release
 from coop_plan.planner.online.state import ArenaState
 from coop_plan.planner.online.transfers import begin_prefetch, end_offload, end_prefetch
-
-WINDOW, SINGLE, SINGLE_WITH_NEIGHBOURS = range(3)
-"""Eviction rules of Coop, DTR and DTE."""
+from coop_plan.planner.online.window import WINDOW, cheapest_tensor, cheapest_window
 
 DONE, RECORD_FULL = -1, -2
 
@@ -241,7 +237,7 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: in
         if s.transfers != 0:
             victims = next_release(a, s)
         else:
-            victims = _cheapest_window(s, size) if rule == WINDOW else _cheapest_tensor(s, rule)
+            victims = cheapest_window(s, size) if rule == WINDOW else cheapest_tensor(s, rule)
         if victims == 0:
             return NO_ROOM
         s.counts[c.EVICTED] += victims
@@ -252,77 +248,6 @@ def _allocate(a: Arrays, s: ArenaState, size: int, owner: int, op: int, rule: in
     s.total[c.FREE_RATIOS] += (free_bytes(s) + size) / s.capacity
     s.counts[c.FAILURES] += 1
     return at
-
-
-@inlined
-def _cost(s: ArenaState, t: int) -> float:
-    """e* / staleness, in µs per µs; infinite if `t` cannot be evicted now."""
-    if t >= s.times.shape[1] or s.tensor[c.PINS, t] > 0 or s.tensor[c.EVICTABLE, t] == 0:
-        return np.inf
-    staleness = float(s.total[c.CLOCK] - s.times[c.LAST_ACCESS, t])
-    return neighbour_cost(s, t) / max(staleness, s.min_staleness_us)
-
-
-@inner
-def _cheapest_window(s: ArenaState, size: int) -> int:
-    """Coop's sliding window: the cheapest run of adjacent blocks of at least `size` bytes.
-
-    Lists its tensors as victims and returns their number. Two pointers move over the blocks in
-    address order. Free blocks cost nothing; a block that cannot be evicted restarts the window
-    behind it (Algorithm 1).
-    """
-    best_cost = np.inf
-    best_start = best_end = 0
-    start = window = 0
-    total = 0.0
-    for end in range(s.counts[c.BLOCKS]):
-        owner = s.block[c.OWNER, end]
-        cost = 0.0 if owner == c.FREE else _cost(s, owner)
-        s.costs[end] = cost
-        if cost == np.inf:
-            start, window, total = end + 1, 0, 0.0
-            continue
-        total += cost
-        window += s.block[c.BLOCK_SIZE, end]
-        # Shrink from the left as long as the window stays large enough.
-        while window - s.block[c.BLOCK_SIZE, start] >= size:
-            window -= s.block[c.BLOCK_SIZE, start]
-            total -= s.costs[start]
-            start += 1
-        if window >= size and total < best_cost:
-            best_cost, best_start, best_end = total, start, end + 1
-    victims = 0
-    for block in range(best_start, best_end):
-        if s.block[c.OWNER, block] != c.FREE:
-            s.block[c.VICTIM, victims] = s.block[c.OWNER, block]
-            victims += 1
-    return victims
-
-
-@inner
-def _cheapest_tensor(s: ArenaState, rule: int) -> int:
-    """DTR's and DTE's victim: the tensor with the least cost / (bytes × staleness).
-
-    DTE adds adjacent free bytes to the tensor's own. Returns the number of victims, 1 or 0.
-    """
-    best_cost = np.inf
-    victims = 0
-    for block in range(s.counts[c.BLOCKS]):
-        owner = s.block[c.OWNER, block]
-        if owner == c.FREE:
-            continue
-        room = s.block[c.BLOCK_SIZE, block]
-        if rule == SINGLE_WITH_NEIGHBOURS:
-            if block > 0 and s.block[c.OWNER, block - 1] == c.FREE:
-                room += s.block[c.BLOCK_SIZE, block - 1]
-            if block + 1 < s.counts[c.BLOCKS] and s.block[c.OWNER, block + 1] == c.FREE:
-                room += s.block[c.BLOCK_SIZE, block + 1]
-        cost = _cost(s, owner) / room
-        if cost < best_cost:
-            best_cost = cost
-            s.block[c.VICTIM, 0] = owner
-            victims = 1
-    return victims
 
 
 @inner
