@@ -20,7 +20,7 @@ from coop_plan.planner.core.errors import DoesNotFitError
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.method import Request
 from coop_plan.planner.online.run import simulate_arena
-from coop_plan.planner.online.simulator import SINGLE
+from coop_plan.planner.online.window import SINGLE
 from coop_plan.schemas import Graph, load_graph
 
 REMAT_LIMIT = 3.0

@@ -14,7 +14,8 @@ import numpy as np
 from coop_plan.planner import Problem, plan
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.method import Request
-from coop_plan.planner.online import columns, neighbours, simulator, space, state, window
+from coop_plan.planner.online import columns as c
+from coop_plan.planner.online import neighbours, simulator, space, state, window
 from coop_plan.planner.online.params import DEFAULTS
 from coop_plan.planner.online.run import simulate_arena
 from tests.support import make_graph
@@ -118,23 +119,23 @@ class Memory:
         how = {"partition": False, "dependents": dependents}
         s = state.empty_arena(problem, sum(sizes), MANY_EVENTS, DEFAULTS, **how)
         self.arrays, self.s = to_arrays(problem), s
-        owners = [number[b.name] if isinstance(b, Block) else columns.FREE for b in layout]
+        owners = [number[b.name] if isinstance(b, Block) else c.FREE for b in layout]
         starts = np.cumsum([0, *sizes])[:-1]
         blocks = zip(sizes, starts, owners, strict=True)
-        holes = sorted((size, at) for size, at, owner in blocks if owner == columns.FREE)
-        s.counts[columns.BLOCKS], s.counts[columns.HOLES] = len(sizes), len(holes)
-        s.block[columns.BLOCK_AT, : len(sizes)] = starts
-        s.block[columns.BLOCK_SIZE, : len(sizes)] = sizes
-        s.block[columns.OWNER, : len(sizes)] = owners
+        holes = sorted((size, at) for size, at, owner in blocks if owner == c.FREE)
+        s.counts[c.BLOCKS], s.counts[c.HOLES] = len(sizes), len(holes)
+        s.block[c.BLOCK_AT, : len(sizes)] = starts
+        s.block[c.BLOCK_SIZE, : len(sizes)] = sizes
+        s.block[c.OWNER, : len(sizes)] = owners
         for hole, (size, at) in enumerate(holes):
-            s.block[columns.HOLE_SIZE, hole], s.block[columns.HOLE_AT, hole] = size, at
-        s.total[columns.CLOCK] = 1000.0
+            s.block[c.HOLE_SIZE, hole], s.block[c.HOLE_AT, hole] = size, at
+        s.total[c.CLOCK] = 1000.0
         for t, block in enumerate(self.blocks):
-            s.times[columns.LAST_ACCESS, t] = 1000.0 - block.age
-            s.tensor[columns.PINS, t] = block.pinned
+            s.times[c.LAST_ACCESS, t] = 1000.0 - block.age
+            s.tensor[c.PINS, t] = block.pinned
         for at, owner in zip(starts, owners, strict=True):
-            if owner != columns.FREE:
-                s.tensor[columns.LIVE, owner], s.tensor[columns.ADDRESS, owner] = 1, at
+            if owner != c.FREE:
+                s.tensor[c.LIVE, owner], s.tensor[c.ADDRESS, owner] = 1, at
         for block in gone:
             self.evict(block.name)
 
@@ -147,14 +148,14 @@ class Memory:
         return self._victims(_single(self.s, SINGLE_WITH_NEIGHBOURS if neighbours else SINGLE))
 
     def _victims(self, count):
-        return "".join(self.names[t] for t in self.s.block[columns.VICTIM, :count])
+        return "".join(self.names[t] for t in self.s.block[c.VICTIM, :count])
 
     def make_room(self, size, rule):
         """Allocate for nobody, evicting; the offset and the names of what was evicted, in order."""
         owner = len(self.names)
         at = _make_room(self.arrays, self.s, size, owner, self.reader, rule)
-        count = self.s.counts[columns.DROPS]
-        return at, "".join(self.names[t] for t in self.s.record[columns.DROPPED, :count])
+        count = self.s.counts[c.DROPS]
+        return at, "".join(self.names[t] for t in self.s.record[c.DROPPED, :count])
 
     def allocate(self, size, *, right=False):
         """The offset of `size` bytes for nobody, `NO_ROOM` if no free block holds them."""
@@ -162,7 +163,7 @@ class Memory:
 
     def release(self, name):
         """Free the block of a tensor."""
-        _release(self.s, self.s.tensor[columns.ADDRESS, self.names.index(name)])
+        _release(self.s, self.s.tensor[c.ADDRESS, self.names.index(name)])
 
     def evict(self, name):
         """Tell e* that the tensor has gone."""
@@ -178,9 +179,9 @@ class Memory:
 
     def layout(self):
         """Sizes in address order: (name, "?" for nobody's or "" for free, bytes)."""
-        s, count = self.s, self.s.counts[columns.BLOCKS]
-        owner = s.block[columns.OWNER, :count].tolist()
-        size = s.block[columns.BLOCK_SIZE, :count].tolist()
+        s, count = self.s, self.s.counts[c.BLOCKS]
+        owner = s.block[c.OWNER, :count].tolist()
+        size = s.block[c.BLOCK_SIZE, :count].tolist()
         self.check(owner, size)
         names = [*self.names, "?", ""]  # the last one is FREE's
         return [(names[t], bytes_) for t, bytes_ in zip(owner, size, strict=True)]
@@ -189,12 +190,12 @@ class Memory:
         """What holds of any arena: blocks tile it, no two free ones touch, holes are listed."""
         s = self.s
         starts = np.cumsum([0, *size])
-        assert s.block[columns.BLOCK_AT, : len(size)].tolist() == starts[:-1].tolist()
+        assert s.block[c.BLOCK_AT, : len(size)].tolist() == starts[:-1].tolist()
         assert starts[-1] == s.capacity
-        assert (columns.FREE, columns.FREE) not in list(pairwise(owner))
+        assert (c.FREE, c.FREE) not in list(pairwise(owner))
         ends = zip(owner, size, starts[:-1], strict=True)
-        free = [(bytes_, at) for t, bytes_, at in ends if t == columns.FREE]
-        holes = s.block[[columns.HOLE_SIZE, columns.HOLE_AT], : s.counts[columns.HOLES]]
+        free = [(bytes_, at) for t, bytes_, at in ends if t == c.FREE]
+        holes = s.block[[c.HOLE_SIZE, c.HOLE_AT], : s.counts[c.HOLES]]
         assert list(zip(*holes.tolist(), strict=True)) == sorted(free)
 
 
@@ -246,16 +247,16 @@ class Step:
         problem = self.problem()
         s = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=False)
         for name in live:
-            s.tensor[columns.LIVE, self.ids[name]] = 1
+            s.tensor[c.LIVE, self.ids[name]] = 1
         _pin(to_arrays(problem), s, goal)
-        pins = s.tensor[columns.PINS, : len(self.ids)].tolist()
+        pins = s.tensor[c.PINS, : len(self.ids)].tolist()
         return {self.name(t): count for t, count in enumerate(pins) if count}
 
     def expensive(self):
         """The names of what is allocated from the right end."""
         problem = self.problem()
         arena = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=True)
-        right = arena.op[columns.FROM_RIGHT]
+        right = arena.op[c.FROM_RIGHT]
         return "".join(self.name(problem.op_outputs[op][0]) for op in np.flatnonzero(right))
 
     def run(self, arena, rule=WINDOW, *, partition=False, inplace=False, **how):
@@ -269,8 +270,8 @@ class Step:
 
         And the names of what is in one though it is there, or in none though it has gone.
         """
-        node, live = run.state.tensor[[columns.NODE, columns.LIVE], : len(self.ids)]
-        written = run.state.tensor[columns.WRITTEN, : len(self.ids)] == 1
+        node, live = run.state.tensor[[c.NODE, c.LIVE], : len(self.ids)]
+        written = run.state.tensor[c.WRITTEN, : len(self.ids)] == 1
         wrong = written & ((node >= 0) == (live == 1)) & ~np.array(self.problem().outside)
         return tuple(
             "".join(sorted(self.name(t) for t in np.flatnonzero(chosen)))
@@ -279,7 +280,7 @@ class Step:
 
     def placed(self, run):
         """By name: the last offset at which a run made a tensor in the arena."""
-        record = run.state.record[columns.OFFSET, : run.state.counts[columns.OFFSETS]].tolist()
+        record = run.state.record[c.OFFSET, : run.state.counts[c.OFFSETS]].tolist()
         return dict(zip(self._made_in_arena(run), record, strict=True))
 
     def _made_in_arena(self, run):
@@ -292,14 +293,14 @@ class Step:
 
     def _makes(self, run):
         """Event and name of all that a run made."""
-        ops = run.state.event[columns.EVENT_OP, : run.state.counts[columns.EVENTS]].tolist()
+        ops = run.state.event[c.EVENT_OP, : run.state.counts[c.EVENTS]].tolist()
         for event, op in enumerate(ops):
             for t in self.problem().op_outputs[op]:
                 yield event, self.name(t)
 
     def evictable(self, run):
         """The names of what may still be evicted at the end of a run."""
-        flags = run.state.tensor[columns.EVICTABLE, : len(self.ids)]
+        flags = run.state.tensor[c.EVICTABLE, : len(self.ids)]
         return "".join(self.name(t) for t in np.flatnonzero(flags))
 
     def told(self, run):
@@ -309,11 +310,9 @@ class Step:
         "b=a" is b in a's place.
         """
         record, count = run.state.record, run.state.counts
-        inplace = record[
-            columns.INPLACE_EVENT : columns.INPLACE_SOURCE + 1, : count[columns.WRITES]
-        ]
+        inplace = record[c.INPLACE_EVENT : c.INPLACE_SOURCE + 1, : count[c.WRITES]]
         source = {(event, self.name(out)): self.name(t) for event, out, t in inplace.T.tolist()}
-        drops = record[[columns.DROP_EVENT, columns.DROPPED], : count[columns.DROPS]].T.tolist()
+        drops = record[[c.DROP_EVENT, c.DROPPED], : count[c.DROPS]].T.tolist()
         words = [
             (event, 0, f"{name}={source[event, name]}" if (event, name) in source else name)
             for event, name in self._makes(run)
