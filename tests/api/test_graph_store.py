@@ -16,8 +16,8 @@ from coop_plan.api.service.graph_store import (
     GraphSummary,
     SqliteGraphStore,
     digest_of,
-    open_graph_store,
 )
+from coop_plan.api.service.open_graph_store import open_graph_store
 from coop_plan.planner.plan_cache.store import SqliteStore, StoreError
 from coop_plan.schemas import InvalidInputError, parse_plan
 from tests.api.server import serving

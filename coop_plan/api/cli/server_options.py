@@ -77,7 +77,7 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
 
     Machines that share a store need the same `store_key` file.
     """
-    from coop_plan.api.service.graph_store import open_graph_store
+    from coop_plan.api.service.open_graph_store import open_graph_store
     from coop_plan.planner.plan_cache.open_store import in_redis, open_store
     from coop_plan.planner.plan_cache.store import StoreError, cache_dir
 

@@ -18,7 +18,7 @@ import msgspec
 
 from coop_plan.api.jobs.related_plans import RelatedPlans
 from coop_plan.api.jobs.request_handler import Figures, Limits, RefusedError, Reply, RequestHandler
-from coop_plan.api.service.graph_store import open_graph_store
+from coop_plan.api.service.open_graph_store import open_graph_store
 from coop_plan.planner.method import Progress
 from coop_plan.planner.plan_cache.open_store import open_store
 from coop_plan.schemas import InvalidInputError

@@ -17,8 +17,6 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from coop_plan.planner.plan_cache.open_store import in_redis
-from coop_plan.planner.plan_cache.store import StoreError
 from coop_plan.schemas import Graph, fingerprint, parse_graph
 from coop_plan.schemas.fingerprint import digest_of
 
@@ -61,22 +59,6 @@ class GraphStore(Protocol):
 
     def close(self) -> None:
         """Close files and connections."""
-
-
-def open_graph_store(address: str, max_bytes: int) -> GraphStore:
-    """The graph store at the address of a plan store.
-
-    Raises:
-        StoreError: the store cannot be opened.
-    """
-    if in_redis(address):
-        from coop_plan.api.service.graph_store_redis import RedisGraphStore
-
-        return RedisGraphStore(address)
-    try:
-        return SqliteGraphStore(Path(address), max_bytes=max_bytes)
-    except sqlite3.Error as error:
-        raise StoreError(f"plan store {address} cannot be opened: {error}") from error
 
 
 def unpacked(packed: bytes, digest: str) -> bytes | None:
