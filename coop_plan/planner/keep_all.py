@@ -30,13 +30,12 @@ def lay_out_everything(
     """
     The layout of keep-everything; arguments as for `lay_out`.
 
-    A pair that shares one address is harder to place, so the layout without pairs may be smaller.
+    A block of a pair is harder to place, and ends as high as its first buffer, so the layout
+    without pairs may be smaller.
     """
     layout = lay_out(keep_all_schedule(problem), capacity, work=work, order_hint=order_hint)
     placement = layout.placement
-    if placement.fits or placement.optimal:
-        return layout
-    alone = without_pairs(problem, MAX_OPS_APART)
+    alone = None if placement.fits else without_pairs(problem, MAX_OPS_APART)
     if alone is None:
         return layout
     apart = lay_out(keep_all_schedule(alone), capacity, work=work, order_hint=order_hint)

@@ -58,36 +58,41 @@ class _Task:
         """
         The method's solution within `arena` bytes; raises `DoesNotFitError`.
 
-        In-place pairs are a choice, but a method without a deadline may do worse with them. On
-        small graphs it also plans without them, and the cheaper solution is taken.
+        In-place pairs are a choice, but a heuristic may do worse with them. On small graphs the
+        cheaper one of its solutions with and without pairs is taken.
         """
-        problem, mine, failed = self.problem, None, None
         try:
-            mine = self._solve(arena, any_schedule)
-        except DoesNotFitError as error:
-            failed = error
-        done = mine is not None and (any_schedule or mine.status == "optimal")
-        alone = None
-        if not (done or self.method.anytime or self.request.deadline is not None):
-            alone = without_pairs(problem, SMALL_PROBLEM_OPS)
-        if alone is not None:
-            with contextlib.suppress(DoesNotFitError):
-                apart = replace(self, problem=alone)._solve(arena, any_schedule)
-                if mine is None or apart.placed.cost_us < mine.placed.cost_us:
-                    placed = restore_variants(problem, range(len(problem.variants)), apart.placed)
-                    mine = replace(
-                        apart,
-                        placed=placed,
-                        status="feasible",
-                        lower_bound_us=None if mine is None else mine.lower_bound_us,
-                        bound_model=None if mine is None else mine.bound_model,
-                    )
-        if mine is None:
-            assert failed is not None
-            raise failed
-        return mine
+            found = self._solve(arena, any_schedule)
+        except DoesNotFitError:
+            apart = self._without_pairs(arena, any_schedule)
+            if apart is None:
+                raise
+            return apart
+        if any_schedule or found.status == "optimal":
+            return found
+        apart = self._without_pairs(arena, any_schedule)
+        if apart is None or apart.placed.cost_us >= found.placed.cost_us:
+            return found
+        return replace(apart, lower_bound_us=found.lower_bound_us, bound_model=found.bound_model)
+
+    def _without_pairs(self, arena: int, any_schedule: bool) -> Solution | None:
+        """A method's solution without pairs, if it has no deadline and the graph is small."""
+        if self.method.anytime or self.request.deadline is not None:
+            return None
+        alone = without_pairs(self.problem, SMALL_PROBLEM_OPS)
+        if alone is None:
+            return None
+        try:
+            found = replace(self, problem=alone)._solve(arena, any_schedule)
+        except DoesNotFitError:
+            return None
+        placed = restore_variants(self.problem, range(len(self.problem.variants)), found.placed)
+        return replace(
+            found, placed=placed, status="feasible", lower_bound_us=None, bound_model=None
+        )
 
     def _solve(self, arena: int, any_schedule: bool) -> Solution:
+        """As `solve`, with the problem's in-place pairs."""
         op, working_set = self.working_set
         if arena < 0 or working_set > self.problem.rounded(arena):
             raise DoesNotFitError(op)
