@@ -230,6 +230,42 @@ def test_training_like_instances(count):
     assert placement.peak <= 1.001 * placement.lower_bound
 
 
+@pytest.mark.parametrize("kind", ["random", "training", "nested"])
+@pytest.mark.parametrize("limits", [{}, {"time_limit": 10.0}])
+def test_simple_orders_are_never_better(kind, limits):
+    """Best fit and first fit by size, area, lifetime and birth, as plain code has them."""
+    random = np.random.default_rng(5)
+    count = 5_000
+    problem = training_like(count, seed=4)
+    problem["size"] = problem["size"] + random.integers(0, 900, count)
+    if kind != "training":
+        problem["lower"] = random.integers(0, 2 * count, count)
+        width = 1 + (random.pareto(1.0, count) * 20).astype(np.int64)
+        problem["upper"] = problem["lower"] + width
+    if kind == "nested":
+        problem["upper"] = np.maximum(4 * count - problem["lower"], problem["lower"] + 1)
+    lower, upper, size = (problem[key] for key in ("lower", "upper", "size"))
+    made = place(**problem, **limits)
+    life = upper - lower
+    keys = [(-life, -size), (-size, -life * size), (-size, -life), (-life, lower)]
+    for order in map(np.lexsort, keys):
+        for best in (False, True):
+            assert made.peak <= plain_fit(lower, upper, size, order, best)
+
+
+def plain_fit(lower, upper, size, order, best):
+    """The peak of first fit or best fit, by the gaps among the buffers live at the same time."""
+    offset = np.full(len(size), -1)
+    for i in order.tolist():
+        near = np.flatnonzero((offset >= 0) & (lower < upper[i]) & (upper > lower[i]))
+        near = near[np.argsort(offset[near])]
+        top = np.maximum.accumulate(np.append(0, offset[near] + size[near]))
+        room = np.append(offset[near], 1 << 60) - top
+        fits = np.flatnonzero(room >= size[i])
+        offset[i] = top[fits[np.argmin(room[fits])] if best else fits[0]]
+    return int((offset + size).max())
+
+
 def test_an_order_hint_repeats_a_placement():
     problem = training_like(3_000, seed=2)
     problem["size"] = problem["size"] + np.random.default_rng(3).integers(0, 900, 3_000)

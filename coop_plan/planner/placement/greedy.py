@@ -6,16 +6,18 @@ import numpy as np
 
 from coop_plan.planner.placement.first_fit import first_fit
 from coop_plan.planner.placement.instance import Floats, Instance, Ints
-from coop_plan.planner.placement.keys import order_by, sort_keys, spread
+from coop_plan.planner.placement.keys import order_by, simple_orders, sort_keys, spread
 from coop_plan.planner.placement.params import GreedyParams
 from coop_plan.planner.placement.skyline import drop, skyline
 
 
 def placements(
-    instance: Instance, hint: Ints | None, goal: int, seed: int, params: GreedyParams
+    instance: Instance, hint: Ints | None, goal: int, seed: int, params: GreedyParams, scans: int
 ) -> Iterator[Ints]:
     """
-    Offsets in units, without end; the first dozen follow the plain orders.
+    Offsets in units, without end; the first dozens follow the plain and the simple orders.
+
+    `scans` limits best and first fit by the simple orders, in placed buffers that they look at.
 
     `goal`: the peak in bytes to reach; buffers that end above it are blamed. `hint`: buffers by
     offset of an earlier placement, whose peak the first placement does not exceed.
@@ -32,6 +34,9 @@ def placements(
     if not unconstrained or instance.count <= params.first_fit_most:
         for order in orders if hint is None else [hint, *orders]:
             yield first_fit(instance, order)
+    for order in simple_orders(instance)[: simple_count(instance.count, scans)]:
+        yield first_fit(instance, order, best=True)
+        yield first_fit(instance, order)
     pack = skyline if unconstrained else first_fit
     random = np.random.default_rng(seed)
     by_section = [_Chain(order, 0.0, params) for order in orders]
@@ -42,6 +47,15 @@ def placements(
             offsets = pack(instance, chain.order())
             chain.blame(instance, offsets, goal, random)
             yield offsets
+
+
+def simple_count(count: int, scans: int) -> int:
+    """
+    Number of simple orders within `scans`.
+
+    Best fit looks at every placed buffer for each one, first fit at about half of them.
+    """
+    return min(4, 4 * scans // (3 * count * count)) if count else 0
 
 
 class _Chain:

@@ -43,7 +43,7 @@ class Links:
 @dataclass(frozen=True)
 class Instance:
     """
-    A validated problem. Lifetimes are half-open and counted in *sections*.
+    A validated problem. Lifetimes are half-open; most are counted in *sections*.
 
     A section is a maximal interval of time in which all births precede all deaths. Two buffers
     overlap in time exactly if they share a section, and no coarser grid has that property (Moffitt,
@@ -53,6 +53,9 @@ class Instance:
     `height` is the size rounded up to units.
     """
 
+    lower: Ints
+    upper: Ints
+    """Half-open lifetimes in units of time."""
     first: Ints
     """First section in which each buffer is live."""
     last: Ints
@@ -157,6 +160,8 @@ def build(
         first[solid] = begin[parts.start[:-1][solid]]
         last[solid] = end[parts.start[1:][solid] - 1]
     instance = Instance(
+        lower=lower,
+        upper=upper,
         first=first,
         last=last,
         height=height,

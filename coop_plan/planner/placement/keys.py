@@ -4,11 +4,24 @@ from typing import TypeVar
 
 import numpy as np
 
-from coop_plan.planner.placement.instance import Floats, Ints
+from coop_plan.planner.placement.instance import Floats, Instance, Ints
 
 Keys = dict[str, Ints]
 
 Numbers = TypeVar("Numbers", Ints, Floats)
+
+
+def simple_orders(instance: Instance) -> list[Ints]:
+    """
+    The orders by size, area, lifetime and birth.
+
+    Times are exact here: buffers with the same sections may have different lifetimes. The longer
+    of two buffers of equal size is first, the larger of two of equal lifetime.
+    """
+    life, size = instance.upper - instance.lower, instance.size
+    area = life.astype(np.float64) * size
+    columns = [(-life, -size), (-size, -area), (-size, -life), (-life, instance.lower)]
+    return [np.lexsort(keys) for keys in columns]
 
 
 def sort_keys(first: Ints, last: Ints, height: Ints, sections: int) -> Keys:

@@ -27,6 +27,9 @@ class GreedyParams(Params):
     first_fit_most: Size = 20_000
     """Buffers above which unconstrained instances are packed as skylines only, not by first fit."""
 
+    scan_work: Size = 3_000_000_000
+    """Visits of placed buffers by the simple orders without an argument or a time limit: 10 s."""
+
     memory: Share = 0.95
     """Decay of blame: the share kept from one pass of a chain to the next."""
 

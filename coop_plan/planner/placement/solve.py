@@ -11,12 +11,15 @@ import numpy.typing as npt
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.descend import descend
-from coop_plan.planner.placement.greedy import placements
+from coop_plan.planner.placement.greedy import placements, simple_count
 from coop_plan.planner.placement.instance import Instance, Ints, Pairs, build
 from coop_plan.planner.placement.params import DEFAULTS, PlacementParams, RestartParams
 from coop_plan.planner.placement.restarts import Effort, components, fit
 
 UNLIMITED = 1 << 62
+
+SECONDS_PER_VISIT = 3.5e-9
+"""Time per unit of work, about."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,9 @@ def place(
     - `alias`: pairs that may share one offset while both are live (in-place results).
     - `conflicts`: pairs that may not overlap in address although their lifetimes do not overlap.
     - `time_limit`: seconds of wall clock. The result is deterministic unless the limit is reached.
-    - `work`: limit of the exact search without a time limit, in visits of live buffers of about
-      3.5 ns each; the result is deterministic. 0 takes a few greedy placements only, None the limit
-      of `params`.
+    - `work`: limit of the exact search, and of best fit and first fit by size, area, lifetime and
+      birth, without a time limit: in visits of buffers of about 3.5 ns each; the result is
+      deterministic. 0 takes a few greedy placements only, None the limit of `params`.
     - `order_hint`: `order` of an earlier `Placement`, to start from it.
 
     Raises:
@@ -86,6 +89,7 @@ def place(
     """
     if time_limit is not None:
         _warm_up()
+    scans = params.greedy.scan_work if work is None else work
     work = params.restarts.work if work is None else work
     began = time.perf_counter()
     instance = build(
@@ -102,8 +106,11 @@ def place(
     goal = bound if capacity is None else max(bound, capacity)
     deadline = None if time_limit is None else began + time_limit
     hint = None if order_hint is None else _ints(order_hint)
+    if time_limit is not None:
+        scans = int(time_limit / SECONDS_PER_VISIT)
     passes = _passes(instance.count, work > 0, deadline is not None, params)
-    candidates = placements(instance, hint, goal, seed, params.greedy)
+    passes += 2 * simple_count(instance.count, scans)
+    candidates = placements(instance, hint, goal, seed, params.greedy, scans)
     best, peak = _greedy(instance, candidates, goal, passes, deadline)
     effort = Effort(work if deadline is None else UNLIMITED, deadline)
     if work and peak > goal and instance.count <= params.restarts.most_buffers:
@@ -180,12 +187,13 @@ def _search(
 def _warm_up() -> None:
     """Compile the kernels (once per machine, about 20 s) before the time limit starts."""
     one = np.ones(1, np.int64)
-    tiny = build(one - 1, one, one, 1)
-    for _ in zip(range(14), placements(tiny, one - 1, 1, 0, DEFAULTS.greedy), strict=False):
-        pass
-    parts = components(tiny, 0, DEFAULTS.restarts)
-    assert parts is not None
-    fit(tiny, parts, 1, Effort(1))
+    for gaps in (None, np.array([[0, 0, 1, 0, 1]])):
+        tiny = build(one - 1, one, one, 1, gaps=gaps)
+        for _ in zip(range(16), placements(tiny, one - 1, 1, 0, DEFAULTS.greedy, 1), strict=False):
+            pass
+        parts = components(tiny, 0, DEFAULTS.restarts)
+        assert parts is not None
+        fit(tiny, parts, 1, Effort(1))
 
 
 def _ints(values: npt.ArrayLike) -> Ints:
