@@ -157,6 +157,7 @@ def problem_of(answer: httpx.Response) -> Exception:
                 members["working_set_bytes"],
                 held=members.get("held", ""),
                 budget_lower_bound_bytes=members.get("budget_lower_bound_bytes"),
+                met_bytes=members.get("met_bytes"),
             )
     except KeyError:
         pass

@@ -150,6 +150,7 @@ def infeasible_document(error: InfeasibleBudgetError) -> dict[str, Any]:
     return {
         "budget_bytes": error.budget_bytes,
         "min_feasible_bytes": error.min_feasible_bytes,
+        "met_bytes": error.met_bytes,
         "budget_lower_bound_bytes": error.budget_lower_bound_bytes,
         "blocking_op": error.blocking_op,
         "blocking_op_name": error.blocking_op_name,

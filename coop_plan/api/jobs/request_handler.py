@@ -343,6 +343,7 @@ def infeasible_reply(key: str, error: Any) -> Reply:
     members = {
         "budget_bytes": error.budget_bytes,
         "min_feasible_bytes": error.min_feasible_bytes,
+        "met_bytes": error.met_bytes,
         "budget_lower_bound_bytes": error.budget_lower_bound_bytes,
         "blocking_op": error.blocking_op,
         "blocking_op_name": error.blocking_op_name,

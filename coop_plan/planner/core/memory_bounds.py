@@ -9,6 +9,7 @@ hold.
 """
 
 from collections.abc import Iterator
+from heapq import nlargest
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,6 +25,9 @@ MAX_LIVE = 32
 
 MAX_CALLS = 256
 """Calls of the recursive search per op."""
+
+MAX_SEARCHED = 10_000
+"""Ops from which the search starts."""
 
 MAX_RUN_ONCE = 512
 """Outputs of run-once ops whose liveness is tracked; the largest are taken."""
@@ -191,13 +195,13 @@ def resident_output_bytes(problem: Problem) -> list[int]:
     return found
 
 
-def budget_lower_bound(problem: Problem) -> int:
+def budget_lower_bound(problem: Problem, max_searched: int = MAX_SEARCHED) -> int:
     """Lower bound in bytes on the budget of every schedule, resident tensors included."""
     slack = problem.alignment - 1  # the topmost block need not end at a multiple
-    return problem.fixed_bytes + max(0, arena_lower_bound(problem) - slack)
+    return problem.fixed_bytes + max(0, arena_lower_bound(problem, max_searched) - slack)
 
 
-def arena_lower_bound(problem: Problem) -> int:
+def arena_lower_bound(problem: Problem, max_searched: int = MAX_SEARCHED) -> int:
     """
     Lower bound on the largest sum of live bytes of every schedule, sizes rounded up.
 
@@ -205,19 +209,25 @@ def arena_lower_bound(problem: Problem) -> int:
     the others were live already, next to the working set of its producer. One of the tensors live
     then was produced last, and so on: the minimum over all choices is a bound. Outputs of run-once
     ops are live from their production to the last reader, hence at every op on a path between both.
-    At the end of the step all outputs are live.
+    At the end of the step all outputs are live. The search starts from at most `max_searched` ops,
+    those that need most.
     """
     bound = max(0, working_set_bound(problem).bytes)
     if problem.beyond_recomputation:
         return bound
     search = _BackwardSearch(problem)
+    residents = [
+        run_once.difference(problem.reads[op], problem.makes[op])
+        for op, run_once in enumerate(_resident_run_once(problem))
+    ]
     first = working_sets(problem).first
-    for op, run_once in enumerate(_resident_run_once(problem)):
+    needed = [first[op] + search.bytes(tensors) for op, tensors in enumerate(residents)]
+    bound = max([bound, *needed])
+    for op in nlargest(max_searched, range(problem.op_count), key=needed.__getitem__):
         reads = frozenset(problem.reads[op])
-        residents = run_once - reads - frozenset(problem.makes[op])
-        bound = max(bound, first[op] + search.bytes(residents))
-        bound = max(bound, search.bound(reads | residents, bound))
-        bound = max(bound, search.bound(reads, bound))
+        bound = max(bound, search.bound(reads | residents[op], bound))
+        if residents[op]:  # more live tensors may exhaust the search
+            bound = max(bound, search.bound(reads, bound))
     outputs = frozenset(
         t for t in range(problem.tensor_count) if problem.is_output[t] and not problem.outside[t]
     )

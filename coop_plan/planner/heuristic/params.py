@@ -85,6 +85,9 @@ class PortfolioParams(Params):
     Windows of grid steps around the arena, (above, up to), tried in order until one has a plan.
     """
 
+    probe_stride: Count = 4
+    """Grid steps between budgets of the later windows if any feasible schedule is enough."""
+
     small_ops: Size = 500
     """Largest number of ops for which every rule is tried on the whole grid."""
 
