@@ -79,6 +79,7 @@ def measure(
             alignment=args.alignment,
             switches=dict.fromkeys(off, False),
             time_limit=args.time_limit,
+            smallest=True,
             host_budget=0,  # bounds are for recomputation alone
         )
         overhead, recomputed = made.overhead, made.recomputed_ops

@@ -13,7 +13,7 @@ from math import fsum
 import msgspec
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError
-from coop_plan.planner.planning import plan, plan_if_it_fits
+from coop_plan.planner.planning import plan
 from coop_plan.schemas import Graph, InvalidInputError, Plan
 
 MAX_CAPTURES = 6
@@ -181,7 +181,7 @@ class _Search:
             small, large = (self._capture(b) for b in pair)
             position = (batch - pair[0]) / (pair[1] - pair[0])
             graph = scaled(small, large, position)
-            self._interpolated[key] = plan_if_it_fits(graph, self._memory, link=self._link)
+            self._interpolated[key] = self.within(graph)
         return self._interpolated[key]
 
     def _planned(self, batch: int) -> Plan | None:

@@ -27,8 +27,7 @@ def lay_out_everything(
     work: int = WORK,
     order_hint: Ints | None = None,
 ) -> Layout:
-    """
-    The layout of keep-everything; arguments as for `lay_out`.
+    """The layout of keep-everything; arguments as for `lay_out`.
 
     A block of a pair is harder to place, and ends as high as its first buffer, so the layout
     without pairs may be smaller.

@@ -48,12 +48,12 @@ class Request:
         if self.out_of_time():
             raise TimeLimitError("time limit reached before any plan was found")
 
-    def first_half(self) -> "Request":
-        """The request with the first half of the remaining time."""
+    def part(self, share: float) -> "Request":
+        """The request with the first part of the remaining time."""
         if self.deadline is None:
             return self
         now = time.monotonic()
-        return replace(self, deadline=now + (self.deadline - now) / 2)
+        return replace(self, deadline=now + (self.deadline - now) * share)
 
     def in_program_order(self) -> "Request":
         """The request restricted to schedules with first runs in program order."""
@@ -99,6 +99,8 @@ class MethodInfo:
     solve: Solve
     anytime: bool = False
     """True if it runs until the deadline, and so needs one."""
+    starts_from: str = ""
+    """Name of the method whose plan it starts from, if any."""
     takes_solver: bool = False
     """True if the integer-programming solver can be chosen."""
     transfers: bool = False

@@ -69,6 +69,13 @@ class PlanOptions(Model, frozen=True, kw_only=True):
             " same plan.",
         ),
     ] = 0
+    smallest: Annotated[
+        bool,
+        Meta(
+            description="If the budget cannot be met, search the smallest one that can be, in about"
+            " ten plans' time, for the answer."
+        ),
+    ] = False
     solver: Annotated[
         str | None,
         Meta(

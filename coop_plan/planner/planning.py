@@ -1,173 +1,38 @@
 """`plan`, the entry point of the planner: from graph and options to one verified plan."""
 
-import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from coop_plan.planner.core.build_plan import assemble
-from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError, TimeLimitError
+from coop_plan.planner.core.errors import DoesNotFitError, InfeasibleBudgetError
 from coop_plan.planner.core.memory_bounds import (
-    WorkingSet,
-    bound_with_resident_outputs,
+    arena_lower_bound,
     budget_lower_bound,
     explain_residents,
-    largest_working_set,
     unrecomputable_residents,
-    working_set_bound,
     working_sets,
 )
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import PlacedSchedule
-from coop_plan.planner.exact.model.variants import restore_variants, without_pairs, without_variants
 from coop_plan.planner.keep_all import keep_all_solution, lay_out_everything
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import WORK, lay_out_host
+from coop_plan.planner.smallest_budget import Task
 from coop_plan.planner.verifier import verify
 from coop_plan.schemas import Graph, Plan
 
-SMALL_PROBLEM_OPS = 100
-"""Ops up to which the smallest feasible budget is searched to the last aligned byte."""
+SEARCHED_RATIO = 2
+"""Budgets below this multiple of the bound by working sets are also held against the search for a
+higher bound (`memory_bounds`), before a method runs: the search rarely finds more.
+"""
 
-COARSE_PROBES = 10
-"""Limit of planning runs of that search on larger graphs."""
-
-RESOLUTION = 256
-"""The `min` search stops when its interval is below 1/256 of the arena needed without variants."""
+QUICK_SEARCH_OPS = 1000
+"""Ops from which that search starts for a budget that a working set excludes already."""
 
 FINISH_SECONDS = 4e-5
 """Seconds per op reserved for serialising and verifying the plan."""
-
-
-@dataclass(frozen=True)
-class _Task:
-    """A method on a problem, to be solved at several arena sizes."""
-
-    problem: Problem
-    method: MethodInfo
-    request: Request
-
-    @property
-    def working_set(self) -> WorkingSet:
-        """Lower bound on the arena of every schedule of the method."""
-        return (working_set_bound if self.method.variants else largest_working_set)(self.problem)
-
-    def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
-        """
-        The method's solution within `arena` bytes; raises `DoesNotFitError`.
-
-        In-place pairs are a choice, but a heuristic may do worse with them. On small graphs the
-        cheaper one of its solutions with and without pairs is taken.
-        """
-        try:
-            found = self._solve(arena, any_schedule)
-        except DoesNotFitError:
-            apart = self._without_pairs(arena, any_schedule)
-            if apart is None:
-                raise
-            return apart
-        if any_schedule or found.status == "optimal":
-            return found
-        apart = self._without_pairs(arena, any_schedule)
-        if apart is None or apart.placed.cost_us >= found.placed.cost_us:
-            return found
-        return replace(apart, lower_bound_us=found.lower_bound_us, bound_model=found.bound_model)
-
-    def _without_pairs(self, arena: int, any_schedule: bool) -> Solution | None:
-        """A method's solution without pairs, if it has no deadline and the graph is small."""
-        if self.method.anytime or self.request.deadline is not None:
-            return None
-        alone = without_pairs(self.problem, SMALL_PROBLEM_OPS)
-        if alone is None:
-            return None
-        try:
-            found = replace(self, problem=alone)._solve(arena, any_schedule)
-        except DoesNotFitError:
-            return None
-        placed = restore_variants(self.problem, range(len(self.problem.variants)), found.placed)
-        return replace(
-            found, placed=placed, status="feasible", lower_bound_us=None, bound_model=None
-        )
-
-    def _solve(self, arena: int, any_schedule: bool) -> Solution:
-        """As `solve`, with the problem's in-place pairs."""
-        op, working_set = self.working_set
-        if arena < 0 or working_set > self.problem.rounded(arena):
-            raise DoesNotFitError(op)
-        request = replace(self.request, arena_bytes=arena, any_schedule=any_schedule)
-        solution = self.method.solve(self.problem, request)
-        if solution.placed.arena_bytes > arena:
-            raise DoesNotFitError(op)
-        host_budget = self.problem.host_budget
-        if host_budget is not None:
-            host = lay_out_host(solution.placed.schedule, host_budget)
-            if host.arena_bytes > host_budget:
-                raise DoesNotFitError(op)
-        return solution
-
-    def minimum(self, everything: PlacedSchedule) -> Solution:
-        """
-        The solution in the smallest arena found, at most that of keep-everything.
-
-        A method need not be monotone: it may succeed in a smaller arena, or with fewer choices. So
-        the minimum without variants and in-place pairs is computed first, and never exceeded. The
-        search does not depend on the requested budget, so all requests get the same answer.
-        """
-        plain = without_variants(self.problem) if self.method.variants else None
-        if plain is None:
-            return self._bisected(keep_all_solution(everything))
-        plain_task = replace(self, problem=plain, request=self.request.first_half())
-        best, without = keep_all_solution(everything), None
-        with contextlib.suppress(TimeLimitError):
-            without = plain_task.minimum(lay_out_everything(plain, work=0).placed)
-            best = min(best, self._from_plain(without), key=lambda s: s.placed.arena_bytes)
-        try:
-            return self._bisected(best, best.placed.arena_bytes // RESOLUTION)
-        except TimeLimitError:
-            if without is None:
-                raise
-            return best
-
-    def _from_plain(self, solution: Solution) -> Solution:
-        """A solution of the plain problem as one of this, without bounds, which ignore variants."""
-        defaults = range(self.problem.op_count)
-        return Solution(restore_variants(self.problem, defaults, solution.placed))
-
-    def _bisected(self, best: Solution, tolerance: int = 0) -> Solution:
-        """
-        The solution in the smallest arena that bisection finds, at most that of `best`.
-
-        On larger graphs it ends when its interval is at most `tolerance` bytes.
-        """
-        step = self.problem.alignment
-        small = self.problem.op_count <= SMALL_PROBLEM_OPS
-        # Invariant: the method succeeds in the arena of `best` and fails at `low` bytes.
-        low = self.working_set.bytes - step
-        guess = max(0, low + step)
-        if not small:  # schedules below this are rare
-            guess = max(guess, bound_with_resident_outputs(self.problem))
-        probes = 64 if small else COARSE_PROBES
-        for probe in range(probes):
-            high = best.placed.arena_bytes
-            if guess >= high or (probe and not small and high - low <= tolerance):
-                break
-            self.request.check_time()
-            if self.request.progress is not None:
-                message = "searching the smallest feasible budget"
-                self.request.progress(Progress(message, probe / probes))
-            try:
-                best = self.solve(guess, any_schedule=True)
-            except DoesNotFitError:
-                low = guess
-            guess = max((low + best.placed.arena_bytes) // 2 // step * step, low + step)
-        # The probes took the first schedule that fits; a full solve may find a cheaper one.
-        with contextlib.suppress(DoesNotFitError):
-            if best.status != "optimal":
-                found = self.solve(best.placed.arena_bytes)
-                best = min(found, best, key=lambda s: s.placed.cost_us)
-        return best
 
 
 def plan(
@@ -177,11 +42,11 @@ def plan(
     progress: Callable[[Progress], None] | None = None,
     **fields: Any,
 ) -> Plan:
-    """
-    Plan `graph` within `budget`; the plan has passed the verifier.
+    """Plan `graph` within `budget`; the plan has passed the verifier.
 
     Every method tries keep-everything first, so a budget that it meets costs nothing. A share is of
-    keep-everything's peak, resident bytes included.
+    keep-everything's peak, resident bytes included. The smallest budget is searched only for `min`
+    and with the option `smallest`.
 
     Args:
         graph: one profiled training step.
@@ -194,31 +59,8 @@ def plan(
         InfeasibleBudgetError: the method cannot meet the budget.
         TimeLimitError: no plan was found within the time limit.
     """
-    return _plan(graph, PlanOptions.given(budget, fields), progress)
-
-
-def plan_if_it_fits(graph: Graph, budget: str | int, **fields: Any) -> Plan | None:
-    """
-    As `plan`, but None if the method fails at this budget; no smaller arenas are tried.
-
-    `plan` searches the smallest budget then. If the method is not monotone, that search may find a
-    plan within the requested budget.
-    """
-    try:
-        return _plan(graph, PlanOptions.given(budget, fields), None, search_minimum=False)
-    except DoesNotFitError:
-        return None
-
-
-def _plan(
-    graph: Graph,
-    options: PlanOptions,
-    progress: Callable[[Progress], None] | None,
-    *,
-    search_minimum: bool = True,
-) -> Plan:
-    """As `plan`; raises `DoesNotFitError` if the method fails and `search_minimum` is false."""
     started = time.monotonic()
+    options = PlanOptions.given(budget, fields)
     info = options.info
     graph = options.apply_link(graph)
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
@@ -227,7 +69,7 @@ def _plan(
         reserved = min(FINISH_SECONDS * problem.op_count, options.time_limit / 2)
         deadline = started + options.time_limit - reserved
     request = Request(0, options.off, deadline, options.seed, options.solver, progress=progress)
-    task = _Task(problem, info, request)
+    task = Task(problem, info, request)
 
     # A share refers to the best placement; a budget in bytes gets a second try below.
     work = WORK if options.budget.kind == "share" else 0
@@ -238,9 +80,9 @@ def _plan(
         return verified_plan(graph, solution, options, budget, started)
 
     if budget_bytes is None:
-        smallest = task.minimum(everything)
-        peak, bound = problem.fixed_bytes + smallest.placed.arena_bytes, budget_lower_bound(problem)
-        return verified_plan(graph, smallest, options, peak, started, bound)
+        smallest = task.smallest(everything)
+        met, bound = problem.fixed_bytes + smallest.arena_bytes, budget_lower_bound(problem)
+        return verified_plan(graph, smallest.solution, options, met, started, bound)
     limit = budget_bytes - problem.fixed_bytes
     if everything.arena_bytes > limit >= placement.lower_bound:
         # The bound does not exclude this budget: search further, from the layout found.
@@ -250,19 +92,41 @@ def _plan(
     if fits and not (info.variants and everything.cost_us > problem.floor_us):
         return finish(keep_all_solution(everything), budget_bytes)
     try:
-        found = task.solve(limit)
+        if not fits and _is_proved_infeasible(task, limit):
+            raise DoesNotFitError(task.working_set.op)
+        found = task.within(limit)
         if fits and everything.cost_us <= found.placed.cost_us:  # no variant was cheaper
             found = replace(found, placed=everything)
         return finish(found, budget_bytes)
     except DoesNotFitError as error:
         if fits:
             return finish(keep_all_solution(everything), budget_bytes)
-        if not search_minimum:
-            raise
         blocking = None if limit < 0 else error.op
-    smallest = task.minimum(everything)
-    if smallest.placed.arena_bytes <= limit:  # the method is not monotone
-        return finish(smallest, budget_bytes)
+    least = None
+    if options.smallest:
+        smallest = task.smallest(everything)
+        if smallest.arena_bytes <= limit:  # the method is not monotone
+            return finish(smallest.solution, budget_bytes)
+        least = problem.fixed_bytes + smallest.arena_bytes
+    met = problem.fixed_bytes + everything.arena_bytes
+    raise _refusal(task, budget_bytes, blocking, least, met)
+
+
+def _is_proved_infeasible(task: Task, arena: int) -> bool:
+    """True if the arena is below a lower bound of every schedule."""
+    problem, working_set = task.problem, task.working_set.bytes
+    size = problem.rounded(max(0, arena))
+    if arena < 0 or working_set > size:
+        return True
+    return size < SEARCHED_RATIO * working_set and arena_lower_bound(problem) > size
+
+
+def _refusal(
+    task: Task, budget_bytes: int, blocking: int | None, least: int | None, met: int
+) -> InfeasibleBudgetError:
+    """The error for a budget: its bound, and the op (position) that blocks it."""
+    problem, info = task.problem, task.method
+    graph, limit = problem.graph, budget_bytes - problem.fixed_bytes
     unused = info.unused(problem.beyond_recomputation)
     # Residents explain the refusal if the method only recomputes and each working set alone fits.
     used = set(problem.beyond_recomputation).difference(unused)
@@ -272,16 +136,17 @@ def _plan(
         residents = unrecomputable_residents(problem, limit)
     if residents is not None:
         blocking = residents.op
-    raise InfeasibleBudgetError(
+    return InfeasibleBudgetError(
         info.name,
         budget_bytes,
-        problem.fixed_bytes + smallest.placed.arena_bytes,
+        least,
         None if blocking is None else graph.ops[blocking].id,
         "" if blocking is None else graph.ops[blocking].name,
         0 if blocking is None else working_sets(problem).first[blocking],
         unused,
         "" if residents is None else explain_residents(problem, residents),
-        budget_lower_bound(problem),
+        budget_lower_bound(problem, QUICK_SEARCH_OPS) if exceeds else budget_lower_bound(problem),
+        met,
     )
 
 
@@ -293,8 +158,7 @@ def verified_plan(
     started: float,
     budget_lower_bound_bytes: int | None = None,
 ) -> Plan:
-    """
-    The plan of a method's solution for `graph`, checked by the verifier.
+    """The plan of a method's solution for `graph`, checked by the verifier.
 
     `started` is the `time.monotonic` value in seconds at the start of planning.
     """
@@ -321,8 +185,7 @@ def verified_plan(
 
 
 def _valid_bound(solution: Solution, method: MethodInfo) -> Solution:
-    """
-    The solution without a bound that variants of the graph invalidate.
+    """The solution without a bound that variants of the graph invalidate.
 
     If the method ignores variants, a schedule that uses them may cost less than its bound.
     """

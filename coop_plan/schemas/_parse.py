@@ -100,8 +100,7 @@ def read_bytes(path: Path | str) -> bytes:
 
 
 def unpacked(data: bytes, source: str) -> bytes:
-    """
-    The content of a gzip file; other data as they are.
+    """The content of a gzip file; other data as they are.
 
     The size is not limited, so a service unpacks its requests elsewhere.
 

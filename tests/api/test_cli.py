@@ -94,18 +94,26 @@ def test_methods_lists_each_method_with_its_switches(run):
         assert name in out
 
 
-def test_an_infeasible_budget_has_the_smallest_budget_and_the_blocking_op(run, folder):
-    code, out, err = run("graph.json", "--budget", "200", "--alignment", "1", "-o", "plan.json")
-    assert (code, out) == (3, "")
-    assert err.count("\n") == 1
-    least = next(int(word) for word in err.split() if word.isdigit() and int(word) > 200)
+def test_an_infeasible_budget_has_its_bound_and_the_blocking_op(run, folder):
+    asked = ("graph.json", "--budget", "200", "--alignment", "1")
+    for limit in ((), ("--time-limit", "0.001")):
+        code, out, err = run(*asked, *limit, "-o", "plan.json")
+        assert (code, out) == (3, "")
+        assert err.count("\n") == 1
+        assert "no schedule at all one below" in err
     assert not (folder / "plan.json").exists()
-    code, out, _ = run("graph.json", "--budget", "200", "--alignment", "1", "--json")
+    code, out, _ = run(*asked, "--json")
     assert code == 3
     answer = json.loads(out)
-    assert answer["min_feasible_bytes"] == least
-    assert 200 < answer["budget_lower_bound_bytes"] <= least
+    assert answer["min_feasible_bytes"] is None
+    assert 200 < answer["budget_lower_bound_bytes"] <= answer["met_bytes"]
     assert answer["blocking_op_name"]
+    code, out, err = run(*asked, "--smallest", "--json")
+    answer = json.loads(out)
+    least = answer["min_feasible_bytes"]
+    assert code == 3
+    assert f"the smallest it can meet is {least} bytes" in err
+    assert answer["budget_lower_bound_bytes"] <= least <= answer["met_bytes"]
     assert run("graph.json", "--budget", least, "--alignment", "1")[0] == 0
     assert run("graph.json", "--budget", least - 1, "--alignment", "1")[0] == 3
 

@@ -52,7 +52,7 @@ def test_a_plan_is_the_servers_and_a_graph_is_sent_once(server, url, chain):
 def test_a_refusal_is_the_librarys_own_error(url, chain):
     with coop_plan.Client(url) as client:
         with pytest.raises(InfeasibleBudgetError) as small:
-            client.plan(chain, 200, alignment=1)
+            client.plan(chain, 200, alignment=1, smallest=True)
         assert 200 < small.value.budget_lower_bound_bytes <= small.value.min_feasible_bytes
         assert client.plan(chain, small.value.min_feasible_bytes, alignment=1)
         with pytest.raises(InvalidInputError, match="no switch"):

@@ -128,7 +128,7 @@ def test_a_comparison_s_figures_are_the_plans_in_every_form(run, folder, chain):
     for cell, row, line in zip(data["cells"], rows, table, strict=True):
         if cell["asked"] == "10%":
             assert (cell["state"], cell["figures"]) == ("infeasible", None)
-            assert cell["least_bytes"] == rows[-2 if cell["method"] == "coop" else -1]["peak_bytes"]
+            assert cell["least_bytes"] is None
             continue
         made = plan(chain, cell["asked"], method=cell["method"]).to_dict()
         timed = ("steps", "solve_seconds", "versions")

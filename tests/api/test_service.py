@@ -149,12 +149,17 @@ def test_a_damaged_record_is_planned_again(ask, server, folder, body):
     assert ask(body).headers["coop-plan-cache"] == "hit"
 
 
-def test_an_infeasible_budget_is_a_conflict_with_the_smallest_budget(ask, body):
+def test_an_infeasible_budget_is_a_conflict_with_the_bound(ask, body):
     for _ in range(2):
         answer = problem(ask({**body, "budget": 200}), 409, "budget-infeasible")
     assert answer["budget_bytes"] == 200
-    assert 200 < answer["budget_lower_bound_bytes"] <= answer["min_feasible_bytes"]
+    assert answer["min_feasible_bytes"] is None
+    assert 200 < answer["budget_lower_bound_bytes"] <= answer["met_bytes"]
     assert answer["blocking_op_name"]
+    for _ in range(2):
+        asked = {**body, "budget": 200, "smallest": True}
+        answer = problem(ask(asked), 409, "budget-infeasible")
+    assert answer["budget_lower_bound_bytes"] <= answer["min_feasible_bytes"]
     assert ask({**body, "budget": answer["min_feasible_bytes"]}).status_code == 200
     assert ask({**body, "budget": answer["min_feasible_bytes"] - 1}).status_code == 409
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coop_plan.planner import plan, planning
+from coop_plan.planner import plan
 from coop_plan.planner.fit import ONE_FORWARD, fit, scaled
 from coop_plan.schemas import InvalidInputError, parse_graph
 
@@ -33,15 +33,6 @@ def chain(batch, bend=lambda batch: batch):
         for t in gradients
     ]
     return parse_graph({"schema": "coop-plan/graph/1", "tensors": tensors, "ops": ops})
-
-
-def test_what_does_not_fit_is_told_without_a_search_for_the_smallest_budget(monkeypatch):
-    graph = chain(8)
-    least = plan(graph, "min")
-    monkeypatch.setattr(planning._Task, "minimum", None)
-    assert planning.plan_if_it_fits(graph, least.peak_bytes // 2) is None
-    found = planning.plan_if_it_fits(graph, least.peak_bytes)
-    assert found.steps == plan(graph, least.peak_bytes).steps
 
 
 def test_a_graph_between_two_captured_ones_is_the_captured_one():

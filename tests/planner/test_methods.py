@@ -30,7 +30,7 @@ def test_plan_is_valid_or_the_minimum_is_feasible(method, graph, outputs, budget
     """A plan passes the verifier; an infeasible answer names a budget that works."""
     if budget != "min" and not sum(t.bytes for t in graph.tensors):
         budget = 1
-    options = {"method": method, "outputs": outputs, "alignment": alignment}
+    options = {"method": method, "outputs": outputs, "alignment": alignment, "smallest": True}
     try:
         made = plan(graph, budget, **options)
     except InfeasibleBudgetError as error:
@@ -131,7 +131,7 @@ def test_the_blocking_op_is_named():
     ops.append({"inputs": [1], "outputs": [2]})
     graph = make_graph(tensors, ops)
     with pytest.raises(InfeasibleBudgetError) as caught:
-        plan(graph, 50, alignment=1)
+        plan(graph, 50, alignment=1, smallest=True)
     assert (caught.value.blocking_op, caught.value.working_set_bytes) == (1, 110)
     assert caught.value.min_feasible_bytes == 110
 

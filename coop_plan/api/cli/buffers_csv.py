@@ -54,8 +54,7 @@ class Buffers:
 
 
 def read_buffers(text: str, source: str, alignment: int = 1) -> Buffers:
-    """
-    The buffers of a CSV text; `source` names it in errors.
+    """The buffers of a CSV text; `source` names it in errors.
 
     `alignment` holds for all offsets; `Buffers.alignment` is its common multiple with each line's.
 

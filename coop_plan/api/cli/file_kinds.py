@@ -40,8 +40,7 @@ KINDS = {
 
 
 def check_kind(data: bytes, source: str, *wanted: str) -> None:
-    """
-    Check that a file which cannot be read is of one of the kinds `wanted`, or of no known one.
+    """Check that a file which cannot be read is of one of the kinds `wanted`, or of no known one.
 
     Raises:
         InvalidInputError: the file's kind, and what to do.

@@ -59,6 +59,7 @@ def _click_option(info: FieldInfo) -> Callable[[F], F]:
     return click.option(
         f"--{info.encode_name.replace('_', '-')}",
         type=click.Choice(get_args(kind)) if get_args(kind) else kind,  # `PlanOptions` has limits
+        is_flag=kind is bool,
         required=info.default is NODEFAULT,
         default=None if info.default is NODEFAULT else info.default,
         show_default=True,

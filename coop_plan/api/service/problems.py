@@ -13,7 +13,7 @@ MEDIA_TYPE = "application/problem+json"
 
 PROBLEMS = {
     "invalid-input": (422, "The request is invalid; `pointer` is the place"),
-    "budget-infeasible": (409, "The method cannot meet the budget; see `min_feasible_bytes`"),
+    "budget-infeasible": (409, "The method cannot meet the budget; see `budget_lower_bound_bytes`"),
     "time-limit": (504, "No plan was found within the time limit"),
     "body-too-large": (413, "The body is larger than the limit"),
     "too-many-ops": (413, "The graph has more ops than the limit"),

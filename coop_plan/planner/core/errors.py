@@ -1,9 +1,12 @@
 """Errors of planning: infeasible budget, time limit."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coop_plan.schemas import format_bytes
+
+if TYPE_CHECKING:
+    from coop_plan.planner.core.schedule import PlacedSchedule
 
 
 class InfeasibleBudgetError(ValueError):
@@ -12,7 +15,8 @@ class InfeasibleBudgetError(ValueError):
     Attributes:
         budget_bytes: the budget asked for.
         min_feasible_bytes: the smallest budget the method was found to meet, resident bytes and
-            outputs outside the arena included.
+            outputs outside the arena included; None if it was not searched (option `smallest`).
+        met_bytes: a budget that was met on the way, at most keep-everything's peak; None if none.
         blocking_op: id of the op that did not fit, or None; `blocking_op_name` is its target.
         working_set_bytes: working set of that op (inputs, outputs, workspace, each rounded up to
             the alignment).
@@ -26,44 +30,55 @@ class InfeasibleBudgetError(ValueError):
         self,
         method: str,
         budget_bytes: int,
-        min_feasible_bytes: int,
+        min_feasible_bytes: int | None,
         blocking_op: int | None,
         blocking_op_name: str,
         working_set_bytes: int,
         unused: Sequence[str] = (),
         held: str = "",
         budget_lower_bound_bytes: int | None = None,
+        met_bytes: int | None = None,
     ) -> None:
         self.method = method
         self.budget_bytes = budget_bytes
         self.min_feasible_bytes = min_feasible_bytes
+        self.met_bytes = met_bytes
         self.blocking_op = blocking_op
         self.blocking_op_name = blocking_op_name
         self.working_set_bytes = working_set_bytes
         self.unused = tuple(unused)
         self.held = held
         self.budget_lower_bound_bytes = budget_lower_bound_bytes
+        known = []
+        if min_feasible_bytes is not None:
+            known.append(f"the smallest it can meet is {_exact(min_feasible_bytes)}")
+        elif met_bytes is not None:
+            known.append(f"it meets {_exact(met_bytes)}")
+        if budget_lower_bound_bytes is not None:
+            bound = f"{budget_lower_bound_bytes} bytes"
+            if budget_lower_bound_bytes != min_feasible_bytes:
+                bound = _exact(budget_lower_bound_bytes)
+            known.append(f"no schedule at all one below {bound}")
         blocked = (
-            f"; op {blocking_op} ({blocking_op_name}) blocks it with a working set of"
-            f" {working_set_bytes} bytes ({format_bytes(working_set_bytes)})"
-            + (f" beside {held}" if held else "")
+            f"op {blocking_op} ({blocking_op_name}) blocks it with a working set of"
+            f" {_exact(working_set_bytes)}" + (f" beside {held}" if held else "")
             if blocking_op is not None
-            else "; resident tensors and outputs alone exceed it"
+            else "resident tensors and outputs alone exceed it"
         )
-        bound = budget_lower_bound_bytes
-        proved = "" if bound is None else f", no schedule at all one below {bound} bytes"
-        if bound is not None and bound < min_feasible_bytes:
-            proved += f" ({format_bytes(bound)})"
-        super().__init__(
-            f"{method} cannot meet a budget of {budget_bytes} bytes ({format_bytes(budget_bytes)});"
-            f" the smallest it can meet is {min_feasible_bytes} bytes"
-            f" ({format_bytes(min_feasible_bytes)}){proved}{blocked}"
-            + (f"; {method} does not use the graph's {' and '.join(unused)}" if unused else "")
-        )
+        clauses = [f"{method} cannot meet a budget of {_exact(budget_bytes)}"]
+        clauses += [", ".join(known)] if known else []
+        clauses.append(blocked)
+        if unused:
+            clauses.append(f"{method} does not use the graph's {' and '.join(unused)}")
+        super().__init__("; ".join(clauses))
+
+
+def _exact(size: int) -> str:
+    return f"{size} bytes ({format_bytes(size)})"
 
 
 INFEASIBLE_FIELDS = (
-    *("budget_bytes", "min_feasible_bytes", "budget_lower_bound_bytes"),
+    *("budget_bytes", "min_feasible_bytes", "met_bytes", "budget_lower_bound_bytes"),
     *("blocking_op", "blocking_op_name", "working_set_bytes", "held"),
 )
 
@@ -78,8 +93,12 @@ class TimeLimitError(TimeoutError):
 
 
 class DoesNotFitError(Exception):
-    """Internal to methods: op `op` (a position) does not fit into the arena."""
+    """Internal to methods: op `op` (a position) does not fit into the arena.
 
-    def __init__(self, op: int) -> None:
+    `closest` is the placed schedule of the smallest arena that the method found, if any.
+    """
+
+    def __init__(self, op: int, closest: "PlacedSchedule | None" = None) -> None:
         self.op = op
+        self.closest = closest
         super().__init__(f"op at position {op} does not fit")

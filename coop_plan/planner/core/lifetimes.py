@@ -285,8 +285,7 @@ def blocks_of(a: Arrays, do: Ints, what: Ints, t: Trace) -> Blocks:
 
 @linked
 def _merge_smaller(a: Arrays, t: Trace, shares: Ints, root: Ints, upper: Ints, load: Ints) -> None:
-    """
-    Merge outputs into the blocks of larger inputs where that lowers the peak of `load`.
+    """Merge outputs into the blocks of larger inputs where that lowers the peak of `load`.
 
     `load` is the bytes of live blocks per event. A merge at event e saves the output's bytes there,
     and costs the difference of both sizes until the output's block ends. Only the highest loads

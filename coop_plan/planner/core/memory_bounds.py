@@ -9,6 +9,7 @@ hold.
 """
 
 from collections.abc import Iterator
+from heapq import nlargest
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -25,13 +26,15 @@ MAX_LIVE = 32
 MAX_CALLS = 256
 """Calls of the recursive search per op."""
 
+MAX_SEARCHED = 10_000
+"""Ops from which the search starts."""
+
 MAX_RUN_ONCE = 512
 """Outputs of run-once ops whose liveness is tracked; the largest are taken."""
 
 
 class WorkingSets(NamedTuple):
-    """
-    Per variant its working set in bytes: in the first run of its op, and in a rerun.
+    """Per variant its working set in bytes: in the first run of its op, and in a rerun.
 
     Inputs, outputs and workspace; a pair that can share one address counts once.
     """
@@ -65,8 +68,7 @@ def working_sets(problem: Problem) -> WorkingSets:
 
 
 def largest_working_set(problem: Problem) -> WorkingSet:
-    """
-    Lower bound on the arena of every schedule of default variants; (−1, 0) without ops.
+    """Lower bound on the arena of every schedule of default variants; (−1, 0) without ops.
 
     The op is the one whose default variant has the largest working set.
     """
@@ -191,33 +193,38 @@ def resident_output_bytes(problem: Problem) -> list[int]:
     return found
 
 
-def budget_lower_bound(problem: Problem) -> int:
+def budget_lower_bound(problem: Problem, max_searched: int = MAX_SEARCHED) -> int:
     """Lower bound in bytes on the budget of every schedule, resident tensors included."""
     slack = problem.alignment - 1  # the topmost block need not end at a multiple
-    return problem.fixed_bytes + max(0, arena_lower_bound(problem) - slack)
+    return problem.fixed_bytes + max(0, arena_lower_bound(problem, max_searched) - slack)
 
 
-def arena_lower_bound(problem: Problem) -> int:
-    """
-    Lower bound on the largest sum of live bytes of every schedule, sizes rounded up.
+def arena_lower_bound(problem: Problem, max_searched: int = MAX_SEARCHED) -> int:
+    """Lower bound on the largest sum of live bytes of every schedule, sizes rounded up.
 
     When an op runs, all its inputs are live. One of them was produced last; during its production
     the others were live already, next to the working set of its producer. One of the tensors live
     then was produced last, and so on: the minimum over all choices is a bound. Outputs of run-once
     ops are live from their production to the last reader, hence at every op on a path between both.
-    At the end of the step all outputs are live.
+    At the end of the step all outputs are live. The search starts from at most `max_searched` ops,
+    those that need most.
     """
     bound = max(0, working_set_bound(problem).bytes)
     if problem.beyond_recomputation:
         return bound
     search = _BackwardSearch(problem)
+    residents = [
+        run_once.difference(problem.reads[op], problem.makes[op])
+        for op, run_once in enumerate(_resident_run_once(problem))
+    ]
     first = working_sets(problem).first
-    for op, run_once in enumerate(_resident_run_once(problem)):
+    needed = [first[op] + search.bytes(tensors) for op, tensors in enumerate(residents)]
+    bound = max([bound, *needed])
+    for op in nlargest(max_searched, range(problem.op_count), key=needed.__getitem__):
         reads = frozenset(problem.reads[op])
-        residents = run_once - reads - frozenset(problem.makes[op])
-        bound = max(bound, first[op] + search.bytes(residents))
-        bound = max(bound, search.bound(reads | residents, bound))
-        bound = max(bound, search.bound(reads, bound))
+        bound = max(bound, search.bound(reads | residents[op], bound))
+        if residents[op]:  # more live tensors may exhaust the search
+            bound = max(bound, search.bound(reads, bound))
     outputs = frozenset(
         t for t in range(problem.tensor_count) if problem.is_output[t] and not problem.outside[t]
     )
@@ -268,8 +275,7 @@ class _BackwardSearch:
 
 
 def _resident_run_once(problem: Problem) -> Iterator[frozenset[int]]:
-    """
-    Per op the outputs of run-once ops that are live during it in every schedule.
+    """Per op the outputs of run-once ops that are live during it in every schedule.
 
     These are produced by ancestors of the op and read by descendants of it, or are outputs of the
     step. Sets are bit masks over the tracked tensors.

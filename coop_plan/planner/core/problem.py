@@ -18,8 +18,7 @@ Pair = tuple[int, int]
 
 
 def plannable_variants(graph: Graph) -> Iterator[tuple[int, Variant]]:
-    """
-    The variants that a plan can choose, other than defaults, each with the position of its op.
+    """The variants that a plan can choose, other than defaults, each with the position of its op.
 
     Left out are approximate ones, ones that do not read a tensor that their op overwrites, and ones
     that read a tensor that no default or plannable variant makes.

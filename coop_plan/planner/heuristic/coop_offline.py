@@ -1,5 +1,4 @@
-"""
-The method coop-offline: portfolio, hill climbing of fixed length, annealing until the deadline.
+"""The method coop-offline: portfolio, hill climbing of fixed length, annealing until the deadline.
 
 With a link to the host, the joint search of recomputes and transfers (`planner.search.makespan`)
 continues from there; its result counts only if it costs less.
@@ -30,8 +29,7 @@ from coop_plan.planner.search.makespan.annealing import MakespanSearch, run_para
 
 
 class CoopOffline:
-    """
-    The method on one request, for callers that need more than one plan.
+    """The method on one request, for callers that need more than one plan.
 
     `processors` is the number of searches to run at once.
     """
@@ -57,17 +55,16 @@ class CoopOffline:
         portfolio.sweep()
         if portfolio.best.found is None:
             portfolio.place_unplaced()
-        if not self._has_link:
-            self._find_feasible()
-        if request.any_schedule:
-            if portfolio.best.found is None and self._has_link:
-                self._search_makespan(request.deadline)
-                self._find_feasible()
-            if portfolio.best.found is not None or self._transfer_plan is not None:
-                return
+        if portfolio.best.found is None and self._has_link:
+            self._search_makespan(None, request.out_of_time, any_schedule=True)
+        self._find_feasible()
+        if request.any_schedule and self._cost_us < np.inf:
+            return
         with contextlib.suppress(DoesNotFitError, TimeLimitError, CostLimitError):
             quiet = replace(request, progress=None, off=frozenset())
             self._online = run_coop(self.problem, quiet, cost_limit=portfolio.best.cost_us)
+        if request.any_schedule:
+            return
         if portfolio.best.found is not None:
             run_hill_climbs(portfolio)
             portfolio.place_unplaced()
@@ -77,8 +74,6 @@ class CoopOffline:
             self.improve(request.deadline)
         elif self._has_link:
             self._search_makespan(None)
-        if self._has_link:
-            self._find_feasible()
 
     def _find_feasible(self) -> None:
         """If nothing fits, search for a feasible sequence from the run with the lowest peak."""
@@ -122,19 +117,24 @@ class CoopOffline:
             self._search_makespan(deadline, enough)
 
     def _search_makespan(
-        self, deadline: float | None, enough: Callable[[], bool] = lambda: False
+        self,
+        deadline: float | None,
+        enough: Callable[[], bool] = lambda: False,
+        *,
+        any_schedule: bool = False,
     ) -> None:
-        """
-        Run the joint search from the best sequences; keeps a cheaper schedule with transfers.
+        """Run the joint search from the best sequences; keeps a cheaper schedule with transfers.
 
-        With a deadline, `processors` searches run in parallel and the cheapest result counts.
+        With a deadline, `processors` searches run in parallel and the cheapest result counts. With
+        `any_schedule` a short search ends at the first schedule that fits.
         """
+        request = replace(self.request, any_schedule=any_schedule)
         starts = self._makespan_starts()
         at_once = min(self.processors, self.params.makespan.max_searches)
         searches = [
             MakespanSearch(
                 self.problem,
-                replace(self.request, seed=self.request.seed + self._makespan_searches + number),
+                replace(request, seed=request.seed + self._makespan_searches + number),
                 starts,
                 self._cost_us,
                 self.params.makespan,
@@ -175,8 +175,7 @@ class CoopOffline:
         return min(costs)
 
     def solution(self) -> Solution:
-        """
-        The cheapest schedule so far.
+        """The cheapest schedule so far.
 
         Raises:
             DoesNotFitError: no schedule was found.
@@ -191,7 +190,7 @@ class CoopOffline:
         if online is None:
             if portfolio.runner.timed_out:
                 self.request.check_time()
-            raise DoesNotFitError(self.portfolio.failed_op)
+            raise DoesNotFitError(self.portfolio.failed_op, portfolio.closest())
         return Solution(online.placed)
 
 

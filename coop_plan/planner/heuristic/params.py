@@ -79,6 +79,9 @@ class PortfolioParams(Params):
     grid_windows: tuple[tuple[int, int], ...] = ((-8, 8), (-20, -8), (-44, -20))
     """Windows of grid steps around the arena, (above, up to), tried until one has a plan."""
 
+    probe_stride: Count = 4
+    """Grid steps between budgets of the later windows if any feasible schedule is enough."""
+
     small_ops: Size = 500
     """Largest number of ops for which every rule is tried on the whole grid."""
 

@@ -16,11 +16,11 @@ from coop_plan.planner.core.arrays import Arrays, Ints, to_arrays
 from coop_plan.planner.core.lifetimes import Blocks
 from coop_plan.planner.core.memory_bounds import largest_working_set
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.schedule import PlacedSchedule, Schedule
 from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
 from coop_plan.planner.heuristic.params import DEFAULTS, CoopOfflineParams
 from coop_plan.planner.method import Progress, Request, Solution
-from coop_plan.planner.placement.layout import WORK, fit
+from coop_plan.planner.placement.layout import WORK, fit, lay_out
 
 
 @dataclass(frozen=True)
@@ -150,15 +150,21 @@ class Portfolio:
         schedule = Schedule.of(self.problem, found.run.ops)
         return Solution(schedule.place(self.best.offsets, found.blocks))
 
+    def closest(self) -> PlacedSchedule | None:
+        """The candidate with the lowest live peak in its greedy layout, of any size."""
+        if self.lowest_peak is None:
+            return None
+        return lay_out(Schedule.of(self.problem, self.lowest_peak.run.ops), work=0).placed
+
     def sweep(self) -> None:
         """Try every rule at the arena's size, then the best rules over the grid around it."""
         params = self.params.portfolio
         center = self.step(self.request.arena_bytes)
         if self.request.deadline is not None:  # time may suffice for one run only
             self.consider(self.budget(center), self.settings[0])
-        rules = self.best_rules(center)
+        rules, stride = self.best_rules(center), 1
         for low, high in params.grid_windows:
-            for step in range(center + high, center + low, -1):
+            for step in range(center + high, center + low, -stride):
                 for number in rules:
                     self.consider(self.budget(step), self.settings[number])
                     enough = self.request.any_schedule or self.request.out_of_time()
@@ -167,6 +173,7 @@ class Portfolio:
             if self.best.found is not None:
                 return
             rules = list(range(len(self.settings)))
+            stride = params.probe_stride if self.request.any_schedule else 1
 
     def best_rules(self, step: int) -> list[int]:
         """Rule numbers by cost at a grid step; only the first few for large graphs."""

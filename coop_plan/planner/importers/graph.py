@@ -63,8 +63,7 @@ class StorageState:
 
 
 def import_trace(document: Any, kineto: Any = None, name: str = "") -> Imported:
-    """
-    The graph of a decoded execution trace of one training step.
+    """The graph of a decoded execution trace of one training step.
 
     Costs in µs are those of the decoded `kineto` trace. An op without an event there, or without a
     kernel if there are any, costs its input and output bytes at a terabyte per second. Accumulated

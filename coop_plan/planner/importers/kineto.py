@@ -1,5 +1,4 @@
-"""
-Durations of an execution trace's ops, from a Kineto trace (`profiler.export_chrome_trace`).
+"""Durations of an execution trace's ops, from a Kineto trace (`profiler.export_chrome_trace`).
 
 The duration of an op on a device is that of the kernels launched below it; on the host it is its
 own. A kernel's `correlation` is that of its launch, and the innermost operator around the launch on
@@ -116,8 +115,7 @@ class KinetoTimes:
         work: list[tuple[float, float, int, int]],
         launches: dict[int, tuple[float, tuple[str, str]]],
     ) -> list[Kernel]:
-        """
-        Each kernel with its span, by correlation; by External id if no launch in a span has it.
+        """Each kernel with its span, by correlation; by External id if no launch in a span has it.
 
         An External id equal to the correlation is no operator's, even if an operator has it.
         """
@@ -156,8 +154,7 @@ class KinetoTimes:
         return found
 
     def of(self, calls: list[Call], ops: list[Call], device: str) -> Measured:
-        """
-        Durations of `ops` on `device`; `calls` are all calls of the step in program order.
+        """Durations of `ops` on `device`; `calls` are all calls of the step in program order.
 
         Raises:
             InvalidInputError: the trace is of another script, or lacks what joins its kernels.
@@ -288,8 +285,7 @@ class KinetoTimes:
     def _same_counts(
         self, here: dict[str, list[int]], first: int, last: int
     ) -> list[tuple[int, int, int]]:
-        """
-        (span, node, run): the k-th of each name whose spans are r times as many as its nodes.
+        """(span, node, run): the k-th of each name whose spans are r times as many as its nodes.
 
         The range has then r runs of the step, one after the other.
         """
@@ -319,8 +315,7 @@ class KinetoTimes:
 
 
 def _owners(calls: list[Call], ops: list[Call]) -> dict[int, int]:
-    """
-    Op by node: the nodes of its subtree.
+    """Op by node: the nodes of its subtree.
 
     A kernel that an operator around ops launches itself is its first op's.
     """

@@ -1,5 +1,4 @@
-"""
-Reader of the nodes of PyTorch's execution traces (`torch.profiler.ExecutionTraceObserver`).
+"""Reader of the nodes of PyTorch's execution traces (`torch.profiler.ExecutionTraceObserver`).
 
 The format is in `torch/csrc/profiler/standalone/execution_trace_observer.cpp`. A node is one scope
 of `RecordFunction`: an operator, or a frame around operators. Ids ascend by start, so that of a
@@ -172,8 +171,7 @@ def _item(values: Any, index: int) -> Any:
 
 
 def _ref(value: Any, layout: tuple[Any, Any], own: int, place: str) -> Iterator[Ref]:
-    """
-    The tensor; none for undefined and empty ones, which all have the address 0.
+    """The tensor; none for undefined and empty ones, which all have the address 0.
 
     `value` is [tensor id, storage id, offset, number of elements, bytes of one, device]; `layout`
     is its shape and strides, if recorded.

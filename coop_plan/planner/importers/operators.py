@@ -1,5 +1,4 @@
-"""
-Selection of the nodes of a trace that become ops, with the storages that they read and write.
+"""Selection of the nodes of a trace that become ops, with the storages that they read and write.
 
 Operators call operators. A graph's op is the outermost call whose reads and writes are not all
 those of ops below it. `aten::linear` leaves all of them to `aten::addmm`, which leaves only the
@@ -129,8 +128,7 @@ def _phase(node: Node, parent: Call | None) -> str:
 
 
 def last_step(calls: list[Call]) -> tuple[list[Call], int]:
-    """
-    The calls of the last complete step in program order, and the number of steps of the trace.
+    """The calls of the last complete step in program order, and the number of steps of the trace.
 
     A step ends with `Optimizer.step`, or begins at `profiler.step()`. A trace without either is one
     step.

@@ -1,5 +1,4 @@
-"""
-Reader of the buffers in a memory snapshot of PyTorch (`torch.cuda.memory._dump_snapshot`).
+"""Reader of the buffers in a memory snapshot of PyTorch (`torch.cuda.memory._dump_snapshot`).
 
 The snapshot is a pickle of plain containers: `segments` with the blocks at the end of the
 recording, and per device the events of its allocator (`torch/cuda/_memory_viz.py` documents both).
@@ -47,8 +46,7 @@ class _Plain(pickle.Unpickler):
 
 
 def read_snapshot(data: bytes) -> Buffers:
-    """
-    The buffers on the device with the most events.
+    """The buffers on the device with the most events.
 
     A buffer allocated before the recording is live from 0, one that is not freed to the end.
 

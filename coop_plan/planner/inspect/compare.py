@@ -94,9 +94,8 @@ def _cell(options: PlanOptions) -> Cell:
     try:
         made = plan(_graph, options)
     except InfeasibleBudgetError as error:
-        return Cell(
-            name, method, "infeasible", least_bytes=error.min_feasible_bytes, why=str(error)
-        )
+        least = error.min_feasible_bytes
+        return Cell(name, method, "infeasible", least_bytes=least, why=str(error))
     except TimeLimitError as error:
         return Cell(name, method, "out of time", why=str(error))
     except Exception as error:  # the other cells continue
@@ -105,5 +104,5 @@ def _cell(options: PlanOptions) -> Cell:
     shared = graph_columns(_graph)
     columns = {key: value for key, value in drawn["map"].items() if key not in shared}
     packed = gzip.compress(json.dumps(columns, separators=(",", ":")).encode(), mtime=0)
-    least = made.peak_bytes if name == "min" else None
+    least = made.budget_bytes if name == "min" else None
     return Cell(name, method, "planned", drawn["figures"], least, base64.b64encode(packed).decode())

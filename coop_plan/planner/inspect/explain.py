@@ -86,8 +86,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Explanation:
-    """
-    Explanation of a plan; sizes are bytes, `base_cost_us` is the cost of every op once.
+    """Explanation of a plan; sizes are bytes, `base_cost_us` is the cost of every op once.
 
     The peak is first reached at step `peak_moment`, while `peak_op` runs: `residents` by kind, the
     arena, and `outside_bytes` of outputs. The arena has the most live bytes, `live_bytes`, while
@@ -180,22 +179,16 @@ def price_list(graph: Graph, options: PlanOptions, peak_bytes: int) -> list[Pric
             break
         try:
             made = plan(graph, replace(options, budget_=budget))
-        except InfeasibleBudgetError as error:
+        except InfeasibleBudgetError:
+            least = plan(graph, replace(options, budget_="min"))
+            if least.budget_bytes < found[-1].budget_bytes:
+                found.append(Price(least.budget_bytes, least.overhead))
             found.append(Price(budget, None))
-            if error.min_feasible_bytes < found[-2].budget_bytes:
-                found.insert(-1, _price(graph, options, error.min_feasible_bytes))
             break
         except TimeLimitError:
             break
         found.append(Price(budget, made.overhead))
     return found
-
-
-def _price(graph: Graph, options: PlanOptions, budget: int) -> Price:
-    try:
-        return Price(budget, plan(graph, replace(options, budget_=budget)).overhead)
-    except (InfeasibleBudgetError, TimeLimitError):
-        return Price(budget, None)
 
 
 def slopes(prices: Sequence[Price]) -> list[float | None]:

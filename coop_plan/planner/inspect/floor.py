@@ -9,8 +9,7 @@ from coop_plan.schemas import Graph, Outputs
 
 @dataclass(frozen=True)
 class Floor:
-    """
-    Sizes in bytes, found without a search for a schedule.
+    """Sizes in bytes, found without a search for a schedule.
 
     The op, None without ops, has the largest working set if each op runs in its smallest variant.
     """

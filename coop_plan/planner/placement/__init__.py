@@ -1,5 +1,4 @@
-"""
-Offsets for buffers with known lifetimes (dynamic storage allocation).
+"""Offsets for buffers with known lifetimes (dynamic storage allocation).
 
 `solve` has the entry point, `place`, and calls the other modules in this order. `instance` checks
 the arguments and divides time into sections; `windows` has the shapes of buffers with gaps. `bound`

@@ -7,8 +7,7 @@ from coop_plan.planner.placement.keys import live_profile
 
 
 def shareable_units(instance: Instance) -> Ints:
-    """
-    Upper bound on the units that alias pairs save per section.
+    """Upper bound on the units that alias pairs save per section.
 
     A set of buffers at one offset saves all but its largest. Each of the others is the second (or
     each is the first) buffer of a pair within the set. So counting every second buffer once, with
@@ -31,8 +30,7 @@ def shareable_units(instance: Instance) -> Ints:
 
 
 def lower_bound(instance: Instance) -> int:
-    """
-    Lower bound on the peak in bytes: the largest live sum, with alignment, gaps and aliases.
+    """Lower bound on the peak in bytes: the largest live sum, with alignment, gaps and aliases.
 
     The ends of live pieces, rounded up to units, are as far apart as their heights. The topmost one
     ends below its buffer's end by its tail, which may be negative.

@@ -1,5 +1,4 @@
-"""
-Depth-first search of canonical placements: the compiled part of `restarts`.
+"""Depth-first search of canonical placements: the compiled part of `restarts`.
 
 After Moffitt, *MiniMalloc: A Lightweight Memory Allocator for Hardware-Accelerated Machine
 Learning* (ASPLOS 2023), with the schedule-or-postpone branching of Carlier and of Le Pape. A
@@ -157,8 +156,7 @@ def _precedes(s: PartialPlacement, rank: Ints, i: int, j: int) -> bool:
 def _choose(
     task: Task, s: PartialPlacement, rank: Ints, weight: Floats, focus: int, low: int, high: int
 ) -> int:
-    """
-    The next buffer to branch on in sections [low, high), or -1 if none may take its gap.
+    """The next buffer to branch on in sections [low, high), or -1 if none may take its gap.
 
     It is the one with the lowest gap, or with `focus` one with the lowest gap among its own
     neighbours, near the section with the most dead ends. In every canonical completion the lowest
@@ -195,8 +193,7 @@ def _choose(
 
 @inlined
 def _place(task: Task, s: PartialPlacement, i: int) -> int:
-    """
-    Place i in its gap and raise the bounds of its neighbours.
+    """Place i in its gap and raise the bounds of its neighbours.
 
     Returns 0 if a neighbour's bound exceeds its limit, else 1, or 2 if i has no unplaced neighbour,
     so that no other offset of i can be better.
@@ -234,8 +231,7 @@ def _place(task: Task, s: PartialPlacement, i: int) -> int:
 
 @inlined
 def _postponed_fit(task: Task, s: PartialPlacement, low: int, high: int) -> bool:
-    """
-    Raise the bounds of postponed buffers; False at a dead end.
+    """Raise the bounds of postponed buffers; False at a dead end.
 
     An unplaced neighbour must reach into the gap of a postponed buffer, or pushing down would move
     the buffer into it. The buffer is above that neighbour, so the lowest top that any such
@@ -365,8 +361,7 @@ def depth_first(
     offset: Ints,
     failures: Ints,
 ) -> tuple[int, int]:
-    """
-    Search for a placement; returns FOUND (fills `offset`), IMPOSSIBLE or UNKNOWN, and the nodes.
+    """Search for a placement; returns FOUND (fills `offset`), IMPOSSIBLE or UNKNOWN, and the nodes.
 
     UNKNOWN is returned after `max_nodes`. `rank` breaks ties of branching, `weight` (per section)
     and `focus` are those of `_choose`; `failures` counts dead ends per section.

@@ -15,8 +15,7 @@ def descend(
     effort: Effort,
     first_work: int,
 ) -> tuple[int, Ints | None]:
-    """
-    Search for placements below `peak` bytes; returns the raised bound, and the best or None.
+    """Search for placements below `peak` bytes; returns the raised bound, and the best or None.
 
     Each round tries the bound itself, then bisects between the largest capacity that failed and the
     incumbent. Only a refuted capacity raises the bound. An undecided one is tried again in the next

@@ -21,8 +21,7 @@ def _fit_in_order(
     conflict_start: Ints,
     conflict_items: Ints,
 ) -> Ints:
-    """
-    Places fixed buffers, then each buffer of `order` in a gap among those placed.
+    """Places fixed buffers, then each buffer of `order` in a gap among those placed.
 
     It is the lowest gap, or with `best` the smallest one that is large enough.
     """

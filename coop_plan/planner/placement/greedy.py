@@ -14,8 +14,7 @@ from coop_plan.planner.placement.skyline import drop, skyline
 def placements(
     instance: Instance, hint: Ints | None, goal: int, seed: int, params: GreedyParams, scans: int
 ) -> Iterator[Ints]:
-    """
-    Offsets in units, without end; the first dozens follow the plain and the simple orders.
+    """Offsets in units, without end; the first dozens follow the plain and the simple orders.
 
     `scans` limits best and first fit by the simple orders, in placed buffers that they look at.
 
@@ -50,8 +49,7 @@ def placements(
 
 
 def simple_count(count: int, scans: int) -> int:
-    """
-    Number of simple orders within `scans`.
+    """Number of simple orders within `scans`.
 
     Best fit looks at every placed buffer for each one, first fit at about half of them.
     """
@@ -59,8 +57,7 @@ def simple_count(count: int, scans: int) -> int:
 
 
 class _Chain:
-    """
-    One order, adapted after each pass ("squeaky wheel", Joslin and Clements 1999).
+    """One order, adapted after each pass ("squeaky wheel", Joslin and Clements 1999).
 
     With a stride, buffers that end above the goal move forward. With stride 0, all buffers live in
     a section with such buffers move forward, by a share of their number there.

@@ -42,8 +42,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Instance:
-    """
-    A validated problem. Lifetimes are half-open; most are counted in *sections*.
+    """A validated problem. Lifetimes are half-open; most are counted in *sections*.
 
     A section is a maximal interval of time in which all births precede all deaths. Two buffers
     overlap in time exactly if they share a section, and no coarser grid has that property (Moffitt,

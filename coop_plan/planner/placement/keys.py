@@ -12,8 +12,7 @@ Numbers = TypeVar("Numbers", Ints, Floats)
 
 
 def simple_orders(instance: Instance) -> list[Ints]:
-    """
-    The orders by size, area, lifetime and birth.
+    """The orders by size, area, lifetime and birth.
 
     Times are exact here: buffers with the same sections may have different lifetimes. The longer
     of two buffers of equal size is first, the larger of two of equal lifetime.
@@ -25,8 +24,7 @@ def simple_orders(instance: Instance) -> list[Ints]:
 
 
 def sort_keys(first: Ints, last: Ints, height: Ints, sections: int) -> Keys:
-    """
-    Sort keys per buffer; larger keys are placed first.
+    """Sort keys per buffer; larger keys are placed first.
 
     T: maximum of live units during the lifetime; W: lifetime in sections; A: lifetime times height;
     Z: height; U: last section; L: birth, earliest first.

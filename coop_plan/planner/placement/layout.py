@@ -65,8 +65,7 @@ def lay_out(
     work: int = WORK,
     order_hint: Ints | None = None,
 ) -> Layout:
-    """
-    Place every buffer and workspace of `schedule`.
+    """Place every buffer and workspace of `schedule`.
 
     Sizes are exact: the topmost block need not end at a multiple of the alignment. With `capacity`
     (bytes) placement stops at the first layout that fits; the result may still exceed it. `work` is
@@ -81,8 +80,7 @@ def lay_out(
 def lay_out_host(
     schedule: Schedule, capacity: int | None = None, *, work: int = WORK
 ) -> HostLayout:
-    """
-    Place the host copies of `schedule` in one slab, by the rules of the arena.
+    """Place the host copies of `schedule` in one slab, by the rules of the arena.
 
     `capacity` (bytes) and `work` are as for `lay_out`.
     """

@@ -1,5 +1,4 @@
-"""
-Parameters of placement, one group per module.
+"""Parameters of placement, one group per module.
 
 The type of a field is its range, see `planner.core.params`.
 """

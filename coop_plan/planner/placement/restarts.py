@@ -1,5 +1,4 @@
-"""
-Exact search with restarts: a portfolio of orders, adapted to earlier dead ends.
+"""Exact search with restarts: a portfolio of orders, adapted to earlier dead ends.
 
 The instance is cut into components that share no time. Each is searched by `canonical.depth_first`
 repeatedly, with node budgets after Luby, Sinclair and Zuckerman (1993). Restarts alternate between

@@ -143,8 +143,7 @@ def _drop(order: Ints, first: Ints, last: Ints, height: Ints, sections: int) -> 
 
 
 def drop(instance: Instance, order: Ints) -> Ints:
-    """
-    Offsets in units of an `is_plain` instance.
+    """Offsets in units of an `is_plain` instance.
 
     In the order of a placement's offsets no buffer is above its offset there.
     """

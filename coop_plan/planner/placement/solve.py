@@ -39,8 +39,7 @@ class Placement:
     proved_impossible: bool
     """No placement within the capacity exists."""
     order: Ints
-    """
-    Buffers by offset. As `order_hint`, also for a subset of the buffers, it gives a peak that is
+    """Buffers by offset. As `order_hint`, also for a subset of the buffers, it gives a peak that is
     not higher; in an instance with alias pairs or gaps that is likely, not certain.
     """
     seconds: float
@@ -64,8 +63,7 @@ def place(
     work: int | None = None,
     params: PlacementParams = DEFAULTS,
 ) -> Placement:
-    """
-    Give every buffer an offset so that no two overlap in both time and address.
+    """Give every buffer an offset so that no two overlap in both time and address.
 
     Lifetimes are half-open, [lower, upper), in any unit; sizes, offsets and the capacity are bytes;
     offsets are multiples of `alignment`, one number or one per buffer. Without a capacity the arena

@@ -117,8 +117,7 @@ def first_fit_pieces(order: Ints, fixed: Ints, alignment: Ints, pieces: Pieces) 
 
 @njit
 def window_neighbours(pieces: Pieces, unit: int) -> tuple[Ints, Ints, Ints, Ints]:
-    """
-    Adjacency lists of forbidden intervals: (start, neighbours, low, high), in units.
+    """Adjacency lists of forbidden intervals: (start, neighbours, low, high), in units.
 
     With an entry (j, low, high) the offset of i is not within (offset of j + low, offset of j +
     high). Overlapping intervals of a pair are merged; disjoint ones are entries of their own.

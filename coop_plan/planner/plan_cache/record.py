@@ -124,11 +124,12 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
     kind: ClassVar[str] = "infeasible"
     method: str
     budget_bytes: int
-    min_feasible_bytes: int
+    min_feasible_bytes: int | None
     op: int | None
     working_set_bytes: int
     unused: list[str]
     budget_lower_bound_bytes: int | None = None
+    met_bytes: int | None = None
     held: bool = False
     """True if unrecomputable residents block the budget; they are recomputed per graph."""
 
@@ -145,6 +146,7 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             unused=list(error.unused),
             held=bool(error.held),
             budget_lower_bound_bytes=error.budget_lower_bound_bytes,
+            met_bytes=error.met_bytes,
         )
 
     def for_request(
@@ -167,6 +169,7 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             self.unused,
             self._residents(graph, options),
             self.budget_lower_bound_bytes,
+            self.met_bytes,
         )
 
     def _residents(self, graph: Graph, options: PlanOptions) -> str:

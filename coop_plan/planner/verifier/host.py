@@ -8,8 +8,7 @@ from coop_plan.schemas import Offload, Plan, Prefetch, Step, Wait
 
 
 class HostSlab:
-    """
-    Live copies by address.
+    """Live copies by address.
 
     A copy is live from its offload to the last wait on it or on a prefetch from it, so its end
     follows from the order of the steps and is computed before the replay.

@@ -15,8 +15,7 @@ def placement_fault(
     alignment: int | Sequence[int] = 1,
     gaps: Iterable[Sequence[int]] = (),
 ) -> str | None:
-    """
-    First fault of a placement, or None; arguments as of `planner.placement.place`.
+    """First fault of a placement, or None; arguments as of `planner.placement.place`.
 
     Offsets are multiples of their alignments, and no two buffers occupy a byte at the same time.
     """

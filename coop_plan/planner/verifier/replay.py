@@ -42,8 +42,7 @@ def pointer(place: Place | int) -> str:
 
 @dataclass(slots=True)
 class _Buffer:
-    """
-    A live buffer in the arena; `end` is exclusive.
+    """A live buffer in the arena; `end` is exclusive.
 
     `indexed` is false for a buffer of 0 bytes or with an overlap fault, which the address index
     omits. `taken_over` is set by an in-place write of the current step.

@@ -1,5 +1,4 @@
-"""
-Rules of the independent verifier, which replays a plan on its graph and lists every fault.
+"""Rules of the independent verifier, which replays a plan on its graph and lists every fault.
 
 It shares no code with the planning methods. The rules define the meaning of a plan:
 
@@ -97,8 +96,7 @@ class InvalidPlanError(ValueError):
 
 
 def verify(graph: Graph, plan: Plan) -> None:
-    """
-    Check that `plan` is valid for `graph`.
+    """Check that `plan` is valid for `graph`.
 
     Raises:
         InvalidPlanError: the plan has faults.

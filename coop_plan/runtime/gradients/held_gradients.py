@@ -155,12 +155,12 @@ class HeldGradients:
         try:
             within = self._options.within(None if least else self.budget_bytes)
             made, cached = plan_for(captured.graph, within, history=self._history)
-        except InfeasibleBudgetError as error:
+        except InfeasibleBudgetError:
+            made, cached = plan_for(captured.graph, self._options.within(None))
             if self._options.plan.budget.kind == "bytes":
-                exceeded = self._budget_exceeded(error)
+                exceeded = self._budget_exceeded(made.budget_bytes)
                 self.environment = self._planned
                 raise exceeded from None
-            made, cached = plan_for(captured.graph, self._options.within(None))
         if not self._plans and any(group_of(node) for node in captured.ops):
             log.warning(
                 "'%s' is planned again by this rank alone, since other ranks may not have observed"
@@ -180,11 +180,11 @@ class HeldGradients:
         self.budget_bytes = max(self.budget_bytes, made.budget_bytes)
         return captured, made, cached
 
-    def _budget_exceeded(self, error: InfeasibleBudgetError) -> BudgetExceededError:
+    def _budget_exceeded(self, smallest_bytes: int) -> BudgetExceededError:
         return BudgetExceededError(
             f"'{self._name}' cannot keep to its budget of {format_bytes(self.budget_bytes)}:"
             f" {self._why()}, and it needs at least"
-            f" {format_bytes(error.min_feasible_bytes)}; free them before the forward (gradients by"
+            f" {format_bytes(smallest_bytes)}; free them before the forward (gradients by"
             " zero_grad), or give it that budget"
         )
 

@@ -136,8 +136,7 @@ def without_variants(problem: Problem) -> Problem | None:
 
 
 def without_pairs(problem: Problem, max_ops: int) -> Problem | None:
-    """
-    As `without_variants`, with all variants; None if no variant has an in-place pair.
+    """As `without_variants`, with all variants; None if no variant has an in-place pair.
 
     None as well for a problem of more than `max_ops` ops.
     """

@@ -98,8 +98,7 @@ class VariantSearch:
     # Start assignments: one variant per op.
 
     def _consistent(self, preferred: list[int]) -> list[int]:
-        """
-        The preferred variants, except those that do not fit or whose inputs are not made.
+        """The preferred variants, except those that do not fit or whose inputs are not made.
 
         If the default variant of an op lacks an input, the producer must make it in another pass.
         Default variants make all inputs of default variants and all outputs, so passes end.

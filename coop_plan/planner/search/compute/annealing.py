@@ -141,11 +141,19 @@ class SequenceAnnealing:
             stalled = 0 if excess < least_excess or excess == 0 else stalled + 1
             least_excess = min(least_excess, excess)
             if stalled == params.feasibility_patience or self.portfolio.request.out_of_time():
-                return
+                break
+        self.portfolio.offer(self._candidate())
 
     def _search(self, steps: int, temperature: float, penalty: float) -> tuple[float, float]:
         seed = int(self.random.integers(1 << 31))
         return metropolis(self.program, self.state, steps, self.limit, temperature, penalty, seed)
+
+    def _candidate(self) -> Candidate:
+        """The stored sequence as a candidate of the portfolio."""
+        ops = current_sequence(self.state)
+        run = Record(float(self.portfolio.arrays.cost[ops].sum()), ops)
+        blocks = run.blocks(self.portfolio.arrays)
+        return Candidate(blocks.live, self.settings, run, blocks)
 
     def _place(self, work: int) -> bool:
         """Make the stored sequence the incumbent if it has a layout; else add a margin.
@@ -153,16 +161,15 @@ class SequenceAnnealing:
         `work` is the layout search effort if the greedy layout does not fit.
         """
         params, portfolio, arena = self.params, self.portfolio, self.portfolio.request.arena_bytes
-        ops = current_sequence(self.state)
-        run = Record(float(portfolio.arrays.cost[ops].sum()), ops)
-        blocks = run.blocks(portfolio.arrays)
+        found = self._candidate()
+        run, blocks = found.run, found.blocks
         lower, upper, size = blocks.lower, blocks.upper, blocks.size
         alignment = portfolio.problem.alignment
         placement = fit(blocks, alignment, arena, work=0)
         if placement.peak > arena and work:
             placement = fit(blocks, alignment, arena, work=work, order_hint=placement.order)
         if placement.peak <= arena:
-            portfolio.keep(Candidate(blocks.live, self.settings, run, blocks), placement.offsets)
+            portfolio.keep(found, placement.offsets)
             return True
         # Keep memory free at the event with the most live bytes under the highest buffer.
         highest = int((placement.offsets + size).argmax())

@@ -1,0 +1,266 @@
+"""Search for the smallest arena that a method meets: from above by plans, from below by bounds.
+
+A probe asks the method for any schedule within an arena, which takes at most about a plan's time.
+Its schedule, or the closest one if none fits, says how little memory suffices. The search goes on
+between that and the largest arena without a schedule, by geometric means.
+"""
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
+from coop_plan.planner.core.memory_bounds import (
+    WorkingSet,
+    bound_with_resident_outputs,
+    largest_working_set,
+    working_set_bound,
+)
+from coop_plan.planner.core.problem import Problem
+from coop_plan.planner.core.schedule import PlacedSchedule
+from coop_plan.planner.exact.model.variants import restore_variants, without_pairs, without_variants
+from coop_plan.planner.keep_all import keep_all_solution, lay_out_everything
+from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
+from coop_plan.planner.placement.layout import lay_out_host
+from coop_plan.planner.registry import METHODS
+from coop_plan.schemas import format_bytes
+
+SMALL_PROBLEM_OPS = 100
+"""Ops up to which the smallest arena is searched to the last aligned byte."""
+
+COARSE_PROBES = 9
+"""
+Probes on larger graphs, of a plan's time each: with the plan at the end ten plans' time. One that
+succeeds ends early, and counts as `SUCCESS_SHARE`.
+"""
+
+SUCCESS_SHARE = 0.25
+
+FINE_PROBES = 64
+"""Most probes on small graphs, counted likewise."""
+
+ROUNDS = 2
+"""Searches from the lower bound on larger graphs, as a method need not be monotone."""
+
+RESOLUTION = 256
+"""On larger graphs the search ends when its interval is at most 1/256 of the arena."""
+
+SEARCH_SHARE = 0.5
+"""With a deadline, share of the time for probes; the rest lowers the cost of the plan."""
+
+PROBE_SHARE = 0.25
+"""With a deadline, share of the probes' remaining time for each of them."""
+
+
+class Smallest(NamedTuple):
+    """The smallest arena (bytes) that the method meets, and the cheapest solution in it."""
+
+    arena_bytes: int
+    solution: Solution
+
+
+@dataclass(frozen=True)
+class Task:
+    """A method on a problem, to be solved at several arena sizes."""
+
+    problem: Problem
+    method: MethodInfo
+    request: Request
+
+    @property
+    def working_set(self) -> WorkingSet:
+        """Lower bound on the arena of every schedule of the method."""
+        return (working_set_bound if self.method.variants else largest_working_set)(self.problem)
+
+    def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
+        """The method's solution within `arena` bytes; raises `DoesNotFitError`.
+
+        In-place pairs are a choice, but a heuristic may do worse with them. On small graphs the
+        cheaper one of its solutions with and without pairs is taken.
+        """
+        try:
+            found = self._solve(arena, any_schedule)
+        except DoesNotFitError:
+            apart = self._without_pairs(arena, any_schedule)
+            if apart is None:
+                raise
+            return apart
+        if any_schedule or found.status == "optimal":
+            return found
+        apart = self._without_pairs(arena, any_schedule)
+        if apart is None or apart.placed.cost_us >= found.placed.cost_us:
+            return found
+        return replace(apart, lower_bound_us=found.lower_bound_us, bound_model=found.bound_model)
+
+    def _without_pairs(self, arena: int, any_schedule: bool) -> Solution | None:
+        """A method's solution without pairs, if it has no deadline and the graph is small."""
+        if self.method.anytime or self.request.deadline is not None:
+            return None
+        alone = without_pairs(self.problem, SMALL_PROBLEM_OPS)
+        if alone is None:
+            return None
+        try:
+            found = replace(self, problem=alone)._solve(arena, any_schedule)
+        except DoesNotFitError:
+            return None
+        placed = restore_variants(self.problem, range(len(self.problem.variants)), found.placed)
+        return replace(
+            found, placed=placed, status="feasible", lower_bound_us=None, bound_model=None
+        )
+
+    def _solve(self, arena: int, any_schedule: bool) -> Solution:
+        """As `solve`, with the problem's in-place pairs."""
+        op, working_set = self.working_set
+        if arena < 0 or working_set > self.problem.rounded(arena):
+            raise DoesNotFitError(op)
+        request = replace(self.request, arena_bytes=arena, any_schedule=any_schedule)
+        solution = self.method.solve(self.problem, request)
+        if solution.placed.arena_bytes > arena:
+            raise DoesNotFitError(op)
+        host_budget = self.problem.host_budget
+        if host_budget is not None:
+            host = lay_out_host(solution.placed.schedule, host_budget)
+            if host.arena_bytes > host_budget:
+                raise DoesNotFitError(op)
+        return solution
+
+    def within(self, arena: int) -> Solution:
+        """As `solve`; if that fails, the solution without variants and in-place pairs."""
+        try:
+            return self.solve(arena)
+        except DoesNotFitError:
+            plain = without_variants(self.problem) if self.method.variants else None
+            if plain is None:
+                raise
+        return self._from_plain(replace(self, problem=plain).solve(arena))
+
+    def smallest(self, everything: PlacedSchedule) -> Smallest:
+        """The smallest arena found, at most that of keep-everything.
+
+        A method need not be monotone: it may succeed in a smaller arena, or with fewer choices. So
+        the search starts from the result of a simpler task. It does not depend on the requested
+        budget, so all requests get the same answer.
+        """
+        best = Smallest(everything.arena_bytes, keep_all_solution(everything))
+        plain = without_variants(self.problem) if self.method.variants else None
+        if plain is not None:
+            task = replace(self, problem=plain, request=self.request.part(SEARCH_SHARE))
+            found = task.smallest(lay_out_everything(plain, work=0).placed)
+            best = _smaller(best, Smallest(found.arena_bytes, self._from_plain(found.solution)))
+        elif self.method.starts_from:
+            request = self.request.part(SEARCH_SHARE)
+            if "reorder" not in self.method.switches:
+                request = request.in_program_order()
+            first = replace(self, method=METHODS[self.method.starts_from], request=request)
+            best = _smaller(best, first.smallest(everything))
+        return self._search(best)
+
+    def _from_plain(self, solution: Solution) -> Solution:
+        """A solution of the plain problem as one of this, without bounds, which ignore variants."""
+        defaults = range(self.problem.op_count)
+        return Solution(restore_variants(self.problem, defaults, solution.placed))
+
+    def _search(self, start: Smallest) -> Smallest:
+        """The smallest arena that the method meets, at most that of `start`."""
+        search = _Interval(self, start)
+        with contextlib.suppress(TimeLimitError):
+            search.narrow()
+        return search.improved()
+
+
+def _smaller(a: Smallest, b: Smallest) -> Smallest:
+    return min(a, b, key=lambda found: (found.arena_bytes, found.solution.placed.cost_us))
+
+
+class _Interval:
+    """The interval between the largest arena that the method failed in and the smallest it meets.
+
+    `found` is the solution that needs the least memory. The method met `met` bytes, possibly by
+    that solution, which need not mean that it meets that solution's own arena.
+    """
+
+    def __init__(self, task: Task, start: Smallest) -> None:
+        self.task, self.start = task, start
+        self.small = task.problem.op_count <= SMALL_PROBLEM_OPS
+        self.step = task.problem.alignment
+        self.floor = task.working_set.bytes - self.step
+        self.failed = self.floor
+        self.met = start.arena_bytes
+        self.found = start.solution
+
+    def narrow(self) -> None:
+        """Probe arenas within the interval until it is small enough or the probes are used up."""
+        most = FINE_PROBES if self.small else COARSE_PROBES
+        task = replace(self.task, request=self.task.request.part(SEARCH_SHARE))
+        guess = max(0, self.floor + self.step)
+        if not self.small:  # schedules below this are rare
+            guess = max(guess, bound_with_resident_outputs(task.problem))
+        used, rounds = 0.0, 1 if self.small else ROUNDS
+        while used < most:
+            if guess >= self.met:
+                rounds -= 1
+                if not rounds or self.met - self.floor <= self._small_enough:
+                    return
+                self.failed = self.floor
+                guess = self._next(last=False)
+            task.request.check_time()
+            if task.request.progress is not None:
+                met = format_bytes(task.problem.fixed_bytes + self.met)
+                message = f"searching the smallest budget: {met} is met"
+                task.request.progress(Progress(message, used / most))
+            used += SUCCESS_SHARE if self._probe(task, guess) else 1
+            guess = self._next(last=used + 1 >= most)
+
+    def _probe(self, task: Task, arena: int) -> bool:
+        """Ask for any schedule within the arena; True if there is one."""
+        task = replace(task, request=task.request.part(PROBE_SHARE))
+        try:
+            self.found = task.solve(arena, any_schedule=True)
+        except DoesNotFitError as error:
+            self.failed = arena
+            closest = error.closest
+            if closest is not None and closest.arena_bytes < self._hint:
+                self.found = Solution(closest)
+            return False
+        self.met = arena
+        if self.found.placed.arena_bytes <= self.failed:  # that failure proves nothing
+            self.failed = self.floor
+        return True
+
+    @property
+    def _hint(self) -> int:
+        """Arena of a known schedule within the interval, else the smallest that is met."""
+        arena = self.found.placed.arena_bytes
+        return arena if self.failed < arena else self.met
+
+    @property
+    def _small_enough(self) -> int:
+        """Bytes of an interval that ends the search."""
+        return self.step if self.small else max(self.step, self._hint // RESOLUTION)
+
+    def _next(self, *, last: bool) -> int:
+        """The next arena to probe; that of the known schedule in the end, to confirm it."""
+        high = self._hint
+        if high - self.failed <= self._small_enough or (last and high < self.met):
+            return high
+        mean = int(max(self.failed, self.step) ** 0.5 * high**0.5) // self.step * self.step
+        return min(max(mean, self.failed + self.step), high)
+
+    def improved(self) -> Smallest:
+        """The smallest arena met, with the cheapest solution of a whole run of the method in it."""
+        task, known = self.task, Smallest(self.met, self.found)
+        timed = task.request.deadline is not None
+        if timed:  # this schedule is a plan, even if the method does not find it again
+            known = Smallest(self.found.placed.arena_bytes, self.found)
+        if known.solution.status == "optimal":
+            return known
+        try:
+            found = task.solve(known.arena_bytes)
+        except (DoesNotFitError, TimeLimitError):
+            return self.start if timed and task.method.starts_from else _smaller(known, self.start)
+        arena = found.placed.arena_bytes
+        if self.failed < arena < known.arena_bytes and not timed:
+            with contextlib.suppress(DoesNotFitError):
+                task.solve(arena, any_schedule=True)
+                return Smallest(arena, found)
+        return _smaller(Smallest(known.arena_bytes, found), self.start)

@@ -1,0 +1,147 @@
+"""Infeasible budgets are answered by what is proved; the smallest is searched only if asked for."""
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from coop_plan.planner import (
+    METHODS,
+    InfeasibleBudgetError,
+    Problem,
+    TimeLimitError,
+    find_faults,
+    plan,
+)
+from coop_plan.planner.core.errors import DoesNotFitError
+from coop_plan.planner.core.memory_bounds import budget_lower_bound
+from coop_plan.planner.smallest_budget import COARSE_PROBES, Task
+from coop_plan.schemas import parse_graph
+from tests.strategies import graphs
+from tests.support import make_graph
+
+NOSHRINK = [Phase.explicit, Phase.reuse, Phase.generate]
+SLOW = [HealthCheck.too_slow]
+HEURISTICS = [name for name, info in METHODS.items() if not info.anytime]
+
+
+def never(*_args, **_more):
+    raise AssertionError("nothing may be searched")
+
+
+def stacked(count):
+    """A chain whose results are read in reverse; bytes differ, so that layouts are not trivial."""
+    tensors = {t: ("activation", 512 * (1 + t % 7)) for t in range(2 * count)}
+    ops = [{"inputs": [t - 1] if t else [], "outputs": [t]} for t in range(count)]
+    ops += [
+        {"inputs": [2 * count - 1 - t, *([t - 1] if t > count else [])], "outputs": [t]}
+        for t in range(count, 2 * count)
+    ]
+    return make_graph(tensors, ops)
+
+
+@pytest.mark.parametrize("time_limit", [None, 1e-6])
+@settings(max_examples=40, deadline=None, phases=NOSHRINK)
+@given(graph=graphs(max_ops=10), method=st.sampled_from(sorted(METHODS)), data=st.data())
+def test_what_is_proved_infeasible_is_searched_by_no_method(time_limit, graph, method, data):
+    """It is exit code 3 with a time limit, too."""
+    least = budget_lower_bound(Problem.from_graph(graph, 8))
+    if least < 2:
+        return
+    budget = data.draw(st.integers(1, least - 1))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InfeasibleBudgetError) as refused:
+        patch.setattr(Task, "solve", never)
+        plan(graph, budget, method=method, alignment=8, time_limit=time_limit)
+    assert refused.value.min_feasible_bytes is None
+    assert refused.value.budget_lower_bound_bytes == least
+
+
+@settings(max_examples=60, deadline=None, phases=NOSHRINK, suppress_health_check=SLOW)
+@given(graph=graphs(max_ops=10), method=st.sampled_from(HEURISTICS), share=st.floats(0.3, 1.0))
+def test_a_refusal_names_what_is_met_and_searches_nothing(graph, method, share):
+    options = {"method": method, "alignment": 8}
+    kept = plan(graph, "min", method="keep-all", alignment=8)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Task, "smallest", never)
+            plan(graph, max(1, int(share * kept.peak_bytes)), **options)
+    except InfeasibleBudgetError as error:
+        assert error.min_feasible_bytes is None
+        assert f"it meets {error.met_bytes} bytes" in str(error)
+        assert plan(graph, error.met_bytes, **options).peak_bytes <= error.met_bytes
+
+
+def test_the_smallest_budget_is_searched_where_it_is_asked_for():
+    graph = stacked(8)
+    least = plan(graph, "min")
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        plan(graph, least.budget_bytes - 1, smallest=True)
+    assert refused.value.min_feasible_bytes == least.budget_bytes
+    assert f"the smallest it can meet is {least.budget_bytes} bytes" in str(refused.value)
+    assert plan(graph, least.budget_bytes, smallest=True).peak_bytes <= least.budget_bytes
+
+
+@pytest.mark.parametrize("method", ["coop-offline", "coop", "dtr"])
+def test_the_search_takes_ten_plans_at_most(method, monkeypatch):
+    """With progress, from above and below: each probe is within the interval of those before."""
+    failed, messages, solve = [], [], Task.solve
+
+    def counted(task, arena, **more):
+        try:
+            return solve(task, arena, **more)
+        except DoesNotFitError:
+            failed.append(arena)
+            raise
+
+    monkeypatch.setattr(Task, "solve", counted)
+    graph = stacked(200)
+    made = plan(graph, "min", method=method, progress=lambda p: messages.append(p.message))
+    assert find_faults(graph, made) == []
+    assert len(failed) <= COARSE_PROBES
+    assert any("smallest budget" in message for message in messages)
+    monkeypatch.undo()
+    assert plan(graph, made.budget_bytes, method=method).cost_us <= made.cost_us * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("method", ["auto", "optimal", "coop-offline", "monet", "checkmate"])
+@settings(max_examples=6, deadline=None, phases=NOSHRINK, suppress_health_check=SLOW)
+@given(graph=graphs(max_ops=12), time_limit=st.sampled_from([0.0, 0.05, 0.2, 1.0]))
+def test_min_has_a_plan_within_any_time(method, graph, time_limit):
+    """Keep-everything's is one."""
+    made = plan(graph, "min", method=method, alignment=8, time_limit=time_limit)
+    assert find_faults(graph, made) == []
+    kept = plan(graph, "min", method="keep-all", alignment=8)
+    assert made.budget_bytes <= kept.budget_bytes
+
+
+@settings(max_examples=15, deadline=None, phases=NOSHRINK, suppress_health_check=SLOW)
+@given(
+    graph=graphs(max_ops=12),
+    time_limit=st.sampled_from([0.05, 0.2, 1.0]),
+    share=st.floats(0.05, 1.0),
+)
+def test_a_limit_ends_in_a_plan_or_a_documented_error(graph, time_limit, share):
+    kept = plan(graph, "min", method="keep-all", alignment=8)
+    options = {"method": "auto", "alignment": 8, "time_limit": time_limit}
+    budget = max(1, int(share * kept.peak_bytes))
+    try:
+        made = plan(graph, budget, **options)
+    except TimeLimitError:
+        assert budget >= budget_lower_bound(Problem.from_graph(graph, 8))
+    except InfeasibleBudgetError as error:
+        assert error.met_bytes <= max(1, kept.peak_bytes)
+    else:
+        assert find_faults(graph, made) == []
+
+
+def test_an_infeasible_question_takes_three_times_the_reading():
+    document = stacked(10_000).to_json()
+    began = time.process_time()
+    graph = parse_graph(document)
+    reading = time.process_time() - began
+    plan(stacked(4), "min")  # loads the kernels
+    began = time.process_time()
+    with pytest.raises(InfeasibleBudgetError):
+        plan(graph, 512)
+    assert time.process_time() - began <= 3 * reading
