@@ -289,7 +289,9 @@ def test_a_share_is_raised_and_bytes_are_refused(caplog, others):
     """Whatever was compiled before."""
     x = torch.randn(8, 64)
     for _ in range(others):
-        torch.compile(nn.Linear(64, 8), backend="coop", options={"budget": "1%"})(x).sum().backward()
+        torch.compile(nn.Linear(64, 8), backend="coop", options={"budget": "1%"})(
+            x
+        ).sum().backward()
     caplog.clear()
     model = Wide()
     wide_step(model, budget="1%")(x).backward()

@@ -352,7 +352,7 @@ def _span(value: torch.Tensor, node: fx.Node) -> tuple[int, int]:
     """Bytes of its storage from a tensor's first element to its last, half-open."""
     steps = zip(value.shape, value.stride(), strict=True)
     begin, length = value.storage_offset(), 1 + sum((n - 1) * step for n, step in steps)
-    if not isinstance(begin + length, int):
+    if not isinstance(begin, int) or not isinstance(length, int):
         raise CaptureError(
             f"input {node.name} has dynamic shapes, which cannot be planned: compile with"
             " dynamic=False"
