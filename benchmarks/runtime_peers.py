@@ -30,6 +30,7 @@ from benchmarks.demo import build_model, loss_of
 from benchmarks.report import Column, Report, parser, scaled
 from coop_plan.runtime import clear_reports, reports
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from coop_plan.runtime.execute.arena_pool import release_idle
 from coop_plan.runtime.reports import StepReport
 
 Step = Callable[[], torch.Tensor]
@@ -95,17 +96,19 @@ class Trainer:
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2)
 
-    def step(self, batch: Any) -> None:
-        """One step with this mode's own stream of random numbers."""
+    def step(self, batch: Any, *, counted: bool = False) -> None:
+        """One step with this mode's own stream of random numbers; `counted` takes its peak."""
         torch.set_rng_state(self.random_state)
-        arena = self.report.planned_arena_bytes if self.report is not None else 0
-        before = process_bytes()[0] - arena
+        if counted:
+            release_idle()  # a resting arena may be in memory, in part, or not
+        before, _ = process_bytes()
         reset_peak()
         began = time.perf_counter()
         loss = self.run(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         self.seconds.append(time.perf_counter() - began)
-        self.peak = process_bytes()[1] - before
+        if counted:
+            self.peak = process_bytes()[1] - before
         self.losses.append(loss.detach().clone())
         del loss
         self.optimizer.step()
@@ -152,7 +155,7 @@ class Comparison:
         trainer.seconds.clear()
         if reports():
             (trainer.report,) = reports()
-        trainer.step(self.batch)  # its peak is that of a warm step
+        trainer.step(self.batch, counted=True)  # a warm step
         trainer.seconds.clear()
         self.trainers.append(trainer)
         return trainer

@@ -47,7 +47,7 @@ from coop_plan.runtime.torch_internals.dynamo import (
     compile_call,
     prepare_dynamo,
 )
-from coop_plan.runtime.torch_internals.dynamo_graphs import uses_functorch_grad
+from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.schemas import Plan
@@ -79,6 +79,13 @@ def coop(
     pools = arena_pools_of(parsed)  # held by the steps
     lines, hooked = source_lines_of(gm), all_leaves_have_only_post_hooks(gm)
     keep_recompiling(lines.begin)
+    if assigns_data(gm):
+        log.warning(
+            "%s: an assignment to a tensor's .data cannot be planned: its graph runs as eager"
+            " autograd, not within the budget; move it out of the compiled function",
+            lines.begin,
+        )
+        return unplanned_calls.count_unplanned(gm)
 
     def compile_static(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         shape = shape_of(graph, inputs)

@@ -244,3 +244,35 @@ def test_any_loop_keeps_its_budget_and_runs_forwards_once(keeps_compiled, caplog
             alone = len(first_nets[halves[0][2]]) == 1
             if times[halves] >= 3 and regular and alone:
                 assert forwards_again() == before, number
+
+
+def test_an_assignment_to_data_runs_unplanned_with_one_line(caplog):
+    """The momentum encoder of MoCo and BYOL, within the forward."""
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, slow = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+        def step(x, model=model, slow=slow):
+            with torch.no_grad():
+                for p, q in zip(slow.parameters(), model.parameters(), strict=True):
+                    p.data = p.data * 0.9 + q.data * 0.1
+            return (model(x) - slow(x)).square().mean()
+
+        if compiled:
+            step = torch.compile(step, backend="coop", options={"budget": "min"})
+        for _ in range(3):
+            step(torch.ones(4, 8)).backward()
+        results.append([*slow.parameters(), *(p.grad for p in model.parameters())])
+    assert all(map(torch.equal, *results))
+    said = [r for r in caplog.records if "assignment to a tensor's .data" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_hooks_on_saved_tensors_are_told_to_have_no_effect(caplog):
+    step = torch.compile(net(8), backend="coop", options={"budget": "min"})
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            step(torch.ones(4, 8)).sum().backward()
+    said = [r for r in caplog.records if "saved_tensors_hooks do not" in r.getMessage()]
+    assert len(said) == 1

@@ -246,3 +246,7 @@ def test_signatures_name_all_that_matters():
     }
     assert len(names) == 12
     assert None not in names
+
+
+def test_an_op_that_waits_for_a_processor_costs_its_own_time():
+    assert profiler._cpu_us(lambda: time.sleep(0.05)) < 10_000

@@ -31,7 +31,11 @@ from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport
 from coop_plan.runtime.source_lines import SourceLines
-from coop_plan.runtime.torch_internals.autograd import after_this_backward, creates_graph
+from coop_plan.runtime.torch_internals.autograd import (
+    after_this_backward,
+    creates_graph,
+    has_saved_tensors_hooks,
+)
 from coop_plan.runtime.torch_internals.joint_graphs import boxed
 from coop_plan.schemas import Plan, format_bytes
 
@@ -79,6 +83,7 @@ class PlannedStep:
         self._warned = False
         self._told = 0  # excess of an iteration
         self._noted = False
+        self._hooks_noted = False
         self._replan_failed = False
         self._learned = False
         self._handed = False
@@ -108,6 +113,7 @@ class PlannedStep:
                 cuda.reject_captured_recompute(self._compiled.uncapturable)
                 if (times := self._clock.read()) is not None:
                     self._take_times(*times, self._clock.stall_us)
+            self._note_saved_tensors_hooks()
             pool = self._pools.of_thread()
             # PyTorch refuses to read their states while a CUDA graph is captured.
             generators = [] if self._is_captured() else self._generators
@@ -186,6 +192,17 @@ class PlannedStep:
 
     def _is_captured(self) -> bool:
         return self._clock is not None and cuda.capturing()
+
+    def _note_saved_tensors_hooks(self) -> None:
+        """Log once that hooks on saved tensors have no effect on a plan."""
+        if self._hooks_noted or not has_saved_tensors_hooks():
+            return
+        self._hooks_noted = True
+        log.warning(
+            "%s: saved_tensors_hooks do not change what '%s' keeps for its backward, which is as"
+            " planned; call it outside of them, with a smaller budget instead",
+            *(self.lines.begin, self.report.name),
+        )
 
     def _note_graph(self) -> None:
         """Log the alternative before PyTorch refuses a double backward."""

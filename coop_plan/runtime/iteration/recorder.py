@@ -324,7 +324,8 @@ class IterationRecorder:
 
     def _recorded(self, invocation: Invocation) -> int | None:
         """Number of a call in an iteration of several; a single one has its own plan."""
-        return None if len(self._now.calls) == 1 else self._now.numbers.get(invocation)
+        alone = len(self._now.calls) == 1 and not self._pending
+        return None if alone else self._now.numbers.get(invocation)
 
     def measure(self, invocation: Invocation) -> tuple[int, int] | None:
         """Peak of an iteration of several calls after a half, and its budget; None for one call."""

@@ -18,6 +18,11 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def has_saved_tensors_hooks() -> bool:
+    """True within `torch.autograd.graph.saved_tensors_hooks`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def creates_graph() -> bool:
     """True if the compiled backward that this thread runs has `create_graph=True`.
 

@@ -36,6 +36,11 @@ def source_name(node: fx.Node) -> str | None:
     return None if source is None else str(source.name)
 
 
+def assigns_data(gm: fx.GraphModule) -> bool:
+    """True if a graph assigns a tensor's `data`, which Dynamo traces as `Tensor.set_`."""
+    return any(node.target == torch.Tensor.set_ for node in gm.graph.nodes)
+
+
 def uses_functorch_grad(gm: fx.GraphModule) -> bool:
     """True if `torch.func.grad` or a similar transform runs inside Dynamo's graph.
 
