@@ -14,7 +14,7 @@ import numpy as np
 from coop_plan.planner import Problem, plan
 from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.method import Request
-from coop_plan.planner.online import neighbours, simulator, space, state
+from coop_plan.planner.online import columns, neighbours, simulator, space, state
 from coop_plan.planner.online.params import DEFAULTS
 from coop_plan.planner.online.run import simulate_arena
 from tests.support import make_graph
@@ -118,23 +118,23 @@ class Memory:
         how = {"partition": False, "dependents": dependents}
         s = state.empty_arena(problem, sum(sizes), MANY_EVENTS, DEFAULTS, **how)
         self.arrays, self.s = to_arrays(problem), s
-        owners = [number[b.name] if isinstance(b, Block) else state.FREE for b in layout]
+        owners = [number[b.name] if isinstance(b, Block) else columns.FREE for b in layout]
         starts = np.cumsum([0, *sizes])[:-1]
         blocks = zip(sizes, starts, owners, strict=True)
-        holes = sorted((size, at) for size, at, owner in blocks if owner == state.FREE)
-        s.counts[state.BLOCKS], s.counts[state.HOLES] = len(sizes), len(holes)
-        s.block[state.BLOCK_AT, : len(sizes)] = starts
-        s.block[state.BLOCK_SIZE, : len(sizes)] = sizes
-        s.block[state.OWNER, : len(sizes)] = owners
+        holes = sorted((size, at) for size, at, owner in blocks if owner == columns.FREE)
+        s.counts[columns.BLOCKS], s.counts[columns.HOLES] = len(sizes), len(holes)
+        s.block[columns.BLOCK_AT, : len(sizes)] = starts
+        s.block[columns.BLOCK_SIZE, : len(sizes)] = sizes
+        s.block[columns.OWNER, : len(sizes)] = owners
         for hole, (size, at) in enumerate(holes):
-            s.block[state.HOLE_SIZE, hole], s.block[state.HOLE_AT, hole] = size, at
-        s.total[state.CLOCK] = 1000.0
+            s.block[columns.HOLE_SIZE, hole], s.block[columns.HOLE_AT, hole] = size, at
+        s.total[columns.CLOCK] = 1000.0
         for t, block in enumerate(self.blocks):
-            s.times[state.LAST_ACCESS, t] = 1000.0 - block.age
-            s.tensor[state.PINS, t] = block.pinned
+            s.times[columns.LAST_ACCESS, t] = 1000.0 - block.age
+            s.tensor[columns.PINS, t] = block.pinned
         for at, owner in zip(starts, owners, strict=True):
-            if owner != state.FREE:
-                s.tensor[state.LIVE, owner], s.tensor[state.ADDRESS, owner] = 1, at
+            if owner != columns.FREE:
+                s.tensor[columns.LIVE, owner], s.tensor[columns.ADDRESS, owner] = 1, at
         for block in gone:
             self.evict(block.name)
 
@@ -147,14 +147,14 @@ class Memory:
         return self._victims(_single(self.s, SINGLE_WITH_NEIGHBOURS if neighbours else SINGLE))
 
     def _victims(self, count):
-        return "".join(self.names[t] for t in self.s.block[state.VICTIM, :count])
+        return "".join(self.names[t] for t in self.s.block[columns.VICTIM, :count])
 
     def make_room(self, size, rule):
         """Allocate for nobody, evicting; the offset and the names of what was evicted, in order."""
         owner = len(self.names)
         at = _make_room(self.arrays, self.s, size, owner, self.reader, rule)
-        count = self.s.counts[state.DROPS]
-        return at, "".join(self.names[t] for t in self.s.record[state.DROPPED, :count])
+        count = self.s.counts[columns.DROPS]
+        return at, "".join(self.names[t] for t in self.s.record[columns.DROPPED, :count])
 
     def allocate(self, size, *, right=False):
         """The offset of `size` bytes for nobody, `NO_ROOM` if no free block holds them."""
@@ -162,7 +162,7 @@ class Memory:
 
     def release(self, name):
         """Free the block of a tensor."""
-        _release(self.s, self.s.tensor[state.ADDRESS, self.names.index(name)])
+        _release(self.s, self.s.tensor[columns.ADDRESS, self.names.index(name)])
 
     def evict(self, name):
         """Tell e* that the tensor has gone."""
@@ -178,9 +178,9 @@ class Memory:
 
     def layout(self):
         """Sizes in address order: (name, "?" for nobody's or "" for free, bytes)."""
-        s, count = self.s, self.s.counts[state.BLOCKS]
-        owner = s.block[state.OWNER, :count].tolist()
-        size = s.block[state.BLOCK_SIZE, :count].tolist()
+        s, count = self.s, self.s.counts[columns.BLOCKS]
+        owner = s.block[columns.OWNER, :count].tolist()
+        size = s.block[columns.BLOCK_SIZE, :count].tolist()
         self.check(owner, size)
         names = [*self.names, "?", ""]  # the last one is FREE's
         return [(names[t], bytes_) for t, bytes_ in zip(owner, size, strict=True)]
@@ -189,12 +189,12 @@ class Memory:
         """What holds of any arena: blocks tile it, no two free ones touch, holes are listed."""
         s = self.s
         starts = np.cumsum([0, *size])
-        assert s.block[state.BLOCK_AT, : len(size)].tolist() == starts[:-1].tolist()
+        assert s.block[columns.BLOCK_AT, : len(size)].tolist() == starts[:-1].tolist()
         assert starts[-1] == s.capacity
-        assert (state.FREE, state.FREE) not in list(pairwise(owner))
+        assert (columns.FREE, columns.FREE) not in list(pairwise(owner))
         ends = zip(owner, size, starts[:-1], strict=True)
-        free = [(bytes_, at) for t, bytes_, at in ends if t == state.FREE]
-        holes = s.block[[state.HOLE_SIZE, state.HOLE_AT], : s.counts[state.HOLES]]
+        free = [(bytes_, at) for t, bytes_, at in ends if t == columns.FREE]
+        holes = s.block[[columns.HOLE_SIZE, columns.HOLE_AT], : s.counts[columns.HOLES]]
         assert list(zip(*holes.tolist(), strict=True)) == sorted(free)
 
 
@@ -246,16 +246,16 @@ class Step:
         problem = self.problem()
         s = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=False)
         for name in live:
-            s.tensor[state.LIVE, self.ids[name]] = 1
+            s.tensor[columns.LIVE, self.ids[name]] = 1
         _pin(to_arrays(problem), s, goal)
-        pins = s.tensor[state.PINS, : len(self.ids)].tolist()
+        pins = s.tensor[columns.PINS, : len(self.ids)].tolist()
         return {self.name(t): count for t, count in enumerate(pins) if count}
 
     def expensive(self):
         """The names of what is allocated from the right end."""
         problem = self.problem()
         arena = state.empty_arena(problem, 1, MANY_EVENTS, DEFAULTS, partition=True)
-        right = arena.op[state.FROM_RIGHT]
+        right = arena.op[columns.FROM_RIGHT]
         return "".join(self.name(problem.op_outputs[op][0]) for op in np.flatnonzero(right))
 
     def run(self, arena, rule=WINDOW, *, partition=False, inplace=False, **how):
@@ -269,8 +269,8 @@ class Step:
 
         And the names of what is in one though it is there, or in none though it has gone.
         """
-        node, live = run.state.tensor[[state.NODE, state.LIVE], : len(self.ids)]
-        written = run.state.tensor[state.WRITTEN, : len(self.ids)] == 1
+        node, live = run.state.tensor[[columns.NODE, columns.LIVE], : len(self.ids)]
+        written = run.state.tensor[columns.WRITTEN, : len(self.ids)] == 1
         wrong = written & ((node >= 0) == (live == 1)) & ~np.array(self.problem().outside)
         return tuple(
             "".join(sorted(self.name(t) for t in np.flatnonzero(chosen)))
@@ -279,7 +279,7 @@ class Step:
 
     def placed(self, run):
         """By name: the last offset at which a run made a tensor in the arena."""
-        record = run.state.record[state.OFFSET, : run.state.counts[state.OFFSETS]].tolist()
+        record = run.state.record[columns.OFFSET, : run.state.counts[columns.OFFSETS]].tolist()
         return dict(zip(self._made_in_arena(run), record, strict=True))
 
     def _made_in_arena(self, run):
@@ -292,14 +292,14 @@ class Step:
 
     def _makes(self, run):
         """Event and name of all that a run made."""
-        ops = run.state.event[state.EVENT_OP, : run.state.counts[state.EVENTS]].tolist()
+        ops = run.state.event[columns.EVENT_OP, : run.state.counts[columns.EVENTS]].tolist()
         for event, op in enumerate(ops):
             for t in self.problem().op_outputs[op]:
                 yield event, self.name(t)
 
     def evictable(self, run):
         """The names of what may still be evicted at the end of a run."""
-        flags = run.state.tensor[state.EVICTABLE, : len(self.ids)]
+        flags = run.state.tensor[columns.EVICTABLE, : len(self.ids)]
         return "".join(self.name(t) for t in np.flatnonzero(flags))
 
     def told(self, run):
@@ -309,9 +309,11 @@ class Step:
         "b=a" is b in a's place.
         """
         record, count = run.state.record, run.state.counts
-        inplace = record[state.INPLACE_EVENT : state.INPLACE_SOURCE + 1, : count[state.WRITES]]
+        inplace = record[
+            columns.INPLACE_EVENT : columns.INPLACE_SOURCE + 1, : count[columns.WRITES]
+        ]
         source = {(event, self.name(out)): self.name(t) for event, out, t in inplace.T.tolist()}
-        drops = record[[state.DROP_EVENT, state.DROPPED], : count[state.DROPS]].T.tolist()
+        drops = record[[columns.DROP_EVENT, columns.DROPPED], : count[columns.DROPS]].T.tolist()
         words = [
             (event, 0, f"{name}={source[event, name]}" if (event, name) in source else name)
             for event, name in self._makes(run)
