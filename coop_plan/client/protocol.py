@@ -148,9 +148,9 @@ def problem_of(answer: httpx.Response) -> Exception:
     members = {k: v for k, v in document.items() if k not in ("type", "title", "detail")}
     try:
         if name == "budget-infeasible":
-            given = {name: members[name] for name in INFEASIBLE_FIELDS}
+            given = {name: members[name] for name in INFEASIBLE_FIELDS if name in members}
             return InfeasibleBudgetError("the server", **given)
-    except KeyError:
+    except TypeError:  # a member that every server sends is missing
         pass
     if name == "invalid-input":
         return InvalidInputError(detail, str(members.get("pointer", "")), "the server")
