@@ -22,6 +22,7 @@ from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import PlacedSchedule
 from coop_plan.planner.exact.model.variants import restore_variants, without_variants
 from coop_plan.planner.keep_all import keep_all_schedule, keep_all_solution
+from coop_plan.planner.kernels import compile_method
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import WORK, lay_out, lay_out_host
@@ -191,9 +192,10 @@ def _plan(
     search_minimum: bool = True,
 ) -> Plan:
     """As `plan`; raises `DoesNotFitError` if the method fails and `search_minimum` is false."""
-    started = time.monotonic()
     info = options.info
     graph = options.apply_link(graph)
+    compile_method(info.name, linked=graph.device.linked, progress=progress)
+    started = time.monotonic()
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
     deadline = None
     if options.time_limit is not None:

@@ -1,6 +1,5 @@
 """`place`, the entry point of offset placement."""
 
-import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from coop_plan.planner.kernels import PLACEMENT, compile_modules
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.descend import descend
@@ -80,8 +80,7 @@ def place(
         ValueError: invalid or contradictory arguments.
         FixedOverlapError: two buffers overlap at their fixed offsets.
     """
-    if time_limit is not None:
-        _warm_up()
+    compile_modules(PLACEMENT)
     work = params.restarts.work if work is None else work
     began = time.perf_counter()
     instance = build(
@@ -168,18 +167,6 @@ def _search(
         raised = capacity + 1 if answer == IMPOSSIBLE else bound
     # The search does not overlap alias pairs, so with such pairs it proves no bound.
     return found, bound if len(instance.alias) else max(bound, raised)
-
-
-@functools.cache
-def _warm_up() -> None:
-    """Compile the kernels (once per machine, about 20 s) before the time limit starts."""
-    one = np.ones(1, np.int64)
-    tiny = build(one - 1, one, one, 1, None, None, None)
-    for _ in zip(range(14), placements(tiny, one - 1, 1, 0, DEFAULTS.greedy), strict=False):
-        pass
-    parts = components(tiny, 0, DEFAULTS.restarts)
-    assert parts is not None
-    fit(tiny, parts, 1, Effort(1))
 
 
 def _ints(values: npt.ArrayLike) -> Ints:

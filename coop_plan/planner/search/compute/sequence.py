@@ -8,16 +8,25 @@ first run in program order.
 
 import math
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from coop_plan.planner.core.arrays import Flags, Ints, Program, to_arrays, to_program
+from coop_plan.planner.core.arrays import (
+    Flags,
+    FloatTable,
+    Ints,
+    IntTable,
+    Program,
+    to_arrays,
+    to_program,
+)
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.search.compute.params import ComputeMoveParams
 
 Int32s = npt.NDArray[np.int32]
+Int32Table = Annotated[Int32s, 2]
 
 # Columns of `SearchState.event`: the op; the block and the index in it; the first of its accesses;
 # flags: in the candidate, the op's first run, not in the current sequence.
@@ -133,25 +142,25 @@ class SearchState(NamedTuple):
     params: ComputeMoveValues
     recomputable: Flags
     is_output: Flags
-    gain_bound: npt.NDArray[np.float64]
+    gain_bound: FloatTable
     input_share: npt.NDArray[np.float64]
     input_us: npt.NDArray[np.float64]
     chained: Flags
     phase: Flags
     sequence: Ints
-    members: Int32s
-    saved_members: Int32s
+    members: Int32Table
+    saved_members: Int32Table
     block_start: Ints
-    block: Ints
-    long_gain: npt.NDArray[np.float64]
-    event: Int32s
-    event_bytes: Ints
-    access: Int32s
-    tensor: Int32s
+    block: IntTable
+    long_gain: FloatTable
+    event: Int32Table
+    event_bytes: IntTable
+    access: Int32Table
+    tensor: Int32Table
     first_run: Ints
-    lists: Ints
+    lists: IntTable
     pending: Ints
-    margin: Ints
+    margin: IntTable
     margin_prefix: Ints
     counts: Ints
     sums: npt.NDArray[np.float64]
