@@ -16,6 +16,7 @@ from coop_plan.planner.core.memory_bounds import (
 )
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.keep_all import keep_all_solution, lay_out_everything
+from coop_plan.planner.kernels import compile_method
 from coop_plan.planner.method import MethodInfo, Progress, Request, Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import WORK, lay_out_host
@@ -59,10 +60,11 @@ def plan(
         InfeasibleBudgetError: the method cannot meet the budget.
         TimeLimitError: no plan was found within the time limit.
     """
-    started = time.monotonic()
     options = PlanOptions.given(budget, fields)
     info = options.info
     graph = options.apply_link(graph)
+    compile_method(info.name, linked=graph.device.linked, progress=progress)
+    started = time.monotonic()
     problem = Problem.from_graph(graph, options.alignment, options.outputs, options.host_budget)
     deadline = None
     if options.time_limit is not None:

@@ -10,6 +10,7 @@ import time
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.keep_all import lay_out_everything
+from coop_plan.planner.kernels import LAYOUT, compile_modules
 from coop_plan.planner.method import Solution
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.placement.layout import WORK, lay_out
@@ -35,6 +36,7 @@ def rescaled(graph: Graph, like: Graph, plan: Plan, options: PlanOptions) -> Pla
         plan: a plan with the same options, except for the budget.
         options: those of the new plan; the result is None for the budget `min`.
     """
+    compile_modules(LAYOUT)
     started = time.monotonic()
     if options.budget.kind == "min" or options.time_limit is not None:
         return None

@@ -283,7 +283,7 @@ def test_a_file_of_another_kind_is_named_for_what_it_is(kind, run, folder):
 
 def test_progress_without_a_terminal_is_a_line_each_ten_seconds_at_most(run, monkeypatch):
     now = 100.0
-    monkeypatch.setattr("coop_plan.api.cli.main.time.monotonic", lambda: now)
+    monkeypatch.setattr("coop_plan.api.cli.progress.time.monotonic", lambda: now)
 
     def slow(*arguments, progress, **options):
         nonlocal now

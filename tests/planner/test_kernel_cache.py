@@ -5,13 +5,21 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
 import numba
+import numpy as np
+import pytest
 
 import coop_plan.planner
 import coop_plan.planner.core.jit as kernels
+from coop_plan.planner import Progress, plan
+from coop_plan.planner.exact.model.separation import RelaxedSolution
+from coop_plan.planner.kernels import ALL, MODULES, TRANSFERS, _entries, _type
+from coop_plan.planner.placement import place
+from tests.support import make_graph
 
 
 def test_the_key_changes_with_any_file_beside_the_kernel(tmp_path):
@@ -86,6 +94,107 @@ def test_a_kept_kernel_is_loaded_and_gives_the_same(tmp_path, monkeypatch):
 
         assert fourfold(2) == 8
         assert sum(fourfold.stats.cache_hits.values()) == hits
+
+
+@pytest.fixture
+def chain():
+    """Eight layers, whose backward reads each activation again."""
+    tensors = {0: ("input", 8), 17: ("output", 8)} | dict.fromkeys(range(1, 17), ("activation", 99))
+    ops = [{"inputs": [t - 1], "outputs": [t]} for t in range(1, 9)]
+    ops += [{"inputs": [t - 1, 17 - t], "outputs": [t]} for t in range(9, 18)]
+    return make_graph(tensors, ops)
+
+
+def test_a_kernel_is_compiled_for_the_types_of_its_annotations(chain):
+    """Compiled for other types before its call, it would be compiled again inside the clock."""
+    for method in ("keep-all", "coop", "dtr", "delta", "coop-offline"):
+        plan(chain, "min", method=method, link="1GB/s")
+    plan(chain, "60%", method="coop-offline", link="1GB/s", time_limit=1)
+    place([0, 1, 2], [2, 3, 4], [5, 6, 7], time_limit=1, fixed=[0, -1, -1])
+    for name in ALL:
+        for kernel, signature in _entries(name):
+            if kernel.nopython_signatures and kernel.__name__ != "_root":
+                assert set(kernel.overloads) == {signature}, kernel.__name__
+    model = RelaxedSolution(
+        *(np.zeros(1, np.int64), *(np.zeros((1, 1)) for _ in range(5))),
+        np.zeros((1, 1), np.bool_),
+        *(np.zeros(1, np.int64) for _ in range(3)),
+    )
+    assert numba.typeof(model) == _type(RelaxedSolution)
+
+
+PLANNED = """
+import sys
+from coop_plan.planner import plan
+from coop_plan.planner.core.jit import ENTRIES
+from coop_plan.schemas import load_graph
+
+plan(load_graph(sys.argv[1]), "60%", method=sys.argv[2], time_limit=3, link=sys.argv[3] or None)
+print(*(name for name, found in ENTRIES.items() if any(k.overloads for k in found)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "link"),
+    [("keep-all", ""), ("coop", ""), ("coop-offline", ""), ("coop-offline", "1GB/s"), ("auto", "")],
+)
+def test_a_method_calls_no_kernels_but_those_that_are_compiled_for_it(
+    method, link, chain, tmp_path
+):
+    (tmp_path / "graph.json").write_text(chain.to_json())
+    done = subprocess.run(
+        [sys.executable, "-c", PLANNED, tmp_path / "graph.json", method, link],
+        capture_output=True, text=True, check=method != "keep-all",
+    )  # fmt: skip
+    called = {name.removeprefix("coop_plan.planner.") for name in done.stdout.split()}
+    assert called <= {*MODULES[method], *([TRANSFERS] if link else [])}
+
+
+def test_compilation_is_outside_of_the_clock_and_of_the_time_limit(chain, monkeypatch):
+    late = 0.0
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + late)
+    seen = []
+
+    def compile_slowly(method, *, linked, progress):
+        nonlocal late
+        progress(Progress("compiling kernel 1 of 1", 0.0))
+        late += 1e6
+
+    monkeypatch.setattr("coop_plan.planner.planning.compile_method", compile_slowly)
+    made = plan(chain, "60%", time_limit=100, progress=lambda p: seen.append(p.message))
+    assert made.solve_seconds < 1e6
+    assert seen[0] == "compiling kernel 1 of 1"
+    assert made.overhead < 1
+
+
+@pytest.mark.slow
+def test_after_warm_no_command_compiles(chain, tmp_path):
+    """In a new cache: no kernel is written to it after `coop-plan warm`."""
+    (tmp_path / "graph.json").write_text(chain.to_json())
+    (tmp_path / "buffers.csv").write_text("id,lower,upper,size\na,0,2,5\nb,1,3,7\nc,2,4,5\n")
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "coop_plan", *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, err = run("warm")
+    assert (code, "kernels compiled in" in out) == (0, True)
+    assert err.startswith("compiling the planner's kernels")
+    assert run("warm") == (0, "all are compiled\n", "")
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    for method in ("coop-offline", "auto", "optimal", "dtr", "dte", "coop", "delta", "swap-only"):
+        for link in ("0", "1GB/s"):
+            options = ["--budget", "60%", "--method", method, "--time-limit", "5", "--link", link]
+            assert "compil" not in run("graph.json", *options)[2]
+    assert run("graph.json", "--budget", "min", "--time-limit", "5")[0] == 0
+    assert run("place", "buffers.csv", "--time-limit", "2")[0] == 0
+    assert run("explain", "graph.json")[0] == 0
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == written
 
 
 KERNEL = """

@@ -11,8 +11,7 @@ import gc
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,18 +38,16 @@ from coop_plan.api.cli.import_trace import import_
 from coop_plan.api.cli.input import read_graph, read_plan
 from coop_plan.api.cli.place import place
 from coop_plan.api.cli.plan_options import option_message, parse_plan_options, plan_options
+from coop_plan.api.cli.progress import show_progress
 from coop_plan.api.cli.serve import serve
 from coop_plan.api.cli.show import show
 from coop_plan.api.cli.token import token
+from coop_plan.api.cli.warm import warm
 from coop_plan.api.cli.worker import worker
 
 if TYPE_CHECKING:
-    from coop_plan.planner import PlanOptions, Progress
+    from coop_plan.planner import PlanOptions
     from coop_plan.schemas import Graph, Plan
-
-
-SECONDS_A_LINE = 10
-"""Seconds between lines of progress if stderr is no terminal."""
 
 
 class DefaultGroup(click.Group):
@@ -140,7 +137,7 @@ def plan(
 def _make(graph: "Graph", options: "PlanOptions") -> "Plan":
     from coop_plan.planner.planning import plan as make_plan
 
-    with _progress() as progress, _without_gc():
+    with show_progress() as progress, _without_gc():
         return make_plan(graph, options, progress=progress)
 
 
@@ -222,46 +219,6 @@ def methods() -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator["Callable[[Progress], None]"]:
-    """Context with the callback of a progress line; without a terminal, one each ten seconds."""
-    if not sys.stderr.isatty():
-        yield _progress_lines()
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("planning", total=None)
-
-        def show(progress: "Progress") -> None:
-            bars.update(
-                task,
-                description=progress.message,
-                total=None if progress.fraction is None else 1.0,
-                completed=progress.fraction or 0.0,
-            )
-
-        yield show
-
-
-def _progress_lines() -> "Callable[[Progress], None]":
-    """Callback that prints a line if the last one, or the start, is ten seconds ago."""
-    started = printed = time.monotonic()
-
-    def show(progress: "Progress") -> None:
-        nonlocal printed
-        now = time.monotonic()
-        if now - printed >= SECONDS_A_LINE:
-            printed = now
-            done = "" if progress.fraction is None else f" ({progress.fraction:.0%})"
-            click.echo(f"{now - started:.0f} s: {progress.message}{done}", err=True)
-
-    return show
-
-
-@contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
     """Context without cyclic garbage collection: a plan has many thousand objects and no cycle."""
     was_on = gc.isenabled()
@@ -275,7 +232,7 @@ def _without_gc() -> Iterator[None]:
 
 for _command in (compare, explain, export, calibrate, capture, fit, floor, import_):
     cli.add_command(_command)
-for _command in (place, serve, show, token, worker):
+for _command in (place, serve, show, token, warm, worker):
     cli.add_command(_command)
 
 

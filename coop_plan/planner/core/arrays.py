@@ -1,7 +1,7 @@
 """A problem as flat arrays for compiled kernels; lists of lists are pointer and index arrays."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,10 @@ from coop_plan.planner.core.problem import Problem
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.uint8]
+
+IntTable = Annotated[Ints, 2]
+FloatTable = Annotated[Floats, 2]
+"""Arrays of two dimensions; `planner.kernels` reads this, as kernels are compiled by dimensions."""
 
 
 class Arrays(NamedTuple):

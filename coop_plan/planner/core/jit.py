@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -75,6 +76,15 @@ class _Cache(FunctionCache):
         key = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
         return (*key, _sources(Path(self._py_func.__code__.co_filename).parent))
 
+    def has(self, sig: Any, target_context: Any) -> bool:
+        """True if the kernel is in the cache for arguments of these types; it is not loaded."""
+        file: Any = self._cache_file
+        try:
+            name = file._load_index().get(self._index_key(sig, target_context.codegen()))
+            return name is not None and Path(file._data_path(name)).exists()
+        except Exception:  # an index that cannot be read counts as empty
+            return False
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """As numba's, without `target_context.refresh()`, which only compilation needs."""
         try:
@@ -85,7 +95,7 @@ class _Cache(FunctionCache):
             self.flush()  # type: ignore[no-untyped-call]
             found = None
         if found is None:
-            _log_compilation()
+            log_compilation()
         return found
 
 
@@ -159,8 +169,12 @@ def _sources(folder: Path) -> str:
 
 
 @functools.cache
-def _log_compilation() -> None:
-    log.warning("compiling the planner's kernels, once on this machine: up to a minute")
+def log_compilation() -> None:
+    """Say once that kernels are compiled."""
+    log.warning(
+        "compiling the planner's kernels, once on this machine: up to a minute"
+        " (`coop-plan warm` compiles all)"
+    )
 
 
 def _compile(
@@ -173,14 +187,24 @@ def _compile(
     return cast("Callable[P, R]", dispatcher)
 
 
+ENTRIES: dict[str, list[Any]] = defaultdict(list)
+"""Kernels that Python calls, by module; `planner.kernels` compiles them before they are called."""
+
+
+def _entry(kernel: Callable[P, R]) -> Callable[P, R]:
+    if isinstance(kernel, numba.core.dispatcher.Dispatcher):
+        ENTRIES[kernel.__module__].append(kernel)
+    return kernel
+
+
 def njit(function: Callable[P, R]) -> Callable[P, R]:
     """Compile `function`, which no kernel calls, at its first call; cache the result on disk."""
-    return _compile(function, _EntryCache)
+    return _entry(_compile(function, _EntryCache))
 
 
 def linked(function: Callable[P, R]) -> Callable[P, R]:
     """As `njit`, for functions that other kernels call, too."""
-    return _compile(function)
+    return _entry(_compile(function))
 
 
 def inner(function: Callable[P, R]) -> Callable[P, R]:

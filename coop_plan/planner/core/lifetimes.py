@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Arrays, Flags, Ints
+from coop_plan.planner.core.arrays import Arrays, Flags, Ints, IntTable
 from coop_plan.planner.core.inplace import choose_pairs
 from coop_plan.planner.core.jit import inner, linked, njit
 
@@ -67,7 +67,9 @@ def trace(a: Arrays, do: Ints, what: Ints) -> Trace:
 
 
 @njit
-def trace_with_decisions(a: Arrays, do: Ints, what: Ints, taken: Ints, dropped: Ints) -> Trace:
+def trace_with_decisions(
+    a: Arrays, do: Ints, what: Ints, taken: IntTable, dropped: IntTable
+) -> Trace:
     """As `trace`, for a run with its own eviction and in-place decisions, as of online methods.
 
     `taken` lists (event, output, input) of addresses taken over in place, `dropped` (event, tensor)
@@ -78,7 +80,9 @@ def trace_with_decisions(a: Arrays, do: Ints, what: Ints, taken: Ints, dropped: 
 
 
 @linked
-def _trace(a: Arrays, do: Ints, what: Ints, free: bool, taken: Ints, dropped: Ints) -> Trace:
+def _trace(
+    a: Arrays, do: Ints, what: Ints, free: bool, taken: IntTable, dropped: IntTable
+) -> Trace:
     events, count = do.size, a.size.size
     reads_ptr = np.zeros(events + 1, dtype=np.int64)
     writes_ptr = np.zeros(events + 1, dtype=np.int64)

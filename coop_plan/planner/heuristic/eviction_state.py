@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from coop_plan.planner.core.arrays import Floats, Ints
+from coop_plan.planner.core.arrays import Floats, FloatTable, Ints, IntTable
 
 
 class EvictionState(NamedTuple):
@@ -31,11 +31,11 @@ class EvictionState(NamedTuple):
     expected: Floats
     paid: Floats
     counts: Ints
-    tensor: Ints
-    value: Floats
-    op: Ints
+    tensor: IntTable
+    value: FloatTable
+    op: IntTable
     stack: Ints
     pool: Ints
     pool_score: Floats
     event: Ints
-    pair: Ints
+    pair: IntTable

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError, TimeLimitError
 from coop_plan.planner.inspect.drawing import drawing, graph_columns
+from coop_plan.planner.kernels import compile_method
 from coop_plan.planner.options import PlanOptions
 from coop_plan.planner.planning import plan
 from coop_plan.schemas import Graph, parse_graph
@@ -53,6 +54,8 @@ def compare(graph: Graph, asked: Iterable[PlanOptions], processes: int) -> Gener
     An error of a method is in its cell.
     """
     options = list(asked)
+    for each in options:  # here, not in each process
+        compile_method(each.method, linked=each.apply_link(graph).device.linked)
     context = multiprocessing.get_context("spawn")
     unrelated = multiprocessing.active_children()
     pool = ProcessPoolExecutor(

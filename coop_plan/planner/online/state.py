@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Flags, Floats, Ints
+from coop_plan.planner.core.arrays import Flags, Floats, FloatTable, Ints, IntTable
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.online import columns as c
 from coop_plan.planner.online.params import OnlineParams
@@ -35,17 +35,17 @@ class ArenaState(NamedTuple):
     min_staleness_us: float
     counts: Ints
     total: Floats
-    block: Ints
+    block: IntTable
     costs: Floats
     near_ptr: Ints
     near: Ints
-    tensor: Ints
-    times: Floats
-    op: Ints
-    part: Ints
+    tensor: IntTable
+    times: FloatTable
+    op: IntTable
+    part: IntTable
     component: Floats
-    event: Ints
-    record: Ints
+    event: IntTable
+    record: IntTable
     stack: Ints
     transient: Ints
     out_us: Floats

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.windows import Pieces, pieces
 
 Ints = npt.NDArray[np.int64]
+IntTable = Annotated[Ints, 2]
 Floats = npt.NDArray[np.float64]
 Pairs = Iterable[tuple[int, int]]
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, depth_first
-from coop_plan.planner.placement.instance import Floats, Instance, Ints
+from coop_plan.planner.placement.instance import Floats, Instance, Ints, IntTable
 from coop_plan.planner.placement.keys import live_profile, order_by, sort_keys, spread
 from coop_plan.planner.placement.params import RestartParams
 from coop_plan.planner.placement.task import RECTANGLES, Task, Windows
@@ -237,7 +237,7 @@ def pair_count(first: Ints, last: Ints) -> int:
 
 
 @njit
-def neighbours(first: Ints, last: Ints, extra: Ints) -> tuple[Ints, Ints]:
+def neighbours(first: Ints, last: Ints, extra: IntTable) -> tuple[Ints, Ints]:
     """Adjacency lists of conflicts: overlapping lifetimes, and the directed pairs `extra`."""
     count = len(first)
     order = np.argsort(first, kind="mergesort")
@@ -289,7 +289,7 @@ def members(first: Ints, last: Ints, sections: int) -> tuple[Ints, Ints]:
 
 
 @njit
-def bridges(first: Ints, last: Ints, sections: int) -> Ints:
+def bridges(first: IntTable, last: IntTable, sections: int) -> Ints:
     """Per boundary after a section the number of conflicting pairs with a buffer on either side."""
     count = np.zeros(sections, np.int64)
     for k in range(len(first)):

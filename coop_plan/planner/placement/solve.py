@@ -1,6 +1,5 @@
 """`place`, the entry point of offset placement."""
 
-import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from coop_plan.planner.kernels import PLACEMENT, compile_modules
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.descend import descend
@@ -85,8 +85,7 @@ def place(
         ValueError: invalid or contradictory arguments.
         FixedOverlapError: two buffers overlap at their fixed offsets.
     """
-    if time_limit is not None:
-        _warm_up()
+    compile_modules(PLACEMENT)
     scans = params.greedy.scan_work if work is None else work
     work = params.restarts.work if work is None else work
     began = time.perf_counter()
@@ -179,19 +178,6 @@ def _search(
     # The search does not overlap alias pairs, so with such pairs it proves no bound.
     is_proof = not len(instance.alias) and all(part.is_complete for part in parts)
     return found, max(bound, raised) if is_proof else bound
-
-
-@functools.cache
-def _warm_up() -> None:
-    """Compile the kernels (once per machine, about 20 s) before the time limit starts."""
-    one = np.ones(1, np.int64)
-    for gaps in (None, np.array([[0, 0, 1, 0, 1]])):
-        tiny = build(one - 1, one, one, 1, gaps=gaps)
-        for _ in zip(range(16), placements(tiny, one - 1, 1, 0, DEFAULTS.greedy, 1), strict=False):
-            pass
-        parts = components(tiny, 0, DEFAULTS.restarts)
-        assert parts is not None
-        fit(tiny, parts, 1, Effort(1))
 
 
 def _ints(values: npt.ArrayLike) -> Ints:

@@ -3,17 +3,17 @@
 Compiled, as every pair of time points is an interval, and every op matters in each.
 """
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.core.arrays import FloatTable, Ints
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.exact.model.timepoint import TimePointModel
 
 Vector = NDArray[np.float64]
-Matrix = NDArray[np.float64]
+Matrix = FloatTable
 
 
 class RelaxedSolution(NamedTuple):
@@ -30,7 +30,7 @@ class RelaxedSolution(NamedTuple):
     on_host: Matrix
     kept: Matrix
     demand: Matrix
-    first: NDArray[np.bool_]
+    first: Annotated[NDArray[np.bool_], 2]
     producer: Ints
     reads_ptr: Ints
     reads: Ints

@@ -8,17 +8,26 @@ first run in program order.
 
 import math
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from coop_plan.planner.core.arrays import Flags, Ints, Program, to_arrays, to_program
+from coop_plan.planner.core.arrays import (
+    Flags,
+    FloatTable,
+    Ints,
+    IntTable,
+    Program,
+    to_arrays,
+    to_program,
+)
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute.params import MoveParams, MoveValues
 
 Int32s = npt.NDArray[np.int32]
+Int32Table = Annotated[Int32s, 2]
 
 MIN_BLOCK_EVENTS = 16
 """Least number of events that a block is made for."""
@@ -56,25 +65,25 @@ class SearchState(NamedTuple):
     rerun_for: Flags
     movable: Flags
     is_output: Flags
-    gain_bound: npt.NDArray[np.float64]
+    gain_bound: FloatTable
     input_share: npt.NDArray[np.float64]
     input_us: npt.NDArray[np.float64]
     chained: Flags
     phase: Flags
     sequence: Ints
-    members: Int32s
-    saved_members: Int32s
+    members: Int32Table
+    saved_members: Int32Table
     block_start: Ints
-    block: Ints
-    long_gain: npt.NDArray[np.float64]
-    event: Int32s
-    event_bytes: Ints
-    access: Int32s
-    tensor: Int32s
+    block: IntTable
+    long_gain: FloatTable
+    event: Int32Table
+    event_bytes: IntTable
+    access: Int32Table
+    tensor: Int32Table
     first_run: Ints
-    lists: Ints
+    lists: IntTable
     pending: Ints
-    margin: Ints
+    margin: IntTable
     margin_prefix: Ints
     counts: Ints
     sums: npt.NDArray[np.float64]

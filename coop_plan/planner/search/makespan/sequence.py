@@ -15,13 +15,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from coop_plan.planner.core.arrays import Floats, Ints, Program, to_arrays, to_program
+from coop_plan.planner.core.arrays import (
+    Floats,
+    Ints,
+    IntTable,
+    Program,
+    to_arrays,
+    to_program,
+)
 from coop_plan.planner.core.lifetimes import OFFLOAD, PREFETCH, RUN, WAIT
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.search.compute import columns as c
 from coop_plan.planner.search.compute import sequence
 from coop_plan.planner.search.compute.params import MoveParams
-from coop_plan.planner.search.compute.sequence import Int32s, SearchState, allocate
+from coop_plan.planner.search.compute.sequence import Int32s, Int32Table, SearchState, allocate
 from coop_plan.planner.search.makespan import columns as mc
 
 
@@ -52,12 +59,12 @@ class MakespanState(NamedTuple):
     latest_start: Int32s
     arrival_us: Floats
     offloaded: Int32s
-    offload: Int32s
-    offload_head: Int32s
-    queue: Ints
+    offload: Int32Table
+    offload_head: Int32Table
+    queue: IntTable
     sent: Int32s
     sent_end_us: Floats
-    transfer: Int32s
+    transfer: Int32Table
     clock: Floats
     flow: Ints
 
