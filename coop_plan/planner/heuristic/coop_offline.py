@@ -58,7 +58,9 @@ class CoopOffline:
         if portfolio.best.found is None:
             portfolio.place_unplaced()
         if portfolio.best.found is None and self._has_link:
-            self._search_makespan(None, request.out_of_time, any_schedule=True)
+            for _ in range(self.params.short_searches):
+                if self._transfer_plan is None:
+                    self._search_makespan(None, request.out_of_time, any_schedule=True)
         self._find_feasible()
         if request.any_schedule and self._cost_us < np.inf:
             return
