@@ -40,9 +40,6 @@ SUCCESS_SHARE = 0.25
 FINE_PROBES = 64
 """Most probes on small graphs, counted likewise."""
 
-ROUNDS = 2
-"""Searches from the lower bound on larger graphs, as a method need not be monotone."""
-
 RESOLUTION = 256
 """On larger graphs the search ends when its interval is at most 1/256 of the arena."""
 
@@ -162,14 +159,8 @@ class _Interval:
         guess = max(0, self.floor + self.step)
         if not self.small:  # schedules below this are rare
             guess = max(guess, bound_with_resident_outputs(task.problem))
-        used, rounds = 0.0, 1 if self.small else ROUNDS
-        while used < most:
-            if guess >= self.met:
-                rounds -= 1
-                if not rounds or self.met - self.floor <= self._small_enough:
-                    return
-                self.failed = self.floor
-                guess = self._next(last=False)
+        used = 0.0
+        while used < most and guess < self.met:
             task.request.check_time()
             if task.request.progress is not None:
                 met = format_bytes(task.problem.fixed_bytes + self.met)
