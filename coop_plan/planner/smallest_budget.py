@@ -29,10 +29,10 @@ from coop_plan.schemas import format_bytes
 SMALL_PROBLEM_OPS = 100
 """Ops up to which the smallest arena is searched to the last aligned byte."""
 
-COARSE_PROBES = 9
+COARSE_PROBES = 6
 """
-Probes on larger graphs, of a plan's time each: with the plan at the end ten plans' time. One that
-succeeds ends early, and counts as `SUCCESS_SHARE`.
+Probes on larger graphs, of about a plan's time each; the whole run at the end takes longer than
+with more memory. A probe that succeeds ends early, and counts as `SUCCESS_SHARE`.
 """
 
 SUCCESS_SHARE = 0.25
@@ -51,7 +51,11 @@ PROBE_SHARE = 0.25
 
 
 class Smallest(NamedTuple):
-    """The smallest arena (bytes) that the method meets, and the cheapest solution in it."""
+    """
+    The smallest arena (bytes) that the method meets on request, and its solution of least memory.
+
+    The solution may need less than that arena: a search for a larger arena may have found it.
+    """
 
     arena_bytes: int
     solution: Solution
@@ -132,7 +136,9 @@ class Task:
 
 
 def _smaller(a: Smallest, b: Smallest) -> Smallest:
-    return min(a, b, key=lambda found: (found.arena_bytes, found.solution.placed.cost_us))
+    placed = [(f.solution.placed.arena_bytes, f.solution.placed.cost_us) for f in (a, b)]
+    best = a if placed[0] <= placed[1] else b
+    return Smallest(min(a.arena_bytes, b.arena_bytes), best.solution)
 
 
 class _Interval:
@@ -205,11 +211,13 @@ class _Interval:
         return min(max(mean, self.failed + self.step), high)
 
     def improved(self) -> Smallest:
-        """The smallest arena met, with the cheapest solution of a whole run of the method in it."""
+        """The smallest arena met, with the solution of a whole run of the method in it."""
         task, known = self.task, Smallest(self.met, self.found)
         timed = task.request.deadline is not None
         if timed:  # this schedule is a plan, even if the method does not find it again
             known = Smallest(self.found.placed.arena_bytes, self.found)
+        elif self.found.placed.arena_bytes < self.met:  # the method does not find it again
+            return known
         if known.solution.status == "optimal":
             return known
         try:
