@@ -107,7 +107,7 @@ def plan(
     least = None
     if options.smallest:
         smallest = task.smallest(everything)
-        if smallest.arena_bytes <= limit:  # the method is not monotone
+        if smallest.solution.placed.arena_bytes <= limit:  # the method is not monotone
             return finish(smallest.solution, budget_bytes)
         least = problem.fixed_bytes + smallest.arena_bytes
     met = problem.fixed_bytes + everything.arena_bytes

@@ -28,19 +28,16 @@ from coop_plan.schemas import format_bytes
 SMALL_PROBLEM_OPS = 100
 """Ops up to which the smallest arena is searched to the last aligned byte."""
 
-COARSE_PROBES = 9
+COARSE_PROBES = 6
 """
-Probes on larger graphs, of a plan's time each: with the plan at the end ten plans' time. One that
-succeeds ends early, and counts as `SUCCESS_SHARE`.
+Probes on larger graphs, of about a plan's time each; the whole run at the end takes longer than
+with more memory. A probe that succeeds ends early, and counts as `SUCCESS_SHARE`.
 """
 
 SUCCESS_SHARE = 0.25
 
 FINE_PROBES = 64
 """Most probes on small graphs, counted likewise."""
-
-ROUNDS = 2
-"""Searches from the lower bound on larger graphs, as a method need not be monotone."""
 
 RESOLUTION = 256
 """On larger graphs the search ends when its interval is at most 1/256 of the arena."""
@@ -53,7 +50,11 @@ PROBE_SHARE = 0.25
 
 
 class Smallest(NamedTuple):
-    """The smallest arena (bytes) that the method meets, and the cheapest solution in it."""
+    """
+    The smallest arena (bytes) that the method meets on request, and its solution of least memory.
+
+    The solution may need less than that arena: a search for a larger arena may have found it.
+    """
 
     arena_bytes: int
     solution: Solution
@@ -169,7 +170,9 @@ class Task:
 
 
 def _smaller(a: Smallest, b: Smallest) -> Smallest:
-    return min(a, b, key=lambda found: (found.arena_bytes, found.solution.placed.cost_us))
+    placed = [(f.solution.placed.arena_bytes, f.solution.placed.cost_us) for f in (a, b)]
+    best = a if placed[0] <= placed[1] else b
+    return Smallest(min(a.arena_bytes, b.arena_bytes), best.solution)
 
 
 class _Interval:
@@ -195,14 +198,8 @@ class _Interval:
         guess = max(0, self.floor + self.step)
         if not self.small:  # schedules below this are rare
             guess = max(guess, bound_with_resident_outputs(task.problem))
-        used, rounds = 0.0, 1 if self.small else ROUNDS
-        while used < most:
-            if guess >= self.met:
-                rounds -= 1
-                if not rounds or self.met - self.floor <= self._small_enough:
-                    return
-                self.failed = self.floor
-                guess = self._next(last=False)
+        used = 0.0
+        while used < most and guess < self.met:
             task.request.check_time()
             if task.request.progress is not None:
                 met = format_bytes(task.problem.fixed_bytes + self.met)
@@ -247,11 +244,13 @@ class _Interval:
         return min(max(mean, self.failed + self.step), high)
 
     def improved(self) -> Smallest:
-        """The smallest arena met, with the cheapest solution of a whole run of the method in it."""
+        """The smallest arena met, with the solution of a whole run of the method in it."""
         task, known = self.task, Smallest(self.met, self.found)
         timed = task.request.deadline is not None
         if timed:  # this schedule is a plan, even if the method does not find it again
             known = Smallest(self.found.placed.arena_bytes, self.found)
+        elif self.found.placed.arena_bytes < self.met:  # the method does not find it again
+            return known
         if known.solution.status == "optimal":
             return known
         try:

@@ -98,7 +98,7 @@ def test_the_search_takes_ten_plans_at_most(method, monkeypatch):
     graph = stacked(200)
     made = plan(graph, "min", method=method, progress=lambda p: messages.append(p.message))
     assert find_faults(graph, made) == []
-    assert len(failed) <= COARSE_PROBES
+    assert len(failed) <= COARSE_PROBES + 1
     assert any("smallest budget" in message for message in messages)
     monkeypatch.undo()
     assert plan(graph, made.budget_bytes, method=method).cost_us <= made.cost_us * (1 + 1e-9)

@@ -56,10 +56,16 @@ class CoopOffline:
         if portfolio.best.found is None:
             portfolio.place_unplaced()
         if portfolio.best.found is None and self._has_link:
-            self._search_makespan(None, request.out_of_time, any_schedule=True)
+            for _ in range(self.params.short_searches):
+                if self._transfer_plan is None:
+                    self._search_makespan(None, request.out_of_time, any_schedule=True)
         self._find_feasible()
         if request.any_schedule and self._cost_us < np.inf:
             return
+        # The whole joint search does not start from the short one, whose plans cost much more.
+        short = self._transfer_plan, self._best_sequence
+        self._transfer_plan = self._best_sequence = None
+        self._makespan_searches = 0
         with contextlib.suppress(DoesNotFitError, TimeLimitError, CostLimitError):
             quiet = replace(request, progress=None, off=frozenset())
             self._online = run_coop(self.problem, quiet, cost_limit=portfolio.best.cost_us)
@@ -74,6 +80,8 @@ class CoopOffline:
             self.improve(request.deadline)
         elif self._has_link:
             self._search_makespan(None)
+        if short[0] is not None and short[0].cost_us < self._cost_us:
+            self._transfer_plan, self._best_sequence = short
 
     def _find_feasible(self) -> None:
         """If nothing fits, search for a feasible sequence from the run with the lowest peak."""

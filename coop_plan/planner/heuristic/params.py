@@ -295,6 +295,9 @@ class CoopOfflineParams(Params):
     """Further starts of the joint search: recompute plans at these shares between arena and peak.
     """
 
+    short_searches: Count = 2
+    """Most joint searches, by seed, for any schedule that fits if no run does."""
+
     weights_share: Share = 0.25
     """Share of the time for annealing the weights, before the sequence."""
 
