@@ -21,6 +21,7 @@ import numpy as np
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined, inner, njit
 from coop_plan.planner.heuristic.eviction_state import (
+    CHECK_COUNT,
     CLOSURE,
     DEMAND,
     DENSITY,
@@ -29,6 +30,7 @@ from coop_plan.planner.heuristic.eviction_state import (
     DIRTY_LIST,
     EVENTS,
     EVICTABLE,
+    FIRST_WAITING,
     HEAP,
     HEAP_ACTIVE,
     HEAP_COUNT,
@@ -43,19 +45,20 @@ from coop_plan.planner.heuristic.eviction_state import (
     MADE,
     NEVER,
     NEXT_USE,
+    NEXT_WAITING,
     ORDER,
     PINS,
     POOL_COUNT,
     POOL_SMALL,
     POOL_UNTIL,
     RETAINED,
-    RETAINED_COUNT,
     SEEN,
     SET_ASIDE,
     SLOT,
     SMALL,
     SMALL_COUNT,
     STAMP,
+    TO_CHECK,
     USED,
     WRITES,
     EvictionState,
@@ -95,7 +98,7 @@ def run_evictions(
                 return position, position, cost
             _execute(a, s, op, position)
             _free_operands(a, s, op, position, step == ops - 1)
-        if s.counts[RETAINED_COUNT] > 0:
+        if s.counts[CHECK_COUNT] > 0:
             _free_retained(a, s, position)
         position += 1
     return -1, position, cost
@@ -404,6 +407,10 @@ def _execute(a: Arrays, s: EvictionState, op: int, position: int) -> None:
         if s.tensor[LIVE, t] == 0 and a.outside[t] == 0:
             s.tensor[LIVE, t] = 1
             s.counts[USED] += a.size[t]
+            while s.tensor[FIRST_WAITING, t] >= 0:
+                waiting = s.tensor[FIRST_WAITING, t]
+                s.tensor[FIRST_WAITING, t] = s.tensor[NEXT_WAITING, waiting]
+                _add_to_check(s, waiting)
             if a.size[t] > 0:
                 row, count = (SMALL, SMALL_COUNT) if a.size[t] < s.small else (LARGE, LARGE_COUNT)
                 s.tensor[row, s.counts[count]] = t
@@ -430,7 +437,7 @@ def _free_operands(a: Arrays, s: EvictionState, op: int, position: int, is_goal:
         if s.tensor[EVICTABLE, t] == 0:
             if a.is_output[t] == 0 and s.tensor[RETAINED, t] == 0:
                 s.tensor[RETAINED, t] = 1
-                s.counts[RETAINED_COUNT] += 1
+                _add_to_check(s, t)
             continue
         if not is_goal and a.last_use[t] == position:
             continue  # the op of this position will read it
@@ -441,12 +448,35 @@ def _free_operands(a: Arrays, s: EvictionState, op: int, position: int, is_goal:
 
 
 @inlined
+def _add_to_check(s: EvictionState, t: int) -> None:
+    """Insert a retained tensor into the list to check, which ascends."""
+    at = s.counts[CHECK_COUNT]
+    while at > 0 and s.tensor[TO_CHECK, at - 1] > t:
+        s.tensor[TO_CHECK, at] = s.tensor[TO_CHECK, at - 1]
+        at -= 1
+    s.tensor[TO_CHECK, at] = t
+    s.counts[CHECK_COUNT] += 1
+
+
+@inlined
 def _free_retained(a: Arrays, s: EvictionState, position: int) -> None:
-    """Free dead tensors that cannot be recomputed once no evicted tensor needs them."""
-    for t in range(a.size.size):
-        if s.tensor[RETAINED, t] == 0 or s.tensor[LIVE, t] == 0 or s.tensor[PINS, t] > 0:
+    """
+    Free dead tensors that cannot be recomputed once no evicted tensor needs them.
+
+    One that is needed waits until that tensor is live, so a position costs nothing for it.
+    """
+    kept = 0
+    for i in range(s.counts[CHECK_COUNT]):
+        t = s.tensor[TO_CHECK, i]
+        if s.tensor[PINS, t] > 0:
+            s.tensor[TO_CHECK, kept] = t
+            kept += 1
             continue
-        if banish(a, s, t, position):
+        needs_it = banish(a, s, t, position)
+        if needs_it >= 0:
+            s.tensor[NEXT_WAITING, t] = s.tensor[FIRST_WAITING, needs_it]
+            s.tensor[FIRST_WAITING, needs_it] = t
+        else:
             s.tensor[RETAINED, t] = 0
-            s.counts[RETAINED_COUNT] -= 1
             _free(a, s, t)
+    s.counts[CHECK_COUNT] = kept

@@ -14,6 +14,7 @@ from coop_plan.planner.heuristic.eviction_state import (
     DIRTY,
     EVENTS,
     EVICTABLE,
+    FIRST_WAITING,
     HEAP_INDEX,
     LIST_INDEX,
     NEVER,
@@ -116,6 +117,7 @@ class Runner:
             foresee=settings.foresee,
             least_distance=params.least_distance,
             closure_ops=params.closure_ops,
+            unneeded_ancestors=params.unneeded_ancestors,
             pool_min_live=params.pool_min_live,
             heap_min_live=params.heap_min_live,
             pool_max_age=params.pool_max_age,
@@ -124,7 +126,7 @@ class Runner:
             expected=np.zeros(settings.weight.size),
             paid=np.zeros(settings.weight.size),
             counts=np.zeros(13, dtype=np.int64),
-            tensor=np.zeros((18, count + 1), dtype=np.int64),
+            tensor=np.zeros((21, count + 1), dtype=np.int64),
             value=np.zeros((3, count)),
             op=np.zeros((2, n + 1), dtype=np.int64),
             stack=self._scratch,
@@ -136,7 +138,7 @@ class Runner:
         state.tensor[SLOT] = self.arrays.uses_ptr
         state.tensor[[DEMAND, NEXT_USE]] = NEVER
         state.tensor[DIRTY] = 1
-        state.tensor[[LIST_INDEX, HEAP_INDEX]] = -1
+        state.tensor[[LIST_INDEX, HEAP_INDEX, FIRST_WAITING]] = -1
         state.tensor[EVICTABLE, :count] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:

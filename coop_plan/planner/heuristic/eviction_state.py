@@ -8,8 +8,8 @@ NEVER = 1 << 40
 """Position of a next use that does not exist."""
 
 # Entries of `EvictionState.counts`: bytes in use; events; in-place writes of the current op; last
-# stamp of a graph traversal; lengths of the lists; last position at which the pool is used; number
-# of tensors retained though dead; whether the pool has small tensors; whether the heap is used.
+# stamp of a graph traversal; lengths of the lists; last position at which the pool is used; length
+# of TO_CHECK; whether the pool has small tensors; whether the heap is used.
 (
     USED,
     EVENTS,
@@ -20,7 +20,7 @@ NEVER = 1 << 40
     DIRTY_COUNT,
     POOL_COUNT,
     POOL_UNTIL,
-    RETAINED_COUNT,
+    CHECK_COUNT,
     POOL_SMALL,
     HEAP_ACTIVE,
     HEAP_COUNT,
@@ -31,7 +31,9 @@ NEVER = 1 << 40
 # position of the next use; index in LARGE or SMALL; retained though dead; in DIRTY_LIST; stamp of
 # the last traversal. Lists of tensors: live ones from `small` bytes on, and smaller ones; those
 # that changed since the pool was filled or the heap updated; the heap (`score_heap`), with each
-# tensor's index in it; those popped from the heap in a scan.
+# tensor's index in it; those popped from the heap in a scan. A retained tensor is in the list to
+# check, or waits for an evicted tensor that needs it: the first that waits for a tensor, and the
+# next that waits for the same one (-1: none).
 (
     LIVE,
     MADE,
@@ -51,7 +53,10 @@ NEVER = 1 << 40
     HEAP,
     HEAP_INDEX,
     SET_ASIDE,
-) = range(18)
+    TO_CHECK,
+    FIRST_WAITING,
+    NEXT_WAITING,
+) = range(21)
 
 # Rows of `EvictionState.value`: closure cost × weight / bytes; closure cost × weight, µs; score of
 # the tensor in the heap.
@@ -71,7 +76,7 @@ class EvictionState(NamedTuple):
     `budget` and `small` are bytes; tensors below `small` bytes are evicted last. `price` is a
     prefix sum over program positions, `weight` a factor per entry of `Arrays.uses` and one for
     tensors without a further use. With `cap` a victim's bytes count up to the missing bytes. With
-    `foresee` a closure includes the ops for tensors that will be dead by then. The five fields
+    `foresee` a closure includes the ops for tensors that will be dead by then. The six fields
     after `foresee` are those of `EvictionParams`. `pool` holds the best victims of the last scan.
     `expected` and `paid` are those of `planner.heuristic.eviction_run.Record`.
     """
@@ -83,6 +88,7 @@ class EvictionState(NamedTuple):
     foresee: bool
     least_distance: float
     closure_ops: int
+    unneeded_ancestors: int
     pool_min_live: int
     heap_min_live: int
     pool_max_age: int

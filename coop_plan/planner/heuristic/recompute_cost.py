@@ -82,8 +82,11 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
     """
     Mark live tensors as dirty whose closure or next use depends on the residency of `t`.
 
-    Those are its ancestors and its descendants, through evicted tensors.
+    Those are its ancestors and its descendants, through evicted tensors. Ancestors are also reached
+    through a limited number of tensors that nothing needs: through all of them the traversal would
+    end at the first op of the program.
     """
+    unneeded = 0
     for down in range(2):
         s.counts[STAMP] += 1
         stamp = s.counts[STAMP]
@@ -114,6 +117,10 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
                         mark_dirty(s, source)
                     elif s.tensor[VISITED, source] != stamp:
                         s.tensor[VISITED, source] = stamp
+                        if s.tensor[DEMAND, source] == NEVER:
+                            if unneeded == s.unneeded_ancestors:
+                                continue
+                            unneeded += 1
                         depth += 1
                         s.stack[depth] = source
 
@@ -154,9 +161,11 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
 
 
 @inlined
-def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
+def banish(a: Arrays, s: EvictionState, t: int, position: int) -> int:
     """
-    Banish dead tensor `t`, which cannot be recomputed; False if an evicted tensor needs it.
+    Banish dead tensor `t`, which cannot be recomputed, or return an evicted tensor that needs it.
+
+    Returns -1 if `t` is banished.
 
     Live tensors that depend on it become unevictable (DTR, appendix C.3).
     """
@@ -182,8 +191,8 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
                         if apply == 1:
                             s.tensor[EVICTABLE, child] = 0
                     elif a.last_use[child] > position:
-                        return False
+                        return int(child)
                     else:
                         depth += 1
                         s.stack[depth] = child
-    return True
+    return -1
