@@ -126,7 +126,7 @@ class Runner:
             expected=np.zeros(settings.weight.size),
             paid=np.zeros(settings.weight.size),
             counts=np.zeros(13, dtype=np.int64),
-            tensor=np.zeros((21, count + 1), dtype=np.int64),
+            tensor=np.zeros((22, count + 1), dtype=np.int64),
             value=np.zeros((3, count)),
             op=np.zeros((2, n + 1), dtype=np.int64),
             stack=self._scratch,

@@ -33,7 +33,7 @@ NEVER = 1 << 40
 # that changed since the pool was filled or the heap updated; the heap (`score_heap`), with each
 # tensor's index in it; those popped from the heap in a scan. A retained tensor is in the list to
 # check, or waits for an evicted tensor that needs it: the first that waits for a tensor, and the
-# next that waits for the same one (-1: none).
+# next that waits for the same one (-1: none). Banished: nothing will ever need it again.
 (
     LIVE,
     MADE,
@@ -56,7 +56,8 @@ NEVER = 1 << 40
     TO_CHECK,
     FIRST_WAITING,
     NEXT_WAITING,
-) = range(21)
+    BANISHED,
+) = range(22)
 
 # Rows of `EvictionState.value`: closure cost × weight / bytes; closure cost × weight, µs; score of
 # the tensor in the heap.

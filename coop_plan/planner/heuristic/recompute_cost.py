@@ -9,6 +9,7 @@ depend only on related tensors, so each eviction and each run marks those as dir
 from coop_plan.planner.core.arrays import Arrays
 from coop_plan.planner.core.jit import inlined
 from coop_plan.planner.heuristic.eviction_state import (
+    BANISHED,
     DEMAND,
     DIRTY,
     DIRTY_COUNT,
@@ -167,7 +168,8 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> int:
 
     Returns -1 if `t` is banished.
 
-    Live tensors that depend on it become unevictable (DTR, appendix C.3).
+    Live tensors that depend on it become unevictable (DTR, appendix C.3). So none of its dead
+    descendants will be needed either, and later traversals skip them.
     """
     for apply in range(2):  # check first, then apply
         s.counts[STAMP] += 1
@@ -178,6 +180,8 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> int:
         while depth >= 0:
             parent = s.stack[depth]
             depth -= 1
+            if apply == 1:
+                s.tensor[BANISHED, parent] = 1
             for k in range(a.uses_ptr[parent], a.uses_ptr[parent + 1]):
                 op = a.uses[k]
                 if op > position:
@@ -185,6 +189,8 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> int:
                 for j in range(a.makes_ptr[op], a.makes_ptr[op + 1]):
                     child = a.makes[j]
                     if s.tensor[VISITED, child] == stamp or a.is_output[child] == 1:
+                        continue
+                    if s.tensor[BANISHED, child] == 1:
                         continue
                     s.tensor[VISITED, child] = stamp
                     if s.tensor[LIVE, child] == 1:
