@@ -6,8 +6,8 @@ NEVER = 1 << 40
 # Entries of `EvictionState.counts`: bytes in use; events; in-place writes of the current op; last
 # stamp of a graph traversal.
 USED, EVENTS, WRITES, STAMP = range(4)
-# Lengths of lists; last position at which the pool is used; number of tensors retained though dead.
-LARGE_COUNT, SMALL_COUNT, DIRTY_COUNT, POOL_COUNT, POOL_UNTIL, RETAINED_COUNT = range(4, 10)
+# Lengths of lists; last position at which the pool is used; length of TO_CHECK.
+LARGE_COUNT, SMALL_COUNT, DIRTY_COUNT, POOL_COUNT, POOL_UNTIL, CHECK_COUNT = range(4, 10)
 # Whether the pool has small tensors; whether the heap is used; its length.
 POOL_SMALL, HEAP_ACTIVE, HEAP_COUNT = range(10, 13)
 
@@ -22,6 +22,10 @@ LIST_INDEX, RETAINED, IN_DIRTY_LIST, VISITED = range(8, 12)
 LARGE, SMALL, DIRTY_LIST = range(12, 15)
 # The heap (`score_heap`), with each tensor's index in it; those popped from the heap in a scan.
 HEAP, HEAP_INDEX, SET_ASIDE = range(15, 18)
+# A retained tensor is in the list to check, or waits for an evicted tensor that needs it: the first
+# that waits for a tensor, and the next that waits for the same one (-1: none). Banished: nothing
+# will ever need it again.
+TO_CHECK, FIRST_WAITING, NEXT_WAITING, BANISHED = range(18, 22)
 
 # Rows of `EvictionState.value`: closure cost × weight / bytes; closure cost × weight, µs; score of
 # the tensor in the heap.

@@ -55,7 +55,7 @@ def run_evictions(
                 return position, position, cost
             _execute(a, s, op, position)
             _free_operands(a, s, op, position, step == ops - 1)
-        if s.counts[c.RETAINED_COUNT] > 0:
+        if s.counts[c.CHECK_COUNT] > 0:
             _free_retained(a, s, position)
         position += 1
     return -1, position, cost
@@ -364,6 +364,10 @@ def _execute(a: Arrays, s: EvictionState, op: int, position: int) -> None:
         if s.tensor[c.LIVE, t] == 0 and a.outside[t] == 0:
             s.tensor[c.LIVE, t] = 1
             s.counts[c.USED] += a.size[t]
+            while s.tensor[c.FIRST_WAITING, t] >= 0:
+                waiting = s.tensor[c.FIRST_WAITING, t]
+                s.tensor[c.FIRST_WAITING, t] = s.tensor[c.NEXT_WAITING, waiting]
+                _add_to_check(s, waiting)
             if a.size[t] > 0:
                 row, count = (
                     (c.SMALL, c.SMALL_COUNT) if a.size[t] < s.small else (c.LARGE, c.LARGE_COUNT)
@@ -392,7 +396,7 @@ def _free_operands(a: Arrays, s: EvictionState, op: int, position: int, is_goal:
         if s.tensor[c.EVICTABLE, t] == 0:
             if a.is_output[t] == 0 and s.tensor[c.RETAINED, t] == 0:
                 s.tensor[c.RETAINED, t] = 1
-                s.counts[c.RETAINED_COUNT] += 1
+                _add_to_check(s, t)
             continue
         if not is_goal and a.last_use[t] == position:
             continue  # the op of this position will read it
@@ -403,12 +407,34 @@ def _free_operands(a: Arrays, s: EvictionState, op: int, position: int, is_goal:
 
 
 @inlined
+def _add_to_check(s: EvictionState, t: int) -> None:
+    """Insert a retained tensor into the list to check, which ascends."""
+    at = s.counts[c.CHECK_COUNT]
+    while at > 0 and s.tensor[c.TO_CHECK, at - 1] > t:
+        s.tensor[c.TO_CHECK, at] = s.tensor[c.TO_CHECK, at - 1]
+        at -= 1
+    s.tensor[c.TO_CHECK, at] = t
+    s.counts[c.CHECK_COUNT] += 1
+
+
+@inlined
 def _free_retained(a: Arrays, s: EvictionState, position: int) -> None:
-    """Free dead tensors that cannot be recomputed once no evicted tensor needs them."""
-    for t in range(a.size.size):
-        if s.tensor[c.RETAINED, t] == 0 or s.tensor[c.LIVE, t] == 0 or s.tensor[c.PINS, t] > 0:
+    """Free dead tensors that cannot be recomputed once no evicted tensor needs them.
+
+    One that is needed waits until that tensor is live, so a position costs nothing for it.
+    """
+    kept = 0
+    for i in range(s.counts[c.CHECK_COUNT]):
+        t = s.tensor[c.TO_CHECK, i]
+        if s.tensor[c.PINS, t] > 0:
+            s.tensor[c.TO_CHECK, kept] = t
+            kept += 1
             continue
-        if banish(a, s, t, position):
+        needs_it = banish(a, s, t, position)
+        if needs_it >= 0:
+            s.tensor[c.NEXT_WAITING, t] = s.tensor[c.FIRST_WAITING, needs_it]
+            s.tensor[c.FIRST_WAITING, needs_it] = t
+        else:
             s.tensor[c.RETAINED, t] = 0
-            s.counts[c.RETAINED_COUNT] -= 1
             _free(a, s, t)
+    s.counts[c.CHECK_COUNT] = kept

@@ -102,6 +102,7 @@ class Runner:
             foresee=settings.foresee,
             least_distance=params.least_distance,
             closure_ops=params.closure_ops,
+            unneeded_ancestors=params.unneeded_ancestors,
             pool_min_live=params.pool_min_live,
             heap_min_live=params.heap_min_live,
             pool_max_age=params.pool_max_age,
@@ -110,7 +111,7 @@ class Runner:
             expected=np.zeros(settings.weight.size),
             paid=np.zeros(settings.weight.size),
             counts=np.zeros(13, dtype=np.int64),
-            tensor=np.zeros((18, count + 1), dtype=np.int64),
+            tensor=np.zeros((22, count + 1), dtype=np.int64),
             value=np.zeros((3, count)),
             op=np.zeros((2, n + 1), dtype=np.int64),
             stack=self._scratch,
@@ -122,7 +123,7 @@ class Runner:
         state.tensor[c.SLOT] = self.arrays.uses_ptr
         state.tensor[[c.DEMAND, c.NEXT_USE]] = c.NEVER
         state.tensor[c.DIRTY] = 1
-        state.tensor[[c.LIST_INDEX, c.HEAP_INDEX]] = -1
+        state.tensor[[c.LIST_INDEX, c.HEAP_INDEX, c.FIRST_WAITING]] = -1
         state.tensor[c.EVICTABLE, :count] = self.arrays.evictable
         position, cost = 0, 0.0
         while position < n:

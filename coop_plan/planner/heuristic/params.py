@@ -36,6 +36,9 @@ class EvictionParams(Params):
     closure_ops: Count = 64
     """Most ops counted in the estimate of a closure's cost."""
 
+    unneeded_ancestors: Size = 256
+    """Most ancestors, dead and needed by no evicted tensor, through which a change is followed."""
+
     pool_size: Count = 64
     """Most victims that one scan of the live tensors selects."""
 

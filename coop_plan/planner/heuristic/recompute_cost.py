@@ -66,8 +66,11 @@ def propagate_demand(a: Arrays, s: EvictionState, t: int, position: int) -> None
 def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> None:
     """Mark live tensors as dirty whose closure or next use depends on the residency of `t`.
 
-    Those are its ancestors and its descendants, through evicted tensors.
+    Those are its ancestors and its descendants, through evicted tensors. Ancestors are also reached
+    through a limited number of tensors that nothing needs: through all of them the traversal would
+    end at the first op of the program.
     """
+    unneeded = 0
     for down in range(2):
         s.counts[c.STAMP] += 1
         stamp = s.counts[c.STAMP]
@@ -98,6 +101,10 @@ def mark_relatives_dirty(a: Arrays, s: EvictionState, t: int, position: int) -> 
                         mark_dirty(s, source)
                     elif s.tensor[c.VISITED, source] != stamp:
                         s.tensor[c.VISITED, source] = stamp
+                        if s.tensor[c.DEMAND, source] == c.NEVER:
+                            if unneeded == s.unneeded_ancestors:
+                                continue
+                            unneeded += 1
                         depth += 1
                         s.stack[depth] = source
 
@@ -137,10 +144,13 @@ def closure_cost(a: Arrays, s: EvictionState, t: int, due: int) -> float:
 
 
 @inlined
-def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
-    """Banish dead tensor `t`, which cannot be recomputed; False if an evicted tensor needs it.
+def banish(a: Arrays, s: EvictionState, t: int, position: int) -> int:
+    """Banish dead tensor `t`, which cannot be recomputed; returns -1.
 
-    Live tensors that depend on it become unevictable (DTR, appendix C.3).
+    If an evicted tensor needs `t`, nothing is done, and that tensor is returned.
+
+    Live tensors that depend on it become unevictable (DTR, appendix C.3). So none of its dead
+    descendants will be needed either, and later traversals skip them.
     """
     for apply in range(2):  # check first, then apply
         s.counts[c.STAMP] += 1
@@ -151,6 +161,8 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
         while depth >= 0:
             parent = s.stack[depth]
             depth -= 1
+            if apply == 1:
+                s.tensor[c.BANISHED, parent] = 1
             for k in range(a.uses_ptr[parent], a.uses_ptr[parent + 1]):
                 op = a.uses[k]
                 if op > position:
@@ -159,13 +171,15 @@ def banish(a: Arrays, s: EvictionState, t: int, position: int) -> bool:
                     child = a.makes[j]
                     if s.tensor[c.VISITED, child] == stamp or a.is_output[child] == 1:
                         continue
+                    if s.tensor[c.BANISHED, child] == 1:
+                        continue
                     s.tensor[c.VISITED, child] = stamp
                     if s.tensor[c.LIVE, child] == 1:
                         if apply == 1:
                             s.tensor[c.EVICTABLE, child] = 0
                     elif a.last_use[child] > position:
-                        return False
+                        return int(child)
                     else:
                         depth += 1
                         s.stack[depth] = child
-    return True
+    return -1
