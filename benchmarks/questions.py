@@ -5,8 +5,8 @@ Random questions to every method: each ends in a verified plan or in a documente
 
 A question is a small graph with variants (approximate ones, ones that cannot run, ones that omit
 outputs), in-place pairs of any sizes, overwritten tensors, a link and a budget. An answer is
-"plan", "infeasible", "time limit" or "refused" (a program too large for its method); all else is a
-failure, printed with its seed. Plans are verified again, and held against the budget.
+"plan", "infeasible" or "time limit"; all else is a failure, printed with its seed. Plans are
+verified again, and held against the budget.
 """
 
 import random

@@ -10,7 +10,7 @@ from coop_plan.planner import METHODS
 pytest.importorskip("ortools")
 
 QUESTIONS = 60
-SECONDS = 40.0
+SECONDS = 20.0
 """For all questions to one method; the first ten are asked in any case."""
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coop_plan.planner import InfeasibleBudgetError, find_faults, plan
 from coop_plan.planner.core.errors import DoesNotFitError, TimeLimitError
 from coop_plan.planner.core.problem import Problem
-from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.core.schedule import NoScheduleError, Schedule
 from coop_plan.planner.exact.model.variant_timepoint import VariantModel
 from coop_plan.planner.exact.model.variants import VariantChoices, fix_variants, restore_variants
 from coop_plan.planner.exact.monet import solve_monet
@@ -241,6 +241,16 @@ def test_an_assignment_makes_all_that_default_variants_read():
     last = {"inputs": [1, 2], "outputs": [3]}
     made = plan(make_graph(tensors, [first, last]), "min", method="coop-offline", alignment=1)
     assert names(made) == [None, None]
+
+
+def test_runs_that_omit_an_output_of_the_step_are_no_schedule():
+    op = {"inputs": [0], "outputs": [1, 2]}
+    half = {"name": "half", "inputs": [0], "outputs": [1], "cost_us": 0.0}
+    tensors = {0: ("input", 1), 1: ("output", 8), 2: ("output", 8)}
+    problem = Problem.from_graph(make_graph(tensors, [op | {"variants": [half]}]), 1)
+    assert Schedule.of(problem, [1, 0]).cost_us == 1.0
+    with pytest.raises(NoScheduleError, match="no run makes tensor 2, an output of the step"):
+        Schedule.of(problem, [1])
 
 
 def cheapest(problem, arena, *, monet=False):

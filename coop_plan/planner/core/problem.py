@@ -398,6 +398,21 @@ class Problem:
             for op in range(self.op_count)
         ]
 
+    @cached_property
+    def omitted_outputs(self) -> dict[int, list[int]]:
+        """By output of the step that a variant of its op does not make: the variants that do."""
+        omitted = {
+            t
+            for variant in self.variants[self.op_count :]
+            for t in self.op_outputs[variant.op]
+            if self.is_output[t] and t not in variant.outputs
+        }
+        found: dict[int, list[int]] = {t: [] for t in sorted(omitted)}
+        for number, variant in enumerate(self.variants if omitted else ()):
+            for t in omitted.intersection(variant.outputs):
+                found[t].append(number)
+        return found
+
     # Constraints on the order of first runs, other than data dependences.
 
     @cached_property

@@ -236,8 +236,16 @@ class Schedule:
 
 
 def _check_complete(problem: Problem, do: Ints, what: Ints, t: Trace) -> None:
-    """Raise `NoScheduleError` at the first event that uses a tensor which is not resident."""
+    """
+    Raise `NoScheduleError` at the first event that uses a tensor which is not resident.
+
+    It is raised as well if no run makes an output of the step, as a variant may omit it.
+    """
     graph = problem.graph
+    for output, makers in problem.omitted_outputs.items():
+        if not np.isin(what[do == RUN], makers).any():
+            tensor = graph.tensors[output].id
+            raise NoScheduleError(f"no run makes tensor {tensor}, an output of the step")
     missing = np.flatnonzero(t.reads == MISSING)
     if missing.size:
         event = int(np.searchsorted(t.reads_ptr, missing[0], side="right")) - 1
