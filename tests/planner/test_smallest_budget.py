@@ -95,7 +95,7 @@ def test_the_search_takes_ten_plans_at_most(method, monkeypatch):
             raise
 
     monkeypatch.setattr(Task, "solve", counted)
-    graph = stacked(200)
+    graph = stacked(55)
     made = plan(graph, "min", method=method, progress=lambda p: messages.append(p.message))
     assert find_faults(graph, made) == []
     assert len(failed) <= COARSE_PROBES + 1
