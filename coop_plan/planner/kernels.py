@@ -14,13 +14,14 @@ import numpy as np
 from numba.core import config, types
 
 from coop_plan.planner.core.jit import ENTRIES, log_compilation
+from coop_plan.planner.core.params import Params, values_class
 from coop_plan.planner.method import Progress
 
 PLACEMENT = tuple(
     f"placement.{name}" for name in ("canonical", "first_fit", "instance", "restarts", "skyline")
 )
 LAYOUT = ("core.inplace", "core.lifetimes", *PLACEMENT)
-ONLINE = (*LAYOUT, "online.remaining_cost", "online.simulator")
+ONLINE = (*LAYOUT, "online.run", "online.simulator")
 OFFLINE = (*ONLINE, "heuristic.eviction", "search.compute.metropolis")
 TRANSFERS = "search.makespan.metropolis"
 EXACT = "exact.model.separation"
@@ -113,6 +114,7 @@ def _type(hint: Any) -> Any:
 @functools.cache
 def _tuple_type(kind: type) -> Any:
     hints = get_type_hints(kind, include_extras=True)
-    parts = tuple(_type(hints[name]) for name in kind._fields)  # type: ignore[attr-defined]
+    made: Any = values_class(kind) if issubclass(kind, Params) else kind
+    parts = tuple(_type(hints[name]) for name in made._fields)
     named: Any = types.BaseTuple
-    return named.from_types(parts, kind)
+    return named.from_types(parts, made)

@@ -1,5 +1,6 @@
 """Groups of parameters whose field types state unit and valid range, checked at construction."""
 
+import functools
 import math
 from collections import namedtuple
 from dataclasses import dataclass, fields
@@ -63,6 +64,7 @@ class Params:
             _check(f"{type(self).__name__}.{name}", kind, getattr(self, name))
 
 
+@functools.cache
 def values_class(group: type[Params]) -> Any:
     """Named tuple with the fields of a group `...Params`, for compiled code: `...Values`."""
     name, names = group.__name__.replace("Params", "Values"), [f.name for f in fields(group)]
