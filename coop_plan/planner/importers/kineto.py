@@ -265,8 +265,8 @@ class KinetoTimes:
             if max(matched, default=0) > most:
                 most = max(matched)
                 # A step of another kind, such as the first, has fewer.
-                alike = [at for at, nodes in enumerate(matched) if nodes >= 0.9 * most]
-                best = self._merged([steps[at] for at in alike], [found[at] for at in alike])
+                similar = [at for at, nodes in enumerate(matched) if nodes >= 0.9 * most]
+                best = self._merged([steps[at] for at in similar], [found[at] for at in similar])
         return best
 
     def _steps(self) -> list[list[tuple[int, int]]]:
