@@ -240,7 +240,7 @@ def test_an_op_is_in_the_scope_of_the_frames_around_it(step):
     ]
     graph = import_trace(step.document).graph
     modules = explain(graph, plan(graph, "min", method="keep-all")).modules
-    assert {name for name, _ in modules} <= set(scopes)
+    assert {entry.module for entry in modules} <= set(scopes)
 
 
 def test_the_last_step_of_several_is_taken(step):

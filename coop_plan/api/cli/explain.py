@@ -94,8 +94,8 @@ def _print(found: "Explanation") -> None:
     _echo(
         f"{found.method}: peak {format_bytes(found.peak_bytes)}, overhead {found.overhead:.2%}",
         f"  first at step {found.peak_moment}, {at(found.peak_op, found.peak_source)}",
-        *(f"  {format_bytes(size):>11}  {name}" for name, size in parts.items() if size),
         f"  budget at least {format_bytes(least)}  ({least} bytes), proved",
+        *(f"  {format_bytes(size):>11}  {name}" for name, size in parts.items() if size),
     )
     if found.holders:
         full = f"{format_bytes(found.live_bytes)} of {format_bytes(found.arena_bytes)}"
