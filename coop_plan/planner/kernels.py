@@ -112,7 +112,7 @@ def _type(hint: Any) -> Any:
 
 
 @functools.cache
-def _tuple_type(kind: type) -> Any:
+def _tuple_type(kind: Any) -> Any:
     hints = get_type_hints(kind, include_extras=True)
     made: Any = values_class(kind) if issubclass(kind, Params) else kind
     parts = tuple(_type(hints[name]) for name in made._fields)

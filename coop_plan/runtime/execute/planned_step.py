@@ -81,7 +81,7 @@ class PlannedStep:
         self._held_gradients = HeldGradients(captured, now, options, budget, name, history)
         self._finished: tuple[weakref.ref[Memory], CompiledPlan] | None = None
         self._warned = False
-        self._told = 0  # excess of an iteration
+        self._known_excess = 0  # excess of an iteration
         self._noted = False
         self._hooks_noted = False
         self._replan_failed = False
@@ -392,8 +392,8 @@ class PlannedStep:
         if found is None or self._clock is not None:  # the counters have no peak on CUDA
             return None
         peak, budget = found
-        if peak > budget + TOLERANCE + self._told:
-            self._told = peak - budget
+        if peak > budget + TOLERANCE + self._known_excess:
+            self._known_excess = peak - budget
             text = (
                 f"{self.lines.begin}: with the {half} of '{self.report.name}', the graphs of one"
                 f" iteration used {format_bytes(peak)} of their budget of {format_bytes(budget)}"

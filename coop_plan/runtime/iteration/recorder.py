@@ -435,10 +435,10 @@ class IterationRecorder:
         for at in range(len(past) - 1, -1, -1):
             if past[at].steps[0]() is not step:
                 continue
-            alike = 0
-            while alike < at and past[at - 1 - alike] is past[-1 - alike]:
-                alike += 1
-            rank = alike, len(past[at].steps) > 1
+            common = 0
+            while common < at and past[at - 1 - common] is past[-1 - common]:
+                common += 1
+            rank = common, len(past[at].steps) > 1
             if rank > best:
                 found, best = past[at], rank
         return found
