@@ -35,7 +35,10 @@ def fixed_and_refined(process, program, arena, point, room):
         live = schedule.live_bytes()
         if live.max() > room:
             return LayoutConflict(int(live.argmax()), 1)
-        return lay_out(schedule).placed
+        placed = lay_out(schedule, room).placed
+        if placed.arena_bytes > room:
+            return LayoutConflict(int(live.argmax()), placed.arena_bytes - room)
+        return placed
 
     search = FixAndRefine(program, process, arena, time.monotonic() + 2, place)
     placed = search.run(Residency.of(model, answer.values), math.inf)

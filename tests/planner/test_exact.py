@@ -139,7 +139,7 @@ def test_fix_and_refine_returns_a_plan(process, graph, point, spare, outputs, sh
     room = arena - spare * alignment
     placed = fixed_and_refined(process, program, arena, point, room)
     assert best is not None
-    assert placed.schedule.live_bytes().max() <= room
+    assert placed.arena_bytes <= room
     assert placed.cost_us >= best * (1 - 1e-9)
     made = plan_of(program.versions.placed_to_original(placed).schedule)
     assert find_faults(graph, made) == []
