@@ -75,8 +75,8 @@ MUTATIONS = (
     Mutation(  # a buffer reaches one unit into the one above
         "placement-overlap",
         "planner/placement",
-        "best = max(best, offsets[j] + height[j])",
-        "best = max(best, offsets[j] + height[j] - 1)",
+        "at = offsets[j] + height[j]",
+        "at = offsets[j] + height[j] - 1",
         ("tests/planner/test_placement.py::test_every_constraint_is_kept",),
     ),
     Mutation(  # an output takes over an input that another op of the closure still reads
