@@ -247,8 +247,8 @@ class _Interval:
         """The smallest arena met, with the solution of a whole run of the method in it."""
         task, known = self.task, Smallest(self.met, self.found)
         timed = task.request.deadline is not None
-        # On larger graphs, or with a deadline, a schedule is a plan even if the method does not find
-        # it again when asked for its size.
+        # On larger graphs, or with a deadline, a schedule is a plan even if the method does not
+        # find it again when asked for its size.
         if timed or not self.small:
             known = Smallest(self.found.placed.arena_bytes, self.found)
         elif self.found.placed.arena_bytes < self.met:  # the method does not find it again
