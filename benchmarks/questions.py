@@ -143,7 +143,7 @@ def answer(seed: int, method: str, time_limit: float | None, max_ops: int = 9) -
     try:
         made = plan(graph, options)
     except InfeasibleBudgetError as error:
-        assert error.min_feasible_bytes > error.budget_bytes
+        assert error.met_bytes is not None and error.met_bytes > error.budget_bytes
         return "infeasible"
     except TimeLimitError:
         assert time_limit is not None
