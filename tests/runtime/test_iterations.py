@@ -200,6 +200,7 @@ def keeps_compiled():
     _compiled.clear()
 
 
+@pytest.mark.skipif("ITERATIONS" not in os.environ, reason="set ITERATIONS to a number of loops")
 @settings(
     max_examples=int(os.environ.get("ITERATIONS", "20")),
     deadline=None,

@@ -110,5 +110,7 @@ class PlanIndex:
         made = {write.tensor: self._make(write, at) for write in step.writes}
         for output, source in form.inplace:
             new, old = made.get(output), reads.get(source)
-            if new and old and new.place is not None and new.place == old.offset:
+            if not (new and old and new.bytes and old.bytes):
+                continue  # a buffer of 0 bytes may share its offset with any other
+            if new.place is not None and new.place == old.offset:
                 new.shares, old.ends_at = old.id, at
