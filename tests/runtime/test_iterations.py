@@ -196,11 +196,12 @@ def widths_of(halves):
 
 @pytest.fixture
 def keeps_compiled():
-    yield
+    """All nets are `nn.Sequential`, and Dynamo limits the compilations of their common code."""
+    with torch._dynamo.config.patch(recompile_limit=100):
+        yield
     _compiled.clear()
 
 
-@pytest.mark.skipif("ITERATIONS" not in os.environ, reason="set ITERATIONS to a number of loops")
 @settings(
     max_examples=int(os.environ.get("ITERATIONS", "20")),
     deadline=None,
