@@ -91,7 +91,7 @@ class _Iteration:
     """Calls and events so far. `order` is the `expected` one while it runs its joint plan.
 
     `run` is its window: the bytes that its thread allocated since it began. `budget_bytes` is the
-    largest budget of its calls.
+    largest budget of its calls. `returned` are the calls whose backward ended without an error.
     """
 
     def __init__(self) -> None:
@@ -104,6 +104,7 @@ class _Iteration:
         self.calls: list[RecordedCall] = []
         self.events: list[Event] = []
         self.numbers: weakref.WeakKeyDictionary[Invocation, int] = weakref.WeakKeyDictionary()
+        self.returned: set[int] = set()
         self.finished: list[Counters] = []
         self.made: set[int | None] = {None}
         self.inputs: dict[int | None, int] = {}
@@ -152,6 +153,7 @@ class _Iteration:
             if call.inputs:
                 self.count_inputs(len(self.calls) - 1)
         self.events += [(number + calls, backward) for number, backward in other.events]
+        self.returned.update(number + calls for number in other.returned)
         for at, entries in other.observed.items():
             at = at if at == EVERY_EVENT else at + events
             moved = [(number + calls, which, expired) for number, which, expired in entries]
@@ -165,9 +167,8 @@ class _Iteration:
 
     @property
     def is_complete(self) -> bool:
-        """True if each call had one backward."""
-        backwards = {number for number, backward in self.events if backward}
-        return len(self.events) == 2 * len(self.calls) == 2 * len(backwards)
+        """True if each call had one backward, which returned gradients."""
+        return len(self.events) == 2 * len(self.calls) == 2 * len(self.returned)
 
     @property
     def may_continue(self) -> bool:
@@ -303,6 +304,9 @@ class IterationRecorder:
 
     def returned(self, invocation: Invocation, made: Sequence[Any]) -> None:
         """Record the gradients of a call."""
+        number = self._now.numbers.get(invocation)
+        if number is not None:
+            self._now.returned.add(number)
         number = self._recorded(invocation)
         if number is not None:
             call = self._now.calls[number]
