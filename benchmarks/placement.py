@@ -17,10 +17,11 @@ import numpy as np
 
 from benchmarks.report import parser, table, write_csv
 from coop_plan.api.cli.buffers_csv import read_buffers
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.placement import place
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.first_fit import first_fit
-from coop_plan.planner.placement.instance import Instance, Ints, build
+from coop_plan.planner.placement.instance import Instance, build
 from coop_plan.planner.placement.keys import order_by, sort_keys
 from coop_plan.planner.placement.params import DEFAULTS
 from coop_plan.planner.placement.skyline import skyline

@@ -76,7 +76,7 @@ def _interpreted() -> bool:
     return bool(settings.DISABLE_JIT)
 
 
-def kept() -> bool:
+def can_keep() -> bool:
     """True if compiled kernels are kept on disk; False if no folder for them can be written."""
     return all(hasattr(kernel._cache, "has") for kernel, _ in _entries(LAYOUT[0]))
 

@@ -1,7 +1,8 @@
 """Input documents of the commands: files, or - for stdin; gzip is unpacked."""
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from coop_plan.api.cli.exit_codes import EXIT_INVALID, fail
 from coop_plan.schemas.errors import InvalidInputError
@@ -9,35 +10,33 @@ from coop_plan.schemas.errors import InvalidInputError
 if TYPE_CHECKING:
     from coop_plan.schemas import Graph, Plan
 
+D = TypeVar("D")
+
 
 def read_graph(source: str) -> "Graph":
     """The graph in a file."""
     from coop_plan.schemas import parse_graph
 
-    data, name = read_input(source)
-    try:
-        return parse_graph(data, name)
-    except InvalidInputError:
-        _check_kind(data, name, "graph")
-        raise
+    return _parsed(source, parse_graph, "graph")
 
 
 def read_plan(source: str) -> "Plan":
     """The plan in a file."""
     from coop_plan.schemas import parse_plan
 
+    return _parsed(source, parse_plan, "plan")
+
+
+def _parsed(source: str, parse: Callable[[bytes, str], D], kind: str) -> D:
+    """The document in a file; one of another kind is named for what it is."""
     data, name = read_input(source)
     try:
-        return parse_plan(data, name)
+        return parse(data, name)
     except InvalidInputError:
-        _check_kind(data, name, "plan")
+        from coop_plan.api.cli.file_kinds import check_kind
+
+        check_kind(data, name, kind)
         raise
-
-
-def _check_kind(data: bytes, name: str, wanted: str) -> None:
-    from coop_plan.api.cli.file_kinds import check_kind
-
-    check_kind(data, name, wanted)
 
 
 def read_valid_plan(graph: "Graph", source: str) -> "Plan":

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from coop_plan.planner.placement.instance import Instance, Ints
+from coop_plan.planner.core.arrays import Ints
+from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import live_profile
 
 

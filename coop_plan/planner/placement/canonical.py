@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Floats, Ints
 from coop_plan.planner.core.jit import inlined, linked, njit
-from coop_plan.planner.placement.instance import Floats, Ints
 from coop_plan.planner.placement.task import Task, aligned, high_end, low_end
 
 FOUND, IMPOSSIBLE, UNKNOWN = 1, 0, -1

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
-from coop_plan.planner.placement.instance import Instance, Ints
+from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.restarts import Component, Effort, common_divisor, fit
 
 

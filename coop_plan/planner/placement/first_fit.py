@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import njit
-from coop_plan.planner.placement.instance import Instance, Ints
+from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.windows import first_fit_pieces
 
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Floats, Ints
 from coop_plan.planner.placement.first_fit import first_fit
-from coop_plan.planner.placement.instance import Floats, Instance, Ints
+from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import order_by, simple_orders, sort_keys, spread
 from coop_plan.planner.placement.params import GreedyParams
 from coop_plan.planner.placement.skyline import drop, skyline

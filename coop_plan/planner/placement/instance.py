@@ -2,17 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.windows import Pieces, pieces
 
-Ints = npt.NDArray[np.int64]
-IntTable = Annotated[Ints, 2]
-Floats = npt.NDArray[np.float64]
 Pairs = Iterable[tuple[int, int]]
 
 NO_OFFSET = -1

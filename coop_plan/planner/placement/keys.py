@@ -4,7 +4,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from coop_plan.planner.placement.instance import Floats, Instance, Ints
+from coop_plan.planner.core.arrays import Floats, Ints
+from coop_plan.planner.placement.instance import Instance
 
 Keys = dict[str, Ints]
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Floats, Ints, IntTable
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE, UNKNOWN, depth_first
-from coop_plan.planner.placement.instance import Floats, Instance, Ints, IntTable
+from coop_plan.planner.placement.instance import Instance
 from coop_plan.planner.placement.keys import live_profile, order_by, sort_keys, spread
 from coop_plan.planner.placement.params import RestartParams
 from coop_plan.planner.placement.task import RECTANGLES, Task, Windows

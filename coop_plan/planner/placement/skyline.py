@@ -12,8 +12,9 @@ import heapq
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import njit
-from coop_plan.planner.placement.instance import Instance, Ints
+from coop_plan.planner.placement.instance import Instance
 
 BLOCK = 64
 """Buffers, or sections, per block of the aggregates below."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.kernels import PLACEMENT, compile_modules
 from coop_plan.planner.placement.bound import lower_bound
 from coop_plan.planner.placement.canonical import FOUND, IMPOSSIBLE
 from coop_plan.planner.placement.descend import descend
 from coop_plan.planner.placement.greedy import placements, simple_count
-from coop_plan.planner.placement.instance import Instance, Ints, Pairs, build
+from coop_plan.planner.placement.instance import Instance, Pairs, build
 from coop_plan.planner.placement.params import DEFAULTS, PlacementParams, RestartParams
 from coop_plan.planner.placement.restarts import Effort, components, fit
 

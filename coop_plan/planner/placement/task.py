@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import inlined
-from coop_plan.planner.placement.instance import Ints
 
 
 class Windows(NamedTuple):

@@ -8,11 +8,9 @@ First fit and the exact search work with these intervals, in bytes and in units.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from coop_plan.planner.core.arrays import Ints
 from coop_plan.planner.core.jit import njit
-
-Ints = npt.NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
