@@ -12,7 +12,7 @@ SHELL := bash
 # Material's note to whoever chooses a generator; 9.x is maintained until 2027.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo cluster test test-fast test-oldest lint format docs coverage bench papers gpu-bundle clean
+.PHONY: help demo cluster test test-fast test-oldest lint format pictures docs coverage bench papers gpu-bundle clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -53,6 +53,9 @@ lint: $(READY) ## Check style, types, generated files and the documentation
 format: $(READY) ## Fix style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+pictures: $(READY) ## Draw the documents' pictures in headless Chromium
+	$(BIN)/python -m docs.pictures
 
 docs: $(READY) ## Build the documentation's site into build/docs; warnings are errors
 	$(BIN)/python -m docs.help_text

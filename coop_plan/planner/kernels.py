@@ -27,12 +27,14 @@ TRANSFERS = "search.makespan.metropolis"
 EXACT = "exact.model.separation"
 
 MODULES = {
-    "keep-all": LAYOUT,
     **dict.fromkeys(("coop", "dtr", "dte", "delta", "swap-only"), ONLINE),
     **dict.fromkeys(("coop-offline", "checkmate", "monet"), OFFLINE),
     **dict.fromkeys(("optimal", "auto"), (*OFFLINE, EXACT)),
 }
-"""By method, the modules in `planner` with the kernels that it calls, without a link."""
+"""By method, the modules in `planner` with the kernels that it calls, without a link.
+
+Other methods call those of layouts alone.
+"""
 
 ALL = (*OFFLINE, TRANSFERS, EXACT)
 
@@ -44,7 +46,7 @@ Report = Callable[[Progress], None]
 
 def compile_method(method: str, *, linked: bool, progress: Report | None = None) -> None:
     """Compile the kernels of a method that the cache lacks; `linked` if it may copy to the host."""
-    modules = MODULES[method]
+    modules = MODULES.get(method, LAYOUT)
     if linked and method in ("coop-offline", "optimal", "auto"):
         modules = (*modules, TRANSFERS)
     compile_modules(modules, progress)

@@ -147,7 +147,7 @@ def test_a_method_calls_no_kernels_but_those_that_are_compiled_for_it(
         capture_output=True, text=True, check=method != "keep-all",
     )  # fmt: skip
     called = {name.removeprefix("coop_plan.planner.") for name in done.stdout.split()}
-    assert called <= {*MODULES[method], *([TRANSFERS] if link else [])}
+    assert called <= {*MODULES.get(method, LAYOUT), *([TRANSFERS] if link else [])}
 
 
 def test_compilation_is_outside_of_the_clock_and_of_the_time_limit(chain, monkeypatch):
