@@ -111,7 +111,7 @@ def check_trusted(path: Path, *, root_only: bool = False) -> None:
     _check_owner(real, root_only=root_only)
     if not real.is_dir():
         _check_owner(real.parent, root_only=root_only)
-    given = Path(os.path.abspath(path))  # with its links, which `resolve` follows
+    given = path.absolute()  # with its links, which `resolve` follows
     for each in {*given.parents, *real.parents, given}:
         found = each.lstat()
         if found.st_uid not in _owners_above():

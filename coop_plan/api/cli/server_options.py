@@ -78,8 +78,8 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
     Machines that share a store need the same `store_key` file.
     """
     from coop_plan.api.service.open_graph_store import open_graph_store
-    from coop_plan.planner.plan_cache.open_store import in_redis, open_store
     from coop_plan.planner.cache_files import cache_dir, private_file
+    from coop_plan.planner.plan_cache.open_store import in_redis, open_store
     from coop_plan.planner.plan_cache.store import StoreError
 
     address = store or str(cache_dir() / "plans.sqlite3")

@@ -106,11 +106,15 @@ def create_tables(connection: sqlite3.Connection, statements: Sequence[str]) -> 
 
 
 TABLES = (
-    "create table answer (key text not null, slot integer not null, record blob not null,"
-    " bytes integer not null, used integer not null, primary key (key, slot))",
+    (
+        "create table answer (key text not null, slot integer not null, record blob not null,"
+        " bytes integer not null, used integer not null, primary key (key, slot))"
+    ),
     "create index by_use on answer (used, bytes)",
-    "create table family (name text not null, measure not null, key text not null,"
-    " primary key (name, key)) without rowid",
+    (
+        "create table family (name text not null, measure not null, key text not null,"
+        " primary key (name, key)) without rowid"
+    ),
 )
 
 

@@ -19,7 +19,6 @@ from types import ModuleType
 import torch
 
 from coop_plan.planner.cache_files import (
-    UntrustedFileError,
     cache_dir,
     check_trusted,
     continue_without,
@@ -106,7 +105,9 @@ def compiled(
     try:
         private_folder(cache_dir())
         if not _compiler_version():  # as in an image: a library of any compiler
-            folder = next((found.parent for found in cache_dir().glob(f"{key}-*/{name}.so")), folder)
+            folder = next(
+                (found.parent for found in cache_dir().glob(f"{key}-*/{name}.so")), folder
+            )
         library = private_folder(folder) / f"{name}.so"
         waiting = f"waiting for another process that compiles {name}"
         with file_lock(library.with_suffix(".lock"), COMPILE_SECONDS, waiting):
@@ -163,7 +164,9 @@ def _compiled_for_process(
             failures.append(error)
         else:
             return library
-    reasons = "; ".join(dict.fromkeys(f"{each.filename or ''} {reason_of(each)}" for each in failures))
+    reasons = "; ".join(
+        dict.fromkeys(f"{each.filename or ''} {reason_of(each)}" for each in failures)
+    )
     raise BuildError(f"{source.name} cannot be compiled, as no folder can be written: {reasons}")
 
 
