@@ -164,14 +164,14 @@ def _compiled_for_process(
             failures.append(error)
         else:
             return library
-    reasons = "; ".join(
-        dict.fromkeys(f"{each.filename or ''} {reason_of(each)}" for each in failures)
+    reasons = [f"{each.filename or ''} {reason_of(each)}".strip() for each in failures]
+    raise BuildError(
+        f"{source.name} cannot be compiled, as no folder can be written: {'; '.join(reasons)}"
     )
-    raise BuildError(f"{source.name} cannot be compiled, as no folder can be written: {reasons}")
 
 
 def _temporary_folders() -> list[str]:
-    return [*dict.fromkeys([tempfile.gettempdir(), "/dev/shm"])]
+    return [*dict.fromkeys([tempfile.gettempdir(), "/dev/shm"])]  # noqa: S108
 
 
 @functools.cache
