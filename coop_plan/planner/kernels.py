@@ -4,15 +4,18 @@ A kernel is compiled for the types of its arguments, which its annotations give.
 are not in the cache are compiled; the others are loaded at their first call.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numba
 import numpy as np
 from numba.core import config, types
 
+from coop_plan.planner.cache_files import file_lock
 from coop_plan.planner.core.jit import ENTRIES, log_compilation
 from coop_plan.planner.core.params import Params, values_class
 from coop_plan.planner.method import Progress
@@ -38,6 +41,9 @@ Other methods call those of layouts alone.
 
 ALL = (*OFFLINE, TRANSFERS, EXACT)
 
+COMPILE_SECONDS = 600.0
+"""Time that a process waits for another one's compilation."""
+
 NUMBERS: dict[Any, Any] = {int: types.int64, float: types.float64, bool: types.boolean}
 
 Report = Callable[[Progress], None]
@@ -56,21 +62,39 @@ def compile_modules(modules: tuple[str, ...] = ALL, progress: Report | None = No
     """Compile the kernels of modules in `planner` that the cache lacks; returns their number."""
     if modules in _compiled or _interpreted():
         return 0
-    lacking = [
+    count = 0
+    if _lacking(modules):
+        with _lock():
+            lacking = _lacking(modules)  # another process may have compiled them meanwhile
+            count = len(lacking)
+            for number, (kernel, signature) in enumerate(lacking):
+                log_compilation()
+                if progress is not None:
+                    message = f"compiling kernel {number + 1} of {count} ({kernel.__name__})"
+                    progress(Progress(message, number / count))
+                kernel.compile(signature)
+    _compiled.add(modules)
+    return count
+
+
+def _lacking(modules: tuple[str, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The kernels of modules that are neither loaded nor in the cache."""
+    return [
         (kernel, signature)
         for module in modules
         for kernel, signature in _entries(module)
         if signature not in kernel.overloads
         and not (hasattr(kernel._cache, "has") and kernel._cache.has(signature, kernel.targetctx))
     ]
-    for number, (kernel, signature) in enumerate(lacking):
-        log_compilation()
-        if progress is not None:
-            message = f"compiling kernel {number + 1} of {len(lacking)} ({kernel.__name__})"
-            progress(Progress(message, number / len(lacking)))
-        kernel.compile(signature)
-    _compiled.add(modules)
-    return len(lacking)
+
+
+def _lock() -> contextlib.AbstractContextManager[None]:
+    """The lock of the process that compiles kernels on this machine; without a cache, none."""
+    folder = _entries(LAYOUT[0])[0][0]._cache.cache_path
+    if folder is None:
+        return contextlib.nullcontext()
+    waiting = "waiting for another process that compiles the planner's kernels"
+    return file_lock(Path(folder) / "coop-plan.lock", COMPILE_SECONDS, waiting)
 
 
 def _interpreted() -> bool:
