@@ -118,7 +118,7 @@ def test_the_range_is_pyprojects(caplog, monkeypatch):
     assert project["optional-dependencies"]["torch"] == [f"torch>={oldest},<{beyond}"]
     torch_internals.warn_of_version()
     assert caplog.text == ""
-    for version in ("2.10.1", "2.14.0a0+git1", "3.0.0"):
+    for version in ("2.10.1", "2.16.0a0+git1", "3.0.0"):
         caplog.clear()
         monkeypatch.setattr(torch, "__version__", version)
         torch_internals.warn_of_version()

@@ -16,7 +16,7 @@ import torch
 log = logging.getLogger("coop-plan")
 
 
-SUPPORTED = ((2, 11), (2, 14))
+SUPPORTED = ((2, 11), (2, 16))
 """Tested versions of PyTorch: from the first one, up to but not including the second."""
 
 
