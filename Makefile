@@ -121,11 +121,11 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 # PyPI has these versions for CUDA alone (6 GB each); they run without a device, with an older setuptools.
-.venv-%/.ready: constraints-%.txt constraints.txt pyproject.toml
+.venv-%/.ready: requirements-%.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	@mkdir -p build
 	sed '/^torch==/d; /^setuptools==/d' constraints.txt > build/$*.txt
-	.venv-$*/bin/python -m pip install --quiet --constraint build/$*.txt --constraint constraints-$*.txt \
+	.venv-$*/bin/python -m pip install --quiet --constraint build/$*.txt --requirement requirements-$*.txt \
 	  --editable '.[client,server,torch,demo]' \
 	  accelerate lightning peft hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
