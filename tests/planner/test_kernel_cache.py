@@ -17,7 +17,7 @@ import coop_plan.planner
 import coop_plan.planner.core.jit as kernels
 from coop_plan.planner import Progress, plan
 from coop_plan.planner.exact.model.separation import RelaxedSolution
-from coop_plan.planner.kernels import ALL, MODULES, TRANSFERS, _entries, _type
+from coop_plan.planner.kernels import ALL, LAYOUT, MODULES, TRANSFERS, _entries, _type
 from coop_plan.planner.placement import place
 from tests.support import make_graph
 

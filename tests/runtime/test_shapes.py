@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -254,9 +255,14 @@ def test_a_wrong_option_is_named():
         compiled(Net(), None, shapes="none")(torch.randn(8, 32))
 
 
-def test_ddp_is_not_split_into_graphs():
-    torch._dynamo.lookup_backend("coop")
-    assert torch._dynamo.config.optimize_ddp is False
+def test_settings_of_dynamo_hold_in_calls_alone_and_in_every_thread():
+    config = torch._dynamo.config
+    before = config.optimize_ddp, config.allow_rnn
+    step = torch.compile(Recurrent(nn.GRU), backend="coop", options={"budget": "90%"})
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lambda: step(torch.randn(4, 8, 16)).backward()).result()
+    assert len(runtime.reports()) == 1
+    assert (config.optimize_ddp, config.allow_rnn) == before != (False, True)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import inspect
 import re
 import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_the_range_is_pyprojects(caplog, monkeypatch):
     assert project["optional-dependencies"]["torch"] == [f"torch>={oldest},<{beyond}"]
     torch_internals.warn_of_version()
     assert caplog.text == ""
-    for version in ("2.10.1", "2.14.0a0+git1", "3.0.0"):
+    for version in ("2.10.1", "2.16.0a0+git1", "3.0.0"):
         caplog.clear()
         monkeypatch.setattr(torch, "__version__", version)
         torch_internals.warn_of_version()
@@ -143,11 +144,17 @@ def compiled_graphs(function, *calls, **options):
 
 
 def test_dynamos_settings_can_be_set():
-    with assumed("torch._dynamo.config has optimize_ddp and allow_rnn"):
-        dynamo.prepare_dynamo()
-        assert torch._dynamo.config.optimize_ddp is False
-        assert torch._dynamo.config.allow_rnn is True
-    with assumed("torch.compile passes no backend_ctx_ctor on: now prepare_dynamo can be scoped"):
+    config = torch._dynamo.config
+    with assumed("torch._dynamo.config has optimize_ddp and allow_rnn, of a thread"):
+        before = config.optimize_ddp, config.allow_rnn
+        assert before != (False, True)
+        restore = dynamo.compile_whole_models()
+        assert (config.optimize_ddp, config.allow_rnn) == (False, True)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(lambda: (config.optimize_ddp, config.allow_rnn)).result() == before
+        restore()
+        assert (config.optimize_ddp, config.allow_rnn) == before
+    with assumed("torch.compile passes no backend_ctx_ctor on: now nothing need be patched"):
 
         def backend(gm, inputs):
             return gm.forward
