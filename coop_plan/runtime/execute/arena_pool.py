@@ -73,8 +73,8 @@ class ArenaPool:
         The lock may be held by this thread, which the garbage collector interrupts.
         """
         self._owners.pop(owner, None)
-        lasting = self._calls.pop(owner, 0) > 1  # others are made for each call
-        if lasting and not self._owners and _lock.acquire(blocking=False):
+        repeated = self._calls.pop(owner, 0) > 1  # others are made for each call
+        if repeated and not self._owners and _lock.acquire(blocking=False):
             try:
                 if not (self._entering or any(f.owner is self for f in live_invocations())):
                     self.release_idle()
