@@ -180,14 +180,14 @@ def _take(file: int, seconds: float, waiting: str) -> None:
             except BlockingIOError:
                 if time.monotonic() > end:
                     return
-                _tell(waiting)
+                _log_once(waiting)
                 time.sleep(0.05)
             else:
                 return
 
 
 @functools.cache
-def _tell(message: str) -> None:
+def _log_once(message: str) -> None:
     log.warning(message)
 
 
@@ -195,7 +195,7 @@ def continue_without(cache: Path, error: Exception) -> None:
     """Log once that a cache is not used, and why."""
     if isinstance(error, CacheFolderError):
         cache = error.folder
-    _tell(f"continuing without the cache {cache}: {reason_of(error)}")
+    _log_once(f"continuing without the cache {cache}: {reason_of(error)}")
 
 
 def reason_of(error: Exception) -> str:

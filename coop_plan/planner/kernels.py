@@ -62,39 +62,39 @@ def compile_modules(modules: tuple[str, ...] = ALL, progress: Report | None = No
     """Compile the kernels of modules in `planner` that the cache lacks; returns their number."""
     if modules in _compiled or _interpreted():
         return 0
+    lacking = [
+        (kernel, signature)
+        for module in modules
+        for kernel, signature in _entries(module)
+        if _is_lacking(kernel, signature)
+    ]
     count = 0
-    if _lacking(modules):
-        with _lock():
-            lacking = _lacking(modules)  # another process may have compiled them meanwhile
-            count = len(lacking)
-            for number, (kernel, signature) in enumerate(lacking):
+    for number, (kernel, signature) in enumerate(lacking):
+        with _lock(kernel):
+            if _is_lacking(kernel, signature):  # no other process compiled it meanwhile
                 log_compilation()
                 if progress is not None:
-                    message = f"compiling kernel {number + 1} of {count} ({kernel.__name__})"
-                    progress(Progress(message, number / count))
+                    message = f"compiling kernel {number + 1} of {len(lacking)} ({kernel.__name__})"
+                    progress(Progress(message, number / len(lacking)))
                 kernel.compile(signature)
+                count += 1
     _compiled.add(modules)
     return count
 
 
-def _lacking(modules: tuple[str, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """The kernels of modules that are neither loaded nor in the cache."""
-    return [
-        (kernel, signature)
-        for module in modules
-        for kernel, signature in _entries(module)
-        if signature not in kernel.overloads
-        and not (hasattr(kernel._cache, "has") and kernel._cache.has(signature, kernel.targetctx))
-    ]
+def _is_lacking(kernel: Any, signature: tuple[Any, ...]) -> bool:
+    """True if a kernel is neither loaded nor in the cache."""
+    kept = hasattr(kernel._cache, "has") and kernel._cache.has(signature, kernel.targetctx)
+    return signature not in kernel.overloads and not kept
 
 
-def _lock() -> contextlib.AbstractContextManager[None]:
-    """The lock of the process that compiles kernels on this machine; without a cache, none."""
-    folder = _entries(LAYOUT[0])[0][0]._cache.cache_path
+def _lock(kernel: Any) -> contextlib.AbstractContextManager[None]:
+    """The lock of the process that compiles a kernel on this machine; without a cache, none."""
+    folder = kernel._cache.cache_path
     if folder is None:
         return contextlib.nullcontext()
     waiting = "waiting for another process that compiles the planner's kernels"
-    return file_lock(Path(folder) / "coop-plan.lock", COMPILE_SECONDS, waiting)
+    return file_lock(Path(folder) / f"{kernel.__name__}.lock", COMPILE_SECONDS, waiting)
 
 
 def _interpreted() -> bool:

@@ -279,3 +279,46 @@ def test_a_locked_cache_costs_two_seconds_and_a_line_each(home, caplog):
                 pass
         assert time.monotonic() - began < 3
     assert len(lines(caplog)) == 2
+
+
+AT_ONCE = """
+import resource, sys, time
+from pathlib import Path
+from coop_plan.runtime.device import build
+
+build._compiler_version()
+print("ready", flush=True)
+sys.stdin.readline()
+began = time.process_time()
+build.compiled(Path(sys.argv[1]), "small", link=())
+waited = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+print(time.process_time() - began + waited)
+"""
+
+COMPILER = """#!/bin/sh
+if [ "$1" != --version ]; then echo compiled >> {log}; sleep 4; fi
+exec g++ "$@"
+"""
+
+
+def test_processes_that_start_at_once_compile_once(home, source, tmp_path):
+    """The others wait without processor time."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(log=tmp_path / "log"))
+    compiler.chmod(0o755)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", AT_ONCE, source],
+            cwd=ROOT, env=os.environ | {"CXX": str(compiler)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    seconds = sorted(float(process.communicate()[0]) for process in processes)
+    assert (tmp_path / "log").read_text().split() == ["compiled"]
+    assert seconds[1] < 2

@@ -139,6 +139,7 @@ class PlannedStep:
                 invocation.transfers.begin(invocation.memory)
             invocation.mark_overlap()
             handle = invocation.make_handle()
+            pool.entered(next((inputs[i] for i in self._parameters), None))
             with self._running(invocation, fresh=fresh):
                 inputs += [inputs[i].clone() for i in self._copied]
                 invocation.keep_inputs(inputs, self._parameters)
