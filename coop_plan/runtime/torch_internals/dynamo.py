@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, cast
@@ -25,17 +26,23 @@ log = logging.getLogger("coop-plan")
 
 
 _config: Any = torch._dynamo.config
+_change_settings = _config._make_closure_patcher(optimize_ddp=False, allow_rnn=True)
 
-compile_whole_models: Callable[[], Callable[[], None]] = _config._make_closure_patcher(
-    optimize_ddp=False, allow_rnn=True
-)
-"""Let Dynamo compile whole models, in this thread; returns a function that restores its settings.
+SETTINGS_OF_THREADS = isinstance(_config._config["allow_rnn"].user_override, ContextVar)
+"""True if Dynamo's settings belong to a thread (utils/_config_module.py:351); not in 2.11."""
 
-DDPOptimizer would split a model into graphs that no budget can bound together, and without
-`allow_rnn` a recurrent layer is a graph break. Dynamo reads both before it calls the backend
-(_dynamo/convert_frame.py:2600, _dynamo/variables/builder.py:2463), so they are set around each call
-of a compiled function. Assumed: settings belong to a thread (utils/_config_module.py:351).
-"""
+
+def compile_whole_models() -> Callable[[], None]:
+    """Let Dynamo compile whole models, in this thread; returns a function that ends it.
+
+    DDPOptimizer would split a model into graphs that no budget can bound together, and without
+    `allow_rnn` a recurrent layer is a graph break. Dynamo reads both before it calls the backend
+    (_dynamo/convert_frame.py:2600, _dynamo/variables/builder.py:2463), so they are set around each
+    call of a compiled function. Settings that all threads share are kept: another thread may be
+    compiling at the end of the call.
+    """
+    restore: Callable[[], None] = _change_settings()
+    return restore if SETTINGS_OF_THREADS else lambda: None
 
 
 def allow_symbolic_module_ints() -> None:
