@@ -51,7 +51,7 @@ def storage_expiry(tensor: torch.Tensor) -> Callable[[], bool]:
 def c_function(target: Any) -> Any:
     """The C function that an op's `__call__` calls, which has no Python frame; others unchanged.
 
-    Assumed: `OpOverload.__call__` is a Python method that calls `_op` and does nothing else.
+    Assumed: `OpOverload.__call__` is a Python method that may call `_op` for all arguments.
     """
     return target._op if type(target) is OpOverload else target
 
