@@ -453,6 +453,12 @@ def test_facts_of_ops():
         assert ops.argument_names(aten.add.Tensor) == ["self", "other", "alpha"]
         text = ops.schema_text(aten.mkldnn_rnn_layer.default)
         assert text.startswith("aten::mkldnn_rnn_layer(Tensor input, Tensor weight0")
+    with assumed("an op's __call__ calls its C function"):
+        call = inspect.getsource(ops.OpOverload.__call__)
+        assert call.splitlines()[-1].strip() == "return self._op(*args, **kwargs)"
+        assert inspect.isbuiltin(ops.c_function(aten.add.Tensor))
+        assert ops.c_function(aten.add.Tensor)(torch.ones(1), other=torch.ones(1)) == 2
+        assert ops.c_function(len) is len
 
 
 def test_facts_of_tensors():
@@ -464,6 +470,11 @@ def test_facts_of_tensors():
         assert not ops.has_no_memory(x)
         assert ops.storage_key(x) == ops.storage_key(x[1:])
         assert ops.storage_key(x) != ops.storage_key(x.clone())
+        x.add_(1)
+        with torch.inference_mode():
+            made = torch.ones(1)
+        assert ops.tensor_versions([x, x.clone()]) == [1, 0]
+        assert ops.tensor_versions([3, x, None, made]) == [0, 1, 0, 0]
 
 
 def test_the_real_world_is_real():
