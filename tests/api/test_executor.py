@@ -167,14 +167,14 @@ def test_a_job_that_redis_forgot_is_put_there_again(run):
 
 def test_a_search_needs_no_body(run):
     async def scenario(store, one, two):
-        job = one.search("k" * 64, 5.0)
+        job = one.search("k" * 64, "", 5.0)
         lease = await leased(store, job)
         assert (lease.body, lease.request.task.do, lease.request.task.seconds) == (
             b"",
             "improve",
             5.0,
         )
-        assert two.search("k" * 64, 5.0).id == job.id
+        assert two.search("k" * 64, "", 5.0).id == job.id
 
     run(scenario)
 

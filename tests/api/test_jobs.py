@@ -71,7 +71,7 @@ def test_identical_questions_are_one_solve():
     async def scenario(jobs, pool):
         first = jobs.join(asked("a"), b"body", "")
         assert all(jobs.join(asked("a"), b"body", "") is first for _ in range(99))
-        assert jobs.join(asked("a", costs="others"), b"body", "") is not first
+        assert jobs.join(asked("a"), b"body", "", "others") is not first
         pool.go.set()
         await until(lambda: not jobs._running)
         assert (first.state, first.record) == ("done", b"record")

@@ -119,7 +119,7 @@ class ClusterExecutor:
 
     async def _update(self, job: Job, view: JobView) -> None:
         job.started = time.monotonic() - view.elapsed_seconds
-        job.plan, job.message, job.figures = view.key, view.message, view.figures
+        job.plan, job.message, job.figures = view.plan, view.message, view.figures
         if view.state == "done" and job in self._submitted:  # a client of this server waits for it
             job.record = await self._with_retries(job, lambda: self._store.record(job.id)) or b""
         if job.finished:

@@ -51,7 +51,7 @@ class Lease(msgspec.Struct, frozen=True):
 class JobView(msgspec.Struct, frozen=True):
     """State of a job; `resend` says that its id must be sent to the workers again."""
 
-    key: str
+    plan: str
     state: str
     version: int
     message: str
@@ -103,7 +103,7 @@ class JobStore:
         text = state.decode()
         active = text in ("queued", "running")
         return JobView(
-            key=msgspec.json.decode(request, type=JobRequest).key,
+            plan=msgspec.json.decode(request, type=JobRequest).plan,
             state=text,
             version=int(version),
             message=message.decode(),

@@ -30,7 +30,7 @@ class Job:
 
     Attributes:
         started: `time.monotonic` of its first request; `ended`, of its end.
-        plan: cache key of its plan.
+        plan: path of its plan below `/plans/`.
         waiting: number of clients that wait for it.
         detached: a client has its URL and may read it later, so that it runs without clients.
         record: the answer as it was stored.
@@ -147,26 +147,30 @@ class Jobs:
             raise ProblemError("not-found", f"no job '{job_id[:50]}': it is unknown or too old")
         return job
 
-    def join(self, miss: Reply, body: bytes, encoding: str) -> Job:
+    def join(self, miss: Reply, body: bytes, encoding: str, costs: str = "") -> Job:
         """The job for a request without a stored plan: the running one, or a new one.
+
+        `costs` is the reply's `costs` or `cost_class`, to share a solve by.
 
         Raises:
             ProblemError: the queue is full.
         """
-        task = WorkerRequest("solve", encoding, another=bool(miss.costs))
+        task = WorkerRequest("solve", encoding)
         seconds = self._seconds if miss.seconds is None else miss.seconds
-        request = JobRequest(key=miss.key, task=task, seconds=seconds)
-        return self._start(f"{miss.key} {miss.costs}", request, body)
+        request = JobRequest(key=miss.key, costs=miss.costs, task=task, seconds=seconds)
+        # A solve with less time is not shared: it may fail where one's own would not.
+        return self._start(f"{miss.key} {costs} {seconds:g}", request, body)
 
-    def search(self, key: str, seconds: float) -> Job:
-        """The job that searches a better plan than the stored one of a key.
+    def search(self, key: str, costs: str, seconds: float) -> Job:
+        """The job that searches a better plan than the stored one of a key and costs.
 
         Raises:
             ProblemError: the queue is full.
         """
         seconds = min(seconds, self._seconds)
-        task = WorkerRequest("improve", key=key, seconds=seconds)
-        return self._start(f"{key} better", JobRequest(key=key, task=task, seconds=seconds), b"")
+        task = WorkerRequest("improve", key=key, costs=costs, seconds=seconds)
+        request = JobRequest(key=key, costs=costs, task=task, seconds=seconds)
+        return self._start(f"{key} {costs} better", request, b"")
 
     def states(self) -> Counter[str]:
         """Number of unfinished jobs by state."""
@@ -178,7 +182,7 @@ class Jobs:
         if job is None or job.finished:
             self._executor.admit(len(self._running))
             last = self._all.get(job_id)
-            job = Job(job_id, plan=request.key, version=0 if last is None else last.version + 1)
+            job = Job(job_id, plan=request.plan, version=0 if last is None else last.version + 1)
             self._running[job_id] = job
             self._keep(job)
             job.task = asyncio.create_task(self._executor.run(job, request, body))

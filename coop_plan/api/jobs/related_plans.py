@@ -35,7 +35,7 @@ class RelatedPlans:
                     continue
                 options = request.options.model_copy({"budget_": record.plan.budget_bytes})
                 found = record.for_request(graph, options)
-                if found is None or not record.cost_compatible(graph, found):
+                if found is None or not record.suits(graph, found):
                     continue
                 if best is None or found.cost_us < best.cost_us:
                     best = found
@@ -50,17 +50,15 @@ class RelatedPlans:
         return Reply(key=request.key, found=True), best.to_json().encode()
 
     def improve(
-        self, key: str, seconds: float, on_progress: Callable[[Progress], None]
+        self, key: str, costs: str, seconds: float, on_progress: Callable[[Progress], None]
     ) -> tuple[Reply, bytes]:
-        """Search a cheaper plan than the first of a key and store it in its place; its record.
+        """Search a cheaper plan than that of a key and costs and store it in its place; its record.
 
-        Both are compared by the costs that the first was made with. The record notes the search, so
-        that it is not repeated.
+        The record notes the search, so that it is not repeated for these costs.
         """
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 
-        records = self._handler.records(key)
-        old = next((record for record in records if isinstance(record, StoredPlan)), None)
+        old = next(self._handler.plans(key, costs), None)
         found = None if old is None else old.with_original_graph()
         if old is None or found is None:
             return NO_PLAN, b""

@@ -5,7 +5,7 @@ Its interface is bytes in, a small reply and bytes out, so that it can run in an
 
 import sqlite3
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +14,7 @@ from coop_plan.api.service.graph_store import Digest, GraphCache, GraphStore
 from coop_plan.planner.core.errors import InfeasibleBudgetError, infeasible_fields
 from coop_plan.planner.method import Progress
 from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.plan_cache.cost_rule import all_costs, cost_class, cost_digest
 from coop_plan.planner.plan_cache.record import (
     Record,
     StoredPlan,
@@ -70,7 +71,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         key: cache key of the plan.
-        costs: hash of the op costs, if the stored plans are for others; a solve is shared by both.
+        costs: name of the costs that the plan was made with, or of the request's own.
+        cost_class: name of the solve that may be shared; empty if its plan is no answer.
         found: the bytes that follow are the answer.
         seconds: the request's time limit.
         problem: a name in `api.service.problems`, with `detail` and `members`.
@@ -85,6 +87,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
     key: str = ""
     costs: str = ""
+    cost_class: str = ""
     found: bool = False
     seconds: float | None = None
     problem: str = ""
@@ -226,9 +229,9 @@ class RequestHandler:
             raise RefusedError("busy", message, retry_after=5) from None
 
     def find(self, body: bytes, encoding: str, made: bytes) -> tuple[Reply, bytes]:
-        """The answer to a request from the store, or from `made`, the record of its own job.
+        """The answer to a request from the store, or from `made`, the record of a job.
 
-        A plan for very different op costs is no answer, unless it is that record.
+        A plan that was made for other costs is an answer only by the rule of `cost_rule`.
         """
         parsed = self.parse(body, encoding)
         key, graph, options = parsed.key, parsed.graph, parsed.options
@@ -236,28 +239,40 @@ class RequestHandler:
         seals = [] if made else self._seals(key)
         reply = Reply(key=key, ops=len(graph.ops), read=parsed.read, named=named)
         records = [as_record(made)] if made else self.records(key)
-        best: Plan | None = None
+        best: tuple[Plan, StoredPlan] | None = None
         for record in records:
             answer = record.for_request(graph, options, parsed.structure)
             if answer is None:
                 self.dropped += 1
                 continue
-            if not isinstance(answer, Plan):
-                return infeasible_reply(key, answer), b""
-            usable = bool(made) or (
-                isinstance(record, StoredPlan) and record.cost_compatible(graph, answer)
-            )
-            if usable and (best is None or answer.cost_us < best.cost_us):
-                best = answer
+            if isinstance(record, StoredRefusal):
+                if record.suits(graph) and not isinstance(answer, Plan):
+                    return infeasible_reply(key, answer), b""
+            elif (
+                isinstance(answer, Plan)
+                and record.suits(graph, answer)
+                and (best is None or answer.cost_us < best[0].cost_us)
+            ):
+                best = answer, record
         if best is not None:
-            first = next(record for record in records if isinstance(record, StoredPlan))
+            plan, record = best
             found = msgspec.structs.replace(
-                reply, found=True, seals=seals, settled=first.fully_refined
+                reply,
+                found=True,
+                seals=seals,
+                settled=record.fully_refined,
+                costs=record.cost_digest,
             )
-            return found, best.to_json().encode()
-        # If plans are stored but none matches these op costs, join the solve for exactly these.
-        costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))
-        return msgspec.structs.replace(reply, costs=costs, seconds=options.time_limit), b""
+            return found, plan.to_json().encode()
+        if made:
+            return self.find(body, encoding, b"")
+        mine = all_costs(graph)
+        costs, shared = cost_digest(mine), cost_class(mine)
+        # If the plan of a caller of this class is no answer, these costs get their own solve.
+        if any(record.cost_class == shared for record in records):
+            shared = ""
+        seconds = options.time_limit
+        return msgspec.structs.replace(reply, costs=costs, cost_class=shared, seconds=seconds), b""
 
     def with_graph(self, body: bytes, encoding: str) -> tuple[Reply, bytes]:
         """The request with the graph in place of its digest, for a solve elsewhere."""
@@ -266,9 +281,9 @@ class RequestHandler:
         return Reply(key=parsed.key), request.to_json().encode()
 
     def solve(
-        self, body: bytes, encoding: str, another: bool, on_progress: Callable[[Progress], None]
+        self, body: bytes, encoding: str, on_progress: Callable[[Progress], None]
     ) -> tuple[Reply, bytes]:
-        """Make and store the plan, or with `another` one more for other op costs; its record."""
+        """Make and store the plan for the request's costs; its record."""
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 
         parsed = self.parse(body, encoding)
@@ -277,26 +292,37 @@ class RequestHandler:
         families: Families = ()
         try:
             made = plan(graph, parsed.options, progress=on_progress)
-            record = StoredPlan.of(self._cheapest(parsed, made) if another else made, graph)
+            record = StoredPlan.of(self._cheapest(parsed, made), graph)
             families = parsed.families(made)
         except InfeasibleBudgetError as error:
             record = StoredRefusal.of(error, graph)
         except TimeLimitError as error:
             return Reply(key=key, problem="time-limit", detail=str(error)), b""
-        try:
-            self._store.put(key, record, another=another, families=families)
-        except (OSError, sqlite3.Error):
-            self.dropped += 1  # for example a full disk: the clients get the plan all the same
-        if not another:  # another server may have stored one first: all clients get the same plan
-            record = next(iter(self.records(key)), record)
+        # Another server may have stored one for these costs first: all clients get the same plan.
+        costs = record.cost_digest
+        for another in (False, True):
+            try:
+                self._store.put(key, record, another=another, families=families)
+            except (OSError, sqlite3.Error):
+                self.dropped += 1  # for example a full disk: the clients get the plan all the same
+                break
+            kept = next((other for other in self.records(key) if other.cost_digest == costs), None)
+            if kept is not None:
+                return Reply(key=key, found=True), as_bytes(kept)
         return Reply(key=key, found=True), as_bytes(record)
 
-    def stored_plan(self, key: str) -> tuple[Reply, bytes]:
-        """The first plan of a key, verified, with the ids of the graph that it was made for."""
-        seals = self._seals(key)
+    def plans(self, key: str, costs: str = "") -> Iterator[StoredPlan]:
+        """The stored plans of a key, oldest first; only those made with `costs`, if given."""
         for record in self.records(key):
-            made = record.with_original_graph() if isinstance(record, StoredPlan) else None
-            if made is not None and isinstance(record, StoredPlan):
+            if isinstance(record, StoredPlan) and costs in ("", record.cost_digest):
+                yield record
+
+    def stored_plan(self, key: str, costs: str = "") -> tuple[Reply, bytes]:
+        """The first of `plans`, verified, with the ids of the graph that it was made for."""
+        seals = self._seals(key)
+        for record in self.plans(key, costs):
+            made = record.with_original_graph()
+            if made is not None:
                 reply = msgspec.structs.replace(stored_plan_reply(key, record), seals=seals)
                 return reply, made[1].to_json().encode()
         return NO_PLAN, b""
@@ -332,7 +358,13 @@ NO_PLAN = Reply(problem="not-found", detail="no plan is stored by this key")
 def stored_plan_reply(key: str, record: StoredPlan) -> Reply:
     """The reply that a plan is stored, with its overhead by the costs it was made with."""
     overhead = Figures(overhead=record.plan.overhead)
-    return Reply(key=key, found=True, figures=overhead, settled=record.fully_refined)
+    return Reply(
+        key=key,
+        found=True,
+        figures=overhead,
+        settled=record.fully_refined,
+        costs=record.cost_digest,
+    )
 
 
 def infeasible_reply(key: str, error: InfeasibleBudgetError) -> Reply:

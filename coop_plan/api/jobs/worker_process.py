@@ -54,18 +54,28 @@ class WorkerRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     do: str
     encoding: str = ""
     key: str = ""
+    costs: str = ""
     with_record: bool = False
-    another: bool = False
-    """Solve, since the stored plans were made for other op costs."""
     seconds: float = 0.0
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A job: a request to a worker, with its limit in seconds and the cache key of its plan."""
+    """A job: a request to a worker, with its limit in seconds, and its plan's key and costs."""
 
     key: str
+    costs: str = ""
     task: WorkerRequest
     seconds: float
+
+    @property
+    def plan(self) -> str:
+        """The plan's path below `/plans/`."""
+        return plan_path(self.key, self.costs)
+
+
+def plan_path(key: str, costs: str) -> str:
+    """The path below `/plans/` of the plan that was made with these costs."""
+    return f"{key}?costs={costs}" if costs else key
 
 
 def main(descriptor: int) -> None:
@@ -132,13 +142,13 @@ def _answer(
 
     try:
         if task.do == "solve":
-            return handler.solve(body, task.encoding, task.another, on_progress)
+            return handler.solve(body, task.encoding, on_progress)
         if task.do == "improve":
-            return related.improve(task.key, task.seconds, on_progress)
+            return related.improve(task.key, task.costs, task.seconds, on_progress)
         if task.do == "for-smaller-budget":
             return related.for_smaller_budget(body, task.encoding)
         if task.do == "stored-plan":
-            return handler.stored_plan(task.key)
+            return handler.stored_plan(task.key, task.costs)
         if task.do == "with-graph":
             return handler.with_graph(body, task.encoding)
         if task.do == "put-graph":

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from coop_plan.api.jobs.jobs import RETRY_SECONDS, Job
 from coop_plan.api.jobs.request_handler import PlanRequest, Reply
-from coop_plan.api.jobs.worker_process import WorkerRequest
+from coop_plan.api.jobs.worker_process import WorkerRequest, plan_path
 from coop_plan.api.service import problems, routes_graphs, routes_pages
 from coop_plan.api.service.auth import PUBLIC_PATHS, SCHEME, Authentication
 from coop_plan.api.service.etag import etag_response
@@ -58,7 +58,15 @@ BETTER_THAN: dict[str, Any] = {
     "schema": {"type": "number"},
 }
 
+COSTS: dict[str, Any] = {
+    "name": "costs",
+    "in": "query",
+    "description": "Costs that the plan was made with, as `Location` has them; else the first plan",
+    "schema": {"type": "string"},
+}
+
 KEY = re.compile("[0-9a-f]{64}")
+COSTS_NAME = re.compile("[0-9a-f]{16}")
 
 
 def create_app(settings: ServiceSettings) -> FastAPI:
@@ -139,7 +147,8 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             reply, data, job = await service().answer(
                 request, body, encoding, wait, provisional=provisional
             )
-        headers = {"Location": f"/plans/{reply.key}", "Coop-Plan-Cache": "hit"}
+        path = plan_path(reply.key, reply.costs)
+        headers = {"Location": f"/plans/{path}", "Coop-Plan-Cache": "hit"}
         if job is not None:
             if not (data or job.finished):
                 return accepted(job)
@@ -158,17 +167,19 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             304: {"description": "The client has the plan (`If-None-Match`)"},
             **described("not-found", "too-much-work", "invalid-input", "busy", "forbidden"),
         },
-        openapi_extra={"parameters": [BETTER_THAN]},
+        openapi_extra={"parameters": [COSTS, BETTER_THAN]},
     )
     async def get_plan(key: str, request: Request) -> Response:
-        if KEY.fullmatch(key) is None:
-            raise ProblemError("not-found", "the key of a plan is 64 hexadecimal digits")
+        costs = request.query_params.get("costs", "")
+        if KEY.fullmatch(key) is None or not (costs == "" or COSTS_NAME.fullmatch(costs)):
+            message = "the key of a plan is 64 hexadecimal digits; of its costs, 16"
+            raise ProblemError("not-found", message)
         better_than = request.query_params.get("better-than")
         if better_than is None:
-            _, data = await service().stored_plan(key)
+            _, data = await service().stored_plan(key, costs)
             return etag_response(request, data)
         overhead = _overhead(better_than)
-        data, job = await service().better_plan(request.state.caller, key, overhead)
+        data, job = await service().better_plan(request.state.caller, key, costs, overhead)
         if job is not None:
             return accepted(job)
         return etag_response(request, data) if data else Response(status_code=204)

@@ -17,7 +17,7 @@ from coop_plan.api.jobs.jobs import Job, JobExecutor, Jobs
 from coop_plan.api.jobs.local_executor import LocalExecutor
 from coop_plan.api.jobs.process_pool import ProcessPool, WorkerLostError
 from coop_plan.api.jobs.request_handler import Limits, Reply
-from coop_plan.api.jobs.worker_process import WorkerRequest, WorkerSettings
+from coop_plan.api.jobs.worker_process import WorkerRequest, WorkerSettings, plan_path
 from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.host_check import LOOPBACK
 from coop_plan.api.service.metrics import Metrics
@@ -133,10 +133,10 @@ class PlanService:
         if self._improver is not None:
             self._improver.on_hit(reply)
 
-    async def stored_plan(self, key: str) -> tuple[Reply, bytes]:
-        """The stored plan of a key."""
-        task = WorkerRequest("stored-plan", key=key)
-        return await self._find(cache_key(task.do, key.encode()), task)
+    async def stored_plan(self, key: str, costs: str) -> tuple[Reply, bytes]:
+        """The stored plan of a key: that for these costs, if given, or the first."""
+        task = WorkerRequest("stored-plan", key=key, costs=costs)
+        return await self._find(cache_key(task.do, f"{key} {costs}".encode()), task)
 
     async def answer(
         self, request: Request, body: bytes, encoding: str, wait: float, *, provisional: bool
@@ -157,16 +157,45 @@ class PlanService:
         if reply.named:
             _, job_body = await self.call_reader(WorkerRequest("with-graph", encoding), body)
             job_encoding = ""
-        job = self.jobs.join(reply, job_body, job_encoding)
-        try:
-            caller.count_job(job)
-        except ProblemError:
-            self.jobs.unsubscribe(job)
-            raise
+        until = asyncio.get_running_loop().time() + wait
         disconnected = asyncio.create_task(_disconnected(request))
+        try:
+            # The plan of a solve that is shared by a class of costs may be no answer to these.
+            for costs in filter(None, (reply.cost_class, reply.costs)):
+                job = self.jobs.join(reply, job_body, job_encoding, costs)
+                if not await self._wait(job, caller, until, disconnected):
+                    if not provisional:
+                        return reply, b"", job
+                    smaller = WorkerRequest("for-smaller-budget", encoding)
+                    return *await self.call_reader(smaller, body), job
+                own = job.plan == plan_path(reply.key, reply.costs)
+                if job.problem is not None:
+                    if own or job.problem.problem in ("busy", "cancelled"):
+                        _raise(job.problem)
+                    continue
+                find = WorkerRequest("find", encoding, with_record=True)
+                found, data = await self.call_reader(find, body, job.record)
+                if found.found:
+                    self._on_hit(found)
+                    return found, data, job
+                if own:
+                    break
+        finally:
+            disconnected.cancel()
+        message = "the plan was made and cannot be read: send the request again"
+        raise ProblemError("busy", message, retry_after=1)
+
+    async def _wait(
+        self, job: Job, caller: Caller, until: float, disconnected: "asyncio.Task[None]"
+    ) -> bool:
+        """Wait for a joined job until a time of the loop; False if it is not finished then.
+
+        It runs on then, since the client gets its address.
+        """
         returning = False
         try:
-            async with asyncio.timeout(wait):
+            caller.count_job(job)
+            async with asyncio.timeout_at(until):
                 while not job.finished:
                     changed = asyncio.create_task(job.changed.wait())
                     both = {changed, disconnected}
@@ -178,42 +207,28 @@ class PlanService:
                         raise ProblemError("cancelled", "the client disconnected")
         except TimeoutError:
             await self.jobs.detach(job)
-            if not job.finished:
-                if not provisional:
-                    return reply, b"", job
-                smaller = WorkerRequest("for-smaller-budget", encoding)
-                return *await self.call_reader(smaller, body), job
         except asyncio.CancelledError:  # this server shuts down; in a cluster the job runs on
             returning = True
             message = "the server shuts down: send the request again"
             raise ProblemError("busy", message, retry_after=1) from None
         finally:
-            disconnected.cancel()
             self.jobs.unsubscribe(job, returning=returning)
-        if job.problem is not None:
-            _raise(job.problem)
-        find = WorkerRequest("find", encoding, with_record=True)
-        reply, data = await self.call_reader(find, body, job.record)
-        if not reply.found:
-            message = "the plan was made and cannot be read: send the request again"
-            raise ProblemError("busy", message, retry_after=1)
-        self._on_hit(reply)
-        return reply, data, job
+        return job.finished
 
     async def better_plan(
-        self, caller: Caller, key: str, overhead: float
+        self, caller: Caller, key: str, costs: str, overhead: float
     ) -> tuple[bytes, Job | None]:
         """The stored plan if its overhead is below `overhead`; else a job that searches one.
 
         Neither, if the stored plan cannot be improved.
         """
-        reply, data = await self.stored_plan(key)
+        reply, data = await self.stored_plan(key, costs)
         if reply.figures.overhead is not None and reply.figures.overhead < overhead:
             return data, None
         if reply.settled:
             return b"", None
         seconds = min(SEARCH_SECONDS, caller.limits.seconds or SEARCH_SECONDS)
-        job = self.jobs.search(key, seconds)
+        job = self.jobs.search(key, reply.costs, seconds)
         try:
             caller.count_job(job)
             await self.jobs.detach(job)
