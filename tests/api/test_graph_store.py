@@ -137,7 +137,7 @@ def test_an_answer_by_digest_is_the_answer_by_document(handler, store, document)
     _, whole = handler.with_graph(asked, "")
     assert (reply.ops, reply.read) == (9, len(asked))
     assert json.loads(whole)["graph"]["ops"][0]["name"] == "f1"  # what a solve needs
-    solved, _ = handler.solve(whole, "", False, lambda *_: None)
+    solved, _ = handler.solve(whole, "", lambda *_: None)
     assert solved.key == reply.key
     by_digest = [handler.find(asked, "", b"") for _ in range(2)]
     by_document = handler.find(whole, "", b"")
@@ -161,7 +161,7 @@ def test_two_graphs_of_one_structure_keep_their_own_ids(handler, document):
         reply, answer = handler.find(json.dumps(asked).encode(), "", b"")
         if not reply.found:
             whole = handler.with_graph(json.dumps(asked).encode(), "")[1]
-            handler.solve(whole, "", False, lambda *_: None)
+            handler.solve(whole, "", lambda *_: None)
             answer = handler.find(json.dumps(asked).encode(), "", b"")[1]
         steps.append([step.op for step in parse_plan(answer).steps if hasattr(step, "op")])
     assert [op + 500 for op in steps[0]] == steps[1]

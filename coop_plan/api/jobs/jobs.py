@@ -56,13 +56,17 @@ class Job:
         """True if the state is final."""
         return self.state in ("done", "failed", "cancelled")
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since its first request, or until its end."""
+        return (time.monotonic() if self.ended is None else self.ended) - self.started
+
     def document(self) -> dict[str, Any]:
         """The document of `GET /jobs/{id}`."""
-        until = time.monotonic() if self.ended is None else self.ended
         document: dict[str, Any] = {
             "id": self.id,
             "state": self.state,
-            "elapsed_seconds": round(until - self.started, 3),
+            "elapsed_seconds": round(self.seconds, 3),
             "message": self.message,
             **msgspec.to_builtins(self.figures),
             "plan": f"/plans/{self.plan}" if self.state == "done" else None,
@@ -119,7 +123,7 @@ class Jobs:
     """Jobs of this server, one for all identical requests. For one event loop.
 
     A job's id is an HMAC of its request: servers that share `secret` agree on it, and clients
-    cannot guess it. `on_finish` gets the state, the seconds and the gap of each finished job.
+    cannot guess it. `on_finish` gets each finished job.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class Jobs:
         *,
         secret: bytes,
         seconds: float,
-        on_finish: Callable[[str, float, float | None], None] | None = None,
+        on_finish: Callable[[Job], None] | None = None,
     ) -> None:
         self._executor, self._secret, self._seconds = executor, secret, seconds
         self._on_finish = on_finish
@@ -212,8 +216,8 @@ class Jobs:
         if job.task is not None and not job.task.cancelled():
             job.task.exception()  # retrieved, so that asyncio does not log it; the state tells
         job.finish("failed", Reply(problem="internal-error", detail="the solve could not be run"))
-        if self._on_finish is not None and job.ended is not None:
-            self._on_finish(job.state, job.ended - job.started, job.figures.gap)
+        if self._on_finish is not None:
+            self._on_finish(job)
 
     def _keep(self, job: Job) -> None:
         self._all[job.id] = job

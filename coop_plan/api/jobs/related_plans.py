@@ -1,5 +1,7 @@
 """Related plans of a request: one for a smaller budget at once, and a better one later."""
 
+import contextlib
+import sqlite3
 from collections.abc import Callable
 
 from coop_plan.api.jobs.request_handler import NO_PLAN, Reply, RequestHandler, stored_plan_reply
@@ -26,9 +28,10 @@ class RelatedPlans:
         request = self._handler.parse(body, encoding)
         budget, graph = request.options.budget, request.graph
         best: Plan | None = None
-        keys = []
+        keys: list[str] = []
         if budget.kind != "min":
-            keys = self._store.keys_at_most(request.family(budget.kind), float(budget.value))
+            with contextlib.suppress(OSError, sqlite3.Error):
+                keys = self._store.keys_at_most(request.family(budget.kind), float(budget.value))
         for key in keys:
             for record in self._handler.records(key):
                 if not isinstance(record, StoredPlan):
@@ -81,5 +84,6 @@ class RelatedPlans:
         except (InfeasibleBudgetError, TimeLimitError):
             on_progress(Progress("no better plan was found"))
         new = StoredPlan.of(best, graph).model_copy({"searched_seconds": seconds})
-        self._store.replace(key, old, new)
+        with contextlib.suppress(OSError, sqlite3.Error):  # then it is searched again
+            self._store.replace(key, old, new)
         return stored_plan_reply(key, new), as_bytes(new)

@@ -22,7 +22,7 @@ from coop_plan.planner.plan_cache.record import (
     as_bytes,
     as_record,
 )
-from coop_plan.planner.plan_cache.store import Families, PlanStore, planner_version
+from coop_plan.planner.plan_cache.store import Families, PlanStore, holds, planner_version
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint
 from coop_plan.schemas._parse import parse
 from coop_plan.schemas.fingerprint import digest_of
@@ -155,7 +155,10 @@ class RequestHandler:
             raise InvalidInputError(message, "/time_limit")
         if isinstance(request.graph, str):
             digest = request.graph
-            kept = self._from_graphs(self._graphs.get, digest)
+            try:
+                kept = self._graphs.get(digest)
+            except (OSError, sqlite3.Error):  # the client sends the graph with the request then
+                kept = None
             if kept is None:
                 message = f"graph {digest} is not stored (any more): send it with PUT /graphs"
                 raise RefusedError("unknown-graph", message, digest=digest)
@@ -206,26 +209,26 @@ class RequestHandler:
         try:
             new = self._graphs.put(digest, document, check)
         except (OSError, sqlite3.Error) as error:
-            message = f"the graph could not be stored: {error}"
-            raise RefusedError("busy", message, retry_after=5) from None
+            message = f"the graph cannot be stored now: send it with the request ({error})"
+            raise RefusedError("not-stored", message) from None
         return Reply(found=not new, ops=ops, read=len(document)), b""
 
     def graph(self, digest: str) -> tuple[Reply, bytes]:
         """The document of a digest."""
-        document = self._from_graphs(self._graphs.document, digest)
+        document = self._from_store(self._graphs.document, digest)
         if document is None:
             raise RefusedError("not-found", f"graph {digest} is not stored")
         return Reply(found=True), document
 
     def graphs(self) -> tuple[Reply, bytes]:
         """Summaries of the stored graphs, as JSON."""
-        return Reply(found=True), msgspec.json.encode(self._from_graphs(self._graphs.listed))
+        return Reply(found=True), msgspec.json.encode(self._from_store(self._graphs.listed))
 
-    def _from_graphs(self, get: Callable[..., T], *digest: str) -> T:
+    def _from_store(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         try:
-            return get(*digest)
+            return call(*arguments, **named)
         except (OSError, sqlite3.Error):
-            message = "the graph store cannot be read"
+            message = "the store does not answer"
             raise RefusedError("busy", message, retry_after=5) from None
 
     def find(self, body: bytes, encoding: str, made: bytes) -> tuple[Reply, bytes]:
@@ -311,6 +314,15 @@ class RequestHandler:
                 return Reply(key=key, found=True), as_bytes(kept)
         return Reply(key=key, found=True), as_bytes(record)
 
+    def keep(self, key: str, data: bytes) -> tuple[Reply, bytes]:
+        """Store a record that a solve made, unless it is stored; refused if that fails."""
+        record = as_record(data)
+        for another in (False, True):
+            if self._from_store(holds, self._store, key, record):
+                break
+            self._from_store(self._store.put, key, record, another=another)
+        return Reply(key=key, found=True), b""
+
     def plans(self, key: str, costs: str = "") -> Iterator[StoredPlan]:
         """The stored plans of a key, oldest first; only those made with `costs`, if given."""
         for record in self.records(key):
@@ -320,6 +332,8 @@ class RequestHandler:
     def stored_plan(self, key: str, costs: str = "") -> tuple[Reply, bytes]:
         """The first of `plans`, verified, with the ids of the graph that it was made for."""
         seals = self._seals(key)
+        if not seals:
+            self._from_store(self._store.check)
         for record in self.plans(key, costs):
             made = record.with_original_graph()
             if made is not None:

@@ -149,6 +149,8 @@ def _answer(
             return related.for_smaller_budget(body, task.encoding)
         if task.do == "stored-plan":
             return handler.stored_plan(task.key, task.costs)
+        if task.do == "keep":
+            return handler.keep(task.key, record)
         if task.do == "with-graph":
             return handler.with_graph(body, task.encoding)
         if task.do == "put-graph":

@@ -17,6 +17,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from coop_plan.planner.plan_cache.store import WRITE_MS
 from coop_plan.schemas import Graph, fingerprint, parse_graph
 from coop_plan.schemas.fingerprint import digest_of
 
@@ -84,6 +85,7 @@ class SqliteGraphStore:
             "create table if not exists graph (digest text primary key, packed blob not null,"
             " bytes integer not null, used integer not null) without rowid"
         )
+        self._connection.execute(f"pragma busy_timeout={WRITE_MS}")
         with contextlib.suppress(sqlite3.OperationalError):  # on a full disk the store is read-only
             self._connection.execute(
                 "create table if not exists graph_card (digest text primary key, name text not"

@@ -1,7 +1,6 @@
 """Plan service: answers requests from the store, or by one solve for all identical requests."""
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -24,6 +23,7 @@ from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.response_cache import ResponseCache, cache_key
 from coop_plan.api.service.tokens import Tokens
+from coop_plan.api.service.unkept_plans import UnkeptPlans
 from coop_plan.planner.plan_cache.open_store import open_store
 
 READ_SECONDS = 60.0
@@ -88,12 +88,24 @@ class PlanService:
             solver = settings.worker(settings.solver_memory, solves=True)
             pool = ProcessPool(solver, settings.solvers)
             self.executor = LocalExecutor(pool, solvers=settings.solvers, queue=queue)
-        on_finish = metrics.observe_solve
+        self._unkept = UnkeptPlans(self._keep)
         self.jobs = Jobs(
-            self.executor, secret=settings.secret, seconds=seconds, on_finish=on_finish
+            self.executor, secret=settings.secret, seconds=seconds, on_finish=self._on_finish
         )
         metrics.watch_jobs(self.jobs.states)
         self._improver = BackgroundImprover(self.jobs, self.executor) if settings.improve else None
+
+    def _on_finish(self, job: Job) -> None:
+        self._metrics.observe_solve(job.state, job.seconds, job.figures.gap)
+        self._unkept.add(job.plan.partition("?")[0], job.record)
+
+    async def _keep(self, key: str, record: bytes) -> bool:
+        """Store a record, if it is not in the store; False if the store is away."""
+        try:
+            await self.call_reader(WorkerRequest("keep", key=key, with_record=True), b"", record)
+        except ProblemError as problem:
+            return problem.name != "busy"
+        return True
 
     async def call_reader(
         self, task: WorkerRequest, body: bytes = b"", record: bytes = b""
@@ -117,14 +129,18 @@ class PlanService:
         """The stored answer: from the response cache, if its records are unchanged, or read."""
         cached = self._responses.get(name)
         if cached is not None:
-            with contextlib.suppress(OSError, sqlite3.Error):
-                if (
-                    await asyncio.to_thread(self._store.signatures, cached[0].key)
-                    == cached[0].seals
-                ):
-                    self._on_hit(cached[0])
-                    return cached
+            try:
+                seals = await asyncio.to_thread(self._store.signatures, cached[0].key)
+            except (OSError, sqlite3.Error):  # a store that is away does not end hits
+                seals = cached[0].seals
+            if seals == cached[0].seals:
+                self._on_hit(cached[0])
+                return cached
         reply, data = await self.call_reader(task, body)
+        record = self._unkept.get(reply.key)
+        if record and not reply.found:
+            task = msgspec.structs.replace(task, with_record=True)
+            reply, data = await self.call_reader(task, body, record)
         self._responses.put(name, reply, data)
         self._on_hit(reply)
         return reply, data
@@ -254,6 +270,7 @@ class PlanService:
         """Kill all processes."""
         if self._improver is not None:
             await self._improver.close()
+        await self._unkept.close()
         await self.jobs.close()
         self._readers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

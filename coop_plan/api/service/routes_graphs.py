@@ -59,6 +59,7 @@ def install(app: FastAPI, bodies: BodyReader, call_reader: CallReader) -> None:
                 "unsupported-media-type",
                 "not-found",
                 "slow-body",
+                "not-stored",
                 "forbidden",
                 "busy",
             ),
