@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from coop_plan.api.service import plan_service
 from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.open_graph_store import open_graph_store
+from coop_plan.api.service.request_body import Body, Memory
 from coop_plan.planner.plan_cache.open_store import open_store
 from tests.api.test_jobs import FakeWorker
 
@@ -38,7 +40,9 @@ class InProcessPool:
         sink = SimpleNamespace(send_bytes=lambda _: None)
         related = RelatedPlans(handler, store)
         try:
-            return worker_process._answer(handler, related, task, body, record, sink)
+            return worker_process._answer(
+                handler, settings.limits, related, task, body, record, sink
+            )
         finally:
             store.close()
             graphs.close()
@@ -47,12 +51,19 @@ class InProcessPool:
         pass
 
 
-def service(monkeypatch, store, broker="", **settings):
+def service(monkeypatch, store, broker="", memory=None, **settings):
     """A service on a store; to be made in a running event loop."""
     monkeypatch.setattr(plan_service, "ProcessPool", InProcessPool)
     options = {"secret": b"secret", "improve": False, "readers": 2, "solvers": 1} | settings
     made = plan_service.ServiceSettings(store=str(store), broker=broker, **options)
-    return plan_service.PlanService(made, Metrics())
+    return plan_service.PlanService(made, Metrics(), memory or Memory(256 << 20))
+
+
+async def ask(server, question, wait=60.0, caller=None):
+    """The answer to a question: reply, plan and job."""
+    body = Body("", Memory(1 << 30))
+    body.data = json.dumps(question).encode()
+    return await server.answer(request(caller), body, wait, provisional=False)
 
 
 async def never():

@@ -10,7 +10,7 @@ import pytest
 from coop_plan.api.service.plan_service import ServiceSettings
 from coop_plan.planner import find_faults, plan
 from coop_plan.schemas import parse_graph, parse_plan
-from tests.api.in_process import InProcessPool, request, service, worker
+from tests.api.in_process import InProcessPool, ask, service, worker
 from tests.redis_server import needs_redis, redis_server
 from tests.support import make_graph
 
@@ -71,10 +71,10 @@ def test_each_gets_a_plan_as_good_as_alone(tmp_path, monkeypatch, kind):
     """In any order, at once or one after the other, on one server or on two."""
     rng = random.Random(51)
 
-    async def ask(server, document, after=0.0):
+    async def asked(server, document, after=0.0):
         await asyncio.sleep(after)
-        body = json.dumps({"graph": document, "budget": BUDGET, "alignment": 1}).encode()
-        reply, data, _ = await server.answer(request(), body, "", 60.0, provisional=False)
+        question = {"graph": document, "budget": BUDGET, "alignment": 1}
+        reply, data, _ = await ask(server, question)
         assert reply.found
         return parse_plan(data)
 
@@ -92,10 +92,10 @@ def test_each_gets_a_plan_as_good_as_alone(tmp_path, monkeypatch, kind):
             gap = rng.choice([None, None, 0.0, 0.1])
             try:
                 if gap is None:
-                    return [await ask(rng.choice(servers), document) for document in documents]
+                    return [await asked(rng.choice(servers), document) for document in documents]
                 return await asyncio.gather(
                     *(
-                        ask(rng.choice(servers), document, number * gap)
+                        asked(rng.choice(servers), document, number * gap)
                         for number, document in enumerate(documents)
                     )
                 )
@@ -129,11 +129,9 @@ def test_one_solve_for_measurements_of_one_machine(tmp_path, monkeypatch):
     async def scenario():
         server = service(monkeypatch, tmp_path / "plans", queue=1)
         try:
-            for asked in (documents[:6], documents[6:]):
-                bodies = [json.dumps({"graph": d, "budget": BUDGET}).encode() for d in asked]
-                answers = await asyncio.gather(
-                    *(server.answer(request(), b, "", 60.0, provisional=False) for b in bodies)
-                )
+            for part in (documents[:6], documents[6:]):
+                questions = [{"graph": d, "budget": BUDGET} for d in part]
+                answers = await asyncio.gather(*(ask(server, q) for q in questions))
                 assert all(reply.found for reply, _, _ in answers)
         finally:
             await server.close()

@@ -45,7 +45,7 @@ def question(document):
 
 def ask(handler, question, record=b""):
     reply, data = handler.find(json.dumps(question).encode(), "", record)
-    return reply, parse_plan(data) if data else None
+    return reply, parse_plan(data) if reply.found else None
 
 
 def solve(handler, question):

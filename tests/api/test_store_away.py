@@ -20,7 +20,8 @@ from coop_plan.planner.plan_cache import redis_store
 from coop_plan.planner.plan_cache.open_store import open_store
 from coop_plan.planner.plan_cache.store import SqliteStore
 from coop_plan.schemas.fingerprint import digest_of
-from tests.api.in_process import InProcessPool, request, service
+from tests.api import in_process
+from tests.api.in_process import InProcessPool, service
 from tests.redis_server import needs_redis, redis_server
 
 SECONDS = 2.0
@@ -51,10 +52,9 @@ def test_a_redis_that_is_away_costs_no_answer(tmp_path, monkeypatch, document, h
     InProcessPool.solved.clear()
 
     async def ask(server, budget):
-        body = json.dumps({"graph": document, "budget": budget, "alignment": 1}).encode()
+        question = {"graph": document, "budget": budget, "alignment": 1}
         began = time.monotonic()
-        reply, data, job = await server.answer(request(), body, "", 60.0, provisional=False)
-        return reply, data, job, time.monotonic() - began
+        return *await in_process.ask(server, question), time.monotonic() - began
 
     async def scenario(redis):
         server: PlanService = service(monkeypatch, redis.address)

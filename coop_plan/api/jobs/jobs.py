@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +15,7 @@ import msgspec
 from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
 from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.service.request_body import Memory
 
 FINISHED_JOBS = 1000
 """Finished jobs that are kept, so that clients can still read them."""
@@ -123,7 +125,8 @@ class Jobs:
     """Jobs of this server, one for all identical requests. For one event loop.
 
     A job's id is an HMAC of its request: servers that share `secret` agree on it, and clients
-    cannot guess it. `on_finish` gets each finished job.
+    cannot guess it. `on_finish` gets each finished job. `memory` counts the bodies of unfinished
+    jobs, and their records until their clients have read them.
     """
 
     def __init__(
@@ -132,9 +135,11 @@ class Jobs:
         *,
         secret: bytes,
         seconds: float,
+        memory: Memory | None = None,
         on_finish: Callable[[Job], None] | None = None,
     ) -> None:
         self._executor, self._secret, self._seconds = executor, secret, seconds
+        self._memory = memory or Memory(sys.maxsize)
         self._on_finish = on_finish
         self._running: dict[str, Job] = {}
         self._all: OrderedDict[str, Job] = OrderedDict()
@@ -151,7 +156,7 @@ class Jobs:
             raise ProblemError("not-found", f"no job '{job_id[:50]}': it is unknown or too old")
         return job
 
-    def join(self, miss: Reply, body: bytes, encoding: str, costs: str = "") -> Job:
+    def join(self, miss: Reply, body: bytes, costs: str = "") -> Job:
         """The job for a request without a stored plan: the running one, or a new one.
 
         `costs` is the reply's `costs` or `cost_class`, to share a solve by.
@@ -159,7 +164,7 @@ class Jobs:
         Raises:
             ProblemError: the queue is full.
         """
-        task = WorkerRequest("solve", encoding)
+        task = WorkerRequest("solve")
         seconds = self._seconds if miss.seconds is None else miss.seconds
         request = JobRequest(key=miss.key, costs=miss.costs, task=task, seconds=seconds)
         # A solve with less time is not shared: it may fail where one's own would not.
@@ -185,12 +190,13 @@ class Jobs:
         job = self._running.get(job_id)
         if job is None or job.finished:
             self._executor.admit(len(self._running))
+            self._memory.take(len(body))
             last = self._all.get(job_id)
             job = Job(job_id, plan=request.plan, version=0 if last is None else last.version + 1)
             self._running[job_id] = job
             self._keep(job)
             job.task = asyncio.create_task(self._executor.run(job, request, body))
-            job.task.add_done_callback(lambda _: self._finished(job))
+            job.task.add_done_callback(lambda _: self._finished(job, len(body)))
         job.waiting += 1
         return job
 
@@ -202,6 +208,7 @@ class Jobs:
     def unsubscribe(self, job: Job, *, returning: bool = False) -> None:
         """Drop one client; the job is cancelled without any, unless this one is `returning`."""
         job.waiting -= 1
+        self._drop_record(job)
         if not (job.waiting or job.detached or job.finished or returning):
             self._executor.cancel_if_unwatched(job)
 
@@ -210,7 +217,13 @@ class Jobs:
         if not job.finished:
             await self._executor.cancel(job)
 
-    def _finished(self, job: Job) -> None:
+    def _drop_record(self, job: Job) -> None:
+        """Drop the record of a job that no client waits for; the plan store has it."""
+        if job.task is not None and job.task.done() and not job.waiting:
+            job.record = b""
+
+    def _finished(self, job: Job, size: int) -> None:
+        self._memory.free(size)
         if self._running.get(job.id) is job:
             del self._running[job.id]
         if job.task is not None and not job.task.cancelled():
@@ -218,6 +231,7 @@ class Jobs:
         job.finish("failed", Reply(problem="internal-error", detail="the solve could not be run"))
         if self._on_finish is not None:
             self._on_finish(job)
+        self._drop_record(job)
 
     def _keep(self, job: Job) -> None:
         self._all[job.id] = job

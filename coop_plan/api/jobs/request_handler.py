@@ -3,6 +3,7 @@
 Its interface is bytes in, a small reply and bytes out, so that it can run in another process.
 """
 
+import contextlib
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coop_plan.api.service.graph_store import Digest, GraphCache, GraphStore
+from coop_plan.api.service.graph_store import Digest, GraphCache, GraphStore, ParsedGraph
 from coop_plan.planner.core.errors import InfeasibleBudgetError, infeasible_fields
 from coop_plan.planner.method import Progress
 from coop_plan.planner.options import PlanOptions
@@ -80,8 +81,6 @@ class Reply(msgspec.Struct, omit_defaults=True):
         figures: of a running solve, or of the stored plan.
         settled: no search can improve the plan, or one was made.
         final: False for progress.
-        ops, read: ops, and bytes of the decompressed body, for a token's own limits.
-        named: the body names its graph by its digest.
         seals: signatures of the store's records that the answer was made from.
     """
 
@@ -97,9 +96,6 @@ class Reply(msgspec.Struct, omit_defaults=True):
     figures: Figures = Figures()
     settled: bool = False
     final: bool = True
-    ops: int = 0
-    read: int = 0
-    named: bool = False
     seals: list[bytes] = []
 
 
@@ -112,14 +108,13 @@ class RefusedError(Exception):
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A parsed request: `read` bytes long, with its graph's `digest`, if that named the graph."""
+    """A parsed request; `stored` is its graph as it is stored, if the request names it."""
 
     key: str
     graph: Graph
     options: PlanRequest
-    digest: str
-    read: int
     structure: str
+    stored: ParsedGraph | None
 
     def family(self, kind: str) -> str:
         """Key of all requests that differ only in budgets of this kind ("bytes" or "share")."""
@@ -137,10 +132,13 @@ class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestHandler:
-    """Answers requests from a store, and makes the plans that are not in it."""
+    """Answers requests from a store, and makes the plans that are not in it.
+
+    `limits` are those of the current request's caller.
+    """
 
     def __init__(self, store: PlanStore, limits: Limits, graphs: GraphStore) -> None:
-        self._store, self._limits = store, limits
+        self._store, self.limits = store, limits
         self._graphs = GraphCache(graphs)
         self.dropped = 0
         """Records that were damaged, or no answer to their key."""
@@ -149,16 +147,15 @@ class RequestHandler:
         """The request in a body."""
         data = self._decompress(body, encoding)
         request = parse(PlanRequest, data)
-        limits, digest = self._limits, ""
+        limits = self.limits
         if request.time_limit is not None and request.time_limit > limits.seconds:
             message = f"the time limit on this server is {limits.seconds:g} s"
             raise InvalidInputError(message, "/time_limit")
+        kept = None
         if isinstance(request.graph, str):
             digest = request.graph
-            try:
+            with contextlib.suppress(OSError, sqlite3.Error):  # the client sends the graph then
                 kept = self._graphs.get(digest)
-            except (OSError, sqlite3.Error):  # the client sends the graph with the request then
-                kept = None
             if kept is None:
                 message = f"graph {digest} is not stored (any more): send it with PUT /graphs"
                 raise RefusedError("unknown-graph", message, digest=digest)
@@ -168,28 +165,28 @@ class RequestHandler:
         self._check_ops(graph)
         linked = request.apply_link(graph).device.linked
         key = request.key(structure, planner_version(), links=linked)
-        return ParsedRequest(key, graph, request, digest, len(data), structure)
+        return ParsedRequest(key, graph, request, structure, kept)
 
     def _decompress(self, body: bytes, encoding: str) -> bytes:
         """The decompressed body; refused if it has far more entries than a graph may have.
 
         Counting characters is cheap. A body that it lets pass is bounded by the process's memory.
         """
-        limits = self._limits
+        limits = self.limits
         data = decompress(body, encoding, limits.body_bytes)
         max_entries, max_values = ENTRIES_PER_OP * limits.ops, VALUES_PER_OP * limits.ops
         if data.count(b'"cost_us"') > max_entries:
-            message = f"more than {max_entries} ops and variants, this server's limit"
+            message = f"more than {max_entries} ops and variants, the limit"
             raise RefusedError("too-many-ops", message, max_ops=limits.ops)
         if data.count(b'"kind"') > max_entries or data.count(b",") > max_values:
-            message = f"more than {max_entries} tensors or {max_values} values, this server's limit"
+            message = f"more than {max_entries} tensors or {max_values} values, the limit"
             raise RefusedError("too-much-work", message)
         return data
 
     def _check_ops(self, graph: Graph) -> None:
-        limit = self._limits.ops
+        limit = self.limits.ops
         if len(graph.ops) > limit:
-            message = f"the graph has {len(graph.ops)} ops; this server's limit is {limit}"
+            message = f"the graph has {len(graph.ops)} ops; the limit is {limit}"
             raise RefusedError("too-many-ops", message, max_ops=limit)
 
     def put_graph(self, body: bytes, encoding: str, digest: str) -> tuple[Reply, bytes]:
@@ -199,19 +196,12 @@ class RequestHandler:
         if actual != digest:
             message = f"the digest of this document is {actual}"
             raise RefusedError("wrong-digest", message, digest=actual)
-        ops = 0
-
-        def check(graph: Graph) -> None:
-            nonlocal ops
-            self._check_ops(graph)
-            ops = len(graph.ops)
-
         try:
-            new = self._graphs.put(digest, document, check)
+            new = self._graphs.put(digest, document, self._check_ops)
         except (OSError, sqlite3.Error) as error:
             message = f"the graph cannot be stored now: send it with the request ({error})"
             raise RefusedError("not-stored", message) from None
-        return Reply(found=not new, ops=ops, read=len(document)), b""
+        return Reply(found=not new), b""
 
     def graph(self, digest: str) -> tuple[Reply, bytes]:
         """The document of a digest."""
@@ -234,13 +224,13 @@ class RequestHandler:
     def find(self, body: bytes, encoding: str, made: bytes) -> tuple[Reply, bytes]:
         """The answer to a request from the store, or from `made`, the record of a job.
 
+        Without an answer the bytes are the request for a solve; see `_for_solve`.
         A plan that was made for other costs is an answer only by the rule of `cost_rule`.
         """
         parsed = self.parse(body, encoding)
         key, graph, options = parsed.key, parsed.graph, parsed.options
-        named = bool(parsed.digest)
         seals = [] if made else self._seals(key)
-        reply = Reply(key=key, ops=len(graph.ops), read=parsed.read, named=named)
+        reply = Reply(key=key)
         records = [as_record(made)] if made else self.records(key)
         best: tuple[Plan, StoredPlan] | None = None
         for record in records:
@@ -275,13 +265,23 @@ class RequestHandler:
         if any(record.cost_class == shared for record in records):
             shared = ""
         seconds = options.time_limit
-        return msgspec.structs.replace(reply, costs=costs, cost_class=shared, seconds=seconds), b""
+        reply = Reply(key=key, costs=costs, cost_class=shared, seconds=seconds)
+        return reply, self._for_solve(parsed)
 
-    def with_graph(self, body: bytes, encoding: str) -> tuple[Reply, bytes]:
-        """The request with the graph in place of its digest, for a solve elsewhere."""
-        parsed = self.parse(body, encoding)
-        request = msgspec.structs.replace(parsed.options, graph=parsed.graph)
-        return Reply(key=parsed.key), request.to_json().encode()
+    def _for_solve(self, parsed: ParsedRequest) -> bytes:
+        """The request with the digest of its graph, which is stored for the solver.
+
+        So neither a server nor a broker holds the graphs of queued jobs. If the graph cannot be
+        stored, it is in the request.
+        """
+        stored = parsed.stored
+        document = parsed.graph.to_json().encode() if stored is None else stored.document
+        graph: Graph | str = parsed.graph
+        with contextlib.suppress(OSError, sqlite3.Error):
+            digest = digest_of(document)
+            self._graphs.ensure(digest, document)
+            graph = digest
+        return msgspec.structs.replace(parsed.options, graph=graph).to_json().encode()
 
     def solve(
         self, body: bytes, encoding: str, on_progress: Callable[[Progress], None]
@@ -393,25 +393,23 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     Raises:
         RefusedError: the result is larger than `limit` bytes, or the encoding is wrong.
     """
-    if encoding in ("", "identity"):
-        return body
+    data, complete = body, True
     try:
         if encoding == "gzip":
             inflate = zlib.decompressobj(wbits=31)
             data = inflate.decompress(body, limit + 1)
             complete = inflate.eof and not inflate.unused_data
-        else:
+        elif encoding == "zstd":
             import zstandard
 
             with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
                 data = reader.read(limit + 1)
-            complete = True
     except Exception as error:
         if type(error).__name__ not in ("error", "ZstdError"):
             raise
         raise RefusedError("invalid-input", f"the body is not {encoding}", pointer="") from None
     if len(data) > limit:
-        message = f"the decompressed body is larger than {limit} bytes, this server's limit"
+        message = f"the decompressed body is larger than {limit} bytes, the limit"
         raise RefusedError("body-too-large", message, max_body_bytes=limit)
     if not complete:
         raise RefusedError("invalid-input", f"the {encoding} body is cut short", pointer="")

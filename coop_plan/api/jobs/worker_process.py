@@ -57,6 +57,8 @@ class WorkerRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     costs: str = ""
     with_record: bool = False
     seconds: float = 0.0
+    limits: Limits | None = None
+    """Limits of the caller; by default the server's."""
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +107,7 @@ def main(descriptor: int) -> None:
             record = connection.recv_bytes() if task.with_record else b""
         except EOFError:
             return
-        reply, data = _answer(handler, related, task, body, record, connection)
+        reply, data = _answer(handler, settings.limits, related, task, body, record, connection)
         reply.dropped, handler.dropped = handler.dropped + store.dropped, 0
         store.dropped = 0
         large = len(body) + len(record) + len(data) > LARGE_BYTES
@@ -130,6 +132,7 @@ def trim_heap() -> None:
 
 def _answer(
     handler: RequestHandler,
+    limits: Limits,
     related: RelatedPlans,
     task: WorkerRequest,
     body: bytes,
@@ -140,6 +143,7 @@ def _answer(
         reply = Reply(detail=progress.message, figures=Figures.of(progress), final=False)
         connection.send_bytes(msgspec.json.encode(reply))
 
+    handler.limits = task.limits or limits
     try:
         if task.do == "solve":
             return handler.solve(body, task.encoding, on_progress)
@@ -151,8 +155,6 @@ def _answer(
             return handler.stored_plan(task.key, task.costs)
         if task.do == "keep":
             return handler.keep(task.key, record)
-        if task.do == "with-graph":
-            return handler.with_graph(body, task.encoding)
         if task.do == "put-graph":
             return handler.put_graph(body, task.encoding, task.key)
         if task.do == "graph":

@@ -21,7 +21,7 @@ from coop_plan.api.service.host_check import HostCheck
 from coop_plan.api.service.metrics import MEDIA_TYPE, Metrics
 from coop_plan.api.service.plan_service import PlanService, ServiceSettings
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.request_body import BodyReader
+from coop_plan.api.service.request_body import MAX_BODIES, BodyReader, Memory
 from coop_plan.api.service.telemetry import Telemetry
 from coop_plan.schemas import Graph, Plan
 
@@ -77,7 +77,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         nonlocal plan_service
-        plan_service = PlanService(settings, metrics)
+        plan_service = PlanService(settings, metrics, memory)
         try:
             yield
         finally:
@@ -101,7 +101,8 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.add_middleware(Authentication, tokens=settings.tokens)
     app.add_middleware(HostCheck, hosts=settings.hosts)
     app.add_middleware(Telemetry, metrics=metrics)  # the last added is the outermost
-    bodies = BodyReader(settings.limits.body_bytes)
+    memory = Memory(MAX_BODIES * settings.limits.body_bytes)
+    bodies = BodyReader(settings.limits.body_bytes, memory)
     described = problems.described
     plan_content: dict[str, Any] = {
         "description": "A plan",
@@ -143,10 +144,8 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     )
     async def post_plan(request: Request) -> Response:
         wait, provisional = _preferences(request)
-        async with bodies.read(request) as (body, encoding):
-            reply, data, job = await service().answer(
-                request, body, encoding, wait, provisional=provisional
-            )
+        async with bodies.read(request) as body:
+            reply, data, job = await service().answer(request, body, wait, provisional=provisional)
         path = plan_path(reply.key, reply.costs)
         headers = {"Location": f"/plans/{path}", "Coop-Plan-Cache": "hit"}
         if job is not None:
@@ -243,7 +242,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     async def call_reader(task: WorkerRequest, body: bytes = b"") -> tuple[Reply, bytes]:
         return await service().call_reader(task, body)
 
-    routes_graphs.install(app, bodies, call_reader)
+    routes_graphs.install(app, bodies, call_reader, settings.limits)
     routes_pages.install(app)
     app.openapi = functools.cache(functools.partial(_document, app.openapi))  # type: ignore[method-assign]
     return app

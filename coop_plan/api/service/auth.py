@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from limits import RateLimitItemPerSecond
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
@@ -10,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coop_plan.api.jobs.jobs import Job
-from coop_plan.api.jobs.request_handler import Reply
+from coop_plan.api.jobs.request_handler import Limits
 from coop_plan.api.service.problems import ProblemError, response
 from coop_plan.api.service.routes_pages import DOCS_PATHS
 from coop_plan.api.service.tokens import Token, TokenLimits, Tokens
@@ -41,21 +42,14 @@ class Caller:
     limits: TokenLimits = field(default_factory=TokenLimits)
     jobs: set[Job] = field(default_factory=set)
 
-    def check_size(self, reply: Reply) -> None:
-        """Check the size of a body and of its graph.
-
-        Raises:
-            ProblemError: a size is above the token's limit.
-        """
-        limits = self.limits
-        if limits.bytes is not None and reply.read > limits.bytes:
-            message = (
-                f"the decompressed body is larger than {limits.bytes} bytes, the token's limit"
-            )
-            raise ProblemError("body-too-large", message, max_body_bytes=limits.bytes)
-        if limits.ops is not None and reply.ops > limits.ops:
-            message = f"the graph has {reply.ops} ops; the token's limit is {limits.ops}"
-            raise ProblemError("too-many-ops", message, max_ops=limits.ops)
+    def within(self, server: Limits) -> Limits:
+        """The server's limits on a body, or the token's where these are lower."""
+        mine = self.limits
+        return msgspec.structs.replace(
+            server,
+            body_bytes=min(server.body_bytes, mine.bytes or server.body_bytes),
+            ops=min(server.ops, mine.ops or server.ops),
+        )
 
     def check_time_limit(self, seconds: float | None) -> float | None:
         """The time limit of a solve: the requested one, or else the token's.

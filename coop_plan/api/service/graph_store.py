@@ -55,6 +55,9 @@ class GraphStore(Protocol):
     def put(self, digest: str, document: bytes, summary: GraphSummary | None = None) -> bool:
         """Store a document; True if it was not stored yet. Only one with a summary is listed."""
 
+    def touch(self, digest: str) -> bool:
+        """True if a document is stored, which is then the last used."""
+
     def listed(self) -> list[GraphSummary]:
         """Summaries of stored graphs, the last used first, `MAX_LISTED` at most."""
 
@@ -128,6 +131,12 @@ class SqliteGraphStore:
             self._prune(digest)
         return done.rowcount == 1
 
+    def touch(self, digest: str) -> bool:
+        """True if a document is stored; see `GraphStore.touch`."""
+        query = "update graph set used = ? where digest = ?"
+        with self._lock:
+            return self._connection.execute(query, (int(time.time()), digest)).rowcount == 1
+
     def listed(self) -> list[GraphSummary]:
         """Summaries of stored graphs; see `GraphStore.listed`."""
         with self._lock:
@@ -191,6 +200,11 @@ class GraphCache:
         """The document of a digest."""
         parsed = self._parsed.get(digest)
         return self._store.get(digest) if parsed is None else parsed.document
+
+    def ensure(self, digest: str, document: bytes) -> None:
+        """Store a document that was parsed, if it is not stored (any more); it is not listed."""
+        if not self._store.touch(digest):
+            self._store.put(digest, document)
 
     def put(self, digest: str, document: bytes, check: Callable[[Graph], None]) -> bool:
         """Store a document whose graph passes `check`; True if it was not stored yet.

@@ -1,6 +1,7 @@
 """Plan service: answers requests from the store, or by one solve for all identical requests."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -21,7 +22,8 @@ from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.host_check import LOOPBACK
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.response_cache import ResponseCache, cache_key
+from coop_plan.api.service.request_body import Body, Memory
+from coop_plan.api.service.response_cache import MAX_REQUEST_BYTES, ResponseCache, cache_key
 from coop_plan.api.service.tokens import Tokens
 from coop_plan.api.service.unkept_plans import UnkeptPlans
 from coop_plan.planner.plan_cache.open_store import open_store
@@ -39,7 +41,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         store: address of the plan store, whose records are signed with `secret`.
         broker: address of a Redis; plans are then made by the workers of its cluster.
         solvers: plans made at once, each in a process of `solver_memory` bytes.
-        readers: processes of `reader_memory` bytes that parse requests and find stored plans.
+        readers: processes of `reader_memory` bytes that parse requests and find stored plans; one
+            of several is for requests of up to `MAX_REQUEST_BYTES`.
         queue: jobs that may wait for a solver or a worker.
         tokens: API tokens; without them no client needs one.
         improve: search better plans while the solvers are idle.
@@ -50,7 +53,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     broker: str = ""
     limits: Limits = Limits()
     solvers: int = os.cpu_count() or 1
-    readers: int = max(1, (os.cpu_count() or 1) // 2)
+    readers: int = max(2, (os.cpu_count() or 1) // 2)
     queue: int = 64
     solver_memory: int = 8 << 30
     reader_memory: int = 2 << 30
@@ -69,13 +72,15 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PlanService:
     """Answers requests from the store, or by one solve for all identical requests."""
 
-    def __init__(self, settings: ServiceSettings, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, settings: ServiceSettings, metrics: Metrics, memory: Memory) -> None:
+        self._metrics, self._limits = metrics, settings.limits
         reader = settings.worker(settings.reader_memory, solves=False)
         self._readers = ProcessPool(reader, settings.readers)
         self._threads = ThreadPoolExecutor(settings.readers, thread_name_prefix="reader")
+        self._large = asyncio.Semaphore(max(1, settings.readers - 1))
         self._store = open_store(settings.store, b"")
         self._responses = ResponseCache()
+        self._closing = False
         self.executor: JobExecutor
         queue, seconds = settings.queue, settings.limits.seconds
         if settings.broker:
@@ -90,7 +95,11 @@ class PlanService:
             self.executor = LocalExecutor(pool, solvers=settings.solvers, queue=queue)
         self._unkept = UnkeptPlans(self._keep)
         self.jobs = Jobs(
-            self.executor, secret=settings.secret, seconds=seconds, on_finish=self._on_finish
+            self.executor,
+            secret=settings.secret,
+            seconds=seconds,
+            memory=memory,
+            on_finish=self._on_finish,
         )
         metrics.watch_jobs(self.jobs.states)
         self._improver = BackgroundImprover(self.jobs, self.executor) if settings.improve else None
@@ -112,8 +121,10 @@ class PlanService:
     ) -> tuple[Reply, bytes]:
         """The answer of a reader process; raises `ProblemError` if it is a problem."""
         call = functools.partial(self._readers.call, task, body, record, seconds=READ_SECONDS)
+        large = len(body) + len(record) > MAX_REQUEST_BYTES
         try:
-            reply, data = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            async with self._large if large else contextlib.nullcontext():
+                reply, data = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except WorkerLostError:
             message = "the request needs more memory or time to read than this server gives it"
             raise ProblemError("too-much-work", message) from None
@@ -155,7 +166,7 @@ class PlanService:
         return await self._find(cache_key(task.do, f"{key} {costs}".encode()), task)
 
     async def answer(
-        self, request: Request, body: bytes, encoding: str, wait: float, *, provisional: bool
+        self, request: Request, body: Body, wait: float, *, provisional: bool
     ) -> tuple[Reply, bytes, Job | None]:
         """The reply with its plan, and the job that made it, if the plan was not stored.
 
@@ -163,34 +174,35 @@ class PlanService:
         smaller budget, if `provisional` and there is one, or empty.
         """
         caller: Caller = request.state.caller
-        find = WorkerRequest("find", encoding)
-        reply, data = await self._find(cache_key(encoding, body), find, body)
-        caller.check_size(reply)
+        find = WorkerRequest("find", body.encoding, limits=caller.within(self._limits))
+        reply, data = await self._find(cache_key(body.encoding, body.data), find, body.data)
         if reply.found:
             return reply, data, None
         reply.seconds = caller.check_time_limit(reply.seconds)
-        job_body, job_encoding = body, encoding
-        if reply.named:
-            _, job_body = await self.call_reader(WorkerRequest("with-graph", encoding), body)
-            job_encoding = ""
+        body.release()
+        asked = data
         until = asyncio.get_running_loop().time() + wait
         disconnected = asyncio.create_task(_disconnected(request))
         try:
             # The plan of a solve that is shared by a class of costs may be no answer to these.
             for costs in filter(None, (reply.cost_class, reply.costs)):
-                job = self.jobs.join(reply, job_body, job_encoding, costs)
-                if not await self._wait(job, caller, until, disconnected):
-                    if not provisional:
-                        return reply, b"", job
-                    smaller = WorkerRequest("for-smaller-budget", encoding)
-                    return *await self.call_reader(smaller, body), job
+                job = self.jobs.join(reply, asked, costs)
+                try:
+                    if not await self._wait(job, caller, until, disconnected):
+                        if not provisional:
+                            return reply, b"", job
+                        smaller = WorkerRequest("for-smaller-budget")
+                        return *await self.call_reader(smaller, asked), job
+                    record = job.record
+                finally:
+                    self.jobs.unsubscribe(job, returning=self._closing)
                 own = job.plan == plan_path(reply.key, reply.costs)
                 if job.problem is not None:
                     if own or job.problem.problem in ("busy", "cancelled"):
                         _raise(job.problem)
                     continue
-                find = WorkerRequest("find", encoding, with_record=True)
-                found, data = await self.call_reader(find, body, job.record)
+                find = WorkerRequest("find", with_record=True)
+                found, data = await self.call_reader(find, asked, record)
                 if found.found:
                     self._on_hit(found)
                     return found, data, job
@@ -208,7 +220,6 @@ class PlanService:
 
         It runs on then, since the client gets its address.
         """
-        returning = False
         try:
             caller.count_job(job)
             async with asyncio.timeout_at(until):
@@ -224,11 +235,9 @@ class PlanService:
         except TimeoutError:
             await self.jobs.detach(job)
         except asyncio.CancelledError:  # this server shuts down; in a cluster the job runs on
-            returning = True
+            self._closing = True
             message = "the server shuts down: send the request again"
             raise ProblemError("busy", message, retry_after=1) from None
-        finally:
-            self.jobs.unsubscribe(job, returning=returning)
         return job.finished
 
     async def better_plan(

@@ -37,6 +37,11 @@ class RedisGraphStore:
                 self._redis.zremrangebyrank(listed, 0, -MAX_LISTED - 1)
         return new
 
+    def touch(self, digest: str) -> bool:
+        """True if a document is stored; see `GraphStore.touch`."""
+        with self._calls():
+            return bool(self._redis.touch(f"{PREFIX}graph:{digest}"))
+
     def listed(self) -> list[GraphSummary]:
         """Summaries of stored graphs, the last sent first; see `GraphStore.listed`."""
         with self._calls():
