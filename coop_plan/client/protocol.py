@@ -5,6 +5,7 @@ Each call is a generator of exchanges, which receives the answer of each exchang
 """
 
 import gzip
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -72,7 +73,10 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Exchange:
-    """One HTTP request; answers with other statuses than `statuses` are problems."""
+    """One HTTP request, `pause` seconds after the answer before it.
+
+    Answers with other statuses than `statuses` are problems.
+    """
 
     method: str
     path: str
@@ -80,6 +84,7 @@ class Exchange:
     content: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 30.0
+    pause: float = 0.0
 
 
 Exchanges = Generator[Exchange, httpx.Response, T]
@@ -99,7 +104,9 @@ def plan_exchanges(graph: Graph, options: PlanOptions) -> Exchanges[Plan]:
         "POST", "/plan", frozenset({200, 202, 404}), body, prefer, WAIT_SECONDS + CONNECT_SECONDS
     )
     sends = 0
-    while (answer := (yield ask)).status_code != 200:
+    pause = 0.0
+    while (answer := (yield replace(ask, pause=pause))).status_code != 200:
+        pause = min(retry_after(answer), WAIT_SECONDS)
         if answer.status_code == 404:
             problem = problem_of(answer)
             unknown = isinstance(problem, ServerProblemError) and problem.name == "unknown-graph"
@@ -146,6 +153,12 @@ def plan_request_body(graph: Graph | str, options: PlanOptions) -> bytes:
     values = msgspec.to_builtins(options)
     fields = {name: values[name] for name in OPTION_NAMES if values[name] is not None}
     return msgspec.json.encode({"graph": graph, **fields})
+
+
+def retry_after(answer: httpx.Response) -> float:
+    """Seconds of an answer's `Retry-After`; 0 without one."""
+    after = answer.headers.get("retry-after", "")
+    return float(after) if re.fullmatch("[0-9]{1,5}", after) else 0.0
 
 
 def problem_of(answer: httpx.Response) -> Exception:

@@ -184,5 +184,5 @@ def test_traces_logs_and_headers(tmp_path, document):
     logged = [json.loads(line) for line in lines if line.startswith("{")]
     [mine] = [line for line in logged if line.get("trace_id") == trace]
     assert (mine["event"], mine["method"], mine["route"]) == ("request", "GET", "/livez")
-    assert (mine["status"], mine["span_id"]) == (200, span)
+    assert (mine["status"], mine["span_id"], mine["client"]) == (200, span, "127.0.0.1")
     assert len(lines) - len(logged) <= 1  # where it listens

@@ -16,7 +16,7 @@ class FakeExecutor:
         self.others, self.away = 0, False
         self.begun, self.cancelled = [], []
 
-    def admit(self, running):
+    def admit(self, caller, unfinished):
         pass
 
     async def run(self, job, request, body):

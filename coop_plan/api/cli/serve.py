@@ -84,14 +84,14 @@ def serve(
         from coop_plan.api.service.connection import HeadTimeoutProtocol
         from coop_plan.api.service.host_check import LOOPBACK, is_loopback
         from coop_plan.api.service.plan_service import ServiceSettings
-        from coop_plan.api.service.tokens import load
+        from coop_plan.api.service.tokens import TokenFile
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
     if tokens is None and not is_loopback(host):
         raise click.UsageError(
             f"--host {host} is reachable from other machines: give --tokens FILE"
         )
-    holders = None if tokens is None else load(tokens)
+    holders = None if tokens is None else TokenFile(tokens)
     address, secret = open_store_and_secret(store, store_key)
     if broker is not None:
         check_broker(broker, address)

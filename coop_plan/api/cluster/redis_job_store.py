@@ -77,17 +77,23 @@ class JobStore:
         self.redis.ping()
 
     def submit(
-        self, job_id: str, server: str, request: JobRequest, body: bytes, max_queued: int
+        self,
+        job_id: str,
+        server: str,
+        request: JobRequest,
+        body: bytes,
+        max_queued: int,
+        caller: str = "",
     ) -> str:
         """Subscribe a server to a job, which is created if needed: "joined", "new" or "full".
 
         The caller must send the id of a "new" job to the workers.
         """
         # The request is sent to Redis only if no server has sent it.
-        found = self._run(lua_scripts.SUBMIT, job_id, server, b"", max_queued, b"")
+        found = self._run(lua_scripts.SUBMIT, job_id, server, b"", max_queued, b"", caller)
         if found == b"absent":
             text = msgspec.json.encode(request)
-            found = self._run(lua_scripts.SUBMIT, job_id, server, body, max_queued, text)
+            found = self._run(lua_scripts.SUBMIT, job_id, server, body, max_queued, text, caller)
         return bytes(found).decode()
 
     def view(self, job_id: str, server: str = "") -> JobView | None:
@@ -134,13 +140,18 @@ class JobStore:
         self._run(lua_scripts.CANCEL, job_id, msgspec.json.encode(CANCELLED))
 
     def lease(self, job_id: str) -> Lease | None:
-        """Lease a job; None if it is finished or unwatched, or another worker holds it."""
+        """Lease a queued job; None if there is none, or it is unwatched.
+
+        It is the job that is next by fairness; its message says only that some job is queued.
+        """
         problems = msgspec.json.encode(UNWATCHED), msgspec.json.encode(POISON)
         leased = self._run(lua_scripts.LEASE, job_id, *problems)
         if not leased:
             return None
-        token, request, body = leased
-        return Lease(job_id, int(token), msgspec.json.decode(request, type=JobRequest), body)
+        leased_id, token, request, body = leased
+        return Lease(
+            leased_id.decode(), int(token), msgspec.json.decode(request, type=JobRequest), body
+        )
 
     def renew(self, lease: Lease, message: str, figures: Figures) -> bool:
         """Renew a lease and report progress; False if the job is finished or leased by another."""

@@ -6,7 +6,7 @@ import hmac
 import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,20 +33,23 @@ class Job:
     Attributes:
         started: `time.monotonic` of its first request; `ended`, of its end.
         plan: path of its plan below `/plans/`.
+        caller: name of the caller that started it.
         waiting: number of clients that wait for it.
         detached: a client has its URL and may read it later, so that it runs without clients.
-        record: the answer as it was stored.
+        record: the answer as it was stored, or `unkept` if the store may not have it.
     """
 
     id: str
     started: float = field(default_factory=time.monotonic)
     plan: str = ""
+    caller: str = ""
     state: str = "queued"
     message: str = ""
     figures: Figures = field(default_factory=Figures)
     waiting: int = 0
     detached: bool = False
     record: bytes = b""
+    unkept: bool = False
     problem: Reply | None = None
     ended: float | None = None
     task: "asyncio.Task[None] | None" = None
@@ -93,8 +96,8 @@ class Job:
 class JobExecutor(Protocol):
     """Runs jobs: in processes of this server, or on the workers of a cluster."""
 
-    def admit(self, running: int) -> None:
-        """Raise `ProblemError` if the queue is full while `running` jobs are not finished."""
+    def admit(self, caller: str, unfinished: Collection[Job]) -> None:
+        """Raise `ProblemError` if the queue is full for a caller; `unfinished` are all jobs."""
 
     async def run(self, job: Job, request: JobRequest, body: bytes) -> None:
         """Run the job, and update it until it is finished."""
@@ -156,7 +159,7 @@ class Jobs:
             raise ProblemError("not-found", f"no job '{job_id[:50]}': it is unknown or too old")
         return job
 
-    def join(self, miss: Reply, body: bytes, costs: str = "") -> Job:
+    def join(self, miss: Reply, body: bytes, costs: str = "", caller: str = "") -> Job:
         """The job for a request without a stored plan: the running one, or a new one.
 
         `costs` is the reply's `costs` or `cost_class`, to share a solve by.
@@ -168,9 +171,9 @@ class Jobs:
         seconds = self._seconds if miss.seconds is None else miss.seconds
         request = JobRequest(key=miss.key, costs=miss.costs, task=task, seconds=seconds)
         # A solve with less time is not shared: it may fail where one's own would not.
-        return self._start(f"{miss.key} {costs} {seconds:g}", request, body)
+        return self._start(f"{miss.key} {costs} {seconds:g}", request, body, caller)
 
-    def search(self, key: str, costs: str, seconds: float) -> Job:
+    def search(self, key: str, costs: str, seconds: float, caller: str = "") -> Job:
         """The job that searches a better plan than the stored one of a key and costs.
 
         Raises:
@@ -179,20 +182,21 @@ class Jobs:
         seconds = min(seconds, self._seconds)
         task = WorkerRequest("improve", key=key, costs=costs, seconds=seconds)
         request = JobRequest(key=key, costs=costs, task=task, seconds=seconds)
-        return self._start(f"{key} {costs} better", request, b"")
+        return self._start(f"{key} {costs} better", request, b"", caller)
 
     def states(self) -> Counter[str]:
         """Number of unfinished jobs by state."""
         return Counter(job.state for job in self._running.values())
 
-    def _start(self, name: str, request: JobRequest, body: bytes) -> Job:
+    def _start(self, name: str, request: JobRequest, body: bytes, caller: str) -> Job:
         job_id = hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()[:32]
         job = self._running.get(job_id)
         if job is None or job.finished:
-            self._executor.admit(len(self._running))
+            self._executor.admit(caller, self._running.values())
             self._memory.take(len(body))
             last = self._all.get(job_id)
-            job = Job(job_id, plan=request.plan, version=0 if last is None else last.version + 1)
+            version = 0 if last is None else last.version + 1
+            job = Job(job_id, plan=request.plan, caller=caller, version=version)
             self._running[job_id] = job
             self._keep(job)
             job.task = asyncio.create_task(self._executor.run(job, request, body))

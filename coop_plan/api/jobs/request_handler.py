@@ -81,6 +81,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
         figures: of a running solve, or of the stored plan.
         settled: no search can improve the plan, or one was made.
         final: False for progress.
+        unkept: the store did not take the record that follows.
         seals: signatures of the store's records that the answer was made from.
     """
 
@@ -96,6 +97,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     figures: Figures = Figures()
     settled: bool = False
     final: bool = True
+    unkept: bool = False
     seals: list[bytes] = []
 
 
@@ -308,7 +310,7 @@ class RequestHandler:
                 self._store.put(key, record, another=another, families=families)
             except (OSError, sqlite3.Error):
                 self.dropped += 1  # for example a full disk: the clients get the plan all the same
-                break
+                return Reply(key=key, found=True, unkept=True), as_bytes(record)
             kept = next((other for other in self.records(key) if other.cost_digest == costs), None)
             if kept is not None:
                 return Reply(key=key, found=True), as_bytes(kept)

@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coop_plan.api.jobs.jobs import RETRY_SECONDS, Job
 from coop_plan.api.jobs.request_handler import PlanRequest, Reply
 from coop_plan.api.jobs.worker_process import WorkerRequest, plan_path
 from coop_plan.api.service import problems, routes_graphs, routes_pages
-from coop_plan.api.service.auth import PUBLIC_PATHS, SCHEME, Authentication
+from coop_plan.api.service.auth import PUBLIC_PATHS, SCHEME, Authentication, Caller
 from coop_plan.api.service.etag import etag_response
 from coop_plan.api.service.host_check import HostCheck
 from coop_plan.api.service.metrics import MEDIA_TYPE, Metrics
@@ -98,6 +99,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         lifespan=lifespan,
     )
     problems.install(app)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Authentication, tokens=settings.tokens)
     app.add_middleware(HostCheck, hosts=settings.hosts)
     app.add_middleware(Telemetry, metrics=metrics)  # the last added is the outermost
@@ -178,7 +180,12 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             _, data = await service().stored_plan(key, costs)
             return etag_response(request, data)
         overhead = _overhead(better_than)
-        data, job = await service().better_plan(request.state.caller, key, costs, overhead)
+        caller: Caller = request.state.caller
+        # A search costs time: it is not for readers, nor for what another site's page embeds.
+        site = request.headers.get("sec-fetch-site", "none")
+        if "plan" not in caller.scopes or site not in ("none", "same-origin"):
+            raise ProblemError("forbidden", "better-than needs a token of scope plan")
+        data, job = await service().better_plan(caller, key, costs, overhead)
         if job is not None:
             return accepted(job)
         return etag_response(request, data) if data else Response(status_code=204)
@@ -209,7 +216,9 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     async def get_events(job_id: str, request: Request) -> Response:
         jobs = service().jobs
         last = request.headers.get("last-event-id", "")
-        number = int(last) if last.isdigit() and len(last) < 18 else -1
+        number = int(last) if re.fullmatch("[0-9]{1,17}", last) else -1
+        if request.scope.get("head"):
+            return Response(media_type="text/event-stream")
         events = jobs.events(await jobs.get(job_id), number)
         return StreamingResponse(events, media_type="text/event-stream")
 
@@ -246,6 +255,19 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     routes_pages.install(app)
     app.openapi = functools.cache(functools.partial(_document, app.openapi))  # type: ignore[method-assign]
     return app
+
+
+class HeadAsGet:
+    """Middleware that handles HEAD as GET; the server sends no body then. `head` tells a route."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET", "head": True}
+        await self._app(scope, receive, send)
 
 
 COMMON_PROBLEMS = ("unauthorized", "forbidden", "too-many-requests", "busy")

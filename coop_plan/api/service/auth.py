@@ -1,5 +1,6 @@
 """Authentication: `Authorization: Bearer`, the scopes of a token and its limits in this server."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from coop_plan.api.jobs.jobs import Job
 from coop_plan.api.jobs.request_handler import Limits
 from coop_plan.api.service.problems import ProblemError, response
 from coop_plan.api.service.routes_pages import DOCS_PATHS
-from coop_plan.api.service.tokens import Token, TokenLimits, Tokens
+from coop_plan.api.service.tokens import Token, TokenFile, TokenLimits
 
 PUBLIC_PATHS = frozenset({"/", "/livez", "/readyz", "/healthz", "/openapi.json"}) | DOCS_PATHS
 """Paths that need no token: probes and static documents."""
@@ -40,6 +41,7 @@ class Caller:
 
     name: str = ""
     limits: TokenLimits = field(default_factory=TokenLimits)
+    scopes: Collection[str] = ("plan", "read", "admin")
     jobs: set[Job] = field(default_factory=set)
 
     def within(self, server: Limits) -> Limits:
@@ -83,7 +85,7 @@ ANONYMOUS = Caller()
 class Authentication:
     """Middleware that checks tokens and their scopes, if the server has tokens."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenFile | None) -> None:
         self._app, self._tokens = app, tokens
         self._callers: dict[str, Caller] = {}
         self._rates = MovingWindowRateLimiter(MemoryStorage())
@@ -114,7 +116,9 @@ class Authentication:
         if not needed & set(token.scopes):
             scopes = " or ".join(sorted(needed))
             raise ProblemError("forbidden", f"the request needs a token of scope {scopes}")
-        return self._callers.setdefault(token.name, Caller(token.name, token.limits))
+        caller = self._callers.setdefault(token.name, Caller(token.name))
+        caller.scopes, caller.limits = token.scopes, token.limits
+        return caller
 
     def _check_rate(self, token: Token) -> None:
         limit = token.limits.requests_per_second

@@ -24,7 +24,7 @@ from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
 from coop_plan.api.service.request_body import Body, Memory
 from coop_plan.api.service.response_cache import MAX_REQUEST_BYTES, ResponseCache, cache_key
-from coop_plan.api.service.tokens import Tokens
+from coop_plan.api.service.tokens import TokenFile
 from coop_plan.api.service.unkept_plans import UnkeptPlans
 from coop_plan.planner.plan_cache.open_store import open_store
 
@@ -59,7 +59,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     reader_memory: int = 2 << 30
     store_bytes: int = 1 << 30
     hosts: Collection[str] = LOOPBACK
-    tokens: Tokens | None = None
+    tokens: TokenFile | None = None
     improve: bool = True
 
     def worker(self, memory: int, *, solves: bool) -> WorkerSettings:
@@ -106,7 +106,8 @@ class PlanService:
 
     def _on_finish(self, job: Job) -> None:
         self._metrics.observe_solve(job.state, job.seconds, job.figures.gap)
-        self._unkept.add(job.plan.partition("?")[0], job.record)
+        if job.unkept:
+            self._unkept.add(job.plan.partition("?")[0], job.record)
 
     async def _keep(self, key: str, record: bytes) -> bool:
         """Store a record, if it is not in the store; False if the store is away."""
@@ -186,7 +187,7 @@ class PlanService:
         try:
             # The plan of a solve that is shared by a class of costs may be no answer to these.
             for costs in filter(None, (reply.cost_class, reply.costs)):
-                job = self.jobs.join(reply, asked, costs)
+                job = self.jobs.join(reply, asked, costs, caller.name)
                 try:
                     if not await self._wait(job, caller, until, disconnected):
                         if not provisional:
@@ -253,7 +254,7 @@ class PlanService:
         if reply.settled:
             return b"", None
         seconds = min(SEARCH_SECONDS, caller.limits.seconds or SEARCH_SECONDS)
-        job = self.jobs.search(key, reply.costs, seconds)
+        job = self.jobs.search(key, reply.costs, seconds, caller.name)
         try:
             caller.count_job(job)
             await self.jobs.detach(job)

@@ -105,7 +105,7 @@ class BodyReader:
 
     async def _receive(self, request: Request, body: Body) -> bytes:
         declared = request.headers.get("content-length", "0")
-        if declared.isdigit() and int(declared) > self._max_bytes:
+        if declared.isascii() and declared.isdigit() and int(declared) > self._max_bytes:
             raise self._too_large()
         size = 0
         parts: list[bytes] = []
