@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import hmac
+import re
 import sys
 import time
 from collections import Counter, OrderedDict
@@ -19,6 +20,8 @@ from coop_plan.api.service.request_body import Memory
 
 FINISHED_JOBS = 1000
 """Finished jobs that are kept, so that clients can still read them."""
+
+JOB_ID = re.compile("[0-9a-f]{32}")
 
 HEARTBEAT_SECONDS = 15.0
 
@@ -150,7 +153,7 @@ class Jobs:
     async def get(self, job_id: str) -> Job:
         """The job with this id; raises `ProblemError` if there is none."""
         job = self._all.get(job_id)
-        if job is None or job.finished:
+        if (job is None or job.finished) and JOB_ID.fullmatch(job_id):
             found = await self._executor.find(job_id)
             if found is not None:
                 self._keep(found)

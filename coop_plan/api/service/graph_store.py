@@ -33,6 +33,9 @@ MAX_PARSED_BYTES = 32 << 20
 """Size of the documents whose parsed graphs a reader caches; these take some ten times as much."""
 
 
+MAX_DOCUMENT_BYTES = 256 << 20
+"""Limit on a stored document: what others write into a shared Redis costs no more."""
+
 MAX_LISTED = 100
 """Limit on the graphs in a list."""
 
@@ -68,7 +71,7 @@ class GraphStore(Protocol):
 def unpacked(packed: bytes, digest: str) -> bytes | None:
     """The document that was compressed; None if it is damaged."""
     with contextlib.suppress(zlib.error):
-        document = zlib.decompress(packed)
+        document = zlib.decompressobj().decompress(packed, MAX_DOCUMENT_BYTES)
         if digest_of(document) == digest:
             return document
     return None

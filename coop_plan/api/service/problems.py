@@ -79,7 +79,7 @@ def response(
         sent["Retry-After"] = str(members["retry_after"])
     document = {"type": PREFIX + name, "title": title, "status": status, "detail": detail}
     return JSONResponse(
-        {**document, **members}, status_code=status, media_type=MEDIA_TYPE, headers=sent
+        {**members, **document}, status_code=status, media_type=MEDIA_TYPE, headers=sent
     )
 
 

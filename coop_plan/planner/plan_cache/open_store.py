@@ -12,6 +12,15 @@ def in_redis(address: str) -> bool:
     return address.startswith(SCHEMES)
 
 
+def without_password(address: str) -> str:
+    """The address as it may be printed: without the user and the password of a Redis."""
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        return address
+    place, slash, path = rest.partition("/")
+    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+
 def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanStore:
     """The store at an address: `redis://HOST:PORT/N`, or the path of an SQLite file.
 
@@ -25,6 +34,7 @@ def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanSto
     try:
         from coop_plan.planner.plan_cache.redis_store import RedisStore
     except ModuleNotFoundError as error:
-        message = f"plan store {address} needs {error.name}: pip install 'coop-plan[cluster]'"
+        place = without_password(address)
+        message = f"plan store {place} needs {error.name}: pip install 'coop-plan[cluster]'"
         raise StoreError(message) from None
     return RedisStore(address, secret=secret)

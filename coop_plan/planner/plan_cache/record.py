@@ -3,9 +3,10 @@
 import hashlib
 import hmac
 import zlib
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
+import msgspec.inspect
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.planner.core.memory_bounds import explain_residents, unrecomputable_residents
@@ -226,8 +227,30 @@ def as_bytes(record: Record) -> bytes:
 
 def as_record(data: bytes | memoryview) -> Record:
     """The record from MessagePack; raises msgspec's errors."""
-    record: Record = _decode(data)
+    try:
+        record: Record = _decode(data)
+    except msgspec.ValidationError:  # perhaps of a later version, whose further fields are left out
+        known = _known(msgspec.msgpack.decode(data), msgspec.inspect.type_info(Record))
+        record = msgspec.convert(known, Record)
     return record
+
+
+def _known(value: Any, kind: msgspec.inspect.Type) -> Any:
+    """The value without fields that its type does not have."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        structs = [k for k in kind.types if isinstance(k, msgspec.inspect.StructType)]
+        lists = [k for k in kind.types if isinstance(k, msgspec.inspect.ListType)]
+        if isinstance(value, dict):
+            tags = [k for k in structs if not k.tag_field or value.get(k.tag_field) == k.tag]
+            return _known(value, tags[0]) if tags else value
+        return _known(value, lists[0]) if lists and isinstance(value, list) else value
+    if isinstance(kind, msgspec.inspect.ListType) and isinstance(value, list):
+        return [_known(item, kind.item_type) for item in value]
+    if isinstance(kind, msgspec.inspect.StructType) and isinstance(value, dict):
+        types = {field.encode_name: field.type for field in kind.fields}
+        tag = {kind.tag_field: kind.tag} if kind.tag_field else {}
+        return tag | {name: _known(value[name], types[name]) for name in value if name in types}
+    return value
 
 
 def sign(record: Record, key: str, secret: bytes) -> bytes:

@@ -9,6 +9,7 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
+from coop_plan.planner.plan_cache.open_store import without_password
 from coop_plan.planner.plan_cache.record import SIGNATURE_BYTES, Record, read_signed, sign
 from coop_plan.planner.plan_cache.store import ALTERNATIVES, CANDIDATES, Families, StoreError
 from coop_plan.schemas import InvalidInputError
@@ -21,10 +22,10 @@ if #slots > 0 and ARGV[2] == '0' then return 0 end
 local first, last
 for _, slot in ipairs(slots) do
     local number = tonumber(slot)
-    if not first or number < first then first = number end
-    if not last or number > last then last = number end
+    if number and (not first or number < first) then first = number end
+    if number and (not last or number > last) then last = number end
 end
-if #slots >= tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], first) end
+if first and #slots >= tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], first) end
 redis.call('HSET', KEYS[1], (last or -1) + 1, ARGV[1])
 return 1
 """
@@ -78,7 +79,8 @@ def connect(address: str) -> redis.Redis:
             retry=retry,
         )
     except ValueError as error:
-        raise StoreError(f"{address} is not the address of a Redis: {error}") from None
+        message = f"{without_password(address)} is not the address of a Redis: {error}"
+        raise StoreError(message) from None
 
 
 class RedisStore:
@@ -161,6 +163,7 @@ class RedisStore:
 def _in_order(fields: Sequence[bytes]) -> list[bytes]:
     """The values of a hash by slot number, from its fields and values in turn."""
     slots = dict(zip(fields[::2], fields[1::2], strict=True))
+    slots = {slot: data for slot, data in slots.items() if slot.isdigit()}  # others are not ours
     return [slots[slot] for slot in sorted(slots, key=int)]
 
 
