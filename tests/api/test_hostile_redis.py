@@ -11,10 +11,9 @@ from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
 from coop_plan.api.service import problems
 from coop_plan.api.service.redis_graph_store import RedisGraphStore
 from coop_plan.planner import plan
-from coop_plan.planner.plan_cache.open_store import without_password
 from coop_plan.planner.plan_cache.record import StoredPlan
 from coop_plan.planner.plan_cache.redis_store import RedisStore
-from coop_plan.planner.plan_cache.store import StoreError
+from coop_plan.planner.plan_cache.store import StoreError, without_password
 from tests.redis_server import needs_redis, redis_server
 
 WORK = JobRequest(key="k" * 64, task=WorkerRequest("solve"), seconds=7.0)

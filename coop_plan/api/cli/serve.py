@@ -74,7 +74,7 @@ def serve(
     Plans are made in processes of this server, or with --broker by `coop-plan worker`. Without
     --tokens every client on this machine is served; another --host than loopback needs --tokens.
     """
-    from coop_plan.planner.plan_cache.open_store import without_password
+    from coop_plan.planner.plan_cache.store import without_password
     from coop_plan.schemas import parse_bytes
 
     limit, memory, size = (parse_bytes(text) for text in (max_body, solver_memory, store_size))

@@ -107,7 +107,7 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
 
 def check_broker(broker: str, store: str) -> None:
     """Exit if the broker's address is wrong, is the store's, or Celery is missing."""
-    from coop_plan.planner.plan_cache.open_store import without_password
+    from coop_plan.planner.plan_cache.store import without_password
 
     if not broker.startswith(("redis://", "rediss://")):
         place = without_password(broker)

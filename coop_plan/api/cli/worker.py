@@ -30,7 +30,7 @@ def worker(
 
     SIGTERM ends the worker and releases its running jobs to other workers.
     """
-    from coop_plan.planner.plan_cache.open_store import without_password
+    from coop_plan.planner.plan_cache.store import without_password
     from coop_plan.schemas import parse_bytes
 
     limit, memory, size = (parse_bytes(text) for text in (max_body, solver_memory, store_size))

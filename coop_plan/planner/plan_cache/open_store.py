@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from coop_plan.planner.plan_cache.store import PlanStore, SqliteStore, StoreError
+from coop_plan.planner.plan_cache.store import PlanStore, SqliteStore, StoreError, without_password
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 
@@ -10,15 +10,6 @@ SCHEMES = ("redis://", "rediss://", "unix://")
 def in_redis(address: str) -> bool:
     """True if the address is that of a Redis; all others are file paths."""
     return address.startswith(SCHEMES)
-
-
-def without_password(address: str) -> str:
-    """The address as it may be printed: without the user and the password of a Redis."""
-    scheme, separator, rest = address.partition("://")
-    if not separator:
-        return address
-    place, slash, path = rest.partition("/")
-    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
 
 
 def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanStore:

@@ -9,9 +9,14 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from coop_plan.planner.plan_cache.open_store import without_password
 from coop_plan.planner.plan_cache.record import SIGNATURE_BYTES, Record, read_signed, sign
-from coop_plan.planner.plan_cache.store import ALTERNATIVES, CANDIDATES, Families, StoreError
+from coop_plan.planner.plan_cache.store import (
+    ALTERNATIVES,
+    CANDIDATES,
+    Families,
+    StoreError,
+    without_password,
+)
 from coop_plan.schemas import InvalidInputError
 
 PREFIX = "coop-plan:"

@@ -91,6 +91,15 @@ class StoreError(OSError):
     """A plan store cannot be opened, or an operation on it failed."""
 
 
+def without_password(address: str) -> str:
+    """The address as it may be printed: without the user and the password of a Redis."""
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        return address
+    place, slash, path = rest.partition("/")
+    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+
 def cache_dir() -> Path:
     """Folder of caches: `coop-plan` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
