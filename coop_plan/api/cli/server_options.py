@@ -22,7 +22,11 @@ def server_options(command: F) -> F:
     """Decorator that adds the options of a process that makes and stores plans."""
     options = (
         click.option(
-            "--store", metavar="ADDRESS", help="Plan cache: a SQLite file, or a redis:// URL."
+            "--store",
+            metavar="ADDRESS",
+            envvar="COOP_PLAN_STORE",
+            show_envvar=True,
+            help="Plan cache: a SQLite file, or a redis:// URL.",
         ),
         click.option(
             "--store-size",
@@ -106,8 +110,11 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
 
 def check_broker(broker: str, store: str) -> None:
     """Exit if the broker's address is wrong, is the store's, or Celery is missing."""
+    from coop_plan.planner.plan_cache.store import without_password
+
     if not broker.startswith(("redis://", "rediss://")):
-        fail(f"--broker {broker}: a broker is at redis://HOST:PORT/N", EXIT_ERROR)
+        place = without_password(broker)
+        fail(f"--broker {place}: a broker is at redis://HOST:PORT/N", EXIT_ERROR)
     if broker == store:
         fail(
             "--broker and --store are the same Redis: the store may evict keys, a broker must not",

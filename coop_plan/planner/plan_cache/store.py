@@ -17,6 +17,9 @@ from coop_plan.schemas import InvalidInputError
 ALTERNATIVES = 4
 """Limit of records per key, for graphs with different costs."""
 
+WRITE_MS = 1500
+"""Limit on the wait for another writer of an SQLite file."""
+
 ACCESS_SECONDS = 3600
 """Resolution of the time of last use."""
 
@@ -47,6 +50,7 @@ class PlanStore(Protocol):
     """
 
     dropped: int
+    secret: bytes
 
     def get(self, key: str) -> list[Record]:
         """The records of a key, oldest first; damaged ones are deleted."""
@@ -76,6 +80,11 @@ class PlanStore(Protocol):
 
     def close(self) -> None:
         """Close files and connections."""
+
+
+def holds(store: PlanStore, key: str, record: Record) -> bool:
+    """True if a store has this record of a key."""
+    return sign(record, key, store.secret)[:SIGNATURE_BYTES] in store.signatures(key)
 
 
 class StoreError(OSError):
@@ -118,6 +127,15 @@ TABLES = (
 )
 
 
+def without_password(address: str) -> str:
+    """The address as it may be printed: without the user and the password of a Redis."""
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        return address
+    place, slash, path = rest.partition("/")
+    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+
 class SqliteStore:
     """Plan store in one SQLite file, shared by threads and processes.
 
@@ -139,7 +157,7 @@ class SqliteStore:
         lock_seconds: float = 10.0,
     ) -> None:
         self._lock = threading.Lock()
-        self._path, self._secret, self._max_bytes = path, secret, max_bytes
+        self._path, self.secret, self._max_bytes = path, secret, max_bytes
         self.dropped = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,6 +166,7 @@ class SqliteStore:
             )
             try:
                 self._create(wal)
+                self._connection.execute(f"pragma busy_timeout={WRITE_MS}")
             except sqlite3.Error:
                 self._connection.close()
                 raise
@@ -167,7 +186,7 @@ class SqliteStore:
         found: list[Record] = []
         for slot, data in self._select("record", key):
             try:
-                found.append(read_signed(data, key, self._secret))
+                found.append(read_signed(data, key, self.secret))
             except InvalidInputError:
                 self.dropped += 1
                 with self._lock, contextlib.suppress(sqlite3.Error):
@@ -198,7 +217,7 @@ class SqliteStore:
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
     ) -> None:
         """Store the first record of a key, or another one; see `PlanStore.put`."""
-        data = sign(record, key, self._secret)
+        data = sign(record, key, self.secret)
         now = int(time.time())
         with self._lock, self._transaction():
             slots = [
@@ -225,7 +244,7 @@ class SqliteStore:
 
     def replace(self, key: str, old: Record, new: Record) -> bool:
         """Replace a record; returns False if the old one is not stored any more."""
-        before, data = sign(old, key, self._secret), sign(new, key, self._secret)
+        before, data = sign(old, key, self.secret), sign(new, key, self.secret)
         with self._lock, self._transaction():
             replaced = self._connection.execute(
                 "update answer set record = ?, bytes = ? where key = ? and record = ?",
