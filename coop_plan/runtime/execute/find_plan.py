@@ -83,7 +83,7 @@ def _from_server(
     server: str, graph: Graph, options: Options, raised: str, history: ShapeHistory | None
 ) -> Plan | None:
     try:
-        from coop_plan.client.client import Client
+        from coop_plan.client.client import PATIENCE_SECONDS, Client
         from coop_plan.client.protocol import ServerAwayError, ServerError
     except ModuleNotFoundError as error:
         message = f"option 'server' needs {error.name}: pip install 'coop-plan[client]'"
@@ -91,7 +91,8 @@ def _from_server(
     away = server in _away
     _away.discard(server)
     try:
-        with Client(server, **({"patience_seconds": AWAY_SECONDS} if away else {})) as client:
+        patience = AWAY_SECONDS if away else PATIENCE_SECONDS
+        with Client(server, patience_seconds=patience) as client:
             if away:
                 client.check_alive(AWAY_SECONDS)
             return _or_smallest(client.plan, graph, options, raised, history)
