@@ -7,7 +7,6 @@ from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
 from coop_plan.runtime.execute.invocation import Invocation, live_invocations
-from coop_plan.runtime.iteration.joint_plan import RecordedCall
 from coop_plan.runtime.iteration.recorder import IterationRecorder
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
@@ -30,26 +29,9 @@ class ArenaPool:
         with _lock:
             _all.add(self)
 
-    def join_iteration(
-        self,
-        invocation: Invocation,
-        step: object,
-        call: RecordedCall,
-        inputs: Sequence[Any],
-    ) -> bool:
-        """Record a new invocation as the next call of its iteration.
-
-        Returns:
-            True if it runs the joint plan of the iteration, which it then has.
-        """
-        compiled = self.recorder.forward(invocation, step, call, inputs)
-        if compiled is not None:
-            invocation.use_plan(compiled)
-        return compiled is not None
-
-    def place(self, invocation: Invocation, *, in_joint_plan: bool) -> bool:
+    def place(self, invocation: Invocation) -> bool:
         """Assign an arena to a new invocation; returns whether its counters start at zero."""
-        if in_joint_plan and not self.recorder.first:
+        if invocation.in_joint_plan and not self.recorder.first:
             invocation.memory = self.recorder.shared_memory()
             return False
         memory = self.allocate(invocation)
