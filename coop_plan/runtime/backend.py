@@ -45,6 +45,7 @@ from coop_plan.runtime.torch_internals.autograd import all_leaves_have_only_post
 from coop_plan.runtime.torch_internals.dynamo import (
     allow_symbolic_module_ints,
     compile_call,
+    forget_recompile_limit,
     make_tracing_flag_thread_local,
 )
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
@@ -53,6 +54,12 @@ from coop_plan.runtime.variants.passes import VARIANT_PASSES
 from coop_plan.schemas import Plan
 
 log = logging.getLogger("coop-plan")
+
+EXPERTS = (
+    '; with experts_implementation="grouped_mm" (of from_pretrained or the configuration) the model'
+    " is one graph, planned as a whole"
+)
+"""Remedy for experts of transformers that choose their tokens by indices."""
 
 warn_of_version()
 make_tracing_flag_thread_local()
@@ -78,7 +85,7 @@ def coop(
     first, function = call_state(compile_call() or options), function_of(gm)
     pools = arena_pools_of(parsed)  # held by the steps
     lines, hooked = source_lines_of(gm), all_leaves_have_only_post_hooks(gm)
-    keep_recompiling(lines.begin)
+    keep_recompiling(lines.begin, first)
     if assigns_data(gm):
         log.warning(
             "%s: an assignment to a tensor's .data cannot be planned: its graph runs as eager"
@@ -112,11 +119,14 @@ def coop(
                 unplanned_calls.graph_break_logged()
                 log.warning(
                     "graph break at %s: code outside the graph is not within the budget;"
-                    " fullgraph=True makes this an error",
-                    lines.end,
+                    " fullgraph=True makes this an error%s",
+                    *(
+                        lines.end,
+                        EXPERTS if lines.ends_at_experts and first.names_experts() else "",
+                    ),
                 )
             step = compilation.step
-            counted = unplanned_calls.count_planned(compiled, step.report, step.undefined.watch)
+            counted = unplanned_calls.count_planned(compiled, step.report, step.watch)
             setattr(counted, SIGNATURE, compilation.signature)
             return counted
         if uses_functorch_grad(gm):
@@ -138,9 +148,7 @@ def coop(
             compilation = _Compilation(parsed, pools, lines, first, of, hooked=hooked)
             with use_costs(first.costs[function]):
                 step = compilation.plan(joint, every.num_fwd_outputs, every.static_inputs)
-            return unplanned_calls.count_planned(
-                every.calling(step), step.report, step.undefined.watch
-            )
+            return unplanned_calls.count_planned(every.calling(step), step.report, step.watch)
 
         return every.trace, at_sizes
 
@@ -151,8 +159,13 @@ def coop(
     return compile_static(gm, example_inputs)
 
 
-# For torch._dynamo.reset(): steps may outlive it.
-coop.reset = release_idle  # type: ignore[attr-defined]
+def _reset() -> None:
+    """For torch._dynamo.reset(): steps may outlive it."""
+    release_idle()
+    forget_recompile_limit()
+
+
+coop.reset = _reset  # type: ignore[attr-defined]
 unplanned_calls.install(coop)
 
 

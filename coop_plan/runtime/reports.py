@@ -57,6 +57,10 @@ class StepReport:
     outside_plan: str = ""
     """Text on allocations outside the plan at the process's peak, and on tensors in places planned
     for others. Measured in the first step of a plan, and after a step that exceeded its budget."""
+    planned_ops_share: float | None = None
+    planned_bytes_share: float | None = None
+    """Shares of the ops and of the bytes of the compiled function's forward that are planned; the
+    rest is code that Dynamo left to eager autograd. Measured in a call that compiles nothing."""
     plans_made: int = 1
     """Plans made so far; this report is of the last one."""
     measured_overhead: float | None = None

@@ -7,26 +7,39 @@ loop. A compiled function may also never be called.
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from coop_plan.runtime.device.arena import process_bytes
 from coop_plan.runtime.reports import REPORT, StepReport
+from coop_plan.runtime.source_lines import user_call
 from coop_plan.runtime.torch_internals.dynamo import (
     compile_whole_models,
     graph_break_counts,
     ignore_once_loggers,
     recorded_nodes,
     restore_top_frame,
+    share_recompile_limit,
     watch_calls,
 )
 
 log = logging.getLogger("coop-plan")
 
-LOGGED = "coop_said"
-"""Attribute of a `torch.compile` call for which a warning was logged."""
+STATE = "coop_calls"
+"""Attribute of a `torch.compile` call with its `_State`."""
+
+
+@dataclass
+class _State:
+    """Calls so far, and True if a warning was logged, and if the planned shares were measured."""
+
+    calls: int = 0
+    logged: bool = False
+    measured: bool = False
 
 
 class _Counts:
@@ -41,6 +54,8 @@ class _Thread(threading.local):
     unplanned = 0
     breaks = 0
     prepared = False  # Dynamo's settings belong to a thread
+    measured: list[tuple[StepReport, int]] | None = None
+    """Planned forwards of the call that is measured, with the bytes that each has left."""
 
 
 _thread = _Thread()
@@ -58,7 +73,10 @@ def count_planned(
 
     def run(*args: Any) -> Any:
         _thread.planned += 1
+        before = 0 if _thread.measured is None else process_bytes()[0]
         outputs = planned(*args)
+        if _thread.measured is not None:
+            _thread.measured.append((report, process_bytes()[0] - before))
         returned(outputs)
         return outputs
 
@@ -117,38 +135,64 @@ class _Call:
             ignore_once_loggers()
             _thread.prepared = True
         restore_top_frame()
+        self._state = state = vars(self._compiled).setdefault(STATE, _State())
+        if not state.calls:
+            share_recompile_limit()
+        state.calls += 1
         _Counts.calls += 1
         self._before, self._logged = sys.exception(), _thread.unplanned
         self._breaks = _thread.breaks
         self._planned, self._nodes = planned_forwards(), recorded_nodes()
-        self._known = {} if hasattr(self._compiled, LOGGED) else graph_break_counts()
+        self._known = {} if state.logged else graph_break_counts()
+        measures = state.calls > 1 and not state.measured and self._planned > 0
+        self._outer, _thread.measured = _thread.measured, [] if measures else None
+        self._bytes = process_bytes()[0] if measures else 0
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+        state, measured, _thread.measured = self._state, _thread.measured, self._outer
         if sys.exception() is not self._before or _thread.unplanned != self._logged:
             return  # Dynamo ends the context in a `finally`, without the exception
-        if not torch.is_grad_enabled() or hasattr(self._compiled, LOGGED):
+        if not torch.is_grad_enabled():
+            return
+        if measured:
+            self._measure(measured)
+        if state.logged:
             return
         now = graph_break_counts().items()
         reasons = [why for why, times in now if times > self._known.get(why, 0)]
         if planned_forwards() != self._planned:
             if reasons and _thread.breaks == self._breaks:
-                setattr(self._compiled, LOGGED, True)
+                state.logged = True
                 log.warning(
-                    "a graph break (%s): code that Dynamo leaves to eager autograd, possibly whole"
-                    " functions, is not within the budget; fullgraph=True makes this an error that"
-                    " names the line",
-                    _in_a_line(reasons),
+                    "%s: a graph break (%s): code that Dynamo leaves to eager autograd, possibly"
+                    " whole functions, is not within the budget; fullgraph=True makes this an error"
+                    " that names the line",
+                    *(user_call(), _in_a_line(reasons)),
                 )
             return
         if recorded_nodes() == self._nodes:
             return
-        setattr(self._compiled, LOGGED, True)
+        state.logged = True
         log.warning(
-            "nothing was planned: a compiled function ran as eager autograd, not within the"
+            "%s: nothing was planned: a compiled function ran as eager autograd, not within the"
             " budget%s; fullgraph=True makes this an error that names the line",
-            f" ({_in_a_line(reasons)})" if reasons else "",
+            *(user_call(), f" ({_in_a_line(reasons)})" if reasons else ""),
         )
+
+    def _measure(self, measured: Sequence[tuple[StepReport, int]]) -> None:
+        """Report the shares of a call's ops and bytes that are planned, if it compiled nothing."""
+        reports = [report for report, _ in measured]
+        if not all(report.steps_run for report in reports):
+            return  # a trace records nodes of its own
+        self._state.measured = True
+        eager_ops = recorded_nodes() - self._nodes - len(measured)  # a planned forward is one node
+        eager_bytes = process_bytes()[0] - self._bytes - sum(left for _, left in measured)
+        ops = sum(op.phase == "forward" for report in reports for op in report.graph.ops)
+        planned = sum(report.peak_bytes - report.resident_bytes for report in reports)
+        for report in reports:
+            report.planned_ops_share = ops / max(1, ops + max(0, eager_ops))
+            report.planned_bytes_share = planned / max(1, planned + max(0, eager_bytes))
 
 
 def _in_a_line(reasons: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks import loops
 from coop_plan import runtime
+from coop_plan.planner import plan
 from coop_plan.runtime.device.arena import process_bytes, reset_peak
 from coop_plan.runtime.execute.planned_step import TOLERANCE
 from tests.runtime.stepping import backward_that_does_more_than_add, hooked
@@ -64,6 +65,20 @@ def wide_step(model, **options):
 
 def gradient_bytes(model):
     return sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_a_share_is_of_keep_everything_with_the_held_gradients(share):
+    model = Wide()
+    step, x = wide_step(model, budget=f"{share:.0%}"), torch.randn(64, 64)
+    for _ in range(3):
+        step(x).backward()
+    (report,) = runtime.reports()
+    everything = plan(report.graph, "100%", outputs="gradients").peak_bytes
+    assert report.held_bytes == gradient_bytes(model)
+    assert report.budget_bytes == pytest.approx(share * everything, rel=0.01)
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert share < 1 or not report.plan.recomputed_ops
 
 
 def test_held_gradients_are_added_to_without_a_second_copy():

@@ -578,14 +578,26 @@ def test_a_deep_copy_of_a_compiled_model_trains_on_its_own():
     assert_equal(results[1], results[0])
 
 
-def test_double_backward_is_refused(caplog):
+def penalty(loss, given):
+    (gradient,) = torch.autograd.grad(loss, given, create_graph=True)
+    return gradient.square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
+def test_double_backward_is_refused_with_the_line_and_the_remedy():
     x, y = data(1)[0]
     model = Net()
-    loss = torch.compile(loss_step(model), backend="coop", options=OPTIONS)(x, y)
-    (g,) = torch.autograd.grad(loss, [model.head.weight], create_graph=True)
-    assert "call the function itself, not the compiled one" in caplog.text
-    with pytest.raises(RuntimeError, match="double backward"):
-        g.square().sum().backward()
+    step = torch.compile(loss_step(model), backend="coop", options=OPTIONS)
+
+    def inside(x, y):
+        loss = F.cross_entropy(model(x), y)
+        return loss + penalty(loss, model.head.weight)
+
+    remedy = r"\.py:\d+: .*double backward.*call the function itself, not the compiled one"
+    with pytest.raises(RuntimeError, match=remedy):
+        penalty(step(x, y), model.head.weight).backward()
+    with pytest.raises(RuntimeError, match=remedy):
+        torch.compile(inside, backend="coop", options=OPTIONS)(x, y).backward()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")

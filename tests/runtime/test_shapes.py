@@ -235,6 +235,19 @@ def test_no_input_is_kept_alive():
     assert [reference() for reference in alive] == [None] * 3
 
 
+def test_functions_that_share_code_do_not_share_dynamos_recompile_limit(caplog):
+    """All of them are compiled as `torch._dynamo.external_utils.wrap_inline`'s inner function."""
+    before = torch._dynamo.config.recompile_limit
+    for i in range(before + 4):
+        model = nn.Sequential(nn.Linear(8 + i, 8), nn.Tanh(), nn.Linear(8, 8))
+        step = torch.compile(model, backend="coop", options={"budget": "100%"})
+        step(torch.ones(4, 8 + i)).sum().backward()
+    assert [r.steps_run for r in runtime.reports()] == [1] * (before + 4)
+    assert torch._dynamo.config.recompile_limit == before
+    assert "recompile_limit" not in caplog.text
+    assert "nothing was planned" not in caplog.text
+
+
 def test_dynamos_recompile_limit_is_no_way_out_of_the_budget(caplog):
     with torch._dynamo.config.patch(recompile_limit=2):
         assert_trains_like_eager(Net(), batches([16, 8, 7, 6], 32), False)

@@ -1,5 +1,6 @@
 """What is compiled and not planned is told of, in one line of the log."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,75 @@ def test_a_function_left_to_eager_beside_a_planned_loss_is_told_of_once(caplog, 
     assert report.steps_run == 2
     assert caplog.text.count("is not within the budget") == 1
     assert "graph_break" in caplog.text
+
+
+def test_reports_have_the_planned_shares():
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    @torch._dynamo.disable
+    def left(x):
+        for layer in layers[1:]:
+            x = layer(x).tanh()
+        return x
+
+    for function in (lambda x: layers[0](x).tanh(), lambda x: left(layers[0](x))):
+        called = torch.compile(function, backend="coop", options=BUDGET)
+        for _ in range(2):
+            called(torch.randn(64, 8)).sum().backward()
+    whole, part = runtime.reports()
+    assert (whole.planned_ops_share, whole.planned_bytes_share) == (1, 1)
+    assert part.planned_ops_share < 0.5
+    assert part.planned_bytes_share < 0.8
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_module_of_pytorchs_is_named_by_its_call(in_place, caplog):
+    model = called = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    options = {"budget": "1%"}
+    if in_place:
+        model.compile(backend="coop", options=options)
+    else:
+        called = torch.compile(model, backend="coop", options=options)
+    called(torch.ones(4, 8))
+    (line,) = [r.getMessage() for r in caplog.records if "cannot meet its share" in r.getMessage()]
+    assert re.match(r".*test_unplanned_calls\.py:\d+ \(call of Sequential\): this graph", line)
+
+
+EXPERTS = """
+def experts(x, first, second):
+    x = first(x)[x.sum(-1).nonzero()[:, 0]]
+    return second(x)[x.sum(-1).nonzero()[:, 0]]
+"""
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
+def test_experts_that_break_the_graph_are_told_of_once(caplog):
+    within = {}
+    exec(compile(EXPERTS, "/lib/transformers/models/moe/modeling_moe.py", "exec"), within)
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+    called = torch.compile(lambda x: within["experts"](x, *layers), backend="coop", options=BUDGET)
+    called(torch.ones(4, 8)).sum().backward()
+    assert caplog.text.count("graph break at /lib/transformers/models") >= 1
+    assert caplog.text.count('experts_implementation="grouped_mm"') == 1
+
+
+def test_a_retained_gradient_of_an_inner_output_is_told_of(caplog):
+    def step(w):
+        h = w.tanh()
+        return h.square().sum(), h, w.sum()
+
+    called = torch.compile(step, backend="coop", options=BUDGET)
+    for _ in range(2):
+        loss, h, other = called(torch.ones(8, 8, requires_grad=True))
+        other.retain_grad()
+        (loss + other).backward()
+        assert "retain_grad" not in caplog.text
+    for _ in range(2):
+        loss, h, _ = called(torch.ones(8, 8, requires_grad=True))
+        h.retain_grad()
+        loss.backward()
+        assert h.grad is None
+    assert caplog.text.count("retain_grad() on an output") == 1
 
 
 def test_gradients_within_the_graph_are_told_of(caplog):

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -303,6 +303,13 @@ class CallState:
         self._numbers: dict[tuple[str, str], list[Number]] = {}
         self.costs: defaultdict[str, CostHistory] = defaultdict(CostHistory)
         self.history: defaultdict[str, ShapeHistory] = defaultdict(ShapeHistory)
+        self.compilations: Counter[int | None] = Counter()  # by frame
+        self._experts_named = False
+
+    def names_experts(self) -> bool:
+        """True at the first graph break in experts."""
+        first, self._experts_named = not self._experts_named, True
+        return first
 
     def numbers_change(self, function: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
         """True if the graph for such inputs and parameters had other numbers before."""
@@ -367,18 +374,21 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(value, _NUMBERS)
 
 
-def keep_recompiling(where: str) -> None:
+def keep_recompiling(where: str, call: CallState) -> None:
     """Raise Dynamo's recompile limits so that the function at `where` can compile once more.
 
     Above its limit, Dynamo runs a function eagerly without asking the backend: a new shape would
-    run outside any budget. A symbolic graph stays far below the limit.
+    run outside any budget. A symbolic graph stays far below the limit. Other calls may have
+    compiled the same code, as that of a `Sequential`; a warning is logged for a call's own count.
     """
-    _, earlier = compilation()
+    frame, earlier = compilation()
+    call.compilations[frame] += 1
     if earlier is None:
         return
     count = earlier + 1
     for limit, raised in raise_recompile_limits(count).items():
-        log.warning(
+        log.log(
+            logging.WARNING if call.compilations[frame] >= count else logging.DEBUG,
             "%s: compiled %d times, and planned each time; its %s is now %d, or it would run as"
             " eager autograd, not within the budget (a number that changes is a constant to Dynamo"
             " if it is a global, or of one: pass it as an argument)",

@@ -7,7 +7,6 @@ from typing import Any
 
 from coop_plan.runtime.device.arena import Memory
 from coop_plan.runtime.execute.invocation import Invocation, live_invocations
-from coop_plan.runtime.iteration.joint_plan import RecordedCall
 from coop_plan.runtime.iteration.recorder import IterationRecorder
 from coop_plan.runtime.locks import fork_safe_lock
 from coop_plan.runtime.options import Options
@@ -33,24 +32,10 @@ class ArenaPool:
         with _lock:
             _all.add(self)
 
-    def join_iteration(
-        self,
-        invocation: Invocation,
-        step: object,
-        call: RecordedCall,
-        inputs: Sequence[Any],
-    ) -> bool:
-        """Record a new invocation as the next call of its iteration.
-
-        Returns:
-            True if it runs the joint plan of the iteration, which it then has.
-        """
+    def entering(self) -> None:
+        """Note that an invocation begins: the arenas are not released meanwhile."""
         with _lock:
             self._entering = True
-        compiled = self.recorder.forward(invocation, step, call, inputs)
-        if compiled is not None:
-            invocation.use_plan(compiled)
-        return compiled is not None
 
     def entered(self, owner: object) -> None:
         """Note that an invocation began, and the parameter `owner` that its step has, if any.
@@ -81,9 +66,9 @@ class ArenaPool:
             finally:
                 _lock.release()
 
-    def place(self, invocation: Invocation, *, in_joint_plan: bool) -> bool:
+    def place(self, invocation: Invocation) -> bool:
         """Assign an arena to a new invocation; returns whether its counters start at zero."""
-        if in_joint_plan and not self.recorder.first:
+        if invocation.in_joint_plan and not self.recorder.first:
             invocation.memory = self.recorder.shared_memory()
             return False
         memory = self.allocate(invocation)

@@ -14,7 +14,7 @@ from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import Counters, Memory
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
-from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError
+from coop_plan.runtime.errors import BudgetExceededError, CudaGraphError, RuntimeRefusalError
 from coop_plan.runtime.execute.arena_pool import ArenaPools, pool_of, take_saved
 from coop_plan.runtime.execute.compiled_plan import CompiledPlan
 from coop_plan.runtime.execute.invocation import Invocation, invocation_of
@@ -24,7 +24,7 @@ from coop_plan.runtime.execute.transfers import TransferRunner
 from coop_plan.runtime.gradients import capture_adjust
 from coop_plan.runtime.gradients.capture_adjust import MemoryEnvironment
 from coop_plan.runtime.gradients.held_gradients import HeldGradients, handed_over, held_in_place
-from coop_plan.runtime.gradients.undefined import Undefined
+from coop_plan.runtime.gradients.undefined import Undefined, outputs_used_within
 from coop_plan.runtime.iteration.joint_plan import RecordedCall
 from coop_plan.runtime.iteration.recorder import TOLERANCE
 from coop_plan.runtime.locks import fork_safe_lock
@@ -35,8 +35,9 @@ from coop_plan.runtime.torch_internals.autograd import (
     after_this_backward,
     creates_graph,
     has_saved_tensors_hooks,
+    refuse_second_backward,
 )
-from coop_plan.runtime.torch_internals.joint_graphs import boxed
+from coop_plan.runtime.torch_internals.joint_graphs import boxed, compiled_node
 from coop_plan.schemas import Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
@@ -82,7 +83,6 @@ class PlannedStep:
         self._finished: tuple[weakref.ref[Memory], CompiledPlan] | None = None
         self._warned = False
         self._known_excess = 0  # excess of an iteration
-        self._noted = False
         self._hooks_noted = False
         self._replan_failed = False
         self._learned = False
@@ -94,7 +94,9 @@ class PlannedStep:
         self._passable = [
             i for i, made in enumerate(gradients) if made is not None and i not in self._parameters
         ]
-        self.undefined = Undefined(captured)
+        self._undefined = Undefined(captured)
+        self._used_within = outputs_used_within(captured)
+        self._retained_noted = False
         self._generators = _generators(captured)
         self._clock: cuda.Clock | None = None
         if captured.device.type == "cuda":
@@ -102,6 +104,32 @@ class PlannedStep:
         self._compiled: CompiledPlan
         if not self._plan_from_history():
             self._compiled = CompiledPlan(capture_adjust.under(captured, now), plan, self._clock)
+
+    def watch(self, outputs: Any) -> None:
+        """Watch the outputs of a call, as the user gets them, until its backward."""
+        self._undefined.watch(outputs)
+        if not self._used_within or self._retained_noted or not isinstance(outputs, tuple | list):
+            return
+        node = compiled_node(outputs)
+        if node is None or len(outputs) != self._outputs:
+            return
+        inner = [
+            weakref.ref(outputs[i]) for i in self._used_within if _made_by_autograd(outputs[i])
+        ]
+
+        def look(_: Any) -> None:
+            alive = (output() for output in inner)
+            if self._retained_noted or not any(o is not None and o.retains_grad for o in alive):
+                return
+            self._retained_noted = True
+            log.warning(
+                "%s: retain_grad() on an output of '%s' that another output is computed from does"
+                " not get the gradient within the compiled function, as with any backend of"
+                " AOTAutograd: make it an input of a second compiled function",
+                *(self.lines.begin, self.report.name),
+            )
+
+        node.register_prehook(look)
 
     def forward(self) -> Callable[[list[Any]], Any]:
         """The forward as a boxed callable: primals to outputs and a handle."""
@@ -121,15 +149,18 @@ class PlannedStep:
             passing = [i for i in self._passable if _made_by_autograd(inputs[i])]
             leaves = self._held_gradients.leaves(inputs)
             call = RecordedCall(self._captured, self._clock, passing, leaves)
-            in_joint_plan = pool.join_iteration(invocation, self, call, inputs)
-            if not in_joint_plan:
+            pool.entering()
+            planned = pool.recorder.forward(invocation, self, call, inputs)
+            if planned is not None:
+                invocation.use_plan(planned)
+            else:
                 self._replan_as_learned()
                 if pool.recorder.first:
                     self._update_held_gradients(inputs)
+                if invocation.compiled is not self._compiled:
+                    invocation.use_own_plan(self._compiled)
             invocation.held_bytes = self._held_gradients.held(inputs)
-            if not in_joint_plan and invocation.compiled is not self._compiled:
-                invocation.use_own_plan(self._compiled)
-            fresh = pool.place(invocation, in_joint_plan=in_joint_plan)
+            fresh = pool.place(invocation)
             compiled = invocation.compiled
             invocation.leaves = {
                 position: inputs[position]
@@ -166,7 +197,8 @@ class PlannedStep:
                 saved = self._forward_again(invocation)
             invocation.check(saved)
             invocation.mark_overlap()
-            self._note_graph()
+            if creates_graph():
+                self._refuse_second_backward()
             invocation.held = held_in_place(invocation.leaves)
             invocation.handed = handed_over(invocation.leaves, invocation.compiled.consumed)
             slots = invocation.compiled.gradient_slots.items()
@@ -177,7 +209,7 @@ class PlannedStep:
             del saved, tangents
             with self._running(invocation, fresh=False):
                 result = invocation.compiled.backward(invocation, given)
-            result = self.undefined.left_out(result)
+            result = self._undefined.left_out(result)
             recorder.returned(invocation, result)
             peak = self._check_iteration(invocation, "backward")
             if not invocation.in_joint_plan:
@@ -205,16 +237,14 @@ class PlannedStep:
             *(self.lines.begin, self.report.name),
         )
 
-    def _note_graph(self) -> None:
-        """Log the alternative before PyTorch refuses a double backward."""
-        if self._noted or not creates_graph():
-            return
-        self._noted = True
-        log.warning(
-            "%s: a backward of '%s' with create_graph=True: its gradients are right, but cannot be"
-            " differentiated again, as nothing can that AOTAutograd compiled; for a gradient"
-            " penalty call the function itself, not the compiled one",
-            *(self.lines.begin, self.report.name),
+    def _refuse_second_backward(self) -> None:
+        """Name the alternative in the error of a double backward."""
+        refuse_second_backward(
+            RuntimeRefusalError(
+                f"{self.lines.begin}: the gradients of '{self.report.name}' cannot be"
+                " differentiated: no double backward runs through what AOTAutograd compiled; for a"
+                " gradient penalty call the function itself, not the compiled one"
+            )
         )
 
     def _forward_again(self, invocation: Invocation) -> Sequence[Any]:
@@ -399,8 +429,14 @@ class PlannedStep:
                 f"{self.lines.begin}: with the {half} of '{self.report.name}', the graphs of one"
                 f" iteration used {format_bytes(peak)} of their budget of {format_bytes(budget)}"
             )
+            if waiting := recorder.waiting_names(invocation):
+                text += (
+                    f"; {format_bytes(recorder.bytes_beside(invocation))} are inputs and outputs of"
+                    f" other calls, some of which wait for their backward ({waiting}): those"
+                    " without one belong under torch.no_grad()"
+                )
             if recorder.will_plan:
-                log.warning("%s; the next one is planned for that", text)
+                log.warning("%s; once each call has its backward, the next one is planned", text)
             elif self._strict:
                 raise BudgetExceededError(text)
             else:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from coop_plan.planner import InfeasibleBudgetError
+from coop_plan.planner.keep_all import keep_all_peak
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device.arena import node_owners
 from coop_plan.runtime.distributed.collectives import group_of
@@ -42,8 +43,8 @@ MAX_GRADIENT_PLANS = 4
 class HeldGradients:
     """Memory environment of one compiled step, as observed so far, and plans for it.
 
-    `budget_bytes` is the budget of the first plan. A budget in bytes is kept, or an error; a share
-    or `min` grows to the smallest feasible budget.
+    `budget_bytes` is the budget of the latest plan. A budget in bytes is kept, or an error. A share
+    is of keep-everything with the held gradients; it or `min` grows to the least feasible budget.
     """
 
     _captured: Captured
@@ -152,6 +153,8 @@ class HeldGradients:
         """
         captured = capture_adjust.under(self._captured, self.environment)
         least = self._options.plan.budget.kind == "min"
+        first = self.budget_bytes
+        self._raise_share()
         try:
             within = self._options.within(None if least else self.budget_bytes)
             made, cached = plan_for(captured.graph, within, history=self._history)
@@ -170,15 +173,24 @@ class HeldGradients:
         self._plans += 1
         self._planned = self.environment
         self._history.found(self._captured, self.environment)
-        if made.budget_bytes > self.budget_bytes and self._options.plan.budget.kind == "share":
+        if made.budget_bytes > first and self._options.plan.budget.kind == "share":
             log.log(
                 self._history.level(self._cause()),
-                "'%s' needs %s instead of %s as first planned: %s",
-                *(self._name, format_bytes(made.budget_bytes), format_bytes(self.budget_bytes)),
+                "'%s' takes %s instead of %s as first planned: %s",
+                *(self._name, format_bytes(made.budget_bytes), format_bytes(first)),
                 self._why(),
             )
         self.budget_bytes = max(self.budget_bytes, made.budget_bytes)
         return captured, made, cached
+
+    def _raise_share(self) -> None:
+        """Let a share be of keep-everything with the held gradients, as it runs in this loop."""
+        plan = self._options.plan
+        if plan.budget.kind == "share":
+            held = replace(self.environment, reserve=0)
+            graph = capture_adjust.under(self._captured, held).graph
+            budget = plan.budget.resolve(keep_all_peak(graph, plan))
+            self.budget_bytes = max(self.budget_bytes, budget or 0)
 
     def _budget_exceeded(self, smallest_bytes: int) -> BudgetExceededError:
         return BudgetExceededError(

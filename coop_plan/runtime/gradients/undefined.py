@@ -65,6 +65,19 @@ class Undefined:
         ]
 
 
+def outputs_used_within(captured: Captured) -> list[int]:
+    """Positions of outputs from which another output is computed."""
+    outputs = captured.output_args[: captured.num_fwd_outputs]
+    own: dict[object, set[int]] = {}
+    for position, node in enumerate(outputs):
+        own.setdefault(node, set()).add(position)
+    behind: dict[object, set[int]] = {}
+    for node in captured.module.graph.nodes:
+        inputs = node.all_input_nodes
+        behind[node] = set().union(*(behind[arg] | own.get(arg, set()) for arg in inputs))
+    return sorted(set().union(*(behind.get(node, set()) for node in outputs)))
+
+
 def _note(gradients: Sequence[torch.Tensor | None]) -> None:
     """Prehook: record the outputs without a gradient for this thread's next backward."""
     _here.without = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)

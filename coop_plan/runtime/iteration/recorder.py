@@ -9,6 +9,7 @@ The next iteration that is expected to have the order runs that joint plan until
 expected order is the one that followed the longest stretch of earlier iterations like the latest.
 """
 
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -138,6 +139,17 @@ class _Iteration:
         own.pop(None, None)
         return self.input_bytes - sum(own.values())
 
+    def output_bytes(self, number: int) -> int:
+        """Bytes of the live outputs of other calls that are no inputs."""
+        alive: dict[int | None, int] = {}
+        for other, (backward, position), expired in itertools.chain(*self.observed.values()):
+            call = self.calls[other]
+            if other != number and not backward and not expired():
+                made = call.captured.output_args[position]
+                sizes = (call.captured.graph.tensors[t].bytes for t in stored(call, made))
+                alive[call.made[position]] = sum(sizes)
+        return sum(size for address, size in alive.items() if address not in self.inputs)
+
     def continue_with(self, other: "_Iteration") -> None:
         """Append the calls and events of the iteration that seemed to come after this one."""
         calls, events = len(self.calls), len(self.events)
@@ -229,6 +241,8 @@ class IterationRecorder:
             weakref.WeakKeyDictionary()
         )
         self._past: list[_Order] = []
+        # Iterations from a step, one after another, of which a call had no backward.
+        self._incomplete: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     @property
     def first(self) -> bool:
@@ -243,6 +257,8 @@ class IterationRecorder:
             return now.order.replans < MAX_REPLANS
         if now.expected is not None and now.expected.calls and not now.expected.joint_plan:
             return False
+        if self._incomplete.get(now.steps[0], 0) > 1:
+            return False
         known = self._orders.get(now.steps[0], {}).values()
         return sum(bool(order.calls) for order in known) < ORDERS_PLANNED_AT_ONCE
 
@@ -251,9 +267,18 @@ class IterationRecorder:
         return next((f.memory for f in self._now.waiting()), None)
 
     def bytes_beside(self, invocation: Invocation) -> int:
-        """Bytes of the inputs of its iteration that an invocation does not have."""
-        number = self._recorded(invocation)
-        return 0 if number is None else self._now.count_inputs(number)
+        """Bytes that the other calls of its iteration hold even after they release their memory.
+
+        These are their inputs, which their forward needs if it runs again, and live outputs.
+        """
+        now, number = self._now, self._recorded(invocation)
+        return 0 if number is None else now.count_inputs(number) + now.output_bytes(number)
+
+    def waiting_names(self, invocation: Invocation) -> str:
+        """Names of the steps that have other calls without a backward yet in the iteration."""
+        over = {call for call, backward in self._now.events if backward}
+        others = (f() for i, f in enumerate(self._now.invocations) if i not in over)
+        return ", ".join(sorted({f"'{f.name}'" for f in others if f not in (None, invocation)}))
 
     def open(self, memory: Memory, compiled: CompiledPlan) -> None:
         """Count the bytes of this iteration, which begins in this memory."""
@@ -449,7 +474,11 @@ class IterationRecorder:
 
     def _end(self, over: _Iteration) -> None:
         """End an iteration: plan its order if that has no plan, or again if it needs another."""
-        if not over.calls or not over.is_complete:
+        if not over.calls:
+            return
+        first = over.steps[0]
+        self._incomplete[first] = 0 if over.is_complete else self._incomplete.get(first, 0) + 1
+        if not over.is_complete:
             return
         if over.run is not None:
             over.run.end()

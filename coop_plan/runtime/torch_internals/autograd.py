@@ -26,16 +26,38 @@ def has_saved_tensors_hooks() -> bool:
 def creates_graph() -> bool:
     """True if the compiled backward that this thread runs has `create_graph=True`.
 
-    The grad mode does not tell: it is off, as in any `autograd.Function`. Assumed: AOTAutograd
-    calls the backward from `_double_backward` then
+    The grad mode does not tell: it is off, as in any `autograd.Function`.
+    """
+    return _second_node() is not None
+
+
+def refuse_second_backward(refused: Exception) -> None:
+    """Let autograd raise `refused` when it differentiates what this backward returns.
+
+    Otherwise it raises AOTAutograd's error, which has no line.
+    """
+    node = _second_node()
+    if node is not None:
+
+        def refuse(_: Any) -> None:
+            raise refused
+
+        node.register_prehook(refuse)
+
+
+def _second_node() -> Any:
+    """Autograd's node of the gradients of this thread's compiled backward; None without a graph.
+
+    Assumed: with `create_graph=True` AOTAutograd calls the backward from the forward of an
+    `autograd.Function`, whose context is `double_ctx` and the node
     (_functorch/_aot_autograd/runtime_wrappers.py:3484).
     """
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_name == "_double_backward":
-            return True
+        if frame.f_code.co_name == "forward" and "double_ctx" in frame.f_code.co_varnames:
+            return frame.f_locals["double_ctx"]
         frame = frame.f_back
-    return False
+    return None
 
 
 def has_only_post_hooks(leaf: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -19,6 +20,8 @@ from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import FakeTensor
+
+from coop_plan.runtime.locks import fork_safe_lock
 
 __all__ = ["TorchDynamoException", "TorchRuntimeError"]
 
@@ -107,13 +110,24 @@ def block_other_compiles() -> AbstractContextManager[Any]:
     return cast("AbstractContextManager[Any]", lock)
 
 
+_converters: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Frame converters of the `torch.compile` calls with this backend, which have equal limits."""
+
+_limit = 0
+"""The limit of all of them; 0: that of the configuration."""
+
+_sharing = fork_safe_lock()
+
+
 def raise_recompile_limits(beyond: int) -> dict[str, int]:
     """Let Dynamo compile the current function more than `beyond` times; returns the new limits.
 
     Assumed: the frame converter has a limit for its `torch.compile` call, which overrides the
     configuration (_dynamo/convert_frame.py:771). Without one, and for the accumulated limit, the
-    configuration of this thread is changed; Dynamo reads it before it calls the backend.
+    configuration of this thread is changed; Dynamo reads it before it calls the backend. Calls
+    whose functions share code also share its count, so that all get the new limit.
     """
+    global _limit
     raised: dict[str, int] = {}
     config: Any = torch._dynamo.config
     if config.accumulated_recompile_limit <= beyond:
@@ -124,10 +138,43 @@ def raise_recompile_limits(beyond: int) -> dict[str, int]:
         frame = _frame_of(ConvertFrameAssert.__call__.__code__)
         converter: Any = None if frame is None else frame.f_locals["self"]
         if hasattr(converter, "_recompile_limit"):
-            converter._recompile_limit = 2 * beyond
+            with _sharing:
+                _limit = max(_limit, 2 * beyond)
+                for each in {converter, *_converters}:
+                    each._recompile_limit = max(2 * beyond, each._recompile_limit or 0)
         else:
             config.recompile_limit = 2 * beyond
     return raised
+
+
+def forget_recompile_limit() -> None:
+    """Give later `torch.compile` calls the configuration's limit, after Dynamo's reset."""
+    global _limit
+    _limit = 0
+
+
+def share_recompile_limit() -> None:
+    """Give the `torch.compile` call that begins in this thread the limit of the earlier ones.
+
+    Assumed: the call runs in a function with its `_TorchDynamoContext` as `self`, whose callback
+    leads to the frame converter (_dynamo/eval_frame.py:1077).
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        found: Any = frame.f_locals.get("self")
+        if isinstance(found, torch._dynamo.eval_frame._TorchDynamoContext):
+            found = found.callback
+            break
+        frame = frame.f_back
+    while frame is not None and found is not None and not isinstance(found, ConvertFrameAssert):
+        inner = getattr(found, "_torchdynamo_orig_backend", None)
+        found = getattr(found, "_inner_convert", inner)
+    if not hasattr(found, "_recompile_limit"):
+        return
+    with _sharing:
+        _converters.add(found)
+        if _limit > torch._dynamo.config.recompile_limit:
+            found._recompile_limit = max(_limit, found._recompile_limit or 0)
 
 
 def watch_calls(
