@@ -14,7 +14,10 @@ from coop_plan.planner.placement.layout import WORK, Layout, lay_out
 from coop_plan.schemas import Graph
 
 MAX_OPS_APART = 2000
-"""Ops up to which keep-everything is also laid out without in-place pairs."""
+"""Ops up to which keep-everything is also laid out without any in-place pairs.
+
+On larger graphs it is laid out without the pairs whose output is smaller.
+"""
 
 
 def keep_all_schedule(problem: Problem) -> Schedule:
@@ -36,15 +39,14 @@ def lay_out_everything(
     """
     layout = lay_out(keep_all_schedule(problem), capacity, work=work, order_hint=order_hint)
     placement = layout.placement
-    alone = None if placement.fits else without_pairs(problem, MAX_OPS_APART)
-    if alone is None:
-        return layout
-    apart = lay_out(keep_all_schedule(alone), capacity, work=work, order_hint=order_hint)
-    bound = min(placement.lower_bound, apart.placement.lower_bound)
-    if apart.placement.peak < placement.peak:
-        restored = restore_variants(problem, range(problem.op_count), apart.placed)
-        layout = Layout(restored, apart.placement)
-    return layout._replace(placement=replace(layout.placement, lower_bound=bound))
+    for alone in () if placement.fits else without_pairs(problem, MAX_OPS_APART):
+        apart = lay_out(keep_all_schedule(alone), capacity, work=work, order_hint=order_hint)
+        bound = min(layout.placement.lower_bound, apart.placement.lower_bound)
+        if apart.placement.peak < layout.placement.peak:
+            restored = restore_variants(problem, range(problem.op_count), apart.placed)
+            layout = Layout(restored, apart.placement)
+        layout = layout._replace(placement=replace(layout.placement, lower_bound=bound))
+    return layout
 
 
 def keep_all_peak(graph: Graph, options: PlanOptions) -> int:

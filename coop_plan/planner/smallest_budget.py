@@ -76,8 +76,8 @@ class Task:
     def solve(self, arena: int, *, any_schedule: bool = False) -> Solution:
         """The method's solution within `arena` bytes; raises `DoesNotFitError`.
 
-        In-place pairs are a choice, but a heuristic may do worse with them. On small graphs the
-        cheaper one of its solutions with and without pairs is taken.
+        In-place pairs are a choice, but a heuristic may do worse with them: the cheapest of its
+        solutions with and without pairs is taken (`without_pairs`).
         """
         try:
             found = self._solve(arena, any_schedule)
@@ -94,20 +94,34 @@ class Task:
         return replace(apart, lower_bound_us=found.lower_bound_us, bound_model=found.bound_model)
 
     def _without_pairs(self, arena: int, any_schedule: bool) -> Solution | None:
-        """A method's solution without pairs, if it has no deadline and the graph is small."""
+        """The method's cheapest solution without pairs, if it has no deadline."""
         if self.method.anytime or self.request.deadline is not None:
             return None
-        alone = without_pairs(self.problem, SMALL_PROBLEM_OPS)
-        if alone is None:
+        best: Solution | None = None
+        for alone in self._problems_without_pairs:
+            try:
+                found = replace(self, problem=alone)._solve(arena, any_schedule)
+            except DoesNotFitError:
+                continue
+            if best is None or found.placed.cost_us < best.placed.cost_us:
+                best = found
+            if any_schedule:
+                break
+        if best is None:
             return None
-        try:
-            found = replace(self, problem=alone)._solve(arena, any_schedule)
-        except DoesNotFitError:
-            return None
-        placed = restore_variants(self.problem, range(len(self.problem.variants)), found.placed)
+        placed = restore_variants(self.problem, range(len(self.problem.variants)), best.placed)
         return replace(
-            found, placed=placed, status="feasible", lower_bound_us=None, bound_model=None
+            best, placed=placed, status="feasible", lower_bound_us=None, bound_model=None
         )
+
+    @property
+    def _problems_without_pairs(self) -> list[Problem]:
+        """The problems of `_without_pairs`, made once per problem."""
+        kept = self.problem.__dict__
+        if "_without_pairs" not in kept:
+            kept["_without_pairs"] = without_pairs(self.problem, SMALL_PROBLEM_OPS)
+        found: list[Problem] = kept["_without_pairs"]
+        return found
 
     def _solve(self, arena: int, any_schedule: bool) -> Solution:
         """As `solve`, with the problem's in-place pairs."""

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.hard_graphs import FAMILIES, hard_graph
 from coop_plan.planner import METHODS, InfeasibleBudgetError, Problem, find_faults, plan
 from coop_plan.planner.core.schedule import Schedule
 from coop_plan.planner.keep_all import keep_all_schedule, lay_out_everything
@@ -137,3 +138,50 @@ def test_no_method_does_worse_with_pairs(graph, unit, method, share):
     if budget > 0:
         (_, mine), (_, theirs) = (least(g, budget, method, unit) for g in (graph, bare))
         assert theirs is None or (mine is not None and mine <= theirs + 1e-6)
+
+
+def with_smaller_outputs(graph, random):
+    """The graph with more in-place pairs of a smaller output, and the graph without any of them."""
+    size = {tensor.id: tensor.bytes for tensor in graph.tensors}
+    made = {t for op in graph.ops for t in op.outputs}
+
+    def smaller(op):
+        return [
+            [out, t]
+            for out in op.outputs
+            for t in dict.fromkeys(op.inputs)
+            if 0 < size[out] < size[t] and t in made and t not in op.mutates
+        ]
+
+    ops, equal = [], []
+    for op in graph.ops:
+        kept = [pair for pair in op.inplace if size[pair[0]] == size[pair[1]]]
+        more = [pair for pair in smaller(op) if random.random() < 0.7]
+        ops.append(op.model_copy({"inplace": kept + more}))
+        equal.append(op.model_copy({"inplace": kept}))
+    return graph.model_copy({"ops": ops}), graph.model_copy({"ops": equal})
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    seed=st.integers(0, 99),
+    ops=st.integers(20, 400),
+    method=st.sampled_from(["coop", "dtr", "coop-offline"]),
+    share=st.sampled_from([0.5, 0.7]),
+    random=st.randoms(use_true_random=False),
+)
+def test_smaller_outputs_make_no_plan_worse_at_any_size(family, seed, ops, method, share, random):
+    graph, bare = with_smaller_outputs(hard_graph(family, seed, ops), random)
+    everything = [
+        lay_out_everything(Problem.from_graph(g)).placed.arena_bytes for g in (graph, bare)
+    ]
+    assert everything[0] <= everything[1]
+    budget = int(share * plan(bare, "100%").peak_bytes)
+    costs = []
+    for g in (graph, bare):
+        try:
+            costs.append(plan(g, budget, method=method).cost_us)
+        except InfeasibleBudgetError:
+            costs.append(np.inf)
+    assert costs[0] <= costs[1] * (1 + 1e-9)

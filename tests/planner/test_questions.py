@@ -26,3 +26,8 @@ def test_questions_end_in_a_plan_or_a_documented_error(method):
         except Exception as error:
             failures[seed] = repr(error)
     assert failures == {}
+
+
+def test_an_arena_of_no_bytes_is_a_limit_too():
+    """Only tensors of no bytes and copies fit; the model's memory rows are scaled by the arena."""
+    assert answer(101789, "optimal", 1.0) in ("plan", "infeasible", "time limit")

@@ -197,9 +197,10 @@ class TimePointModel:
             weights[z[number]] = -size[out]
         milp.match((pairs[number], column) for number, column in z.items())
         self.z.append(z)
-        terms = [(column, weight / self.capacity) for column, weight in weights.items()]
+        unit = max(1, self.capacity)
+        terms = [(column, weight / unit) for column, weight in weights.items()]
         room = self.capacity - fixed
-        exact = milp.row(terms, -INFINITY, room / self.capacity + ROUNDING)
+        exact = milp.row(terms, -INFINITY, room / unit + ROUNDING)
         rounded = milp.rounded_rows(weights, room, self.params.finest_rounding)
         self.memory.append([exact, *rounded])
 
@@ -230,5 +231,7 @@ class TimePointModel:
         for v in ops:
             need = program.rerun_working_set(v)
             inputs = set(program.reads[v])
-            terms = [(h, size[t] / self.capacity) for t, h in throughout if t not in inputs]
-            milp.row([*terms, (self.y[k][v], need / self.capacity)], -INFINITY, 1.0 + ROUNDING)
+            unit = max(1, self.capacity)
+            terms = [(h, size[t] / unit) for t, h in throughout if t not in inputs]
+            limit = self.capacity / unit + ROUNDING
+            milp.row([*terms, (self.y[k][v], need / unit)], -INFINITY, limit)

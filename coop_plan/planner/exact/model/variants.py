@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from coop_plan.planner.core.problem import OpVariant, Problem
 from coop_plan.planner.core.schedule import NoScheduleError, PlacedSchedule, Schedule
-from coop_plan.schemas import Op
+from coop_plan.schemas import Op, Variant
 
 
 def dominates(problem: Problem, a: OpVariant, b: OpVariant) -> bool:
@@ -135,19 +135,33 @@ def without_variants(problem: Problem) -> Problem | None:
     return _with_ops(problem, [op.model_copy(bare) for op in problem.graph.ops])
 
 
-def without_pairs(problem: Problem, max_ops: int) -> Problem | None:
-    """As `without_variants`, with all variants; None if no variant has an in-place pair.
+def without_pairs(problem: Problem, max_ops: int) -> list[Problem]:
+    """The problem without in-place pairs: without those whose output is smaller, and without any.
 
-    None as well for a problem of more than `max_ops` ops.
+    Variants stay. A problem without such pairs is not in the list, nor is the second one for more
+    than `max_ops` ops.
     """
-    if problem.op_count > max_ops or not any(variant.inplace for variant in problem.variants):
-        return None
-    apart: dict[str, object] = {"inplace": []}
-    ops = [
-        op.model_copy(apart | {"variants": [form.model_copy(apart) for form in op.variants]})
-        for op in problem.graph.ops
-    ]
-    return _with_ops(problem, ops)
+    pairs = {pair for variant in problem.variants for pair in variant.inplace}
+    smaller = {(out, into) for out, into in pairs if problem.size[out] < problem.size[into]}
+    choices = [smaller] if smaller else []
+    if pairs != smaller and problem.op_count <= max_ops:
+        choices.append(pairs)
+    return [_with_ops(problem, _leave_out(problem, each)) for each in choices]
+
+
+def _leave_out(problem: Problem, pairs: set[tuple[int, int]]) -> list[Op]:
+    """The ops without these in-place pairs."""
+    ids = [tensor.id for tensor in problem.graph.tensors]
+    left_out = {(ids[out], ids[into]) for out, into in pairs}
+
+    def kept(form: Op | Variant) -> dict[str, object]:
+        return {"inplace": [pair for pair in form.inplace if tuple(pair) not in left_out]}
+
+    ops = []
+    for op in problem.graph.ops:
+        variants = [form.model_copy(kept(form)) for form in op.variants]
+        ops.append(op.model_copy(kept(op) | {"variants": variants}))
+    return ops
 
 
 def _with_ops(problem: Problem, ops: list[Op]) -> Problem:
