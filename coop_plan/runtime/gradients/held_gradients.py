@@ -16,7 +16,6 @@ import torch
 from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device.arena import node_owners
-from coop_plan.runtime.distributed.collectives import group_of
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.find_plan import plan_for
@@ -161,12 +160,6 @@ class HeldGradients:
                 exceeded = self._budget_exceeded(made.budget_bytes)
                 self.environment = self._planned
                 raise exceeded from None
-        if not self._plans and any(group_of(node) for node in captured.ops):
-            log.warning(
-                "'%s' is planned again by this rank alone, since other ranks may not have observed"
-                " the same: %s; its collectives keep their order",
-                *(self._name, self._why()),
-            )
         self._plans += 1
         self._planned = self.environment
         self._history.found(self._captured, self.environment)
