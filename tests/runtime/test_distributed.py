@@ -171,3 +171,39 @@ def train_all(rank, count):
 @pytest.mark.parametrize("count", [2])
 def test_parallel_training_on_processes(tmp_path, count):
     together(f"{HERE}:train_all", tmp_path / "run", count)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def accumulate(budget):
+    """Train DDP with two micro-batches a step; returns the report."""
+    torch.manual_seed(0)
+    model = Net(unused=False)
+    model.compile(backend="coop", options={"budget": budget})
+    called = DistributedDataParallel(model)
+    for _ in range(4):
+        model.zero_grad()
+        with called.no_sync():
+            called(torch.randn(512, 32)).backward()
+        called(torch.randn(512, 32)).backward()
+    torch._dynamo.reset()
+    return runtime.reports()[-1]
+
+
+def test_accumulation_in_ddp_below_the_least_runs_by_the_plan_of_the_least(alone, caplog):
+    """DDP adds no gradient in place: the new ones and the held ones count, each once."""
+    least = accumulate("min")
+    assert 0 <= least.budget_bytes - least.measured_peak_bytes <= 4096
+    caplog.clear()
+    report = accumulate(least.budget_bytes - 4096)
+    assert report.budget_bytes == least.budget_bytes
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert "needs at least" in caplog.text

@@ -302,7 +302,7 @@ class PlannedStep:
                 return
             self._learned = False
             try:
-                self._replan()
+                self._replan(0 if self._strict else self.report.measured_peak_bytes)
             except BudgetExceededError as error:
                 self._replan_failed = True
                 log.warning("%s: %s", self.lines.begin, str(error))  # keeps no frames
@@ -318,8 +318,8 @@ class PlannedStep:
                 pass  # the environment may differ at these sizes
         return False
 
-    def _replan(self) -> None:
-        captured, plan, cached = self._held_gradients.plan()
+    def _replan(self, instead_of: int = 0) -> None:
+        captured, plan, cached = self._held_gradients.plan(instead_of)
         self._compiled = CompiledPlan(captured, plan, self._clock)
         self.report.replace_plan(captured, plan, cached=cached)
 
