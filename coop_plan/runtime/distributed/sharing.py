@@ -122,7 +122,7 @@ def _claim(key: str, own: bytes, instead_of: bytes) -> bytes:
     try:
         found: bytes = default_store().compare_set(key, instead_of, own)
     except RuntimeError as error:  # DistError: the store is closed, or does not answer
-        _tell(error)
+        _warn(error)
         return own
     return found
 
@@ -131,10 +131,10 @@ def _put(key: str, value: bytes) -> None:
     try:
         default_store().set(key, value)
     except RuntimeError as error:
-        _tell(error)
+        _warn(error)
 
 
-def _tell(error: RuntimeError) -> None:
+def _warn(error: RuntimeError) -> None:
     reason = str(error).partition("\n")[0]
     log.warning("the store of the process group fails, and nothing is shared: %s", reason)
 
@@ -160,6 +160,6 @@ def _wait(key: str, claim: bytes, seconds: float) -> bytes:
         try:
             value = store.get(key)
         except RuntimeError as error:
-            _tell(error)
+            _warn(error)
             break
     return value
