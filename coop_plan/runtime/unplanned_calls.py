@@ -7,7 +7,7 @@ loop. A compiled function may also never be called.
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from coop_plan.runtime.reports import REPORT, StepReport
 from coop_plan.runtime.torch_internals.dynamo import (
     graph_break_counts,
     recorded_nodes,
+    refusal_counts,
     restore_top_frame,
     watch_calls,
 )
@@ -115,14 +116,14 @@ class _Call:
         self._breaks = _thread.breaks
         self._planned, self._nodes = planned_forwards(), recorded_nodes()
         self._known = {} if hasattr(self._compiled, LOGGED) else graph_break_counts()
+        self._refused = {} if hasattr(self._compiled, LOGGED) else refusal_counts()
 
     def __exit__(self, *_: object) -> None:
         if sys.exception() is not self._before or _thread.unplanned != self._logged:
             return  # Dynamo ends the context in a `finally`, without the exception
         if not torch.is_grad_enabled() or hasattr(self._compiled, LOGGED):
             return
-        now = graph_break_counts().items()
-        reasons = [why for why, times in now if times > self._known.get(why, 0)]
+        reasons = _new(graph_break_counts(), self._known)
         if planned_forwards() != self._planned:
             if reasons and _thread.breaks == self._breaks:
                 setattr(self._compiled, LOGGED, True)
@@ -136,11 +137,17 @@ class _Call:
         if recorded_nodes() == self._nodes:
             return
         setattr(self._compiled, LOGGED, True)
+        reasons = reasons or _new(refusal_counts(), self._refused)
         log.warning(
             "nothing was planned: a compiled function ran as eager autograd, not within the"
             " budget%s; fullgraph=True makes this an error that names the line",
             f" ({_in_a_line(reasons)})" if reasons else "",
         )
+
+
+def _new(counts: Mapping[str, int], known: Mapping[str, int]) -> list[str]:
+    """Reasons that were counted since they were `known`."""
+    return [why for why, times in counts.items() if times > known.get(why, 0)]
 
 
 def _in_a_line(reasons: Iterable[str]) -> str:
