@@ -398,10 +398,10 @@ class PlannedStep:
                 f"{self.lines.begin}: with the {half} of '{self.report.name}', the graphs of one"
                 f" iteration used {format_bytes(peak)} of their budget of {format_bytes(budget)}"
             )
+            if self._strict:
+                raise BudgetExceededError(text)
             if recorder.will_plan:
                 log.warning("%s; the next one is planned for that", text)
-            elif self._strict:
-                raise BudgetExceededError(text)
             else:
                 log.warning("%s", text)
         return peak
