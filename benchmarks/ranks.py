@@ -81,7 +81,9 @@ class Padded(Net):
     """The sum of the ranks' losses, as an op of the graph."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.all_reduce(super().forward(x), "sum", dist.group.WORLD)
+        loss = super().forward(x)
+        total: torch.Tensor = functional.all_reduce(loss, "sum", dist.group.WORLD)  # type: ignore[arg-type]
+        return total
 
 
 def padded(compiled: Callable[[nn.Module], Any] | None) -> tuple[nn.Module, Any]:

@@ -122,13 +122,14 @@ def _measured_once(key: tuple[object, ...], measure: Callable[[], OpProfile]) ->
     cache, name = session(), persistent_key(key)
     if cache is None or name is None:
         return measure()
-    return made_once(
+    made: OpProfile = made_once(
         f"profile/{cache.key_of(name)}",
         measure,
         pack=msgspec.json.encode,
         unpack=lambda record: _parse(record.decode()),
         seconds=MEASURE_SECONDS,
     )
+    return made
 
 
 def _bytes_read(args: Any, kwargs: Any) -> int:

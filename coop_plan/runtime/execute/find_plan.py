@@ -16,9 +16,6 @@ from coop_plan.schemas import Graph, Plan, format_bytes
 
 log = logging.getLogger("coop-plan")
 
-_away: set[str] = set()
-"""Servers that were away once; later they are asked without retries."""
-
 RESIZABLE = "coop-offline"
 """The default method. Another one was requested by name, so its plans are not rescaled."""
 
@@ -123,10 +120,9 @@ def _from_server(
         message = f"option 'server' needs {error.name}: pip install 'coop-plan[client]'"
         raise OptionsError(message) from None
     try:
-        with Client(server, **({"patience_seconds": 0.0} if server in _away else {})) as client:
+        with Client(server) as client:
             return _or_smallest(client.plan, graph, options, raised, history)
     except ServerAwayError as error:
-        _away.add(server)
         if options.server_fallback == "error":
             message = f'{error}; with server_fallback="local" the step is planned here'
             raise PlanServerError(message) from None
