@@ -1,69 +1,111 @@
-"""Planning time by number of ops: CPU seconds, and the ratio to a simulation in plain Python.
+"""Planning time and memory by number of ops: CPU seconds, µs an op, and the process's peak.
 
-    python -m benchmarks.planning_time [--layers 28,84,285,850] [--methods coop-offline,coop,dtr]
-    python -m benchmarks.planning_time --layers 285,1389,2778 --methods coop-offline --alone
+    python -m benchmarks.planning_time [GRAPH ...] [--methods coop-offline,coop,dtr,python-dtr]
 
-Deep GPT steps at a budget of 50 %; a small plan loads the kernels first. Memory is the growth of
-the process's largest resident set since before the first graph.
+GRAPH is `gpt:LAYERS` (36 ops a layer) or a name of `benchmarks.hard_graphs`; without any, GPT to
+300 000 ops and four hard families to 100 000. The budget is half of keep-everything's arena. Each
+row has a process of its own, whose first plan loads the kernels. `growth` is µs an op over those of
+the same family and method at about 10 000 ops. `python-dtr` is a simulation in plain Python.
 """
 
 import resource
 import time
+from multiprocessing import get_context
+from typing import Any
 
+from benchmarks.hard_graphs import parse_name
 from benchmarks.python_dtr import PythonDtr
 from benchmarks.report import Column, Report, parser, scaled
 from benchmarks.synthetic import gpt
 from coop_plan.planner import METHODS, plan
 from coop_plan.planner.core.problem import Problem
+from coop_plan.schemas import Graph
+
+PYTHON = "python-dtr"
+
+SEEDS = {"unrolled": 1, "experts": 2, "layered": 1, "recurrent": 1}
+"""A seed per family; experts of seed 1 cannot meet half of the arena."""
+
+GRAPHS = (
+    *(f"gpt:{layers}" for layers in (28, 285, 834, 2778, 8334)),
+    *(
+        f"hard:{family}:{seed}:{ops}"
+        for family, seed in SEEDS.items()
+        for ops in (1_000, 10_000, 30_000, 100_000)
+    ),
+)
+
+REFERENCE_OPS = range(8_000, 12_000)
+"""Ops of the graphs that `growth` refers to."""
 
 COLUMNS = (
+    "graph",
     "ops",
     "method",
     Column("overhead", "overhead %", scaled(100, ".2f")),
     Column("cpu_seconds", "CPU s", ".2f"),
     Column("cpu_us_per_op", "µs/op", ".0f"),
-    Column("ratio", "x Python", ".3f"),
+    Column("growth", form=".2f"),
     Column("mebibytes", "MiB"),
 )
 
 
-def rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+def graph_of(name: str) -> Graph:
+    """The graph of a name; raises ValueError if there is none."""
+    kind, _, layers = name.partition(":")
+    return gpt(int(layers)) if kind == "gpt" else parse_name(name)
+
+
+def measure(case: tuple[str, str]) -> dict[str, Any]:
+    """Row of one graph and method, in a process of its own."""
+    name, method = case
+    if method != PYTHON:
+        plan(gpt(2), "60%", method=method)  # loads the kernels
+    graph = graph_of(name)
+    problem = Problem.from_graph(graph)
+    budget = plan(graph, "100%", method="keep-all").arena_bytes // 2
+    began = time.process_time()
+    if method == PYTHON:
+        overhead = PythonDtr(problem, budget).run() / problem.base_cost_us - 1
+    else:
+        overhead = plan(graph, problem.fixed_bytes + budget, method=method).overhead
+    spent = time.process_time() - began
+    figures = {"cpu_seconds": spent, "cpu_us_per_op": spent / len(graph.ops) * 1e6}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+    about = {"graph": name, "ops": len(graph.ops), "method": method, "overhead": overhead}
+    return about | figures | {"mebibytes": peak // 1024}
+
+
+def add_growth(rows: list[dict[str, Any]]) -> None:
+    """Set `growth` of each row, if its family and method have a row of about 10 000 ops."""
+
+    def series(row: dict[str, Any]) -> tuple[str, str]:
+        name = str(row["graph"])
+        family = name.split(":")[0] if name.startswith("gpt") else name.rpartition(":")[0]
+        return family, row["method"]
+
+    known = {series(row): row["cpu_us_per_op"] for row in rows if row["ops"] in REFERENCE_OPS}
+    for row in rows:
+        if series(row) in known:
+            row["growth"] = row["cpu_us_per_op"] / known[series(row)]
 
 
 def main() -> None:
     command = parser(__doc__, "build/planning_time.csv")
-    command.add_argument("--layers", default="28,84,285,850")
-    command.add_argument("--methods", default="coop-offline,coop,dtr")
-    command.add_argument("--alone", action="store_true", help="without the simulation in Python")
+    command.add_argument("graphs", nargs="*", metavar="GRAPH", default=GRAPHS)
+    command.add_argument("--methods", default="coop-offline")
     args = command.parse_args()
     methods = args.methods.split(",")
-    unknown = set(methods) - set(METHODS)
+    unknown = set(methods).difference(METHODS, {PYTHON})
     if unknown:
         command.error(f"no such method: {', '.join(sorted(unknown))}")
-    for method in methods:
-        plan(gpt(2), "min", method=method)
-    before = rss()
-    report = Report(*COLUMNS)
-    for layers in map(int, args.layers.split(",")):
-        graph = gpt(layers)
-        problem = Problem.from_graph(graph)
-        budget = plan(graph, "100%").arena_bytes // 2
-        runs: list[tuple[str, float, float, int | None]] = []
-        if not args.alone:
-            began = time.process_time()
-            baseline = PythonDtr(problem, budget).run() / problem.base_cost_us - 1
-            runs.append(("dtr in Python", baseline, time.process_time() - began, None))
-        for method in methods:
-            began = time.process_time()
-            made = plan(graph, problem.fixed_bytes + budget, method=method)
-            spent = time.process_time() - began
-            runs.append((method, made.overhead, spent, (rss() - before) // 1024))
-        for method, overhead, spent, memory in runs:
-            ratio = None if args.alone else spent / runs[0][2]
-            figures = {"cpu_seconds": spent, "cpu_us_per_op": spent / len(graph.ops) * 1e6}
-            figures |= {"overhead": overhead, "ratio": ratio, "mebibytes": memory}
-            report.add(ops=len(graph.ops), method=method, **figures)
+    report = Report(*COLUMNS, progress=True)
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        for row in pool.imap(
+            measure, [(name, method) for name in args.graphs for method in methods]
+        ):
+            report.add(**row)
+    add_growth(report.rows)
     report.finish(args.csv)
 
 

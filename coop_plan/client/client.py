@@ -1,7 +1,9 @@
 """A client of the service: `coop_plan.Client`, and `coop_plan.AsyncClient` for asyncio."""
 
+import asyncio
 import os
 import secrets
+import time
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 from urllib.parse import urlsplit
@@ -38,8 +40,7 @@ class RetryableError(ServerAwayError):
     """An answer that is retried, after its `Retry-After` (s)."""
 
     def __init__(self, answer: httpx.Response) -> None:
-        after = answer.headers.get("retry-after", "")
-        self.seconds = float(after) if after.isdigit() and len(after) < 6 else 0.0
+        self.seconds = protocol.retry_after(answer)
         super().__init__(str(protocol.problem_of(answer)))
 
 
@@ -119,6 +120,15 @@ class Client(_BaseClient[httpx.Client]):
         """
         return self._run(protocol.plan_exchanges(graph, PlanOptions.given(budget, fields)))
 
+    def check_alive(self, seconds: float) -> None:
+        """Raise `ServerAwayError` unless the server answers within `seconds`, without a retry."""
+        try:
+            answer = self._http.get(f"{self.server}/livez", timeout=seconds)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if answer.is_server_error:
+            raise ServerAwayError(f"{self.server} answers {answer.status_code}")
+
     def put_graph(self, graph: Graph) -> str:
         """Store a graph on the server; returns its digest."""
         document = graph.to_json().encode()
@@ -145,6 +155,7 @@ class Client(_BaseClient[httpx.Client]):
             except StopIteration as end:
                 made: T = end.value
                 return made
+            time.sleep(exchange.pause)
             try:
                 answer = Retrying(**self._retry)(self._send, exchange, headers)
             except httpx.HTTPError as error:
@@ -199,6 +210,7 @@ class AsyncClient(_BaseClient[httpx.AsyncClient]):
             except StopIteration as end:
                 made: T = end.value
                 return made
+            await asyncio.sleep(exchange.pause)
             try:
                 answer = await AsyncRetrying(**self._retry)(self._send, exchange, headers)
             except httpx.HTTPError as error:

@@ -5,8 +5,9 @@ Each call is a generator of exchanges, which receives the answer of each exchang
 """
 
 import gzip
+import re
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import httpx
@@ -25,6 +26,9 @@ CONNECT_SECONDS = 5.0
 
 SENDS = 2
 """Limit on sending a graph to a server that does not store it."""
+
+NOT_STORED = 507
+"""Status of a graph that the server cannot store: it is then sent with the request."""
 
 PREFIX = "urn:coop-plan:problem:"
 
@@ -69,7 +73,10 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Exchange:
-    """One HTTP request; answers with other statuses than `statuses` are problems."""
+    """One HTTP request, `pause` seconds after the answer before it.
+
+    Answers with other statuses than `statuses` are problems.
+    """
 
     method: str
     path: str
@@ -77,6 +84,7 @@ class Exchange:
     content: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 30.0
+    pause: float = 0.0
 
 
 Exchanges = Generator[Exchange, httpx.Response, T]
@@ -96,13 +104,19 @@ def plan_exchanges(graph: Graph, options: PlanOptions) -> Exchanges[Plan]:
         "POST", "/plan", frozenset({200, 202, 404}), body, prefer, WAIT_SECONDS + CONNECT_SECONDS
     )
     sends = 0
-    while (answer := (yield ask)).status_code != 200:
+    pause = 0.0
+    while (answer := (yield replace(ask, pause=pause))).status_code != 200:
+        pause = min(retry_after(answer), WAIT_SECONDS)
         if answer.status_code == 404:
             problem = problem_of(answer)
             unknown = isinstance(problem, ServerProblemError) and problem.name == "unknown-graph"
             if not unknown or sends == SENDS:
                 raise problem
-            yield from put_exchanges(document, digest)
+            put = _put(document, digest)
+            stored = yield replace(put, statuses=put.statuses | {NOT_STORED})
+            if stored.status_code == NOT_STORED:
+                body = gzip.compress(plan_request_body(graph, options), 1)
+                ask = replace(ask, content=body, headers=prefer | PACKED, seconds=ask.seconds + 60)
             sends += 1
     made = parse_plan(answer.content, source="the server's plan")
     linked = options.apply_link(graph)
@@ -113,9 +127,13 @@ def plan_exchanges(graph: Graph, options: PlanOptions) -> Exchanges[Plan]:
 
 def put_exchanges(document: bytes, digest: str) -> Exchanges[str]:
     """Store a graph; returns its digest."""
-    content = gzip.compress(document, 1)
-    yield Exchange("PUT", f"/graphs/{digest}", frozenset({201, 204}), content, PACKED, 120.0)
+    yield _put(document, digest)
     return digest
+
+
+def _put(document: bytes, digest: str) -> Exchange:
+    content = gzip.compress(document, 1)
+    return Exchange("PUT", f"/graphs/{digest}", frozenset({201, 204}), content, PACKED, 120.0)
 
 
 def stored_plan_exchanges(key: str) -> Exchanges[Plan]:
@@ -130,11 +148,17 @@ def job_exchanges(job_id: str, method: str) -> Exchanges[JobState]:
     return msgspec.json.decode(answer.content, type=JobState)
 
 
-def plan_request_body(digest: str, options: PlanOptions) -> bytes:
-    """Body of `POST /plan` for a graph that is named by its digest."""
+def plan_request_body(graph: Graph | str, options: PlanOptions) -> bytes:
+    """Body of `POST /plan` for a graph, or for one that is named by its digest."""
     values = msgspec.to_builtins(options)
     fields = {name: values[name] for name in OPTION_NAMES if values[name] is not None}
-    return msgspec.json.encode({"graph": digest, **fields})
+    return msgspec.json.encode({"graph": graph, **fields})
+
+
+def retry_after(answer: httpx.Response) -> float:
+    """Seconds of an answer's `Retry-After`; 0 without one."""
+    after = answer.headers.get("retry-after", "")
+    return float(after) if re.fullmatch("[0-9]{1,5}", after) else 0.0
 
 
 def problem_of(answer: httpx.Response) -> Exception:

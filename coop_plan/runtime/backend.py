@@ -44,7 +44,7 @@ from coop_plan.runtime.torch_internals.autograd import all_leaves_have_only_post
 from coop_plan.runtime.torch_internals.dynamo import (
     allow_symbolic_module_ints,
     compile_call,
-    prepare_dynamo,
+    make_tracing_flag_thread_local,
 )
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
@@ -53,7 +53,7 @@ from coop_plan.runtime.variants.passes import VARIANT_PASSES
 log = logging.getLogger("coop-plan")
 
 warn_of_version()
-prepare_dynamo()
+make_tracing_flag_thread_local()
 
 
 def coop(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coop_plan.api.jobs.request_handler import Reply
+from coop_plan.api.jobs.request_handler import Limits
 from coop_plan.api.service.auth import PUBLIC_PATHS, Caller, scopes_for
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
@@ -84,11 +84,8 @@ def test_limits_of_a_caller():
 
     limits = TokenLimits(running_jobs=1, seconds=10.0, ops=5, bytes=100)
     caller, solve, other = Caller("a", limits), Solve(), Solve()
-    caller.check_size(Reply(ops=5, read=100))
-    for reply, name in [(Reply(ops=6), "too-many-ops"), (Reply(read=101), "body-too-large")]:
-        with pytest.raises(ProblemError) as refused:
-            caller.check_size(reply)
-        assert refused.value.name == name
+    assert caller.within(Limits(200, 10, 7.0)) == Limits(100, 5, 7.0)
+    assert caller.within(Limits(50, 3, 7.0)) == Limits(50, 3, 7.0)
     assert [caller.check_time_limit(asked) for asked in (None, 3.0, 10.0)] == [10.0, 3.0, 10.0]
     with pytest.raises(ProblemError):
         caller.check_time_limit(11.0)
@@ -187,5 +184,5 @@ def test_traces_logs_and_headers(tmp_path, document):
     logged = [json.loads(line) for line in lines if line.startswith("{")]
     [mine] = [line for line in logged if line.get("trace_id") == trace]
     assert (mine["event"], mine["method"], mine["route"]) == ("request", "GET", "/livez")
-    assert (mine["status"], mine["span_id"]) == (200, span)
+    assert (mine["status"], mine["span_id"], mine["client"]) == (200, span, "127.0.0.1")
     assert len(lines) - len(logged) <= 1  # where it listens

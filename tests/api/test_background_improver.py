@@ -16,7 +16,7 @@ class FakeExecutor:
         self.others, self.away = 0, False
         self.begun, self.cancelled = [], []
 
-    def admit(self, running):
+    def admit(self, caller, unfinished):
         pass
 
     async def run(self, job, request, body):
@@ -93,7 +93,7 @@ def test_who_joined_a_search_keeps_it():
     async def scenario(improver, executor, jobs):
         improver.on_hit(kept("a"))
         await until(lambda: jobs.states()["running"] == 1)
-        job = jobs.search("a", 5.0)
+        job = jobs.search("a", "", 5.0)
         executor.others = 1
         await until(lambda: job.waiting == 1)
         assert (executor.begun, executor.cancelled, job.finished) == (["a"], [], False)

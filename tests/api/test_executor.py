@@ -67,13 +67,13 @@ async def leased(store, job):
 
 def test_two_servers_have_one_job_and_one_message(run):
     async def scenario(store, one, two):
-        jobs = [server.join(asked(), b"body", "gzip") for server in (one, one, two)]
+        jobs = [server.join(asked(), b"body") for server in (one, one, two)]
         assert jobs[0] is jobs[1]
         assert jobs[0].id == jobs[2].id
         lease = await leased(store, jobs[0])
         assert (lease.body, lease.request.task.encoding, lease.request.seconds) == (
             b"body",
-            "gzip",
+            "",
             3.0,
         )
         store.renew(lease, "under way", Figures(overhead=0.5, bound=0.25, gap=0.2))
@@ -90,7 +90,7 @@ def test_two_servers_have_one_job_and_one_message(run):
 
 def test_a_job_is_known_to_the_server_that_was_not_asked(run):
     async def scenario(store, one, two):
-        job = one.join(asked(), b"body", "")
+        job = one.join(asked(), b"body")
         await one.detach(job)
         mirror = await two.get(job.id)
         assert await two.get(job.id) is mirror
@@ -120,7 +120,7 @@ def test_a_job_is_known_to_the_server_that_was_not_asked(run):
 
 def test_a_job_goes_on_while_somebody_waits_anywhere(run):
     async def scenario(store, one, two):
-        first, second = (server.join(asked(), b"body", "") for server in (one, two))
+        first, second = (server.join(asked(), b"body") for server in (one, two))
         lease = await leased(store, first)
         await until(lambda: store.redis.zcard(f"coop-plan:job:{first.id}:waiting") == 2)
         one.unsubscribe(first)
@@ -135,10 +135,10 @@ def test_a_job_goes_on_while_somebody_waits_anywhere(run):
 
 def test_who_leaves_does_not_take_along_who_has_just_come(run):
     async def scenario(store, one, two):
-        job = one.join(asked(), b"body", "")
+        job = one.join(asked(), b"body")
         lease = await leased(store, job)
         one.unsubscribe(job)
-        again = one.join(asked(), b"body", "")
+        again = one.join(asked(), b"body")
         assert again is not job
         waiting, who = f"coop-plan:job:{job.id}:waiting", one._executor._server_of(again)
         await until(lambda: store.redis.zrange(waiting, 0, -1) == [who.encode()])
@@ -153,7 +153,7 @@ def test_who_leaves_does_not_take_along_who_has_just_come(run):
 
 def test_a_job_that_redis_forgot_is_put_there_again(run):
     async def scenario(store, one, two):
-        job = one.join(asked(), b"body", "")
+        job = one.join(asked(), b"body")
         await leased(store, job)
         store.redis.flushdb()
         lease = await leased(store, job)
@@ -167,36 +167,36 @@ def test_a_job_that_redis_forgot_is_put_there_again(run):
 
 def test_a_search_needs_no_body(run):
     async def scenario(store, one, two):
-        job = one.search("k" * 64, 5.0)
+        job = one.search("k" * 64, "", 5.0)
         lease = await leased(store, job)
         assert (lease.body, lease.request.task.do, lease.request.task.seconds) == (
             b"",
             "improve",
             5.0,
         )
-        assert two.search("k" * 64, 5.0).id == job.id
+        assert two.search("k" * 64, "", 5.0).id == job.id
 
     run(scenario)
 
 
 def test_too_many_that_wait(run):
     async def scenario(store, one, two):
-        first = one.join(asked("a"), b"body", "")
+        first = one.join(asked("a"), b"body")
         await until(lambda: store.sizes() == (1, 0))
         assert await two._executor.queued() == 1
-        job = two.join(asked("b"), b"body", "")
+        job = two.join(asked("b"), b"body")
         await until(lambda: job.finished)
         assert (job.problem.problem, job.problem.members["retry_after"] > 0) == ("busy", True)
-        assert two.join(asked("a"), b"body", "").id == first.id
+        assert two.join(asked("a"), b"body").id == first.id
         await leased(store, first)
-        assert not two.join(asked("b"), b"body", "").finished
+        assert not two.join(asked("b"), b"body").finished
 
     run(scenario, queue=1)
 
 
 def test_a_problem_reaches_all_who_wait(run):
     async def scenario(store, one, two):
-        jobs = [server.join(asked(), b"body", "") for server in (one, two)]
+        jobs = [server.join(asked(), b"body") for server in (one, two)]
         await asyncio.gather(one.detach(jobs[0]), two.detach(jobs[1]))  # who comes later asks anew
         store.finish(await leased(store, jobs[0]), Reply(problem="time-limit", detail="late"))
         await until(lambda: all(job.finished for job in jobs))
@@ -213,7 +213,7 @@ def test_a_broker_that_stays_away_ends_a_job_with_a_problem(tmp_path, monkeypatc
         executor = ClusterExecutor(server.address, SECRET, queue=9, seconds=7.0)
         jobs = Jobs(executor, secret=SECRET, seconds=7.0)
         with contextlib.suppress(ProblemError):
-            job = jobs.join(asked(), b"body", "")
+            job = jobs.join(asked(), b"body")
             await executor.check()
             server.process.kill()
             await until(lambda: job.finished)

@@ -131,20 +131,17 @@ def test_an_answer_by_digest_is_the_answer_by_document(handler, store, document)
     assert unknown.value.reply.problem == "unknown-graph"
     assert not handler.put_graph(data, "", digest)[0].found
     assert handler.put_graph(gzip.compress(data), "gzip", digest)[0].found
-    reply, _ = handler.find(asked, "", b"")
+    reply, for_solve = handler.find(asked, "", b"")
     assert not reply.found
-    assert reply.named
-    _, whole = handler.with_graph(asked, "")
-    assert (reply.ops, reply.read) == (9, len(asked))
-    assert json.loads(whole)["graph"]["ops"][0]["name"] == "f1"  # what a solve needs
-    solved, _ = handler.solve(whole, "", False, lambda *_: None)
+    assert json.loads(for_solve)["graph"] == digest
+    whole = json.dumps({"graph": document, "budget": 330, "alignment": 1}).encode()
+    solved, _ = handler.solve(whole, "", lambda *_: None)
     assert solved.key == reply.key
     by_digest = [handler.find(asked, "", b"") for _ in range(2)]
     by_document = handler.find(whole, "", b"")
     assert by_digest[0][0].found
     assert by_digest[0] == by_digest[1]
     assert by_digest[0][1] == by_document[1]
-    assert not by_document[0].named
     store.delete(reply.key)
     assert not handler.find(asked, "", b"")[0].found
 
@@ -160,8 +157,7 @@ def test_two_graphs_of_one_structure_keep_their_own_ids(handler, document):
         asked = {"graph": digest_of(data), "budget": 330, "alignment": 1}
         reply, answer = handler.find(json.dumps(asked).encode(), "", b"")
         if not reply.found:
-            whole = handler.with_graph(json.dumps(asked).encode(), "")[1]
-            handler.solve(whole, "", False, lambda *_: None)
+            handler.solve(answer, "", lambda *_: None)
             answer = handler.find(json.dumps(asked).encode(), "", b"")[1]
         steps.append([step.op for step in parse_plan(answer).steps if hasattr(step, "op")])
     assert [op + 500 for op in steps[0]] == steps[1]

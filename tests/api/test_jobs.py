@@ -69,23 +69,23 @@ async def until(condition):
 
 def test_identical_questions_are_one_solve():
     async def scenario(jobs, pool):
-        first = jobs.join(asked("a"), b"body", "")
-        assert all(jobs.join(asked("a"), b"body", "") is first for _ in range(99))
-        assert jobs.join(asked("a", costs="others"), b"body", "") is not first
+        first = jobs.join(asked("a"), b"body")
+        assert all(jobs.join(asked("a"), b"body") is first for _ in range(99))
+        assert jobs.join(asked("a"), b"body", "others") is not first
         pool.go.set()
         await until(lambda: not jobs._running)
         assert (first.state, first.record) == ("done", b"record")
         assert first.document()["plan"] == "/plans/a"
         assert await jobs.get(first.id) is first
-        assert jobs.join(asked("a"), b"body", "") is not first
+        assert jobs.join(asked("a"), b"body") is not first
 
     run(scenario)
 
 
 def test_the_time_limit_of_a_question_is_that_of_its_process():
     async def scenario(jobs, pool):
-        jobs.join(asked("a"), b"", "")
-        jobs.join(asked("b", seconds=2.0), b"late", "")
+        jobs.join(asked("a"), b"")
+        jobs.join(asked("b", seconds=2.0), b"late")
         pool.go.set()
         await until(lambda: len(pool.calls) == 2 and not jobs._running)
         assert sorted(seconds for _, seconds in pool.calls) == [32.0, 37.0]
@@ -95,7 +95,7 @@ def test_the_time_limit_of_a_question_is_that_of_its_process():
 
 def test_a_solve_that_is_late_ends_with_its_time_limit():
     async def scenario(jobs, pool):
-        job = jobs.join(asked("a"), b"late", "")
+        job = jobs.join(asked("a"), b"late")
         pool.go.set()
         await until(lambda: job.finished)
         assert (job.state, job.problem.problem) == ("failed", "time-limit")
@@ -105,14 +105,14 @@ def test_a_solve_that_is_late_ends_with_its_time_limit():
 
 def test_a_full_queue_is_refused_with_a_time_to_retry():
     async def scenario(jobs, pool):
-        running = jobs.join(asked("a"), b"", "")
+        running = jobs.join(asked("a"), b"")
         await until(lambda: running.state == "running")
-        jobs.join(asked("b"), b"", "")
+        jobs.join(asked("b"), b"")
         with pytest.raises(ProblemError) as full:
-            jobs.join(asked("c"), b"", "")
+            jobs.join(asked("c"), b"")
         assert full.value.name == "busy"
         assert full.value.members["retry_after"] > 0
-        assert jobs.join(asked("b"), b"", "").state == "queued"
+        assert jobs.join(asked("b"), b"").state == "queued"
 
     run(scenario)
 
@@ -120,11 +120,11 @@ def test_a_full_queue_is_refused_with_a_time_to_retry():
 @pytest.mark.parametrize("queued", [False, True])
 def test_a_job_is_cancelled_when_the_last_client_leaves(queued):
     async def scenario(jobs, pool):
-        other = jobs.join(asked("other"), b"", "") if queued else None
+        other = jobs.join(asked("other"), b"") if queued else None
         if queued:
             await until(lambda: other.state == "running")
-        job = jobs.join(asked("a"), b"", "")
-        assert jobs.join(asked("a"), b"", "") is job
+        job = jobs.join(asked("a"), b"")
+        assert jobs.join(asked("a"), b"") is job
         if not queued:
             await until(lambda: pool.workers)
         jobs.unsubscribe(job)
@@ -140,7 +140,7 @@ def test_a_job_is_cancelled_when_the_last_client_leaves(queued):
 
 def test_a_job_whose_address_was_given_goes_on_until_it_is_cancelled():
     async def scenario(jobs, pool):
-        job = jobs.join(asked("a"), b"", "")
+        job = jobs.join(asked("a"), b"")
         await until(lambda: pool.workers)
         await jobs.detach(job)
         jobs.unsubscribe(job)
@@ -154,7 +154,7 @@ def test_a_job_whose_address_was_given_goes_on_until_it_is_cancelled():
 
 def test_events_have_every_change_and_resume():
     async def scenario(jobs, pool):
-        job = jobs.join(asked("a"), b"", "")
+        job = jobs.join(asked("a"), b"")
         seen = []
         async for event in jobs.events(job, -1):
             seen.append(event)

@@ -42,7 +42,7 @@ def body(question):
 
 
 def solve(handler, question):
-    reply, _ = handler.solve(body(question), "", False, lambda _: None)
+    reply, _ = handler.solve(body(question), "", lambda _: None)
     return reply.key
 
 
@@ -110,7 +110,7 @@ def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
     assert not handler.stored_plan(key)[0].settled
     assert not handler.find(body(question), "", b"")[0].settled
     progress = []
-    reply, _ = related.improve(key, 20.0, progress.append)
+    reply, _ = related.improve(key, "", 20.0, progress.append)
     assert progress
     stored, data = handler.stored_plan(key)
     assert (stored.settled, reply.settled) == (True, True)
@@ -121,14 +121,14 @@ def test_a_better_plan_replaces_the_kept_one_and_is_looked_for_once(
     assert (found.found, found.settled) == (True, True)
     assert parse_plan(data) == better
     monkeypatch.setattr("coop_plan.planner.plan", None)
-    related.improve(key, 20.0, progress.append)
+    related.improve(key, "", 20.0, progress.append)
     assert handler.stored_plan(key)[1] == data
 
 
 def test_no_plan_is_replaced_by_one_that_is_no_better(handler, related, store, question):
     key = solve(handler, question)
     before = handler.stored_plan(key)[1]
-    related.improve(key, 20.0, lambda _: None)
+    related.improve(key, "", 20.0, lambda _: None)
     assert parse_plan(handler.stored_plan(key)[1]).cost_us <= parse_plan(before).cost_us
     assert store.get(key)[0].searched_seconds == 20.0
 
@@ -145,7 +145,7 @@ def test_a_better_plan_takes_nobody_elses_place(handler, related, store, questio
         return plan(graph, options)
 
     monkeypatch.setattr("coop_plan.planner.plan", plan_while)
-    related.improve(key, 20.0, lambda _: None)
+    related.improve(key, "", 20.0, lambda _: None)
     assert store.get(key) == [theirs]
 
 
@@ -153,4 +153,4 @@ def test_what_a_baseline_made_is_not_improved(handler, related, question):
     """A request for dtr is for a comparison with dtr."""
     key = solve(handler, question | {"method": "dtr"})
     assert handler.stored_plan(key)[0].settled
-    assert related.improve("0" * 64, 1.0, lambda _: None)[0].problem == "not-found"
+    assert related.improve("0" * 64, "", 1.0, lambda _: None)[0].problem == "not-found"

@@ -12,8 +12,9 @@ from fastapi import Request
 
 from benchmarks.local_cluster import children
 from coop_plan.api.service import request_body
+from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.request_body import BodyReader
+from coop_plan.api.service.request_body import BodyReader, Memory
 from tests.api.server import serving
 
 SIZE = 16 << 20
@@ -121,26 +122,53 @@ def request(*messages):
         return left.pop(0)
 
     headers = [(b"content-type", b"application/json")]
-    return Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    scope = {"type": "http", "method": "POST", "headers": headers, "state": {"caller": Caller("a")}}
+    return Request(scope, receive)
 
 
 def read(held, asked):
     async def whole():
-        async with held.read(asked) as (body, _):
-            return body
+        async with held.read(asked) as body:
+            return body.data
 
     return asyncio.run(asyncio.wait_for(whole(), 60))
 
 
 def test_a_slow_body_and_a_client_that_leaves_are_given_up(monkeypatch):
     monkeypatch.setattr(request_body, "BODY_SECONDS", 0.05)
-    held = BodyReader(1000)
+    monkeypatch.setattr(request_body, "SMALL_BYTES", 5)
+    memory = Memory(4000)
+    held = BodyReader(1000, memory)
     part = {"type": "http.request", "body": b"x" * 10, "more_body": True}
     for ending in ([], [{"type": "http.disconnect"}]):
         with pytest.raises(ProblemError) as refused:
             read(held, request(part, *ending))
         assert refused.value.name == "slow-body"
-    assert held._held_bytes == 0
+    assert memory.held == 0
     last = {"type": "http.request", "body": b"y", "more_body": False}
     assert read(held, request(part, last)) == b"x" * 10 + b"y"
-    assert held._held_bytes == 0
+    assert memory.held == 0
+
+
+def test_large_bodies_keep_no_small_one_out(monkeypatch):
+    """Nor do those of one caller keep out those of another."""
+    monkeypatch.setattr(request_body, "SMALL_BYTES", 100)
+    memory = Memory(4000)
+    held = BodyReader(3000, memory)
+    memory.take(1900, "a")
+
+    def sized(size):
+        return request({"type": "http.request", "body": b"x" * size, "more_body": False})
+
+    assert read(held, sized(200)) == b"x" * 200
+    with pytest.raises(ProblemError) as refused:
+        read(held, sized(201))
+    assert (refused.value.name, memory.held) == ("busy", 1900)
+    memory.take(2000, "b")
+    memory.take(100, "c")
+    with pytest.raises(ProblemError):
+        memory.take(1, "d")
+    assert read(held, sized(100)) == b"x" * 100
+    for size, caller in ((1900, "a"), (2000, "b"), (100, "c")):
+        memory.free(size, caller)
+    assert memory.held == 0

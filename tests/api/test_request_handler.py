@@ -45,11 +45,11 @@ def question(document):
 
 def ask(handler, question, record=b""):
     reply, data = handler.find(json.dumps(question).encode(), "", record)
-    return reply, parse_plan(data) if data else None
+    return reply, parse_plan(data) if reply.found else None
 
 
-def solve(handler, question, *, another=False):
-    reply, record = handler.solve(json.dumps(question).encode(), "", another, lambda *_: None)
+def solve(handler, question):
+    reply, record = handler.solve(json.dumps(question).encode(), "", lambda *_: None)
     assert reply.found or reply.problem
     return record
 
@@ -64,7 +64,9 @@ def scaled(document, factors):
 
 def test_a_plan_is_made_kept_and_found(handler, question, chain):
     reply, none = ask(handler, question)
-    assert (reply.found, none, reply.problem, reply.costs) == (False, None, "", "")
+    assert (reply.found, none, reply.problem) == (False, None, "")
+    assert reply.costs
+    assert reply.cost_class
     record = solve(handler, question)
     for given in (b"", record):
         found, plan = ask(handler, question, given)
@@ -144,8 +146,7 @@ def test_noise_in_costs_finds_the_plan_and_wrong_costs_poison_nobody(handler, qu
     solve(handler, false)
     reply, _ = ask(handler, question)
     assert not reply.found
-    assert reply.costs
-    solve(handler, question, another=True)
+    solve(handler, question)
     noisy = question | {"graph": scaled(document, [1.01, 0.99, 1, 1.02, 1, 0.98, 1, 1.01, 1])}
     found, plan = ask(handler, noisy)
     assert found.found
@@ -160,7 +161,7 @@ def test_alternatives_are_bounded(handler, store, question, document):
     for number in range(9):
         factors = [1.0] * 9
         factors[number] = 1000.0
-        solve(handler, question | {"graph": scaled(document, factors)}, another=True)
+        solve(handler, question | {"graph": scaled(document, factors)})
     assert len(store.get(ask(handler, question)[0].key)) == 4
 
 

@@ -110,7 +110,7 @@ def test_the_cache_is_hit_by_structure_and_answers_in_the_asked_ids_and_costs(as
     plan = parse_plan(response.content)
     assert not find_faults(parse_graph(document), plan)
     assert plan.base_cost_us == pytest.approx(sum(2.0 + n / 100 for n in range(9)))
-    assert plan.lower_bound_us is None
+    assert plan.base_cost_us <= plan.lower_bound_us <= plan.cost_us
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_identical_requests_at_once_get_one_plan(ask, body):
 def test_a_damaged_record_is_planned_again(ask, server, folder, body):
     good = ask(body)
     with sqlite3.connect(folder / "plans") as connection:
-        key = good.headers["location"].rpartition("/")[2]
+        key = good.headers["location"].rpartition("/")[2].partition("?")[0]
         connection.execute("update answer set record = x'00' where key = ?", (key,))
     connection.close()
     assert server.get(good.headers["location"]).status_code == 404

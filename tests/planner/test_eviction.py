@@ -15,8 +15,10 @@ from coop_plan.planner.core.arrays import to_arrays
 from coop_plan.planner.core.jit import njit
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.core.schedule import Schedule
+from coop_plan.planner.heuristic import eviction_run
 from coop_plan.planner.heuristic.columns import HEAP as ORDERED
-from coop_plan.planner.heuristic.columns import HEAP_COUNT, HEAP_INDEX
+from coop_plan.planner.heuristic.columns import HEAP_ACTIVE, HEAP_COUNT, HEAP_INDEX
+from coop_plan.planner.heuristic.eviction import run_evictions
 from coop_plan.planner.heuristic.eviction_run import Record, Runner, Settings
 from coop_plan.planner.heuristic.params import EvictionParams
 from coop_plan.planner.heuristic.portfolio import Portfolio
@@ -62,6 +64,22 @@ def test_in_order_as_by_looking_at_all(family, seed, share, alpha, cap, foresee)
         return
     assert isinstance(ordered, Record)
     assert ordered.ops.tolist() == scanned.ops.tolist()
+
+
+@pytest.mark.parametrize("cap", [False, True])
+def test_every_rule_keeps_many_live_tensors_in_the_heap(cap, monkeypatch):
+    """A scan of all live tensors for each pool of victims costs the square of the ops."""
+    states = []
+
+    def kept(arrays, state, *rest):
+        states.append(state)
+        return run_evictions(arrays, state, *rest)
+
+    monkeypatch.setattr(eviction_run, "run_evictions", kept)
+    problem = Problem.from_graph(hard_graph("layered", 0, 400))
+    many = EvictionParams(pool_min_live=8, heap_min_live=16, pool_size=4)
+    assert run(problem, many, 0.5, drawn(problem, 0, 0.5, cap, False)) is not None
+    assert states[-1].counts[HEAP_ACTIVE] == 1
 
 
 class Tensors(NamedTuple):

@@ -42,6 +42,8 @@ SHUTDOWN_SECONDS = 5
 @click.option(
     "--broker",
     metavar="URL",
+    envvar="COOP_PLAN_BROKER",
+    show_envvar=True,
     help="redis:// URL of a cluster's job queue: let its workers make the plans.",
 )
 @click.option(
@@ -72,6 +74,7 @@ def serve(
     Plans are made in processes of this server, or with --broker by `coop-plan worker`. Without
     --tokens every client on this machine is served; another --host than loopback needs --tokens.
     """
+    from coop_plan.planner.plan_cache.store import without_password
     from coop_plan.schemas import parse_bytes
 
     limit, memory, size = (parse_bytes(text) for text in (max_body, solver_memory, store_size))
@@ -84,14 +87,14 @@ def serve(
         from coop_plan.api.service.connection import HeadTimeoutProtocol
         from coop_plan.api.service.host_check import LOOPBACK, is_loopback
         from coop_plan.api.service.plan_service import ServiceSettings
-        from coop_plan.api.service.tokens import load
+        from coop_plan.api.service.tokens import TokenFile
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}: pip install 'coop-plan[server]'", EXIT_ERROR)
     if tokens is None and not is_loopback(host):
         raise click.UsageError(
             f"--host {host} is reachable from other machines: give --tokens FILE"
         )
-    holders = None if tokens is None else load(tokens)
+    holders = None if tokens is None else TokenFile(tokens)
     address, secret = open_store_and_secret(store, store_key)
     if broker is not None:
         check_broker(broker, address)
@@ -128,7 +131,10 @@ def serve(
     gc.freeze()
     with _listen(host, port) as listening:
         bound = listening.getsockname()
-        click.echo(f"coop-plan: http://{bound[0]}:{bound[1]}, plans in {address}", err=True)
+        click.echo(
+            f"coop-plan: http://{bound[0]}:{bound[1]}, plans in {without_password(address)}",
+            err=True,
+        )
         server.run(sockets=[listening])
 
 

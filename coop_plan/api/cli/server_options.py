@@ -22,7 +22,11 @@ def server_options(command: F) -> F:
     """Decorator that adds the options of a process that makes and stores plans."""
     options = (
         click.option(
-            "--store", metavar="ADDRESS", help="Plan cache: a SQLite file, or a redis:// URL."
+            "--store",
+            metavar="ADDRESS",
+            envvar="COOP_PLAN_STORE",
+            show_envvar=True,
+            help="Plan cache: a SQLite file, or a redis:// URL.",
         ),
         click.option(
             "--store-size",
@@ -78,8 +82,9 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
     Machines that share a store need the same `store_key` file.
     """
     from coop_plan.api.service.open_graph_store import open_graph_store
+    from coop_plan.planner.cache_files import cache_dir, private_file
     from coop_plan.planner.plan_cache.open_store import in_redis, open_store
-    from coop_plan.planner.plan_cache.store import StoreError, cache_dir
+    from coop_plan.planner.plan_cache.store import StoreError
 
     address = store or str(cache_dir() / "plans.sqlite3")
     if in_redis(address):
@@ -93,6 +98,8 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
         address = str(Path(address).absolute())
         key = Path(store_key or f"{address}.key")
     try:
+        if store is None:
+            private_file(Path(address))
         # Create both now: opening an existing store writes nothing, even on a full disk.
         open_store(address, b"").close()
         open_graph_store(address, 0).close()
@@ -103,8 +110,11 @@ def open_store_and_secret(store: str | None, store_key: str | None) -> tuple[str
 
 def check_broker(broker: str, store: str) -> None:
     """Exit if the broker's address is wrong, is the store's, or Celery is missing."""
+    from coop_plan.planner.plan_cache.store import without_password
+
     if not broker.startswith(("redis://", "rediss://")):
-        fail(f"--broker {broker}: a broker is at redis://HOST:PORT/N", EXIT_ERROR)
+        place = without_password(broker)
+        fail(f"--broker {place}: a broker is at redis://HOST:PORT/N", EXIT_ERROR)
     if broker == store:
         fail(
             "--broker and --store are the same Redis: the store may evict keys, a broker must not",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def token(name: str, tokens: str, scopes: tuple[str, ...]) -> None:
     """Create a token named NAME and print it. FILE has only its hash: it cannot be printed again.
 
-    Limits of a token may be added to FILE by hand. A server reads FILE when it starts.
+    Limits of a token may be added to FILE by hand. A server reads FILE again when it changes.
     """
     from coop_plan.api.service.tokens import add
 

@@ -6,7 +6,14 @@ from coop_plan.api.cli.server_options import check_broker, open_store_and_secret
 
 
 @click.command(short_help="Make plans for servers with the same --broker.")
-@click.option("--broker", required=True, metavar="URL", help="redis:// URL of the job queue.")
+@click.option(
+    "--broker",
+    required=True,
+    metavar="URL",
+    envvar="COOP_PLAN_BROKER",
+    show_envvar=True,
+    help="redis:// URL of the job queue.",
+)
 @server_options
 def worker(
     broker: str,
@@ -23,6 +30,7 @@ def worker(
 
     SIGTERM ends the worker and releases its running jobs to other workers.
     """
+    from coop_plan.planner.plan_cache.store import without_password
     from coop_plan.schemas import parse_bytes
 
     limit, memory, size = (parse_bytes(text) for text in (max_body, solver_memory, store_size))
@@ -34,5 +42,7 @@ def worker(
 
     limits = Limits(body_bytes=limit, ops=max_ops, seconds=max_time_limit)
     settings = WorkerSettings(address, secret, limits, memory, size, solves=True)
-    click.echo(f"coop-plan: worker of {broker}, {solvers} plans at once", err=True)
+    click.echo(
+        f"coop-plan: worker of {without_password(broker)}, {solvers} plans at once", err=True
+    )
     ClusterWorker(broker, settings, solvers).run()

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -65,7 +65,7 @@ class ClusterExecutor:
         )
         self._listener.start()
 
-    def admit(self, running: int) -> None:
+    def admit(self, caller: str, unfinished: Collection[Job]) -> None:
         """Do nothing: the job store refuses a job if the queue is full."""
 
     async def run(self, job: Job, request: JobRequest, body: bytes) -> None:
@@ -85,7 +85,7 @@ class ClusterExecutor:
     async def _submit(self, job: Job, request: JobRequest, body: bytes) -> None:
         server, limit = self._server_of(job), self._max_queued
         result = await self._with_retries(
-            job, lambda: self._store.submit(job.id, server, request, body, limit)
+            job, lambda: self._store.submit(job.id, server, request, body, limit, job.caller)
         )
         if result == "full":
             job.finish("failed", FULL)
@@ -119,8 +119,9 @@ class ClusterExecutor:
 
     async def _update(self, job: Job, view: JobView) -> None:
         job.started = time.monotonic() - view.elapsed_seconds
-        job.plan, job.message, job.figures = view.key, view.message, view.figures
+        job.plan, job.message, job.figures = view.plan, view.message, view.figures
         if view.state == "done" and job in self._submitted:  # a client of this server waits for it
+            job.unkept = True  # only the worker knows
             job.record = await self._with_retries(job, lambda: self._store.record(job.id)) or b""
         if job.finished:
             return

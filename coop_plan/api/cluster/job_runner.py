@@ -48,7 +48,10 @@ class JobRunner:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="solver")
 
     def run(self, job_id: str) -> None:
-        """Lease and run a job; it is then finished, released, or leased by another worker."""
+        """Lease and run the job that is next; `job_id` is that of the message.
+
+        The job is then finished, released, or leased by another worker.
+        """
         lease = _with_retries(lambda: self._store.lease(job_id))
         if lease is None:
             return
@@ -70,13 +73,13 @@ class JobRunner:
             reply, record = LATE, b""
         except WorkerLostError as lost:
             if not lost.late:
-                log.warning("job %s: its process ended without an answer", job_id)
+                log.warning("job %s: its process ended without an answer", lease.job_id)
                 self._release(lease, counts=True)
                 return
             reply, record = LATE, b""
         problem = reply if reply.problem else None
         if not _with_retries(lambda: self._store.finish(lease, problem, record)):
-            log.warning("job %s: its lease was lost to another worker", job_id)
+            log.warning("job %s: its lease was lost to another worker", lease.job_id)
 
     def _release(self, lease: Lease, *, counts: bool) -> None:
         if _with_retries(lambda: self._store.release(lease, counts=counts)):

@@ -49,14 +49,24 @@ end
 """
 
 SUBMIT: Final = """
+local function queued_by(caller)
+    local count = 0
+    for _, other in ipairs(redis.call('ZRANGE', P .. 'queued', 0, -1)) do
+        if redis.call('HGET', P .. 'job:' .. other, 'caller') == caller then count = count + 1 end
+    end
+    return count
+end
 local server, body, max_queued = ARGV[3], ARGV[4], tonumber(ARGV[5])
 if not active then
-    if redis.call('ZCARD', P .. 'queued') >= max_queued then return 'full' end
+    local left = max_queued - redis.call('ZCARD', P .. 'queued')
+    local mine = queued_by(ARGV[7])
+    if left <= 0 then return 'full' end
+    if ARGV[7] ~= '' and mine >= math.floor((left + mine + 1) / 2) then return 'full' end
     if ARGV[6] == '' then return 'absent' end
     redis.call('DEL', job .. ':record', job .. ':waiting')
     redis.call('SET', job .. ':body', body)
-    redis.call('HSET', job, 'began', now, 'work', ARGV[6], 'wanted', 0, 'deliveries', 0,
-        'problem', '', 'ended', '', 'message', '', 'figures', '')
+    redis.call('HSET', job, 'began', now, 'work', ARGV[6], 'caller', ARGV[7], 'wanted', 0,
+        'deliveries', 0, 'problem', '', 'ended', '', 'message', '', 'figures', '')
     redis.call('PERSIST', job)
     queue()
     subscribe(server)
@@ -65,7 +75,9 @@ end
 subscribe(server)
 return 'joined'
 """
-"""ARGV: server, body or empty, limit on queued jobs, `JobRequest` or empty."""
+"""ARGV: server, body or empty, limit on queued jobs, `JobRequest` or empty, caller.
+
+A caller has at most half of the places that others leave."""
 
 VIEW: Final = """
 local resend = 0
@@ -88,18 +100,42 @@ return {get('work'), get('state'), get('version'), get('message'), get('figures'
 """ARGV: server whose subscription is renewed, or empty."""
 
 LEASE: Final = """
-if not active then return {} end
-if state == 'running' and tonumber(get('lease')) >= now then return {} end
+-- A job whose lease has ended may be leased; else the next one by fairness is: of the caller with
+-- the fewest running jobs, then of the one that was served longest ago, then the oldest.
+if not (state == 'running' and tonumber(get('lease')) < now) then
+    local function caller_of(other)
+        return redis.call('HGET', P .. 'job:' .. other, 'caller') or ''
+    end
+    local running = {}
+    for _, other in ipairs(redis.call('ZRANGE', P .. 'running', 0, -1)) do
+        local caller = caller_of(other)
+        running[caller] = (running[caller] or 0) + 1
+    end
+    local best, fewest, longest
+    for _, other in ipairs(redis.call('ZRANGE', P .. 'queued', 0, -1)) do
+        local caller = caller_of(other)
+        local has = running[caller] or 0
+        local served = tonumber(redis.call('HGET', P .. 'served', caller) or 0)
+        if not best or has < fewest or (has == fewest and served < longest) then
+            best, fewest, longest = other, has, served
+        end
+    end
+    if not best then return {} end
+    id = best
+    job = P .. 'job:' .. id
+    state = get('state')
+end
 if not watched() then finish('cancelled', ARGV[3]) return {} end
 if redis.call('HINCRBY', job, 'deliveries', 1) > DELIVERIES then
     finish('failed', ARGV[4])
     return {}
 end
 local token = redis.call('HINCRBY', job, 'token', 1)
+redis.call('HSET', P .. 'served', get('caller'), redis.call('INCR', P .. 'leases'))
 redis.call('ZREM', P .. 'queued', id)
 redis.call('ZADD', P .. 'running', now, id)
 update('state', 'running', 'lease', now + LEASE)
-return {token, get('work'), redis.call('GET', job .. ':body')}
+return {id, token, get('work'), redis.call('GET', job .. ':body')}
 """
 """ARGV: problem of an unwatched job, and of one that crashes its workers."""
 

@@ -51,7 +51,7 @@ class Lease(msgspec.Struct, frozen=True):
 class JobView(msgspec.Struct, frozen=True):
     """State of a job; `resend` says that its id must be sent to the workers again."""
 
-    key: str
+    plan: str
     state: str
     version: int
     message: str
@@ -77,41 +77,58 @@ class JobStore:
         self.redis.ping()
 
     def submit(
-        self, job_id: str, server: str, request: JobRequest, body: bytes, max_queued: int
+        self,
+        job_id: str,
+        server: str,
+        request: JobRequest,
+        body: bytes,
+        max_queued: int,
+        caller: str = "",
     ) -> str:
         """Subscribe a server to a job, which is created if needed: "joined", "new" or "full".
 
         The caller must send the id of a "new" job to the workers.
         """
         # The request is sent to Redis only if no server has sent it.
-        found = self._run(lua_scripts.SUBMIT, job_id, server, b"", max_queued, b"")
+        found = self._run(lua_scripts.SUBMIT, job_id, server, b"", max_queued, b"", caller)
         if found == b"absent":
             text = msgspec.json.encode(request)
-            found = self._run(lua_scripts.SUBMIT, job_id, server, body, max_queued, text)
+            found = self._run(lua_scripts.SUBMIT, job_id, server, body, max_queued, text, caller)
         return bytes(found).decode()
 
     def view(self, job_id: str, server: str = "") -> JobView | None:
         """State of a job; renews the subscription of `server`, if that is given.
 
-        A job whose lease has ended is queued again, with `resend` in its view.
+        A job whose lease has ended is queued again, with `resend` in its view. A job that others
+        have changed in Redis is deleted, and none.
         """
-        request, state, version, message, figures, problem, age, resend, took = self._run(
-            lua_scripts.VIEW, job_id, server
-        )
-        if not state:
+        parts = self._run(lua_scripts.VIEW, job_id, server)
+        try:
+            return self._view(parts) if parts[1] else None
+        except (ValueError, msgspec.MsgspecError, InvalidInputError):
+            self.redis.delete(f"{self._prefix}job:{job_id}")
             return None
+
+    def _view(self, parts: list[Any]) -> JobView:
+        request, state, version, message, figures, problem, age, resend, took = parts
         text = state.decode()
         active = text in ("queued", "running")
         return JobView(
-            key=msgspec.json.decode(request, type=JobRequest).key,
+            plan=msgspec.json.decode(request, type=JobRequest).plan,
             state=text,
             version=int(version),
             message=message.decode(),
             figures=msgspec.json.decode(figures or b"{}", type=Figures),
-            problem=msgspec.json.decode(problem, type=Reply) if problem else None,
+            problem=self._unsealed(problem) if problem else None,
             elapsed_seconds=float(age if active else took) / 1000,
             resend=bool(resend),
         )
+
+    def _sealed(self, problem: Reply) -> bytes:
+        return sign_bytes(msgspec.json.encode(problem), "problem", self._secret)
+
+    def _unsealed(self, data: bytes) -> Reply:
+        return msgspec.json.decode(verified_bytes(data, "problem", self._secret), type=Reply)
 
     def record(self, job_id: str) -> bytes:
         """The answer of a job that is done; empty if it expired or has a wrong signature."""
@@ -127,29 +144,34 @@ class JobStore:
 
     def unsubscribe(self, job_id: str, server: str) -> None:
         """Unsubscribe a server; a job without servers is cancelled, unless it is detached."""
-        self._run(lua_scripts.UNSUBSCRIBE, job_id, server, msgspec.json.encode(UNWATCHED))
+        self._run(lua_scripts.UNSUBSCRIBE, job_id, server, self._sealed(UNWATCHED))
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job; its worker learns it when it renews the lease."""
-        self._run(lua_scripts.CANCEL, job_id, msgspec.json.encode(CANCELLED))
+        self._run(lua_scripts.CANCEL, job_id, self._sealed(CANCELLED))
 
     def lease(self, job_id: str) -> Lease | None:
-        """Lease a job; None if it is finished or unwatched, or another worker holds it."""
-        problems = msgspec.json.encode(UNWATCHED), msgspec.json.encode(POISON)
+        """Lease a queued job; None if there is none, or it is unwatched.
+
+        It is the job that is next by fairness; its message says only that some job is queued.
+        """
+        problems = self._sealed(UNWATCHED), self._sealed(POISON)
         leased = self._run(lua_scripts.LEASE, job_id, *problems)
         if not leased:
             return None
-        token, request, body = leased
-        return Lease(job_id, int(token), msgspec.json.decode(request, type=JobRequest), body)
+        leased_id, token, request, body = leased
+        return Lease(
+            leased_id.decode(), int(token), msgspec.json.decode(request, type=JobRequest), body
+        )
 
     def renew(self, lease: Lease, message: str, figures: Figures) -> bool:
         """Renew a lease and report progress; False if the job is finished or leased by another."""
-        arguments = message, msgspec.json.encode(figures), msgspec.json.encode(UNWATCHED)
+        arguments = message, msgspec.json.encode(figures), self._sealed(UNWATCHED)
         return bool(self._run(lua_scripts.RENEW, lease.job_id, lease.token, *arguments))
 
     def finish(self, lease: Lease, problem: Reply | None, record: bytes = b"") -> bool:
         """Finish a job with its answer; False, without a change, if the lease was lost."""
-        text = b"" if problem is None else msgspec.json.encode(problem)
+        text = b"" if problem is None else self._sealed(problem)
         answer = sign_bytes(record, lease.job_id, self._secret) if record else b""
         return bool(self._run(lua_scripts.FINISH, lease.job_id, lease.token, text, answer))
 

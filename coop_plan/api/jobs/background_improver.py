@@ -16,12 +16,15 @@ PAUSE_SECONDS = 5.0
 POLL_SECONDS = 0.5
 """Interval at which a search checks that no job waits for its process."""
 
-MAX_KEYS = 1000
-"""Keys that are remembered, of plans to improve and of improved ones: the last requested."""
+MAX_PLANS = 1000
+"""Plans to improve that are remembered, and improved ones: the last requested."""
+
+PlanName = tuple[str, str]
+"""Key and costs of a stored plan."""
 
 
 class BackgroundImprover:
-    """Searches better plans for the last requested keys, one at a time, each key once.
+    """Searches better plans for the last requested ones, one at a time, each once.
 
     A search is cancelled when a job waits for a process, and repeated later. Servers that share a
     store or a broker improve each plan once: its record says that it was searched.
@@ -37,15 +40,16 @@ class BackgroundImprover:
     ) -> None:
         self._jobs, self._executor = jobs, executor
         self._pause, self._poll = pause, poll
-        self._pending: OrderedDict[str, None] = OrderedDict()
-        self._searched: OrderedDict[str, None] = OrderedDict()
+        self._pending: OrderedDict[PlanName, None] = OrderedDict()
+        self._searched: OrderedDict[PlanName, None] = OrderedDict()
         self._any_pending = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
     def on_hit(self, reply: Reply) -> None:
         """Queue the plan of a cache hit, unless it was searched or is settled."""
-        if reply.found and not reply.settled and reply.key not in self._searched:
-            _add(self._pending, reply.key)
+        name = reply.key, reply.costs
+        if reply.found and not reply.settled and name not in self._searched:
+            _add(self._pending, name)
             self._any_pending.set()
 
     async def _run(self) -> None:
@@ -54,15 +58,15 @@ class BackgroundImprover:
             await asyncio.sleep(self._pause)
             if await self._busy():
                 continue
-            key, _ = self._pending.popitem()
-            _add(self._searched if await self._search(key) else self._pending, key)
+            name, _ = self._pending.popitem()
+            _add(self._searched if await self._search(*name) else self._pending, name)
             if not self._pending:
                 self._any_pending.clear()
 
-    async def _search(self, key: str) -> bool:
+    async def _search(self, key: str, costs: str) -> bool:
         """True if the search ran to its end; False if it was cancelled for other jobs."""
         try:
-            job = self._jobs.search(key, SEARCH_SECONDS)
+            job = self._jobs.search(key, costs, SEARCH_SECONDS)
         except ProblemError:
             return False
         try:
@@ -87,8 +91,8 @@ class BackgroundImprover:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-def _add(keys: OrderedDict[str, None], key: str) -> None:
-    keys[key] = None
-    keys.move_to_end(key)
-    if len(keys) > MAX_KEYS:
-        keys.popitem(last=False)
+def _add(names: OrderedDict[PlanName, None], name: PlanName) -> None:
+    names[name] = None
+    names.move_to_end(name)
+    if len(names) > MAX_PLANS:
+        names.popitem(last=False)

@@ -3,9 +3,11 @@
 import asyncio
 import hashlib
 import hmac
+import re
+import sys
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,9 +16,12 @@ import msgspec
 from coop_plan.api.jobs.request_handler import Figures, Reply
 from coop_plan.api.jobs.worker_process import JobRequest, WorkerRequest
 from coop_plan.api.service.problems import ProblemError
+from coop_plan.api.service.request_body import Memory
 
 FINISHED_JOBS = 1000
 """Finished jobs that are kept, so that clients can still read them."""
+
+JOB_ID = re.compile("[0-9a-f]{32}")
 
 HEARTBEAT_SECONDS = 15.0
 
@@ -30,21 +35,24 @@ class Job:
 
     Attributes:
         started: `time.monotonic` of its first request; `ended`, of its end.
-        plan: cache key of its plan.
+        plan: path of its plan below `/plans/`.
+        caller: name of the caller that started it.
         waiting: number of clients that wait for it.
         detached: a client has its URL and may read it later, so that it runs without clients.
-        record: the answer as it was stored.
+        record: the answer as it was stored, or `unkept` if the store may not have it.
     """
 
     id: str
     started: float = field(default_factory=time.monotonic)
     plan: str = ""
+    caller: str = ""
     state: str = "queued"
     message: str = ""
     figures: Figures = field(default_factory=Figures)
     waiting: int = 0
     detached: bool = False
     record: bytes = b""
+    unkept: bool = False
     problem: Reply | None = None
     ended: float | None = None
     task: "asyncio.Task[None] | None" = None
@@ -56,13 +64,17 @@ class Job:
         """True if the state is final."""
         return self.state in ("done", "failed", "cancelled")
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since its first request, or until its end."""
+        return (time.monotonic() if self.ended is None else self.ended) - self.started
+
     def document(self) -> dict[str, Any]:
         """The document of `GET /jobs/{id}`."""
-        until = time.monotonic() if self.ended is None else self.ended
         document: dict[str, Any] = {
             "id": self.id,
             "state": self.state,
-            "elapsed_seconds": round(until - self.started, 3),
+            "elapsed_seconds": round(self.seconds, 3),
             "message": self.message,
             **msgspec.to_builtins(self.figures),
             "plan": f"/plans/{self.plan}" if self.state == "done" else None,
@@ -87,8 +99,8 @@ class Job:
 class JobExecutor(Protocol):
     """Runs jobs: in processes of this server, or on the workers of a cluster."""
 
-    def admit(self, running: int) -> None:
-        """Raise `ProblemError` if the queue is full while `running` jobs are not finished."""
+    def admit(self, caller: str, unfinished: Collection[Job]) -> None:
+        """Raise `ProblemError` if the queue is full for a caller; `unfinished` are all jobs."""
 
     async def run(self, job: Job, request: JobRequest, body: bytes) -> None:
         """Run the job, and update it until it is finished."""
@@ -119,7 +131,8 @@ class Jobs:
     """Jobs of this server, one for all identical requests. For one event loop.
 
     A job's id is an HMAC of its request: servers that share `secret` agree on it, and clients
-    cannot guess it. `on_finish` gets the state, the seconds and the gap of each finished job.
+    cannot guess it. `on_finish` gets each finished job. `memory` counts the bodies of unfinished
+    jobs, and their records until their clients have read them.
     """
 
     def __init__(
@@ -128,9 +141,11 @@ class Jobs:
         *,
         secret: bytes,
         seconds: float,
-        on_finish: Callable[[str, float, float | None], None] | None = None,
+        memory: Memory | None = None,
+        on_finish: Callable[[Job], None] | None = None,
     ) -> None:
         self._executor, self._secret, self._seconds = executor, secret, seconds
+        self._memory = memory or Memory(sys.maxsize)
         self._on_finish = on_finish
         self._running: dict[str, Job] = {}
         self._all: OrderedDict[str, Job] = OrderedDict()
@@ -138,7 +153,7 @@ class Jobs:
     async def get(self, job_id: str) -> Job:
         """The job with this id; raises `ProblemError` if there is none."""
         job = self._all.get(job_id)
-        if job is None or job.finished:
+        if (job is None or job.finished) and JOB_ID.fullmatch(job_id):
             found = await self._executor.find(job_id)
             if found is not None:
                 self._keep(found)
@@ -147,42 +162,48 @@ class Jobs:
             raise ProblemError("not-found", f"no job '{job_id[:50]}': it is unknown or too old")
         return job
 
-    def join(self, miss: Reply, body: bytes, encoding: str) -> Job:
+    def join(self, miss: Reply, body: bytes, costs: str = "", caller: str = "") -> Job:
         """The job for a request without a stored plan: the running one, or a new one.
+
+        `costs` is the reply's `costs` or `cost_class`, to share a solve by.
 
         Raises:
             ProblemError: the queue is full.
         """
-        task = WorkerRequest("solve", encoding, another=bool(miss.costs))
+        task = WorkerRequest("solve")
         seconds = self._seconds if miss.seconds is None else miss.seconds
-        request = JobRequest(key=miss.key, task=task, seconds=seconds)
-        return self._start(f"{miss.key} {miss.costs}", request, body)
+        request = JobRequest(key=miss.key, costs=miss.costs, task=task, seconds=seconds)
+        # A solve with less time is not shared: it may fail where one's own would not.
+        return self._start(f"{miss.key} {costs} {seconds:g}", request, body, caller)
 
-    def search(self, key: str, seconds: float) -> Job:
-        """The job that searches a better plan than the stored one of a key.
+    def search(self, key: str, costs: str, seconds: float, caller: str = "") -> Job:
+        """The job that searches a better plan than the stored one of a key and costs.
 
         Raises:
             ProblemError: the queue is full.
         """
         seconds = min(seconds, self._seconds)
-        task = WorkerRequest("improve", key=key, seconds=seconds)
-        return self._start(f"{key} better", JobRequest(key=key, task=task, seconds=seconds), b"")
+        task = WorkerRequest("improve", key=key, costs=costs, seconds=seconds)
+        request = JobRequest(key=key, costs=costs, task=task, seconds=seconds)
+        return self._start(f"{key} {costs} better", request, b"", caller)
 
     def states(self) -> Counter[str]:
         """Number of unfinished jobs by state."""
         return Counter(job.state for job in self._running.values())
 
-    def _start(self, name: str, request: JobRequest, body: bytes) -> Job:
+    def _start(self, name: str, request: JobRequest, body: bytes, caller: str) -> Job:
         job_id = hmac.new(self._secret, name.encode(), hashlib.sha256).hexdigest()[:32]
         job = self._running.get(job_id)
         if job is None or job.finished:
-            self._executor.admit(len(self._running))
+            self._executor.admit(caller, self._running.values())
+            self._memory.take(len(body))
             last = self._all.get(job_id)
-            job = Job(job_id, plan=request.key, version=0 if last is None else last.version + 1)
+            version = 0 if last is None else last.version + 1
+            job = Job(job_id, plan=request.plan, caller=caller, version=version)
             self._running[job_id] = job
             self._keep(job)
             job.task = asyncio.create_task(self._executor.run(job, request, body))
-            job.task.add_done_callback(lambda _: self._finished(job))
+            job.task.add_done_callback(lambda _: self._finished(job, len(body)))
         job.waiting += 1
         return job
 
@@ -194,6 +215,7 @@ class Jobs:
     def unsubscribe(self, job: Job, *, returning: bool = False) -> None:
         """Drop one client; the job is cancelled without any, unless this one is `returning`."""
         job.waiting -= 1
+        self._drop_record(job)
         if not (job.waiting or job.detached or job.finished or returning):
             self._executor.cancel_if_unwatched(job)
 
@@ -202,14 +224,21 @@ class Jobs:
         if not job.finished:
             await self._executor.cancel(job)
 
-    def _finished(self, job: Job) -> None:
+    def _drop_record(self, job: Job) -> None:
+        """Drop the record of a job that no client waits for; the plan store has it."""
+        if job.task is not None and job.task.done() and not job.waiting:
+            job.record = b""
+
+    def _finished(self, job: Job, size: int) -> None:
+        self._memory.free(size)
         if self._running.get(job.id) is job:
             del self._running[job.id]
         if job.task is not None and not job.task.cancelled():
             job.task.exception()  # retrieved, so that asyncio does not log it; the state tells
         job.finish("failed", Reply(problem="internal-error", detail="the solve could not be run"))
-        if self._on_finish is not None and job.ended is not None:
-            self._on_finish(job.state, job.ended - job.started, job.figures.gap)
+        if self._on_finish is not None:
+            self._on_finish(job)
+        self._drop_record(job)
 
     def _keep(self, job: Job) -> None:
         self._all[job.id] = job

@@ -1,5 +1,7 @@
 """Related plans of a request: one for a smaller budget at once, and a better one later."""
 
+import contextlib
+import sqlite3
 from collections.abc import Callable
 
 from coop_plan.api.jobs.request_handler import NO_PLAN, Reply, RequestHandler, stored_plan_reply
@@ -26,16 +28,17 @@ class RelatedPlans:
         request = self._handler.parse(body, encoding)
         budget, graph = request.options.budget, request.graph
         best: Plan | None = None
-        keys = []
+        keys: list[str] = []
         if budget.kind != "min":
-            keys = self._store.keys_at_most(request.family(budget.kind), float(budget.value))
+            with contextlib.suppress(OSError, sqlite3.Error):
+                keys = self._store.keys_at_most(request.family(budget.kind), float(budget.value))
         for key in keys:
             for record in self._handler.records(key):
                 if not isinstance(record, StoredPlan):
                     continue
                 options = request.options.model_copy({"budget_": record.plan.budget_bytes})
                 found = record.for_request(graph, options)
-                if found is None or not record.cost_compatible(graph, found):
+                if found is None or not record.suits(graph, found):
                     continue
                 if best is None or found.cost_us < best.cost_us:
                     best = found
@@ -50,17 +53,15 @@ class RelatedPlans:
         return Reply(key=request.key, found=True), best.to_json().encode()
 
     def improve(
-        self, key: str, seconds: float, on_progress: Callable[[Progress], None]
+        self, key: str, costs: str, seconds: float, on_progress: Callable[[Progress], None]
     ) -> tuple[Reply, bytes]:
-        """Search a cheaper plan than the first of a key and store it in its place; its record.
+        """Search a cheaper plan than that of a key and costs and store it in its place; its record.
 
-        Both are compared by the costs that the first was made with. The record notes the search, so
-        that it is not repeated.
+        The record notes the search, so that it is not repeated for these costs.
         """
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 
-        records = self._handler.records(key)
-        old = next((record for record in records if isinstance(record, StoredPlan)), None)
+        old = next(self._handler.plans(key, costs), None)
         found = None if old is None else old.with_original_graph()
         if old is None or found is None:
             return NO_PLAN, b""
@@ -83,5 +84,6 @@ class RelatedPlans:
         except (InfeasibleBudgetError, TimeLimitError):
             on_progress(Progress("no better plan was found"))
         new = StoredPlan.of(best, graph).model_copy({"searched_seconds": seconds})
-        self._store.replace(key, old, new)
+        with contextlib.suppress(OSError, sqlite3.Error):  # then it is searched again
+            self._store.replace(key, old, new)
         return stored_plan_reply(key, new), as_bytes(new)

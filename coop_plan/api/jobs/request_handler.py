@@ -3,17 +3,19 @@
 Its interface is bytes in, a small reply and bytes out, so that it can run in another process.
 """
 
+import contextlib
 import sqlite3
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
 
-from coop_plan.api.service.graph_store import Digest, GraphCache, GraphStore
+from coop_plan.api.service.graph_store import Digest, GraphCache, GraphStore, ParsedGraph
 from coop_plan.planner.core.errors import InfeasibleBudgetError, infeasible_fields
 from coop_plan.planner.method import Progress
 from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.plan_cache.cost_rule import all_costs, cost_class, cost_digest
 from coop_plan.planner.plan_cache.record import (
     Record,
     StoredPlan,
@@ -21,7 +23,7 @@ from coop_plan.planner.plan_cache.record import (
     as_bytes,
     as_record,
 )
-from coop_plan.planner.plan_cache.store import Families, PlanStore, planner_version
+from coop_plan.planner.plan_cache.store import Families, PlanStore, holds, planner_version
 from coop_plan.schemas import Graph, InvalidInputError, Plan, fingerprint
 from coop_plan.schemas._parse import parse
 from coop_plan.schemas.fingerprint import digest_of
@@ -70,7 +72,8 @@ class Reply(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         key: cache key of the plan.
-        costs: hash of the op costs, if the stored plans are for others; a solve is shared by both.
+        costs: name of the costs that the plan was made with, or of the request's own.
+        cost_class: name of the solve that may be shared; empty if its plan is no answer.
         found: the bytes that follow are the answer.
         seconds: the request's time limit.
         problem: a name in `api.service.problems`, with `detail` and `members`.
@@ -78,13 +81,13 @@ class Reply(msgspec.Struct, omit_defaults=True):
         figures: of a running solve, or of the stored plan.
         settled: no search can improve the plan, or one was made.
         final: False for progress.
-        ops, read: ops, and bytes of the decompressed body, for a token's own limits.
-        named: the body names its graph by its digest.
+        unkept: the store did not take the record that follows.
         seals: signatures of the store's records that the answer was made from.
     """
 
     key: str = ""
     costs: str = ""
+    cost_class: str = ""
     found: bool = False
     seconds: float | None = None
     problem: str = ""
@@ -94,9 +97,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
     figures: Figures = Figures()
     settled: bool = False
     final: bool = True
-    ops: int = 0
-    read: int = 0
-    named: bool = False
+    unkept: bool = False
     seals: list[bytes] = []
 
 
@@ -109,14 +110,13 @@ class RefusedError(Exception):
 
 
 class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
-    """A parsed request: `read` bytes long, with its graph's `digest`, if that named the graph."""
+    """A parsed request; `stored` is its graph as it is stored, if the request names it."""
 
     key: str
     graph: Graph
     options: PlanRequest
-    digest: str
-    read: int
     structure: str
+    stored: ParsedGraph | None
 
     def family(self, kind: str) -> str:
         """Key of all requests that differ only in budgets of this kind ("bytes" or "share")."""
@@ -134,10 +134,13 @@ class ParsedRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestHandler:
-    """Answers requests from a store, and makes the plans that are not in it."""
+    """Answers requests from a store, and makes the plans that are not in it.
+
+    `limits` are those of the current request's caller.
+    """
 
     def __init__(self, store: PlanStore, limits: Limits, graphs: GraphStore) -> None:
-        self._store, self._limits = store, limits
+        self._store, self.limits = store, limits
         self._graphs = GraphCache(graphs)
         self.dropped = 0
         """Records that were damaged, or no answer to their key."""
@@ -146,13 +149,15 @@ class RequestHandler:
         """The request in a body."""
         data = self._decompress(body, encoding)
         request = parse(PlanRequest, data)
-        limits, digest = self._limits, ""
+        limits = self.limits
         if request.time_limit is not None and request.time_limit > limits.seconds:
             message = f"the time limit on this server is {limits.seconds:g} s"
             raise InvalidInputError(message, "/time_limit")
+        kept = None
         if isinstance(request.graph, str):
             digest = request.graph
-            kept = self._from_graphs(self._graphs.get, digest)
+            with contextlib.suppress(OSError, sqlite3.Error):  # the client sends the graph then
+                kept = self._graphs.get(digest)
             if kept is None:
                 message = f"graph {digest} is not stored (any more): send it with PUT /graphs"
                 raise RefusedError("unknown-graph", message, digest=digest)
@@ -162,28 +167,28 @@ class RequestHandler:
         self._check_ops(graph)
         linked = request.apply_link(graph).device.linked
         key = request.key(structure, planner_version(), links=linked)
-        return ParsedRequest(key, graph, request, digest, len(data), structure)
+        return ParsedRequest(key, graph, request, structure, kept)
 
     def _decompress(self, body: bytes, encoding: str) -> bytes:
         """The decompressed body; refused if it has far more entries than a graph may have.
 
         Counting characters is cheap. A body that it lets pass is bounded by the process's memory.
         """
-        limits = self._limits
+        limits = self.limits
         data = decompress(body, encoding, limits.body_bytes)
         max_entries, max_values = ENTRIES_PER_OP * limits.ops, VALUES_PER_OP * limits.ops
         if data.count(b'"cost_us"') > max_entries:
-            message = f"more than {max_entries} ops and variants, this server's limit"
+            message = f"more than {max_entries} ops and variants, the limit"
             raise RefusedError("too-many-ops", message, max_ops=limits.ops)
         if data.count(b'"kind"') > max_entries or data.count(b",") > max_values:
-            message = f"more than {max_entries} tensors or {max_values} values, this server's limit"
+            message = f"more than {max_entries} tensors or {max_values} values, the limit"
             raise RefusedError("too-much-work", message)
         return data
 
     def _check_ops(self, graph: Graph) -> None:
-        limit = self._limits.ops
+        limit = self.limits.ops
         if len(graph.ops) > limit:
-            message = f"the graph has {len(graph.ops)} ops; this server's limit is {limit}"
+            message = f"the graph has {len(graph.ops)} ops; the limit is {limit}"
             raise RefusedError("too-many-ops", message, max_ops=limit)
 
     def put_graph(self, body: bytes, encoding: str, digest: str) -> tuple[Reply, bytes]:
@@ -193,82 +198,97 @@ class RequestHandler:
         if actual != digest:
             message = f"the digest of this document is {actual}"
             raise RefusedError("wrong-digest", message, digest=actual)
-        ops = 0
-
-        def check(graph: Graph) -> None:
-            nonlocal ops
-            self._check_ops(graph)
-            ops = len(graph.ops)
-
         try:
-            new = self._graphs.put(digest, document, check)
+            new = self._graphs.put(digest, document, self._check_ops)
         except (OSError, sqlite3.Error) as error:
-            message = f"the graph could not be stored: {error}"
-            raise RefusedError("busy", message, retry_after=5) from None
-        return Reply(found=not new, ops=ops, read=len(document)), b""
+            message = f"the graph cannot be stored now: send it with the request ({error})"
+            raise RefusedError("not-stored", message) from None
+        return Reply(found=not new), b""
 
     def graph(self, digest: str) -> tuple[Reply, bytes]:
         """The document of a digest."""
-        document = self._from_graphs(self._graphs.document, digest)
+        document = self._from_store(self._graphs.document, digest)
         if document is None:
             raise RefusedError("not-found", f"graph {digest} is not stored")
         return Reply(found=True), document
 
     def graphs(self) -> tuple[Reply, bytes]:
         """Summaries of the stored graphs, as JSON."""
-        return Reply(found=True), msgspec.json.encode(self._from_graphs(self._graphs.listed))
+        return Reply(found=True), msgspec.json.encode(self._from_store(self._graphs.listed))
 
-    def _from_graphs(self, get: Callable[..., T], *digest: str) -> T:
+    def _from_store(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         try:
-            return get(*digest)
+            return call(*arguments, **named)
         except (OSError, sqlite3.Error):
-            message = "the graph store cannot be read"
+            message = "the store does not answer"
             raise RefusedError("busy", message, retry_after=5) from None
 
     def find(self, body: bytes, encoding: str, made: bytes) -> tuple[Reply, bytes]:
-        """The answer to a request from the store, or from `made`, the record of its own job.
+        """The answer to a request from the store, or from `made`, the record of a job.
 
-        A plan for very different op costs is no answer, unless it is that record.
+        Without an answer the bytes are the request for a solve; see `_for_solve`.
+        A plan that was made for other costs is an answer only by the rule of `cost_rule`.
         """
         parsed = self.parse(body, encoding)
         key, graph, options = parsed.key, parsed.graph, parsed.options
-        named = bool(parsed.digest)
         seals = [] if made else self._seals(key)
-        reply = Reply(key=key, ops=len(graph.ops), read=parsed.read, named=named)
+        reply = Reply(key=key)
         records = [as_record(made)] if made else self.records(key)
-        best: Plan | None = None
+        best: tuple[Plan, StoredPlan] | None = None
         for record in records:
             answer = record.for_request(graph, options, parsed.structure)
             if answer is None:
                 self.dropped += 1
                 continue
-            if not isinstance(answer, Plan):
-                return infeasible_reply(key, answer), b""
-            usable = bool(made) or (
-                isinstance(record, StoredPlan) and record.cost_compatible(graph, answer)
-            )
-            if usable and (best is None or answer.cost_us < best.cost_us):
-                best = answer
+            if isinstance(record, StoredRefusal):
+                if record.suits(graph) and not isinstance(answer, Plan):
+                    return infeasible_reply(key, answer), b""
+            elif (
+                isinstance(answer, Plan)
+                and record.suits(graph, answer)
+                and (best is None or answer.cost_us < best[0].cost_us)
+            ):
+                best = answer, record
         if best is not None:
-            first = next(record for record in records if isinstance(record, StoredPlan))
+            plan, record = best
             found = msgspec.structs.replace(
-                reply, found=True, seals=seals, settled=first.fully_refined
+                reply,
+                found=True,
+                seals=seals,
+                settled=record.fully_refined,
+                costs=record.cost_digest,
             )
-            return found, best.to_json().encode()
-        # If plans are stored but none matches these op costs, join the solve for exactly these.
-        costs = "" if not records else str(hash(tuple(op.cost_us for op in graph.ops)))
-        return msgspec.structs.replace(reply, costs=costs, seconds=options.time_limit), b""
+            return found, plan.to_json().encode()
+        if made:
+            return self.find(body, encoding, b"")
+        mine = all_costs(graph)
+        costs, shared = cost_digest(mine), cost_class(mine)
+        # If the plan of a caller of this class is no answer, these costs get their own solve.
+        if any(record.cost_class == shared for record in records):
+            shared = ""
+        seconds = options.time_limit
+        reply = Reply(key=key, costs=costs, cost_class=shared, seconds=seconds)
+        return reply, self._for_solve(parsed)
 
-    def with_graph(self, body: bytes, encoding: str) -> tuple[Reply, bytes]:
-        """The request with the graph in place of its digest, for a solve elsewhere."""
-        parsed = self.parse(body, encoding)
-        request = msgspec.structs.replace(parsed.options, graph=parsed.graph)
-        return Reply(key=parsed.key), request.to_json().encode()
+    def _for_solve(self, parsed: ParsedRequest) -> bytes:
+        """The request with the digest of its graph, which is stored for the solver.
+
+        So neither a server nor a broker holds the graphs of queued jobs. If the graph cannot be
+        stored, it is in the request.
+        """
+        stored = parsed.stored
+        document = parsed.graph.to_json().encode() if stored is None else stored.document
+        graph: Graph | str = parsed.graph
+        with contextlib.suppress(OSError, sqlite3.Error):
+            digest = digest_of(document)
+            self._graphs.ensure(digest, document)
+            graph = digest
+        return msgspec.structs.replace(parsed.options, graph=graph).to_json().encode()
 
     def solve(
-        self, body: bytes, encoding: str, another: bool, on_progress: Callable[[Progress], None]
+        self, body: bytes, encoding: str, on_progress: Callable[[Progress], None]
     ) -> tuple[Reply, bytes]:
-        """Make and store the plan, or with `another` one more for other op costs; its record."""
+        """Make and store the plan for the request's costs; its record."""
         from coop_plan.planner import InfeasibleBudgetError, TimeLimitError, plan
 
         parsed = self.parse(body, encoding)
@@ -277,26 +297,48 @@ class RequestHandler:
         families: Families = ()
         try:
             made = plan(graph, parsed.options, progress=on_progress)
-            record = StoredPlan.of(self._cheapest(parsed, made) if another else made, graph)
+            record = StoredPlan.of(self._cheapest(parsed, made), graph)
             families = parsed.families(made)
         except InfeasibleBudgetError as error:
             record = StoredRefusal.of(error, graph)
         except TimeLimitError as error:
             return Reply(key=key, problem="time-limit", detail=str(error)), b""
-        try:
-            self._store.put(key, record, another=another, families=families)
-        except (OSError, sqlite3.Error):
-            self.dropped += 1  # for example a full disk: the clients get the plan all the same
-        if not another:  # another server may have stored one first: all clients get the same plan
-            record = next(iter(self.records(key)), record)
+        # Another server may have stored one for these costs first: all clients get the same plan.
+        costs = record.cost_digest
+        for another in (False, True):
+            try:
+                self._store.put(key, record, another=another, families=families)
+            except (OSError, sqlite3.Error):
+                self.dropped += 1  # for example a full disk: the clients get the plan all the same
+                return Reply(key=key, found=True, unkept=True), as_bytes(record)
+            kept = next((other for other in self.records(key) if other.cost_digest == costs), None)
+            if kept is not None:
+                return Reply(key=key, found=True), as_bytes(kept)
         return Reply(key=key, found=True), as_bytes(record)
 
-    def stored_plan(self, key: str) -> tuple[Reply, bytes]:
-        """The first plan of a key, verified, with the ids of the graph that it was made for."""
-        seals = self._seals(key)
+    def keep(self, key: str, data: bytes) -> tuple[Reply, bytes]:
+        """Store a record that a solve made, unless it is stored; refused if that fails."""
+        record = as_record(data)
+        for another in (False, True):
+            if self._from_store(holds, self._store, key, record):
+                break
+            self._from_store(self._store.put, key, record, another=another)
+        return Reply(key=key, found=True), b""
+
+    def plans(self, key: str, costs: str = "") -> Iterator[StoredPlan]:
+        """The stored plans of a key, oldest first; only those made with `costs`, if given."""
         for record in self.records(key):
-            made = record.with_original_graph() if isinstance(record, StoredPlan) else None
-            if made is not None and isinstance(record, StoredPlan):
+            if isinstance(record, StoredPlan) and costs in ("", record.cost_digest):
+                yield record
+
+    def stored_plan(self, key: str, costs: str = "") -> tuple[Reply, bytes]:
+        """The first of `plans`, verified, with the ids of the graph that it was made for."""
+        seals = self._seals(key)
+        if not seals:
+            self._from_store(self._store.check)
+        for record in self.plans(key, costs):
+            made = record.with_original_graph()
+            if made is not None:
                 reply = msgspec.structs.replace(stored_plan_reply(key, record), seals=seals)
                 return reply, made[1].to_json().encode()
         return NO_PLAN, b""
@@ -332,7 +374,13 @@ NO_PLAN = Reply(problem="not-found", detail="no plan is stored by this key")
 def stored_plan_reply(key: str, record: StoredPlan) -> Reply:
     """The reply that a plan is stored, with its overhead by the costs it was made with."""
     overhead = Figures(overhead=record.plan.overhead)
-    return Reply(key=key, found=True, figures=overhead, settled=record.fully_refined)
+    return Reply(
+        key=key,
+        found=True,
+        figures=overhead,
+        settled=record.fully_refined,
+        costs=record.cost_digest,
+    )
 
 
 def infeasible_reply(key: str, error: InfeasibleBudgetError) -> Reply:
@@ -347,25 +395,23 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     Raises:
         RefusedError: the result is larger than `limit` bytes, or the encoding is wrong.
     """
-    if encoding in ("", "identity"):
-        return body
+    data, complete = body, True
     try:
         if encoding == "gzip":
             inflate = zlib.decompressobj(wbits=31)
             data = inflate.decompress(body, limit + 1)
             complete = inflate.eof and not inflate.unused_data
-        else:
+        elif encoding == "zstd":
             import zstandard
 
             with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
                 data = reader.read(limit + 1)
-            complete = True
     except Exception as error:
         if type(error).__name__ not in ("error", "ZstdError"):
             raise
         raise RefusedError("invalid-input", f"the body is not {encoding}", pointer="") from None
     if len(data) > limit:
-        message = f"the decompressed body is larger than {limit} bytes, this server's limit"
+        message = f"the decompressed body is larger than {limit} bytes, the limit"
         raise RefusedError("body-too-large", message, max_body_bytes=limit)
     if not complete:
         raise RefusedError("invalid-input", f"the {encoding} body is cut short", pointer="")

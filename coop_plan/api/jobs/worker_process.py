@@ -54,18 +54,30 @@ class WorkerRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     do: str
     encoding: str = ""
     key: str = ""
+    costs: str = ""
     with_record: bool = False
-    another: bool = False
-    """Solve, since the stored plans were made for other op costs."""
     seconds: float = 0.0
+    limits: Limits | None = None
+    """Limits of the caller; by default the server's."""
 
 
 class JobRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A job: a request to a worker, with its limit in seconds and the cache key of its plan."""
+    """A job: a request to a worker, with its limit in seconds, and its plan's key and costs."""
 
     key: str
+    costs: str = ""
     task: WorkerRequest
     seconds: float
+
+    @property
+    def plan(self) -> str:
+        """The plan's path below `/plans/`."""
+        return plan_path(self.key, self.costs)
+
+
+def plan_path(key: str, costs: str) -> str:
+    """The path below `/plans/` of the plan that was made with these costs."""
+    return f"{key}?costs={costs}" if costs else key
 
 
 def main(descriptor: int) -> None:
@@ -95,7 +107,7 @@ def main(descriptor: int) -> None:
             record = connection.recv_bytes() if task.with_record else b""
         except EOFError:
             return
-        reply, data = _answer(handler, related, task, body, record, connection)
+        reply, data = _answer(handler, settings.limits, related, task, body, record, connection)
         reply.dropped, handler.dropped = handler.dropped + store.dropped, 0
         store.dropped = 0
         large = len(body) + len(record) + len(data) > LARGE_BYTES
@@ -120,6 +132,7 @@ def trim_heap() -> None:
 
 def _answer(
     handler: RequestHandler,
+    limits: Limits,
     related: RelatedPlans,
     task: WorkerRequest,
     body: bytes,
@@ -130,17 +143,18 @@ def _answer(
         reply = Reply(detail=progress.message, figures=Figures.of(progress), final=False)
         connection.send_bytes(msgspec.json.encode(reply))
 
+    handler.limits = task.limits or limits
     try:
         if task.do == "solve":
-            return handler.solve(body, task.encoding, task.another, on_progress)
+            return handler.solve(body, task.encoding, on_progress)
         if task.do == "improve":
-            return related.improve(task.key, task.seconds, on_progress)
+            return related.improve(task.key, task.costs, task.seconds, on_progress)
         if task.do == "for-smaller-budget":
             return related.for_smaller_budget(body, task.encoding)
         if task.do == "stored-plan":
-            return handler.stored_plan(task.key)
-        if task.do == "with-graph":
-            return handler.with_graph(body, task.encoding)
+            return handler.stored_plan(task.key, task.costs)
+        if task.do == "keep":
+            return handler.keep(task.key, record)
         if task.do == "put-graph":
             return handler.put_graph(body, task.encoding, task.key)
         if task.do == "graph":

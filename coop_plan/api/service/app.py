@@ -10,18 +10,19 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coop_plan.api.jobs.jobs import RETRY_SECONDS, Job
 from coop_plan.api.jobs.request_handler import PlanRequest, Reply
-from coop_plan.api.jobs.worker_process import WorkerRequest
+from coop_plan.api.jobs.worker_process import WorkerRequest, plan_path
 from coop_plan.api.service import problems, routes_graphs, routes_pages
-from coop_plan.api.service.auth import PUBLIC_PATHS, SCHEME, Authentication
+from coop_plan.api.service.auth import PUBLIC_PATHS, SCHEME, Authentication, Caller
 from coop_plan.api.service.etag import etag_response
 from coop_plan.api.service.host_check import HostCheck
 from coop_plan.api.service.metrics import MEDIA_TYPE, Metrics
 from coop_plan.api.service.plan_service import PlanService, ServiceSettings
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.request_body import BodyReader
+from coop_plan.api.service.request_body import MAX_BODIES, BodyReader, Memory
 from coop_plan.api.service.telemetry import Telemetry
 from coop_plan.schemas import Graph, Plan
 
@@ -58,7 +59,15 @@ BETTER_THAN: dict[str, Any] = {
     "schema": {"type": "number"},
 }
 
+COSTS: dict[str, Any] = {
+    "name": "costs",
+    "in": "query",
+    "description": "Costs that the plan was made with, as `Location` has them; else the first plan",
+    "schema": {"type": "string"},
+}
+
 KEY = re.compile("[0-9a-f]{64}")
+COSTS_NAME = re.compile("[0-9a-f]{16}")
 
 
 def create_app(settings: ServiceSettings) -> FastAPI:
@@ -69,7 +78,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         nonlocal plan_service
-        plan_service = PlanService(settings, metrics)
+        plan_service = PlanService(settings, metrics, memory)
         try:
             yield
         finally:
@@ -90,10 +99,12 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         lifespan=lifespan,
     )
     problems.install(app)
+    app.add_middleware(HeadAsGet)
     app.add_middleware(Authentication, tokens=settings.tokens)
     app.add_middleware(HostCheck, hosts=settings.hosts)
     app.add_middleware(Telemetry, metrics=metrics)  # the last added is the outermost
-    bodies = BodyReader(settings.limits.body_bytes)
+    memory = Memory(MAX_BODIES * settings.limits.body_bytes)
+    bodies = BodyReader(settings.limits.body_bytes, memory)
     described = problems.described
     plan_content: dict[str, Any] = {
         "description": "A plan",
@@ -135,11 +146,10 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     )
     async def post_plan(request: Request) -> Response:
         wait, provisional = _preferences(request)
-        async with bodies.read(request) as (body, encoding):
-            reply, data, job = await service().answer(
-                request, body, encoding, wait, provisional=provisional
-            )
-        headers = {"Location": f"/plans/{reply.key}", "Coop-Plan-Cache": "hit"}
+        async with bodies.read(request) as body:
+            reply, data, job = await service().answer(request, body, wait, provisional=provisional)
+        path = plan_path(reply.key, reply.costs)
+        headers = {"Location": f"/plans/{path}", "Coop-Plan-Cache": "hit"}
         if job is not None:
             if not (data or job.finished):
                 return accepted(job)
@@ -158,17 +168,24 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             304: {"description": "The client has the plan (`If-None-Match`)"},
             **described("not-found", "too-much-work", "invalid-input", "busy", "forbidden"),
         },
-        openapi_extra={"parameters": [BETTER_THAN]},
+        openapi_extra={"parameters": [COSTS, BETTER_THAN]},
     )
     async def get_plan(key: str, request: Request) -> Response:
-        if KEY.fullmatch(key) is None:
-            raise ProblemError("not-found", "the key of a plan is 64 hexadecimal digits")
+        costs = request.query_params.get("costs", "")
+        if KEY.fullmatch(key) is None or not (costs == "" or COSTS_NAME.fullmatch(costs)):
+            message = "the key of a plan is 64 hexadecimal digits; of its costs, 16"
+            raise ProblemError("not-found", message)
         better_than = request.query_params.get("better-than")
         if better_than is None:
-            _, data = await service().stored_plan(key)
+            _, data = await service().stored_plan(key, costs)
             return etag_response(request, data)
         overhead = _overhead(better_than)
-        data, job = await service().better_plan(request.state.caller, key, overhead)
+        caller: Caller = request.state.caller
+        # A search costs time: it is not for readers, nor for what another site's page embeds.
+        site = request.headers.get("sec-fetch-site", "none")
+        if "plan" not in caller.scopes or site not in ("none", "same-origin"):
+            raise ProblemError("forbidden", "better-than needs a token of scope plan")
+        data, job = await service().better_plan(caller, key, costs, overhead)
         if job is not None:
             return accepted(job)
         return etag_response(request, data) if data else Response(status_code=204)
@@ -199,7 +216,9 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     async def get_events(job_id: str, request: Request) -> Response:
         jobs = service().jobs
         last = request.headers.get("last-event-id", "")
-        number = int(last) if last.isdigit() and len(last) < 18 else -1
+        number = int(last) if re.fullmatch("[0-9]{1,17}", last) else -1
+        if request.scope.get("head"):
+            return Response(media_type="text/event-stream")
         events = jobs.events(await jobs.get(job_id), number)
         return StreamingResponse(events, media_type="text/event-stream")
 
@@ -232,10 +251,23 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     async def call_reader(task: WorkerRequest, body: bytes = b"") -> tuple[Reply, bytes]:
         return await service().call_reader(task, body)
 
-    routes_graphs.install(app, bodies, call_reader)
+    routes_graphs.install(app, bodies, call_reader, settings.limits)
     routes_pages.install(app)
     app.openapi = functools.cache(functools.partial(_document, app.openapi))  # type: ignore[method-assign]
     return app
+
+
+class HeadAsGet:
+    """Middleware that handles HEAD as GET; the server sends no body then. `head` tells a route."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET", "head": True}
+        await self._app(scope, receive, send)
 
 
 COMMON_PROBLEMS = ("unauthorized", "forbidden", "too-many-requests", "busy")

@@ -1,8 +1,10 @@
 """Authentication: `Authorization: Bearer`, the scopes of a token and its limits in this server."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from limits import RateLimitItemPerSecond
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
@@ -10,10 +12,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coop_plan.api.jobs.jobs import Job
-from coop_plan.api.jobs.request_handler import Reply
+from coop_plan.api.jobs.request_handler import Limits
 from coop_plan.api.service.problems import ProblemError, response
 from coop_plan.api.service.routes_pages import DOCS_PATHS
-from coop_plan.api.service.tokens import Token, TokenLimits, Tokens
+from coop_plan.api.service.tokens import Token, TokenFile, TokenLimits
 
 PUBLIC_PATHS = frozenset({"/", "/livez", "/readyz", "/healthz", "/openapi.json"}) | DOCS_PATHS
 """Paths that need no token: probes and static documents."""
@@ -39,23 +41,17 @@ class Caller:
 
     name: str = ""
     limits: TokenLimits = field(default_factory=TokenLimits)
+    scopes: Collection[str] = ("plan", "read", "admin")
     jobs: set[Job] = field(default_factory=set)
 
-    def check_size(self, reply: Reply) -> None:
-        """Check the size of a body and of its graph.
-
-        Raises:
-            ProblemError: a size is above the token's limit.
-        """
-        limits = self.limits
-        if limits.bytes is not None and reply.read > limits.bytes:
-            message = (
-                f"the decompressed body is larger than {limits.bytes} bytes, the token's limit"
-            )
-            raise ProblemError("body-too-large", message, max_body_bytes=limits.bytes)
-        if limits.ops is not None and reply.ops > limits.ops:
-            message = f"the graph has {reply.ops} ops; the token's limit is {limits.ops}"
-            raise ProblemError("too-many-ops", message, max_ops=limits.ops)
+    def within(self, server: Limits) -> Limits:
+        """The server's limits on a body, or the token's where these are lower."""
+        mine = self.limits
+        return msgspec.structs.replace(
+            server,
+            body_bytes=min(server.body_bytes, mine.bytes or server.body_bytes),
+            ops=min(server.ops, mine.ops or server.ops),
+        )
 
     def check_time_limit(self, seconds: float | None) -> float | None:
         """The time limit of a solve: the requested one, or else the token's.
@@ -89,7 +85,7 @@ ANONYMOUS = Caller()
 class Authentication:
     """Middleware that checks tokens and their scopes, if the server has tokens."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens | None) -> None:
+    def __init__(self, app: ASGIApp, tokens: TokenFile | None) -> None:
         self._app, self._tokens = app, tokens
         self._callers: dict[str, Caller] = {}
         self._rates = MovingWindowRateLimiter(MemoryStorage())
@@ -120,7 +116,9 @@ class Authentication:
         if not needed & set(token.scopes):
             scopes = " or ".join(sorted(needed))
             raise ProblemError("forbidden", f"the request needs a token of scope {scopes}")
-        return self._callers.setdefault(token.name, Caller(token.name, token.limits))
+        caller = self._callers.setdefault(token.name, Caller(token.name))
+        caller.scopes, caller.limits = token.scopes, token.limits
+        return caller
 
     def _check_rate(self, token: Token) -> None:
         limit = token.limits.requests_per_second

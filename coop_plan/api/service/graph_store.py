@@ -17,6 +17,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
+from coop_plan.planner.plan_cache.store import WRITE_MS
 from coop_plan.schemas import Graph, fingerprint, parse_graph
 from coop_plan.schemas.fingerprint import digest_of
 
@@ -31,6 +32,9 @@ Digest = Annotated[
 MAX_PARSED_BYTES = 32 << 20
 """Size of the documents whose parsed graphs a reader caches; these take some ten times as much."""
 
+
+MAX_DOCUMENT_BYTES = 256 << 20
+"""Limit on a stored document: what others write into a shared Redis costs no more."""
 
 MAX_LISTED = 100
 """Limit on the graphs in a list."""
@@ -54,6 +58,9 @@ class GraphStore(Protocol):
     def put(self, digest: str, document: bytes, summary: GraphSummary | None = None) -> bool:
         """Store a document; True if it was not stored yet. Only one with a summary is listed."""
 
+    def touch(self, digest: str) -> bool:
+        """True if a document is stored, which is then the last used."""
+
     def listed(self) -> list[GraphSummary]:
         """Summaries of stored graphs, the last used first, `MAX_LISTED` at most."""
 
@@ -64,7 +71,7 @@ class GraphStore(Protocol):
 def unpacked(packed: bytes, digest: str) -> bytes | None:
     """The document that was compressed; None if it is damaged."""
     with contextlib.suppress(zlib.error):
-        document = zlib.decompress(packed)
+        document = zlib.decompressobj().decompress(packed, MAX_DOCUMENT_BYTES)
         if digest_of(document) == digest:
             return document
     return None
@@ -84,6 +91,7 @@ class SqliteGraphStore:
             "create table if not exists graph (digest text primary key, packed blob not null,"
             " bytes integer not null, used integer not null) without rowid"
         )
+        self._connection.execute(f"pragma busy_timeout={WRITE_MS}")
         with contextlib.suppress(sqlite3.OperationalError):  # on a full disk the store is read-only
             self._connection.execute(
                 "create table if not exists graph_card (digest text primary key, name text not"
@@ -125,6 +133,12 @@ class SqliteGraphStore:
                 )
             self._prune(digest)
         return done.rowcount == 1
+
+    def touch(self, digest: str) -> bool:
+        """True if a document is stored; see `GraphStore.touch`."""
+        query = "update graph set used = ? where digest = ?"
+        with self._lock:
+            return self._connection.execute(query, (int(time.time()), digest)).rowcount == 1
 
     def listed(self) -> list[GraphSummary]:
         """Summaries of stored graphs; see `GraphStore.listed`."""
@@ -189,6 +203,11 @@ class GraphCache:
         """The document of a digest."""
         parsed = self._parsed.get(digest)
         return self._store.get(digest) if parsed is None else parsed.document
+
+    def ensure(self, digest: str, document: bytes) -> None:
+        """Store a document that was parsed, if it is not stored (any more); it is not listed."""
+        if not self._store.touch(digest):
+            self._store.put(digest, document)
 
     def put(self, digest: str, document: bytes, check: Callable[[Graph], None]) -> bool:
         """Store a document whose graph passes `check`; True if it was not stored yet.

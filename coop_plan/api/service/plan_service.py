@@ -17,13 +17,15 @@ from coop_plan.api.jobs.jobs import Job, JobExecutor, Jobs
 from coop_plan.api.jobs.local_executor import LocalExecutor
 from coop_plan.api.jobs.process_pool import ProcessPool, WorkerLostError
 from coop_plan.api.jobs.request_handler import Limits, Reply
-from coop_plan.api.jobs.worker_process import WorkerRequest, WorkerSettings
+from coop_plan.api.jobs.worker_process import WorkerRequest, WorkerSettings, plan_path
 from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.host_check import LOOPBACK
 from coop_plan.api.service.metrics import Metrics
 from coop_plan.api.service.problems import ProblemError
-from coop_plan.api.service.response_cache import ResponseCache, cache_key
-from coop_plan.api.service.tokens import Tokens
+from coop_plan.api.service.request_body import Body, Memory
+from coop_plan.api.service.response_cache import MAX_REQUEST_BYTES, ResponseCache, cache_key
+from coop_plan.api.service.tokens import TokenFile
+from coop_plan.api.service.unkept_plans import UnkeptPlans
 from coop_plan.planner.plan_cache.open_store import open_store
 
 READ_SECONDS = 60.0
@@ -39,7 +41,8 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         store: address of the plan store, whose records are signed with `secret`.
         broker: address of a Redis; plans are then made by the workers of its cluster.
         solvers: plans made at once, each in a process of `solver_memory` bytes.
-        readers: processes of `reader_memory` bytes that parse requests and find stored plans.
+        readers: processes of `reader_memory` bytes that parse requests and find stored plans; one
+            of several is for requests of up to `MAX_REQUEST_BYTES`.
         queue: jobs that may wait for a solver or a worker.
         tokens: API tokens; without them no client needs one.
         improve: search better plans while the solvers are idle.
@@ -50,13 +53,13 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     broker: str = ""
     limits: Limits = Limits()
     solvers: int = os.cpu_count() or 1
-    readers: int = max(1, (os.cpu_count() or 1) // 2)
+    readers: int = max(2, (os.cpu_count() or 1) // 2)
     queue: int = 64
     solver_memory: int = 8 << 30
     reader_memory: int = 2 << 30
     store_bytes: int = 1 << 30
     hosts: Collection[str] = LOOPBACK
-    tokens: Tokens | None = None
+    tokens: TokenFile | None = None
     improve: bool = True
 
     def worker(self, memory: int, *, solves: bool) -> WorkerSettings:
@@ -69,13 +72,15 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
 class PlanService:
     """Answers requests from the store, or by one solve for all identical requests."""
 
-    def __init__(self, settings: ServiceSettings, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, settings: ServiceSettings, metrics: Metrics, memory: Memory) -> None:
+        self._metrics, self._limits = metrics, settings.limits
         reader = settings.worker(settings.reader_memory, solves=False)
         self._readers = ProcessPool(reader, settings.readers)
         self._threads = ThreadPoolExecutor(settings.readers, thread_name_prefix="reader")
+        self._large = asyncio.Semaphore(max(1, settings.readers - 1))
         self._store = open_store(settings.store, b"")
         self._responses = ResponseCache()
+        self._closing = False
         self.executor: JobExecutor
         queue, seconds = settings.queue, settings.limits.seconds
         if settings.broker:
@@ -88,20 +93,39 @@ class PlanService:
             solver = settings.worker(settings.solver_memory, solves=True)
             pool = ProcessPool(solver, settings.solvers)
             self.executor = LocalExecutor(pool, solvers=settings.solvers, queue=queue)
-        on_finish = metrics.observe_solve
+        self._unkept = UnkeptPlans(self._keep)
         self.jobs = Jobs(
-            self.executor, secret=settings.secret, seconds=seconds, on_finish=on_finish
+            self.executor,
+            secret=settings.secret,
+            seconds=seconds,
+            memory=memory,
+            on_finish=self._on_finish,
         )
         metrics.watch_jobs(self.jobs.states)
         self._improver = BackgroundImprover(self.jobs, self.executor) if settings.improve else None
+
+    def _on_finish(self, job: Job) -> None:
+        self._metrics.observe_solve(job.state, job.seconds, job.figures.gap)
+        if job.unkept:
+            self._unkept.add(job.plan.partition("?")[0], job.record)
+
+    async def _keep(self, key: str, record: bytes) -> bool:
+        """Store a record, if it is not in the store; False if the store is away."""
+        try:
+            await self.call_reader(WorkerRequest("keep", key=key, with_record=True), b"", record)
+        except ProblemError as problem:
+            return problem.name != "busy"
+        return True
 
     async def call_reader(
         self, task: WorkerRequest, body: bytes = b"", record: bytes = b""
     ) -> tuple[Reply, bytes]:
         """The answer of a reader process; raises `ProblemError` if it is a problem."""
         call = functools.partial(self._readers.call, task, body, record, seconds=READ_SECONDS)
+        large = len(body) + len(record) > MAX_REQUEST_BYTES
         try:
-            reply, data = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            async with self._large if large else contextlib.nullcontext():
+                reply, data = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except WorkerLostError:
             message = "the request needs more memory or time to read than this server gives it"
             raise ProblemError("too-much-work", message) from None
@@ -117,14 +141,18 @@ class PlanService:
         """The stored answer: from the response cache, if its records are unchanged, or read."""
         cached = self._responses.get(name)
         if cached is not None:
-            with contextlib.suppress(OSError, sqlite3.Error):
-                if (
-                    await asyncio.to_thread(self._store.signatures, cached[0].key)
-                    == cached[0].seals
-                ):
-                    self._on_hit(cached[0])
-                    return cached
+            try:
+                seals = await asyncio.to_thread(self._store.signatures, cached[0].key)
+            except (OSError, sqlite3.Error):  # a store that is away does not end hits
+                seals = cached[0].seals
+            if seals == cached[0].seals:
+                self._on_hit(cached[0])
+                return cached
         reply, data = await self.call_reader(task, body)
+        record = self._unkept.get(reply.key)
+        if record and not reply.found:
+            task = msgspec.structs.replace(task, with_record=True)
+            reply, data = await self.call_reader(task, body, record)
         self._responses.put(name, reply, data)
         self._on_hit(reply)
         return reply, data
@@ -133,13 +161,13 @@ class PlanService:
         if self._improver is not None:
             self._improver.on_hit(reply)
 
-    async def stored_plan(self, key: str) -> tuple[Reply, bytes]:
-        """The stored plan of a key."""
-        task = WorkerRequest("stored-plan", key=key)
-        return await self._find(cache_key(task.do, key.encode()), task)
+    async def stored_plan(self, key: str, costs: str) -> tuple[Reply, bytes]:
+        """The stored plan of a key: that for these costs, if given, or the first."""
+        task = WorkerRequest("stored-plan", key=key, costs=costs)
+        return await self._find(cache_key(task.do, f"{key} {costs}".encode()), task)
 
     async def answer(
-        self, request: Request, body: bytes, encoding: str, wait: float, *, provisional: bool
+        self, request: Request, body: Body, wait: float, *, provisional: bool
     ) -> tuple[Reply, bytes, Job | None]:
         """The reply with its plan, and the job that made it, if the plan was not stored.
 
@@ -147,26 +175,55 @@ class PlanService:
         smaller budget, if `provisional` and there is one, or empty.
         """
         caller: Caller = request.state.caller
-        find = WorkerRequest("find", encoding)
-        reply, data = await self._find(cache_key(encoding, body), find, body)
-        caller.check_size(reply)
+        find = WorkerRequest("find", body.encoding, limits=caller.within(self._limits))
+        reply, data = await self._find(cache_key(body.encoding, body.data), find, body.data)
         if reply.found:
             return reply, data, None
         reply.seconds = caller.check_time_limit(reply.seconds)
-        job_body, job_encoding = body, encoding
-        if reply.named:
-            _, job_body = await self.call_reader(WorkerRequest("with-graph", encoding), body)
-            job_encoding = ""
-        job = self.jobs.join(reply, job_body, job_encoding)
+        body.release()
+        asked = data
+        until = asyncio.get_running_loop().time() + wait
+        disconnected = asyncio.create_task(_disconnected(request))
+        try:
+            # The plan of a solve that is shared by a class of costs may be no answer to these.
+            for costs in filter(None, (reply.cost_class, reply.costs)):
+                job = self.jobs.join(reply, asked, costs, caller.name)
+                try:
+                    if not await self._wait(job, caller, until, disconnected):
+                        if not provisional:
+                            return reply, b"", job
+                        smaller = WorkerRequest("for-smaller-budget")
+                        return *await self.call_reader(smaller, asked), job
+                    record = job.record
+                finally:
+                    self.jobs.unsubscribe(job, returning=self._closing)
+                own = job.plan == plan_path(reply.key, reply.costs)
+                if job.problem is not None:
+                    if own or job.problem.problem in ("busy", "cancelled"):
+                        _raise(job.problem)
+                    continue
+                find = WorkerRequest("find", with_record=True)
+                found, data = await self.call_reader(find, asked, record)
+                if found.found:
+                    self._on_hit(found)
+                    return found, data, job
+                if own:
+                    break
+        finally:
+            disconnected.cancel()
+        message = "the plan was made and cannot be read: send the request again"
+        raise ProblemError("busy", message, retry_after=1)
+
+    async def _wait(
+        self, job: Job, caller: Caller, until: float, disconnected: "asyncio.Task[None]"
+    ) -> bool:
+        """Wait for a joined job until a time of the loop; False if it is not finished then.
+
+        It runs on then, since the client gets its address.
+        """
         try:
             caller.count_job(job)
-        except ProblemError:
-            self.jobs.unsubscribe(job)
-            raise
-        disconnected = asyncio.create_task(_disconnected(request))
-        returning = False
-        try:
-            async with asyncio.timeout(wait):
+            async with asyncio.timeout_at(until):
                 while not job.finished:
                     changed = asyncio.create_task(job.changed.wait())
                     both = {changed, disconnected}
@@ -178,42 +235,26 @@ class PlanService:
                         raise ProblemError("cancelled", "the client disconnected")
         except TimeoutError:
             await self.jobs.detach(job)
-            if not job.finished:
-                if not provisional:
-                    return reply, b"", job
-                smaller = WorkerRequest("for-smaller-budget", encoding)
-                return *await self.call_reader(smaller, body), job
         except asyncio.CancelledError:  # this server shuts down; in a cluster the job runs on
-            returning = True
+            self._closing = True
             message = "the server shuts down: send the request again"
             raise ProblemError("busy", message, retry_after=1) from None
-        finally:
-            disconnected.cancel()
-            self.jobs.unsubscribe(job, returning=returning)
-        if job.problem is not None:
-            _raise(job.problem)
-        find = WorkerRequest("find", encoding, with_record=True)
-        reply, data = await self.call_reader(find, body, job.record)
-        if not reply.found:
-            message = "the plan was made and cannot be read: send the request again"
-            raise ProblemError("busy", message, retry_after=1)
-        self._on_hit(reply)
-        return reply, data, job
+        return job.finished
 
     async def better_plan(
-        self, caller: Caller, key: str, overhead: float
+        self, caller: Caller, key: str, costs: str, overhead: float
     ) -> tuple[bytes, Job | None]:
         """The stored plan if its overhead is below `overhead`; else a job that searches one.
 
         Neither, if the stored plan cannot be improved.
         """
-        reply, data = await self.stored_plan(key)
+        reply, data = await self.stored_plan(key, costs)
         if reply.figures.overhead is not None and reply.figures.overhead < overhead:
             return data, None
         if reply.settled:
             return b"", None
         seconds = min(SEARCH_SECONDS, caller.limits.seconds or SEARCH_SECONDS)
-        job = self.jobs.search(key, seconds)
+        job = self.jobs.search(key, reply.costs, seconds, caller.name)
         try:
             caller.count_job(job)
             await self.jobs.detach(job)
@@ -239,6 +280,7 @@ class PlanService:
         """Kill all processes."""
         if self._improver is not None:
             await self._improver.close()
+        await self._unkept.close()
         await self.jobs.close()
         self._readers.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -27,6 +27,7 @@ PROBLEMS = {
     "too-many-requests": (429, "The token's limit is reached; see `Retry-After`"),
     "slow-body": (408, "The body did not arrive in time"),
     "too-much-work": (413, "The request needs more memory or time than the server's limit"),
+    "not-stored": (507, "The graph cannot be stored now: send it with the request"),
     "cancelled": (409, "The solve was cancelled"),
     "busy": (503, "The server is overloaded or cannot work now; see `Retry-After`"),
     "internal-error": (500, "The server failed"),
@@ -78,7 +79,7 @@ def response(
         sent["Retry-After"] = str(members["retry_after"])
     document = {"type": PREFIX + name, "title": title, "status": status, "detail": detail}
     return JSONResponse(
-        {**document, **members}, status_code=status, media_type=MEDIA_TYPE, headers=sent
+        {**members, **document}, status_code=status, media_type=MEDIA_TYPE, headers=sent
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from coop_plan.api.service.graph_store import MAX_LISTED, GraphSummary, unpacked
-from coop_plan.planner.plan_cache.redis_store import PREFIX, connect, store_errors
+from coop_plan.planner.plan_cache.redis_store import PREFIX, Calls, connect
 
 
 class RedisGraphStore:
@@ -16,17 +16,18 @@ class RedisGraphStore:
 
     def __init__(self, address: str) -> None:
         self._redis = connect(address)
+        self._calls = Calls("graph store")
 
     def get(self, digest: str) -> bytes | None:
         """The document of a digest; see `GraphStore.get`."""
-        with store_errors():
+        with self._calls():
             packed: Any = self._redis.get(f"{PREFIX}graph:{digest}")
         return None if packed is None else unpacked(packed, digest)
 
     def put(self, digest: str, document: bytes, summary: GraphSummary | None = None) -> bool:
         """Store a document; see `GraphStore.put`."""
         new = self.get(digest) is None
-        with store_errors():
+        with self._calls():
             if new:
                 self._redis.set(f"{PREFIX}graph:{digest}", zlib.compress(document, 1))
             if summary is not None:
@@ -36,9 +37,14 @@ class RedisGraphStore:
                 self._redis.zremrangebyrank(listed, 0, -MAX_LISTED - 1)
         return new
 
+    def touch(self, digest: str) -> bool:
+        """True if a document is stored; see `GraphStore.touch`."""
+        with self._calls():
+            return bool(self._redis.touch(f"{PREFIX}graph:{digest}"))
+
     def listed(self) -> list[GraphSummary]:
         """Summaries of stored graphs, the last sent first; see `GraphStore.listed`."""
-        with store_errors():
+        with self._calls():
             names: Any = self._redis.zrevrange(f"{PREFIX}graph-cards", 0, MAX_LISTED - 1)
             digests = [name.decode() for name in names]
             stored = [self._redis.exists(f"{PREFIX}graph:{digest}") for digest in digests]

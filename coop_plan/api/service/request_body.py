@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 
 from fastapi import Request
@@ -17,17 +18,72 @@ BODY_SECONDS = 30.0
 MAX_BODIES = 4
 """Bodies of the largest size that are in memory at once, or as many bytes of smaller ones."""
 
+SMALL_BYTES = 64 << 10
+"""Bytes of each body that are not counted: no other request keeps a small one out."""
 
-class BodyReader:
-    """Reads request bodies of up to `max_bytes`; counts the bytes of all that are in memory."""
+
+class Memory:
+    """Account of the bytes that a server holds for requests: bodies, and records of jobs.
+
+    One caller may hold at most half of them.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held_bytes = 0
+        self._held: Counter[str] = Counter()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held now."""
+        return self._held.total()
+
+    def take(self, size: int, caller: str = "") -> None:
+        """Count bytes of a caller; `free` ends that.
+
+        Raises:
+            ProblemError: the memory is full, or the caller's half is.
+        """
+        mine = self._held[caller] + size
+        if self.held + size > self._max_bytes or mine > self._max_bytes // 2:
+            message = "the server's memory for requests is full"
+            raise ProblemError("busy", message, retry_after=5)
+        self._held[caller] = mine
+
+    def free(self, size: int, caller: str = "") -> None:
+        """Count bytes no longer."""
+        self._held[caller] -= size
+        if not self._held[caller]:
+            del self._held[caller]
+
+
+class Body:
+    """A request's body and its Content-Encoding; its bytes count until it is released."""
+
+    def __init__(self, encoding: str, memory: Memory, caller: str = "") -> None:
+        self.data, self.encoding = b"", encoding
+        self._memory, self._caller, self._taken = memory, caller, 0
+
+    def take(self, size: int) -> None:
+        """Count that `size` bytes have arrived."""
+        more = max(0, size - SMALL_BYTES) - self._taken
+        self._memory.take(more, self._caller)
+        self._taken += more
+
+    def release(self) -> None:
+        """Drop the bytes."""
+        self._memory.free(self._taken, self._caller)
+        self.data, self._taken = b"", 0
+
+
+class BodyReader:
+    """Reads request bodies of up to `max_bytes`."""
+
+    def __init__(self, max_bytes: int, memory: Memory) -> None:
+        self._max_bytes, self._memory = max_bytes, memory
 
     @contextlib.asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[tuple[bytes, str]]:
-        """Context with the body and its Content-Encoding; the body counts until its end.
+    async def read(self, request: Request) -> AsyncIterator[Body]:
+        """Context with the body, which is released at its end.
 
         Raises:
             ProblemError: the body has a wrong type, is too large or too slow, or memory is full.
@@ -40,34 +96,34 @@ class BodyReader:
         if encoding not in ENCODINGS:
             message = f"Content-Encoding must be gzip or zstd, not '{encoding[:50]}'"
             raise ProblemError("unsupported-media-type", message)
-        size = 0
+        body = Body(encoding, self._memory, request.state.caller.name)
         try:
-            parts: list[bytes] = []
-            declared = request.headers.get("content-length", "0")
-            if declared.isdigit() and int(declared) > self._max_bytes:
-                raise self._too_large()
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    async for part in request.stream():
-                        size += len(part)
-                        self._held_bytes += len(part)
-                        if size > self._max_bytes:
-                            raise self._too_large()
-                        if self._held_bytes > MAX_BODIES * self._max_bytes:
-                            message = "the server's memory for request bodies is full"
-                            raise ProblemError("busy", message, retry_after=5)
-                        parts.append(part)
-            except TimeoutError:
-                message = f"the body took longer than {BODY_SECONDS:g} s"
-                raise ProblemError("slow-body", message) from None
-            except ClientDisconnect:
-                message = "the client disconnected before the end of the body"
-                raise ProblemError("slow-body", message) from None
-            body = b"".join(parts)
-            del parts
-            yield body, encoding
+            body.data = await self._receive(request, body)
+            yield body
         finally:
-            self._held_bytes -= size
+            body.release()
+
+    async def _receive(self, request: Request, body: Body) -> bytes:
+        declared = request.headers.get("content-length", "0")
+        if declared.isascii() and declared.isdigit() and int(declared) > self._max_bytes:
+            raise self._too_large()
+        size = 0
+        parts: list[bytes] = []
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self._max_bytes:
+                        raise self._too_large()
+                    body.take(size)
+                    parts.append(part)
+        except TimeoutError:
+            message = f"the body took longer than {BODY_SECONDS:g} s"
+            raise ProblemError("slow-body", message) from None
+        except ClientDisconnect:
+            message = "the client disconnected before the end of the body"
+            raise ProblemError("slow-body", message) from None
+        return b"".join(parts)
 
     def _too_large(self) -> ProblemError:
         limit = self._max_bytes

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from coop_plan.api.jobs.request_handler import Reply
+from coop_plan.api.jobs.request_handler import Limits, Reply
 from coop_plan.api.jobs.worker_process import WorkerRequest
 from coop_plan.api.service.auth import Caller
 from coop_plan.api.service.etag import etag_response
@@ -39,7 +39,9 @@ class CallReader(Protocol):
         """The reader's answer; raises `ProblemError` if it is a problem."""
 
 
-def install(app: FastAPI, bodies: BodyReader, call_reader: CallReader) -> None:
+def install(
+    app: FastAPI, bodies: BodyReader, call_reader: CallReader, server_limits: Limits
+) -> None:
     """Add the routes."""
     graph: dict[str, Any] = {"application/json": {"schema": {"$ref": "#/components/schemas/Graph"}}}
 
@@ -59,6 +61,7 @@ def install(app: FastAPI, bodies: BodyReader, call_reader: CallReader) -> None:
                 "unsupported-media-type",
                 "not-found",
                 "slow-body",
+                "not-stored",
                 "forbidden",
                 "busy",
             ),
@@ -67,10 +70,11 @@ def install(app: FastAPI, bodies: BodyReader, call_reader: CallReader) -> None:
     )
     async def put_graph(digest: str, request: Request) -> Response:
         _check(digest)
-        async with bodies.read(request) as (body, encoding):
-            reply, _ = await call_reader(WorkerRequest("put-graph", encoding, key=digest), body)
         caller: Caller = request.state.caller
-        caller.check_size(reply)
+        async with bodies.read(request) as body:
+            limits = caller.within(server_limits)
+            task = WorkerRequest("put-graph", body.encoding, key=digest, limits=limits)
+            reply, _ = await call_reader(task, body.data)
         if reply.found:
             return Response(status_code=204, headers={"ETag": f'"{digest}"'})
         headers = {"Location": f"/graphs/{digest}", "ETag": f'"{digest}"'}

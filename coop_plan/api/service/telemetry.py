@@ -88,5 +88,6 @@ class Telemetry:
                     seconds=round(seconds, 6),
                     bytes=sent,
                     caller=caller,
+                    client=(scope.get("client") or ("",))[0],
                     cache=cache,
                 )

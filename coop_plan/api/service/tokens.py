@@ -5,6 +5,7 @@ A token is 256 random bits: a plain SHA-256 protects it, since a dictionary atta
 
 import hashlib
 import hmac
+import logging
 import secrets
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,6 +18,8 @@ from coop_plan.schemas import InvalidInputError
 from coop_plan.schemas._parse import Model, read
 
 PREFIX = "coop_"
+
+log = logging.getLogger("coop_plan.tokens")
 
 Scope = Literal["plan", "read", "admin"]
 
@@ -92,6 +95,39 @@ def load(path: Path | str) -> Tokens:
             "the file has no token: `coop-plan token` adds one", "/tokens", str(path)
         )
     return tokens
+
+
+class TokenFile:
+    """The tokens of a file, read again when it changes.
+
+    A file that cannot be read then changes nothing, and is logged.
+
+    Raises:
+        InvalidInputError: as `load` does.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+        self._version = self._stat()
+        self._tokens = load(path)
+
+    def find(self, given: str) -> Token | None:
+        """The token that `given` is, if any."""
+        version = self._stat()
+        if version != self._version:
+            self._version = version
+            try:
+                self._tokens = load(self._path)
+            except InvalidInputError as error:
+                log.warning("tokens are those of before: %s", error)
+        return self._tokens.find(given)
+
+    def _stat(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return ()
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def add(path: Path, name: str, scopes: list[Scope]) -> str:

@@ -66,9 +66,14 @@ class CoopOffline:
         short = self._transfer_plan, self._best_sequence
         self._transfer_plan = self._best_sequence = None
         self._makespan_searches = 0
+        # Coop's run costs the square of the ops, so it is limited if it is not the last resort.
+        limit = (
+            np.inf if self._cost_us == np.inf else self.params.coop_scans * self.problem.op_count
+        )
         with contextlib.suppress(DoesNotFitError, TimeLimitError, CostLimitError):
             quiet = replace(request, progress=None, off=frozenset())
-            self._online = run_coop(self.problem, quiet, cost_limit=portfolio.best.cost_us)
+            best = portfolio.best.cost_us
+            self._online = run_coop(self.problem, quiet, cost_limit=best, scan_limit=limit)
         if request.any_schedule:
             return
         if portfolio.best.found is not None:

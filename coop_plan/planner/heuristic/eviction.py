@@ -31,6 +31,9 @@ from coop_plan.planner.heuristic.recompute_cost import (
 )
 from coop_plan.planner.heuristic.score_heap import heap_put, heap_remove
 
+POPS_PER_VICTIM = 16
+"""Most tensors taken from the heap for a pool of victims, as a multiple of the pool's size."""
+
 
 @njit
 def run_evictions(
@@ -215,9 +218,9 @@ def _select_victim(a: Arrays, s: EvictionState, missing: int, position: int) -> 
 def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: bool) -> None:
     """Fill the pool with the victims of least score, from the small tensors if `small`.
 
-    A score only rises as its use comes nearer, so the key in the heap is a lower bound on it.
-    Without a heap all live tensors are scored: few are live, or `cap` makes scores depend on the
-    missing bytes.
+    A score only rises as its use comes nearer, so the key in the heap, without `cap`, is a lower
+    bound on it. With `cap` that bound may be low for many tensors: only some by key are scored.
+    Without a heap, if few are live, all are scored.
     """
     worst = np.inf
     if s.counts[c.HEAP_ACTIVE] == 0:
@@ -232,7 +235,7 @@ def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: 
     popped = 0
     # Pop until the smallest key is no better than the pool's worst; a stale key is updated and
     # pushed again.
-    while s.counts[c.HEAP_COUNT] > 0:
+    while s.counts[c.HEAP_COUNT] > 0 and popped < POPS_PER_VICTIM * s.pool.size:
         t = s.tensor[c.HEAP, 0]
         if s.value[c.KEY, t] >= worst or (a.size[t] < s.small and not small):
             break
@@ -240,11 +243,13 @@ def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: 
             heap_remove(a, s, t)
             continue
         if s.tensor[c.PINS, t] == 0:
-            key = _score(a, s, t, missing, position)
+            key = _score(a, s, t, a.size[t], position)
             if key > s.value[c.KEY, t]:
                 heap_put(a, s, t, key)
                 continue
-            worst = _add_to_pool(s, t, key)
+            score = _score(a, s, t, missing, position) if s.cap else key
+            if score < worst:
+                worst = _add_to_pool(s, t, score)
         heap_remove(a, s, t)
         s.tensor[c.SET_ASIDE, popped] = t
         popped += 1
@@ -257,7 +262,7 @@ def _fill_pool(a: Arrays, s: EvictionState, missing: int, position: int, small: 
 def _update_heap(a: Arrays, s: EvictionState, position: int) -> None:
     """Update the heap with the tensors that changed; builds it once many tensors are live."""
     live = s.counts[c.LARGE_COUNT] + s.counts[c.SMALL_COUNT]
-    if s.counts[c.HEAP_ACTIVE] == 0 and not s.cap and live > s.heap_min_live:
+    if s.counts[c.HEAP_ACTIVE] == 0 and live > s.heap_min_live:
         s.counts[c.HEAP_ACTIVE] = 1
         for row, count in ((c.LARGE, c.LARGE_COUNT), (c.SMALL, c.SMALL_COUNT)):
             for i in range(s.counts[count]):
@@ -273,7 +278,7 @@ def _update_heap(a: Arrays, s: EvictionState, position: int) -> None:
             continue
         s.tensor[c.IN_DIRTY_LIST, t] = 0
         if in_heap and s.tensor[c.EVICTABLE, t] == 1:
-            heap_put(a, s, t, _score(a, s, t, 1, position))
+            heap_put(a, s, t, _score(a, s, t, a.size[t], position))  # no `cap` at its own size
     s.counts[c.DIRTY_COUNT] = kept
 
 

@@ -53,8 +53,9 @@ def run_coop(
     request: Request,
     params: OnlineParams = DEFAULTS,
     cost_limit: float = math.inf,
+    scan_limit: float = math.inf,
 ) -> OnlineRun:
-    """Coop's run, not yet a schedule; `CostLimitError` above the limit (µs)."""
+    """Coop's run, not yet a schedule; the limits are those of `simulate_arena`."""
     return simulate_arena(
         problem,
         request,
@@ -63,6 +64,7 @@ def run_coop(
         inplace="recomputable-inplace" not in request.off,
         dependents=False,
         cost_limit=cost_limit,
+        scan_limit=scan_limit,
         params=params,
     )
 

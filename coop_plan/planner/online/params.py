@@ -25,7 +25,10 @@ class OnlineParams(Params):
     """Most tensors that `delta` and `swap-only` prefetch at a time."""
 
     chunk_ops: Count = 256
-    """Ops between two checks of the time limit."""
+    """Ops between two checks of the limits, at least."""
+
+    max_chunks: Count = 128
+    """Most checks of the limits in a run of many ops."""
 
 
 DEFAULTS = OnlineParams()

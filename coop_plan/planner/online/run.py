@@ -23,7 +23,7 @@ ROUNDING = 1e-9
 
 
 class CostLimitError(Exception):
-    """The run would cost more than the limit."""
+    """The run would cost more than the limit, or has looked at more blocks than its limit."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +81,19 @@ def simulate_arena(
     transfers: int = 0,
     gaps: bool = True,
     cost_limit: float = np.inf,
+    scan_limit: float = np.inf,
     params: OnlineParams = DEFAULTS,
 ) -> OnlineRun:
     """
     Execute the step in `request.arena_bytes` under an eviction rule of `planner.online.simulator`.
 
     Without `gaps` only bytes count, as in DTR's own simulator: addresses fit no arena. `cost_limit`
-    (µs) ends a run that is certain to cost more.
+    (µs) ends a run that is certain to cost more, `scan_limit` one whose failed allocations have
+    looked at that many blocks of the arena.
 
     Raises:
         DoesNotFitError: an op does not fit.
-        CostLimitError: the run costs more than the limit.
+        CostLimitError: the run exceeds one of these limits.
         TimeLimitError: the request's deadline has passed.
     """
     unit = problem.alignment
@@ -106,7 +108,7 @@ def simulate_arena(
         transfers=transfers,
         gaps=gaps,
     )
-    settings = rule, inplace, transfers, cost_limit, params
+    settings = rule, inplace, transfers, cost_limit, scan_limit, params
     try:
         return _simulate(problem, request, partial(new_arena, floor), *settings)
     except DoesNotFitError:
@@ -127,9 +129,10 @@ def _simulate(
     inplace: bool,
     transfers: int,
     cost_limit: float,
+    scan_limit: float,
     params: OnlineParams,
 ) -> OnlineRun:
-    """Execute the step in the arena that `begin` makes for a number of events."""
+    """Execute the step in the arena that `new_arena` makes for a number of events."""
     arrays = to_arrays(problem)
     n = problem.op_count
     max_events = n * (params.max_recomputes_per_op + 1)
@@ -137,17 +140,23 @@ def _simulate(
     if transfers:
         record += 4 * problem.tensor_count
     limit = cost_limit * (1 + ROUNDING)
+    chunk = max(params.chunk_ops, n // params.max_chunks)  # a bound on the cost reads every op
     while True:
         state = new_arena(record)
         status = DONE
-        for start in range(0, n, params.chunk_ops):
+        scans = 0
+        for start in range(0, n, chunk):
             request.check_time()
             if request.progress is not None:
                 request.progress(Progress("simulating", start / n))
-            stop = min(start + params.chunk_ops, n)
+            stop, failures = min(start + chunk, n), state.counts[c.FAILURES]
             status = advance(arrays, state, start, stop, max_events, rule, inplace)
             if status != DONE:
                 break
+            # An allocation that fails looks at every block.
+            scans += (state.counts[c.FAILURES] - failures) * state.counts[c.BLOCKS]
+            if scans > scan_limit:
+                raise CostLimitError
             if limit < np.inf and not transfers and run_cost_bound(arrays, state, stop) > limit:
                 raise CostLimitError
         if status == DONE:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from coop_plan.planner.plan_cache.store import PlanStore, SqliteStore, StoreError
+from coop_plan.planner.plan_cache.store import PlanStore, SqliteStore, StoreError, without_password
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 
@@ -25,6 +25,7 @@ def open_store(address: str, secret: bytes, max_bytes: int = 1 << 30) -> PlanSto
     try:
         from coop_plan.planner.plan_cache.redis_store import RedisStore
     except ModuleNotFoundError as error:
-        message = f"plan store {address} needs {error.name}: pip install 'coop-plan[cluster]'"
+        place = without_password(address)
+        message = f"plan store {place} needs {error.name}: pip install 'coop-plan[cluster]'"
         raise StoreError(message) from None
     return RedisStore(address, secret=secret)

@@ -3,27 +3,28 @@
 import hashlib
 import hmac
 import zlib
-from math import fsum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
+import msgspec.inspect
 
 from coop_plan.planner.core.errors import InfeasibleBudgetError
 from coop_plan.planner.core.memory_bounds import explain_residents, unrecomputable_residents
 from coop_plan.planner.core.problem import Problem
 from coop_plan.planner.options import PlanOptions
+from coop_plan.planner.plan_cache.cost_rule import (
+    RECOMPUTES,
+    TOLERANCE,
+    all_costs,
+    carried_bound,
+    cost_class,
+    cost_digest,
+)
 from coop_plan.planner.plan_cache.remap_ids import remap_ids
 from coop_plan.planner.verifier import find_faults
 from coop_plan.schemas import Graph, InvalidInputError, Plan, parse_graph
 from coop_plan.schemas._parse import Model
 from coop_plan.schemas.fingerprint import tensor_order
-
-COST_TOLERANCE = 0.1
-"""Share of the time that compatible costs may attribute to other ops. Two measurements of one
-machine differ by 0.01."""
-
-OVERHEAD_TOLERANCE = 0.02
-"""Increase of the overhead under other costs above which a plan is computed again."""
 
 
 class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan"):
@@ -58,8 +59,8 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
         `structure` is the graph's fingerprint, "" to compute it.
         """
         try:
-            same = self.costs == all_costs(graph)
-            plan = remap_ids(self.plan, self.ops, self.tensors, graph, same_costs=same)
+            made_with = None if self.costs == all_costs(graph) else self.costs
+            plan = remap_ids(self.plan, self.ops, self.tensors, graph, made_with)
         except (KeyError, ValueError):
             return None
         return None if find_faults(graph, plan, limit=1, structure=structure) else plan
@@ -82,25 +83,31 @@ class StoredPlan(Model, frozen=True, kw_only=True, tag_field="kind", tag="plan")
             return None
         return self.for_graph(graph, structure)
 
-    def cost_compatible(self, graph: Graph, plan: Plan) -> bool:
-        """True if the costs of `graph` are close to those of the record; `plan` is `for_graph`'s.
+    def suits(self, graph: Graph, plan: Plan) -> bool:
+        """True if `plan`, which is `for_graph`'s, is an answer under the costs of `graph`.
 
-        Costs are not part of the key, so a first graph with wrong costs would otherwise determine
-        the plan of all later ones. Compared are the overhead, and the ops' shares of the time.
+        Costs are not part of the key. See `cost_rule` for the bound.
         """
-        ours, theirs = self.costs, all_costs(graph)
-        if ours == theirs:
+        if self.costs == all_costs(graph):
             return True
-        if plan.overhead > self.plan.overhead + OVERHEAD_TOLERANCE:
-            return False
-        ours, theirs = ours[DEVICE_COSTS:], theirs[DEVICE_COSTS:]
-        our_total, their_total = fsum(ours), fsum(theirs)
-        if not our_total or not their_total:
-            return our_total == their_total
-        difference = fsum(
-            abs(a / our_total - b / their_total) for a, b in zip(ours, theirs, strict=True)
+        bound = carried_bound(
+            graph,
+            self.costs,
+            self.plan.cost_us,
+            link=graph.device.linked or plan.link_bytes_per_s is not None,
+            recomputes=RECOMPUTES,
         )
-        return difference / 2 <= COST_TOLERANCE
+        return plan.cost_us <= bound * (1 + TOLERANCE)
+
+    @property
+    def cost_digest(self) -> str:
+        """Name of the costs that the plan was made with."""
+        return cost_digest(self.costs)
+
+    @property
+    def cost_class(self) -> str:
+        """Class of the costs that the plan was made with."""
+        return cost_class(self.costs)
 
     @property
     def fully_refined(self) -> bool:
@@ -132,6 +139,9 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
     met_bytes: int | None = None
     held: bool = False
     """True if unrecomputable residents block the budget; they are recomputed per graph."""
+    cost_digest: str = ""
+    cost_class: str = ""
+    """Names of the costs of the graph that was refused."""
 
     @classmethod
     def of(cls, error: InfeasibleBudgetError, graph: Graph) -> "StoredRefusal":
@@ -147,7 +157,15 @@ class StoredRefusal(Model, frozen=True, kw_only=True, tag_field="kind", tag="inf
             held=bool(error.held),
             budget_lower_bound_bytes=error.budget_lower_bound_bytes,
             met_bytes=error.met_bytes,
+            cost_digest=cost_digest(all_costs(graph)),
+            cost_class=cost_class(all_costs(graph)),
         )
+
+    def suits(self, graph: Graph) -> bool:
+        """True if the refusal is an answer under the costs of `graph`: proved, or made for them."""
+        bound = self.budget_lower_bound_bytes
+        proved = bound is not None and self.budget_bytes < bound
+        return proved or self.cost_digest == cost_digest(all_costs(graph))
 
     def for_request(
         self, graph: Graph, options: PlanOptions, structure: str = ""
@@ -186,9 +204,6 @@ Record = StoredPlan | StoredRefusal
 SIGNATURE_BYTES = 32
 """Length of the HMAC-SHA256 in front of a signed record."""
 
-DEVICE_COSTS = 3
-"""Entries of `all_costs` that are the device's."""
-
 SEARCH = "auto"
 """The method that refines cached plans in the background."""
 
@@ -199,16 +214,6 @@ SEARCHED = ("coop-offline", "optimal", "auto")
 def _budget_bytes(options: PlanOptions, recorded: int) -> int:
     """The requested budget in bytes; the recorded one for a share or "min"."""
     return int(options.budget.value) if options.budget.kind == "bytes" else recorded
-
-
-def all_costs(graph: Graph) -> list[float]:
-    """All costs of a graph, the device's first; a proved bound holds for these only."""
-    device = graph.device
-    costs = [device.d2h_bytes_per_s, device.h2d_bytes_per_s, device.copy_latency_us]
-    for op in graph.ops:
-        costs.append(op.cost_us)
-        costs += [variant.cost_us for variant in op.variants]
-    return costs
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -222,8 +227,30 @@ def as_bytes(record: Record) -> bytes:
 
 def as_record(data: bytes | memoryview) -> Record:
     """The record from MessagePack; raises msgspec's errors."""
-    record: Record = _decode(data)
+    try:
+        record: Record = _decode(data)
+    except msgspec.ValidationError:  # perhaps of a later version, whose further fields are left out
+        known = _known(msgspec.msgpack.decode(data), msgspec.inspect.type_info(Record))
+        record = msgspec.convert(known, Record)
     return record
+
+
+def _known(value: Any, kind: msgspec.inspect.Type) -> Any:
+    """The value without fields that its type does not have."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        structs = [k for k in kind.types if isinstance(k, msgspec.inspect.StructType)]
+        lists = [k for k in kind.types if isinstance(k, msgspec.inspect.ListType)]
+        if isinstance(value, dict):
+            tags = [k for k in structs if not k.tag_field or value.get(k.tag_field) == k.tag]
+            return _known(value, tags[0]) if tags else value
+        return _known(value, lists[0]) if lists and isinstance(value, list) else value
+    if isinstance(kind, msgspec.inspect.ListType) and isinstance(value, list):
+        return [_known(item, kind.item_type) for item in value]
+    if isinstance(kind, msgspec.inspect.StructType) and isinstance(value, dict):
+        types = {field.encode_name: field.type for field in kind.fields}
+        tag = {kind.tag_field: kind.tag} if kind.tag_field else {}
+        return tag | {name: _known(value[name], types[name]) for name in value if name in types}
+    return value
 
 
 def sign(record: Record, key: str, secret: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """Plan store in Redis, for servers and workers on several machines."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,13 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from coop_plan.planner.plan_cache.record import SIGNATURE_BYTES, Record, read_signed, sign
-from coop_plan.planner.plan_cache.store import ALTERNATIVES, CANDIDATES, Families, StoreError
+from coop_plan.planner.plan_cache.store import (
+    ALTERNATIVES,
+    CANDIDATES,
+    Families,
+    StoreError,
+    without_password,
+)
 from coop_plan.schemas import InvalidInputError
 
 PREFIX = "coop-plan:"
@@ -20,10 +27,10 @@ if #slots > 0 and ARGV[2] == '0' then return 0 end
 local first, last
 for _, slot in ipairs(slots) do
     local number = tonumber(slot)
-    if not first or number < first then first = number end
-    if not last or number > last then last = number end
+    if number and (not first or number < first) then first = number end
+    if number and (not last or number > last) then last = number end
 end
-if #slots >= tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], first) end
+if first and #slots >= tonumber(ARGV[3]) then redis.call('HDEL', KEYS[1], first) end
 redis.call('HSET', KEYS[1], (last or -1) + 1, ARGV[1])
 return 1
 """
@@ -49,8 +56,13 @@ return fields
 """
 """KEYS: the records of a key. ARGV: the number of leading bytes to return of each."""
 
-WAIT_SECONDS = 10.0
-"""Timeout for a Redis that restarts or does not answer."""
+WAIT_SECONDS = 0.8
+"""Timeout of one try of a command."""
+
+RETRIES = 1
+
+AWAY_SECONDS = 1.0
+"""After a failure, time without commands: their callers are refused at once."""
 
 
 def connect(address: str) -> redis.Redis:
@@ -60,8 +72,8 @@ def connect(address: str) -> redis.Redis:
         StoreError: the address is invalid.
     """
     retry = Retry(
-        ExponentialWithJitterBackoff(base=0.05, cap=1.0),
-        retries=int(WAIT_SECONDS),
+        ExponentialWithJitterBackoff(base=0.05, cap=0.1),
+        retries=RETRIES,
         supported_errors=(redis.ConnectionError, redis.TimeoutError, redis.BusyLoadingError),
     )
     try:
@@ -72,7 +84,8 @@ def connect(address: str) -> redis.Redis:
             retry=retry,
         )
     except ValueError as error:
-        raise StoreError(f"{address} is not the address of a Redis: {error}") from None
+        message = f"{without_password(address)} is not the address of a Redis: {error}"
+        raise StoreError(message) from None
 
 
 class RedisStore:
@@ -84,7 +97,8 @@ class RedisStore:
 
     def __init__(self, address: str, *, secret: bytes) -> None:
         self._redis = connect(address)
-        self._secret = secret
+        self._calls = Calls("plan store")
+        self.secret = secret
         self._put = self._redis.register_script(PUT)
         self._replace = self._redis.register_script(REPLACE)
         self._signatures = self._redis.register_script(SIGNATURES)
@@ -93,11 +107,11 @@ class RedisStore:
     def get(self, key: str) -> list[Record]:
         """The records of a key, oldest first; damaged ones are deleted."""
         found: list[Record] = []
-        with store_errors():
+        with self._calls():
             stored: Any = self._redis.hgetall(_answers(key))
         for data in _in_order([part for field in stored.items() for part in field]):
             try:
-                found.append(read_signed(data, key, self._secret))
+                found.append(read_signed(data, key, self.secret))
             except InvalidInputError:
                 self.dropped += 1
                 with contextlib.suppress(redis.RedisError):
@@ -106,29 +120,29 @@ class RedisStore:
 
     def signatures(self, key: str) -> list[bytes]:
         """The signatures of a key's records; see `PlanStore.signatures`."""
-        with store_errors():
+        with self._calls():
             return _in_order(self._signatures(keys=[_answers(key)], args=[SIGNATURE_BYTES]))
 
     def put(
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
     ) -> None:
         """Store the first record of a key, or another one; see `PlanStore.put`."""
-        data = sign(record, key, self._secret)
-        with store_errors():
+        data = sign(record, key, self.secret)
+        with self._calls():
             if self._put(keys=[_answers(key)], args=[data, int(another), ALTERNATIVES]):
                 for name, measure in families:
                     self._redis.zadd(_family(name), {key: measure})
 
     def replace(self, key: str, old: Record, new: Record) -> bool:
         """Replace a record; returns False if the old one is not stored any more."""
-        before, data = sign(old, key, self._secret), sign(new, key, self._secret)
-        with store_errors():
+        before, data = sign(old, key, self.secret), sign(new, key, self.secret)
+        with self._calls():
             return bool(self._replace(keys=[_answers(key)], args=[before, data]))
 
     def keys_at_most(self, family: str, measure: float) -> list[str]:
         """Keys of a family with a measure of at most this one, the largest first."""
         name = _family(family)
-        with store_errors():
+        with self._calls():
             named: Any = self._redis.zrevrangebyscore(name, measure, "-inf", 0, CANDIDATES)
             keys = [key.decode() for key in named]
             stored = [key for key in keys if self._redis.exists(_answers(key))]
@@ -138,12 +152,12 @@ class RedisStore:
 
     def delete(self, key: str) -> None:
         """Delete the records of a key."""
-        with store_errors():
+        with self._calls():
             self._redis.delete(_answers(key))
 
     def check(self) -> None:
         """Raise `StoreError` if the Redis does not answer."""
-        with store_errors():
+        with self._calls():
             self._redis.ping()
 
     def close(self) -> None:
@@ -154,6 +168,7 @@ class RedisStore:
 def _in_order(fields: Sequence[bytes]) -> list[bytes]:
     """The values of a hash by slot number, from its fields and values in turn."""
     slots = dict(zip(fields[::2], fields[1::2], strict=True))
+    slots = {slot: data for slot, data in slots.items() if slot.isdigit()}  # others are not ours
     return [slots[slot] for slot in sorted(slots, key=int)]
 
 
@@ -165,10 +180,25 @@ def _family(name: str) -> str:
     return f"{PREFIX}family:{name}"
 
 
-@contextlib.contextmanager
-def store_errors() -> Iterator[None]:
-    """Convert errors of Redis to `StoreError`."""
-    try:
-        yield
-    except redis.RedisError as error:
-        raise StoreError(f"plan store: {error}") from error
+class Calls:
+    """Contexts of calls of a Redis, which convert its errors to `StoreError`.
+
+    While it is away, one call at a time tries; the others are refused at once.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._away, self._until = name, False, 0.0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context of one call."""
+        now = time.monotonic()
+        if self._away and now < self._until:
+            raise StoreError(f"{self._name}: it does not answer")
+        self._until = now + 2 * (1 + RETRIES) * WAIT_SECONDS
+        try:
+            yield
+        except redis.RedisError as error:
+            self._away, self._until = True, time.monotonic() + AWAY_SECONDS
+            raise StoreError(f"{self._name}: {error}") from error
+        self._away = False

@@ -10,17 +10,22 @@ from math import fsum
 from msgspec.structs import replace
 
 from coop_plan.planner.core.timeline import plan_timeline
+from coop_plan.planner.plan_cache.cost_rule import carried_bound, least_cost
 from coop_plan.schemas import Compute, Graph, Plan, Prefetch, Step, TensorRead
 from coop_plan.schemas.fingerprint import tensor_order
 
 
 def remap_ids(
-    plan: Plan, ops: Sequence[int], tensors: Sequence[int], graph: Graph, *, same_costs: bool
+    plan: Plan,
+    ops: Sequence[int],
+    tensors: Sequence[int],
+    graph: Graph,
+    made_with: Sequence[float] | None,
 ) -> Plan:
     """`plan`, whose graph has these op and tensor ids in order, as a plan for `graph`.
 
-    Cost figures are those of `graph`. Unless the costs are equal (`same_costs`), a proved bound no
-    longer holds and is dropped.
+    Cost figures are those of `graph`. If the plan was `made_with` other costs, its lower bound is
+    the one that holds for the costs of `graph`.
 
     Raises:
         KeyError, ValueError: the plan names an op, tensor or variant that `graph` does not have.
@@ -32,13 +37,18 @@ def remap_ids(
         tensor_ids = dict(zip(tensors, own_tensors, strict=True))
         steps = [_step(step, op_ids, tensor_ids) for step in plan.steps]
         remapped = plan.model_copy(update={"steps": steps})
-    if same_costs:
+    if made_with is None:
         return remapped
     base = fsum(op.cost_us for op in graph.ops)
     timeline = plan_timeline(graph, remapped)
     cost = timeline.end_us
-    floor = fsum(min([op.cost_us, *(v.cost_us for v in op.variants)]) for op in graph.ops)
-    optimal = cost <= floor
+    bound, model = least_cost(graph), "any"
+    if plan.lower_bound_us is not None and plan.lower_bound_model is not None:
+        linked = graph.device.linked or plan.link_bytes_per_s is not None
+        carried = carried_bound(graph, made_with, plan.lower_bound_us, link=linked)
+        if carried > bound:
+            bound, model = carried, plan.lower_bound_model
+    optimal = cost <= bound
     return remapped.model_copy(
         update={
             "base_cost_us": base,
@@ -47,8 +57,8 @@ def remap_ids(
             "prefetch_stall_us": timeline.prefetch_stall_us,
             "offload_stall_us": timeline.offload_stall_us,
             "status": "optimal" if optimal else "feasible",
-            "lower_bound_us": cost if optimal else None,
-            "lower_bound_model": "any" if optimal else None,
+            "lower_bound_us": min(bound, cost),
+            "lower_bound_model": model,
         }
     )
 

@@ -17,6 +17,9 @@ from coop_plan.schemas import InvalidInputError
 ALTERNATIVES = 4
 """Limit of records per key, for graphs with different costs."""
 
+WRITE_MS = 1500
+"""Limit on the wait for another writer of an SQLite file."""
+
 ACCESS_SECONDS = 3600
 """Resolution of the time of last use."""
 
@@ -47,6 +50,7 @@ class PlanStore(Protocol):
     """
 
     dropped: int
+    secret: bytes
 
     def get(self, key: str) -> list[Record]:
         """The records of a key, oldest first; damaged ones are deleted."""
@@ -78,39 +82,91 @@ class PlanStore(Protocol):
         """Close files and connections."""
 
 
+def holds(store: PlanStore, key: str, record: Record) -> bool:
+    """True if a store has this record of a key."""
+    return sign(record, key, store.secret)[:SIGNATURE_BYTES] in store.signatures(key)
+
+
 class StoreError(OSError):
     """A plan store cannot be opened, or an operation on it failed."""
 
 
-def cache_dir() -> Path:
-    """Folder of caches: `coop-plan` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "coop-plan"
+class ForeignTablesError(sqlite3.DatabaseError):
+    """A database has tables of our names that are not ours."""
+
+
+def create_tables(connection: sqlite3.Connection, statements: Sequence[str]) -> None:
+    """Execute `create` statements in a new database, and check the tables of an older one.
+
+    Raises:
+        ForeignTablesError: a table of the same name has another definition.
+    """
+    parts = [statement.split(" ", 2) for statement in statements]
+    names = [definition.split(" ", 1)[0] for _, _, definition in parts]
+    query = "select name, sql from sqlite_master where sql is not null"
+    found = dict(connection.execute(query).fetchall())
+    if found.keys().isdisjoint(names):
+        created = (f"create {kind} if not exists {definition};" for _, kind, definition in parts)
+        connection.executescript(f"begin immediate; {' '.join(created)} commit")
+        found = dict(connection.execute(query).fetchall())
+    for name, statement in zip(names, statements, strict=True):
+        if found.get(name, "").lower() != statement:
+            raise ForeignTablesError(f"its table {name} is not of a cache of this version")
+
+
+TABLES = (
+    (
+        "create table answer (key text not null, slot integer not null, record blob not null,"
+        " bytes integer not null, used integer not null, primary key (key, slot))"
+    ),
+    "create index by_use on answer (used, bytes)",
+    (
+        "create table family (name text not null, measure not null, key text not null,"
+        " primary key (name, key)) without rowid"
+    ),
+)
+
+
+def without_password(address: str) -> str:
+    """The address as it may be printed: without the user and the password of a Redis."""
+    scheme, separator, rest = address.partition("://")
+    if not separator:
+        return address
+    place, slash, path = rest.partition("/")
+    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
 
 
 class SqliteStore:
     """Plan store in one SQLite file, shared by threads and processes.
 
     With `wal` readers and a writer do not wait for each other; without it, the file is readable in
-    a read-only folder. Above `max_bytes` of records the least recently used are deleted.
+    a read-only folder. Above `max_bytes` of records the least recently used are deleted. A lock of
+    another process is waited for `lock_seconds`.
 
     Raises:
         StoreError: the file cannot be opened or is not a plan store.
     """
 
     def __init__(
-        self, path: Path, *, wal: bool = True, secret: bytes = b"", max_bytes: int = 1 << 30
+        self,
+        path: Path,
+        *,
+        wal: bool = True,
+        secret: bytes = b"",
+        max_bytes: int = 1 << 30,
+        lock_seconds: float = 10.0,
     ) -> None:
         self._lock = threading.Lock()
-        self._path, self._secret, self._max_bytes = path, secret, max_bytes
+        self._path, self.secret, self._max_bytes = path, secret, max_bytes
         self.dropped = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
-                path, timeout=10, check_same_thread=False, isolation_level=None
+                path, timeout=lock_seconds, check_same_thread=False, isolation_level=None
             )
             try:
                 self._create(wal)
+                self._connection.execute(f"pragma busy_timeout={WRITE_MS}")
             except sqlite3.Error:
                 self._connection.close()
                 raise
@@ -120,26 +176,17 @@ class SqliteStore:
     def _create(self, wal: bool) -> None:
         if wal:
             self._connection.execute("pragma journal_mode=wal")
-        found = self._connection.execute("select 1 from sqlite_master where name = 'family'")
-        if found.fetchone() is None:
-            self._connection.executescript(
-                "begin immediate;"
-                "drop table if exists plan;"  # of versions before 0.2, whose plans have other keys
-                "create table if not exists answer (key text not null, slot integer not null,"
-                " record blob not null, bytes integer not null, used integer not null,"
-                " primary key (key, slot));"
-                "create index if not exists by_use on answer (used, bytes);"
-                "create table if not exists family (name text not null, measure not null,"
-                " key text not null, primary key (name, key)) without rowid;"
-                "commit"
-            )
+        found = "select 1 from sqlite_master where name = 'plan'"  # of versions before 0.2
+        if self._connection.execute(found).fetchone() is not None:
+            self._connection.execute("drop table plan")
+        create_tables(self._connection, TABLES)
 
     def get(self, key: str) -> list[Record]:
         """The records of a key, oldest first; damaged ones are deleted."""
         found: list[Record] = []
         for slot, data in self._select("record", key):
             try:
-                found.append(read_signed(data, key, self._secret))
+                found.append(read_signed(data, key, self.secret))
             except InvalidInputError:
                 self.dropped += 1
                 with self._lock, contextlib.suppress(sqlite3.Error):
@@ -170,7 +217,7 @@ class SqliteStore:
         self, key: str, record: Record, *, another: bool = False, families: Families = ()
     ) -> None:
         """Store the first record of a key, or another one; see `PlanStore.put`."""
-        data = sign(record, key, self._secret)
+        data = sign(record, key, self.secret)
         now = int(time.time())
         with self._lock, self._transaction():
             slots = [
@@ -197,7 +244,7 @@ class SqliteStore:
 
     def replace(self, key: str, old: Record, new: Record) -> bool:
         """Replace a record; returns False if the old one is not stored any more."""
-        before, data = sign(old, key, self._secret), sign(new, key, self._secret)
+        before, data = sign(old, key, self.secret), sign(new, key, self.secret)
         with self._lock, self._transaction():
             replaced = self._connection.execute(
                 "update answer set record = ?, bytes = ? where key = ? and record = ?",

@@ -1,0 +1,102 @@
+"""Costs of callers: the rule by which a plan made for other costs is an answer.
+
+Plans are stored by structure, and callers of one structure have different costs. A plan made for
+costs c' costs C' there and C under the caller's costs c. It is an answer if C is at most
+`TOLERANCE` above `carried_bound`: the least cost under c of any schedule that costs at least C'
+under c'. So nobody's costs decide the plan of others.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from math import fsum, inf, log2
+
+import numpy as np
+
+from coop_plan.schemas import Graph
+
+TOLERANCE = 0.01
+"""Share by which a plan made for other costs may exceed its carried bound."""
+
+RECOMPUTES = 8
+"""Recomputes of an op that the rule foresees, if the op is relatively cheaper for the caller."""
+
+DEVICE_COSTS = 3
+"""Entries of `all_costs` that are the device's."""
+
+CLASS_PARTS = 8
+
+
+def all_costs(graph: Graph) -> list[float]:
+    """All costs of a graph, the device's first; a proved bound holds for these only."""
+    device = graph.device
+    costs = [device.d2h_bytes_per_s, device.h2d_bytes_per_s, device.copy_latency_us]
+    for op in graph.ops:
+        costs.append(op.cost_us)
+        costs += [variant.cost_us for variant in op.variants]
+    return costs
+
+
+def cost_digest(costs: Sequence[float]) -> str:
+    """Name of these costs, to the digit."""
+    return hashlib.sha256(np.array(costs, np.float64).tobytes()).hexdigest()[:16]
+
+
+def cost_class(costs: Sequence[float]) -> str:
+    """Coarse name of costs: repeated measurements of one machine mostly have the same.
+
+    It has the shares of the step's time of equal parts of the ops. With a link, the ratio of
+    copies to ops counts as well, to a power of two. Callers of one class share a solve at first;
+    the rule decides whether its plan is an answer to each.
+    """
+    ops = np.array(costs[DEVICE_COSTS:], np.float64)
+    total = float(ops.sum()) or 1.0
+    shares = [round(float(part.sum()) / total * 8) for part in np.array_split(ops, CLASS_PARTS)]
+    rates = [round(log2(rate * total)) for rate in costs[: DEVICE_COSTS - 1] if rate]
+    return "-".join(map(str, shares + rates))
+
+
+def least_cost(graph: Graph) -> float:
+    """Lower bound on the cost of every schedule: each op runs once, by its cheapest variant."""
+    return fsum(min([op.cost_us, *(v.cost_us for v in op.variants)]) for op in graph.ops)
+
+
+def carried_bound(
+    graph: Graph, theirs: Sequence[float], cost_us: float, *, link: bool, recomputes: float = inf
+) -> float:
+    """Lower bound for `graph` on every schedule that costs at least `cost_us` under `theirs`.
+
+    It holds for schedules that recompute an op at most `recomputes` times; by default for all.
+    `link` says that schedules may have copies: their cost is then a makespan, not a sum.
+    """
+    least, device = least_cost(graph), all_costs(graph)[:DEVICE_COSTS]
+    mine = np.array(all_costs(graph)[DEVICE_COSTS:])
+    other = np.array(theirs[DEVICE_COSTS:])
+    starts = np.cumsum([0, *(1 + len(op.variants) for op in graph.ops)])[:-1]
+    known = other > 0
+    if not len(starts) or not known.any():
+        return least
+
+    # A run costs at least ratio * c' - shortfall. The best ratio weighs what all recomputes keep
+    # against the shortfalls of the ops that are cheaper than that for the caller.
+    ratios, times = mine[known] / other[known], other[known]
+    order = np.argsort(ratios, kind="stable")
+    ratios, times = ratios[order], times[order]
+    again = cost_us - float(np.minimum.reduceat(other, starts).sum())
+    cheaper = 0 if recomputes == inf else int(np.searchsorted(np.cumsum(times) * recomputes, again))
+    ratio = float(ratios[min(cheaper, len(ratios) - 1)])
+    if link:
+        ratio = min(ratio, 1.0)
+    shortfall = float(np.maximum(ratio * other - mine, 0.0).sum())
+    recomputed = 0.0 if recomputes == inf else recomputes * shortfall
+
+    if not link:  # a sum: the first run of each op is counted by the caller's costs
+        first = float(np.minimum.reduceat(mine - ratio * other, starts).sum())
+        return max(least, ratio * cost_us + first - recomputed)
+    # A makespan: it falls by at most as much as its runs do, if no copy is faster. A run that is
+    # dearer for the caller may run during a copy, so that it counts nothing.
+    faster = any(a > b for a, b in zip(device[:2], theirs[:2], strict=True))
+    if faster or device[2] < theirs[2]:
+        return least
+    fall = float(np.maximum.reduceat(np.maximum(other - mine, 0.0), starts).sum())
+    base = cost_us - max(again, 0.0)
+    return max(least, base + ratio * max(again, 0.0) - fall - recomputed)

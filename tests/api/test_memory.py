@@ -1,0 +1,88 @@
+"""Bytes that a server holds for requests: none for queued jobs, waiting clients and kept jobs."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from coop_plan.api.jobs.request_handler import Limits, RefusedError, RequestHandler
+from coop_plan.api.service.auth import Caller
+from coop_plan.api.service.graph_store import SqliteGraphStore
+from coop_plan.api.service.request_body import Body, Memory
+from coop_plan.api.service.tokens import TokenLimits
+from coop_plan.planner.plan_cache.store import SqliteStore
+from coop_plan.schemas import parse_plan
+from coop_plan.schemas.fingerprint import digest_of
+from tests.api.in_process import InProcessPool, ask, request, service
+
+
+def question(document, seed):
+    padded = document | {"name": "x" * (1 << 20)}
+    return {"graph": padded, "budget": 330, "alignment": 1, "seed": seed}
+
+
+def test_queued_jobs_and_waiting_clients_hold_no_graphs(tmp_path, monkeypatch, document):
+    go = threading.Event()
+    call = InProcessPool.call
+
+    def held_up(self, task, body=b"", record=b"", **named):
+        if task.do == "solve":
+            assert len(body) < 2000
+            go.wait(60)
+        return call(self, task, body, record, **named)
+
+    monkeypatch.setattr(InProcessPool, "call", held_up)
+
+    async def scenario():
+        memory = Memory(64 << 20)
+        server = service(monkeypatch, tmp_path / "plans", memory=memory)
+        bodies = []
+
+        async def waiting(seed, wait):
+            body = Body("", memory, "a")
+            body.data = json.dumps(question(document, seed)).encode()
+            body.take(len(body.data))
+            bodies.append(body)
+            return await server.answer(request(), body, wait, provisional=False)
+
+        try:
+            clients = [asyncio.create_task(waiting(seed, 60.0)) for seed in range(4)]
+            while len(server.jobs._running) < 4:
+                await asyncio.sleep(0.01)
+            for seed in range(4, 12):
+                _, data, job = await waiting(seed, 0.0)
+                assert (data, job.finished) == (b"", False)
+            assert not any(body.data for body in bodies)
+            assert memory.held < 12 * 2000
+            go.set()
+            for reply, data, _ in await asyncio.gather(*clients):
+                assert reply.found
+                assert parse_plan(data).peak_bytes <= 330
+            while server.jobs._running:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert memory.held == 0
+            assert not any(job.record for job in server.jobs._all.values())
+            again = await ask(server, question(document, 11))
+            assert again[2] is None
+        finally:
+            go.set()
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 200))
+
+
+def test_a_graph_above_the_limits_of_its_caller_is_not_kept(tmp_path, chain):
+    graphs = SqliteGraphStore(tmp_path / "plans")
+    store = SqliteStore(tmp_path / "plans", secret=b"secret")
+    handler = RequestHandler(store, Limits(), graphs)
+    document = chain.to_json().encode()
+    asked = json.dumps({"graph": json.loads(document), "budget": 330}).encode()
+    for limits in (TokenLimits(bytes=len(document) - 1), TokenLimits(ops=8)):
+        handler.limits = Caller("a", limits).within(Limits())
+        with pytest.raises(RefusedError):
+            handler.put_graph(document, "", digest_of(document))
+        with pytest.raises(RefusedError):
+            handler.find(asked, "", b"")
+        assert not graphs.touch(digest_of(document))

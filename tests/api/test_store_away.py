@@ -1,0 +1,166 @@
+"""A plan store that is away costs a plan, never an answer."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sqlite3
+import time
+
+import httpx
+import pytest
+
+import coop_plan
+from coop_plan.api.jobs.request_handler import Limits, RefusedError, RequestHandler
+from coop_plan.api.service.graph_store import SqliteGraphStore
+from coop_plan.api.service.plan_service import PlanService
+from coop_plan.api.service.problems import ProblemError
+from coop_plan.planner import plan
+from coop_plan.planner.plan_cache import redis_store
+from coop_plan.planner.plan_cache.open_store import open_store
+from coop_plan.planner.plan_cache.store import SqliteStore
+from coop_plan.schemas.fingerprint import digest_of
+from tests.api import in_process
+from tests.api.in_process import InProcessPool, service
+from tests.redis_server import needs_redis, redis_server
+
+SECONDS = 2.0
+"""Limit on a call of a store that is away."""
+
+
+def stop(server):
+    server.process.kill()
+
+
+def hang(server):
+    server.process.process.send_signal(signal.SIGSTOP)
+
+
+def come_back(server, how):
+    if how is hang:
+        server.process.process.send_signal(signal.SIGCONT)
+    else:
+        server.process.start()
+        server.process.wait()
+
+
+@needs_redis
+@pytest.mark.parametrize("how", [stop, hang])
+def test_a_redis_that_is_away_costs_no_answer(tmp_path, monkeypatch, document, how):
+    """Hits from memory and solves go on; the plans are kept when it is back."""
+    monkeypatch.setattr("coop_plan.api.service.unkept_plans.RETRY_SECONDS", 0.1)
+    InProcessPool.solved.clear()
+
+    async def ask(server, budget):
+        question = {"graph": document, "budget": budget, "alignment": 1}
+        began = time.monotonic()
+        return *await in_process.ask(server, question), time.monotonic() - began
+
+    async def scenario(redis):
+        server: PlanService = service(monkeypatch, redis.address)
+        try:
+            stored = await ask(server, 330)
+            assert (await ask(server, 330))[1] == stored[1]
+            how(redis)
+            for _ in range(3):
+                again = await ask(server, 330)
+                assert (again[1], again[2]) == (stored[1], None)
+                assert again[3] < SECONDS + 1
+            made = await ask(server, 340)
+            assert made[0].found
+            for _ in range(2):
+                again = await ask(server, 340)
+                assert (again[1], again[2]) == (made[1], None)
+            assert len(InProcessPool.solved) == 2
+            began = time.monotonic()
+            with pytest.raises(ProblemError):
+                await server.check()
+            assert time.monotonic() - began < SECONDS + 1
+            await asyncio.to_thread(come_back, redis, how)
+            with contextlib.closing(open_store(redis.address, b"secret")) as store:
+                key = made[0].key
+                while not await asyncio.to_thread(_records, store, key):
+                    await asyncio.sleep(0.1)
+            assert (await ask(server, 340))[1] == made[1]
+            while True:
+                with contextlib.suppress(ProblemError):
+                    await server.check()
+                    break
+        finally:
+            redis.process.process.send_signal(signal.SIGCONT)
+            await server.close()
+
+    with redis_server(tmp_path) as redis:
+        asyncio.run(asyncio.wait_for(scenario(redis), 200))
+
+
+def _records(store, key):
+    with contextlib.suppress(OSError):
+        return store.get(key)
+
+
+@needs_redis
+@pytest.mark.parametrize("how", [stop, hang])
+def test_a_call_of_a_store_that_is_away_ends_soon(tmp_path, how):
+    """The first within the deadline, the next at once, until the store is asked again."""
+    with redis_server(tmp_path) as redis:
+        store = redis_store.RedisStore(redis.address, secret=b"")
+        assert store.signatures("k") == []
+        how(redis)
+        for limit in (SECONDS, 0.1, 0.1):
+            began = time.monotonic()
+            with pytest.raises(OSError, match="plan store"):
+                store.signatures("k")
+            assert time.monotonic() - began < limit
+        come_back(redis, how)
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                assert store.signatures("k") == []
+                return
+            time.sleep(0.1)
+        raise AssertionError("the store is back, and is not asked")
+
+
+class FullStore(SqliteGraphStore):
+    def put(self, *_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_a_graph_that_cannot_be_stored_is_sent_with_the_request(tmp_path, chain):
+    """Our client gets its plan from a server whose disk is full, without retries."""
+    store = SqliteStore(tmp_path / "plans", secret=b"secret")
+    handler = RequestHandler(store, Limits(), FullStore(tmp_path / "plans"))
+    asked = []
+
+    def answer(sent: httpx.Request) -> httpx.Response:
+        asked.append(sent.method)
+        encoding = sent.headers.get("content-encoding", "")
+        try:
+            if sent.method == "PUT":
+                handler.put_graph(sent.content, encoding, sent.url.path.rpartition("/")[2])
+            reply, _ = handler.solve(sent.content, encoding, lambda _: None)
+            return httpx.Response(200, content=handler.stored_plan(reply.key)[1])
+        except RefusedError as refused:
+            name = refused.reply.problem
+            status = {"unknown-graph": 404, "not-stored": 507}[name]
+            problem = {"type": f"urn:coop-plan:problem:{name}", "detail": ""}
+            return httpx.Response(status, json=problem)
+
+    with coop_plan.Client("http://x", transport=httpx.MockTransport(answer)) as client:
+        made = client.plan(chain, 330, alignment=1)
+        with pytest.raises(coop_plan.client.protocol.ServerProblemError):
+            client.put_graph(chain)
+    assert made.cost_us == plan(chain, 330, alignment=1).cost_us
+    assert asked == ["POST", "PUT", "POST", "PUT"]
+
+
+def test_a_graph_store_that_is_away_does_not_know_the_graph(tmp_path, chain):
+    store = SqliteStore(tmp_path / "plans", secret=b"secret")
+    graphs = SqliteGraphStore(tmp_path / "plans")
+    handler = RequestHandler(store, Limits(), graphs)
+    graphs.close()
+    body = json.dumps({"graph": digest_of(chain.to_json().encode()), "budget": 330}).encode()
+    with pytest.raises(RefusedError) as refused:
+        handler.find(body, "", b"")
+    assert refused.value.reply.problem == "unknown-graph"
