@@ -43,7 +43,7 @@ MAX_REPEATS = 25
 REPEAT_US = 4_000.0
 """Time after which an op is not repeated any more, within the two counts above."""
 
-MEASURE_SECONDS = 10.0
+MEASURE_SECONDS = 30.0
 """Time that a rank waits for a profile that another rank measures."""
 
 SCRATCH_ALIGNMENT = 64

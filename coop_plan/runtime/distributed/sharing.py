@@ -23,7 +23,7 @@ from coop_plan.schemas import Graph, Op, fingerprint
 
 log = logging.getLogger("coop-plan")
 
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 120.0
 """Time that a rank waits for a result that another rank makes."""
 
 FIRST_POLL, LAST_POLL = 1e-3, 0.05
