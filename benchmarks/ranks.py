@@ -4,13 +4,15 @@
 
 Every start uses new processes. One cache is warm from the second start on, in turn that of rank 0
 and that of the last rank; the others are cold. A line reports one start. The first start and failed
-ones list each rank's measured peak and budget in bytes, and whether its numbers are equal. Beyond
-two ranks DDP is compared with `aot_eager`: it fills its buckets in the order of the gradients, and
-that order decides the order of the sums. Exits 1 if a start fails.
+ones list each rank's measured peak and budget in bytes, and whether its numbers are equal. In
+`padded` each rank draws its own lengths, and the function has a collective. Beyond two ranks DDP is
+compared with `aot_eager`: it fills its buckets in the order of the gradients, and that order
+decides the order of the sums. Exits 1 if a start fails.
 """
 
 import argparse
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F  # noqa: N812
@@ -74,17 +77,35 @@ def fsdp(compiled: Callable[[nn.Module], Any] | None) -> tuple[nn.Module, Any]:
     return model, model if compiled is None else compiled(model)
 
 
-WAYS = {"ddp": ddp, "fsdp2": fsdp}
+class Padded(Net):
+    """The sum of the ranks' losses, as an op of the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        total: torch.Tensor = functional.all_reduce(loss, "sum", dist.group.WORLD)  # type: ignore[arg-type]
+        return total
+
+
+def padded(compiled: Callable[[nn.Module], Any] | None) -> tuple[nn.Module, Any]:
+    """A collective in the graph."""
+    model = Padded()
+    return model, model if compiled is None else compiled(model)
+
+
+WAYS = {"ddp": ddp, "fsdp2": fsdp, "padded": padded}
+LENGTHS = (256, 384, 512)
 
 
 def train(model: nn.Module, called: Any, rank: int) -> list[torch.Tensor]:
     """Losses, gradients and parameters of a few steps."""
     torch.manual_seed(10 + rank)
+    lengths = random.Random(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     left: list[torch.Tensor] = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = called(torch.randn(512, SIZE))
+        length = lengths.choice(LENGTHS) if isinstance(model, Padded) else max(LENGTHS)
+        loss = called(torch.randn(length, SIZE))
         loss.backward()
         left += [loss.detach(), *(whole(p.grad).clone() for p in model.parameters())]
         optimizer.step()

@@ -10,13 +10,12 @@ import torch
 from torch import fx
 
 from coop_plan.planner import InfeasibleBudgetError
-from coop_plan.planner.plan_cache.store import planner_version
 from coop_plan.runtime import unplanned_calls
 from coop_plan.runtime.capture.cost_scaling import use_costs
 from coop_plan.runtime.capture.joint_graph import Captured, capture_joint
 from coop_plan.runtime.capture.tracing_rules import as_eager
 from coop_plan.runtime.distributed.collectives import group_of
-from coop_plan.runtime.distributed.shared_plan import agree_on_plan
+from coop_plan.runtime.distributed.sharing import shared_costs
 from coop_plan.runtime.dynamic_shapes.dispatch import AllSizes
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.dynamic_shapes.specialize import (
@@ -51,7 +50,6 @@ from coop_plan.runtime.torch_internals.dynamo import (
 from coop_plan.runtime.torch_internals.dynamo_graphs import assigns_data, uses_functorch_grad
 from coop_plan.runtime.torch_internals.joint_graphs import aot_autograd, boxed
 from coop_plan.runtime.variants.passes import VARIANT_PASSES
-from coop_plan.schemas import Plan
 
 log = logging.getLogger("coop-plan")
 
@@ -251,19 +249,12 @@ def plan_captured(
     consumed = frozenset(capture_adjust.consumable(captured)) if hooked else frozenset()
     if any(group_of(node) for node in captured.ops):
         consumed = frozenset()
-
-    def find_or_make() -> tuple[Plan, bool]:
-        return plan_for(captured.graph, options, raised="" if consumed else raised, history=history)
-
-    asked = options.plan.key("", planner_version(), "")
     now = MemoryEnvironment()
+    captured = under = replace(captured, graph=shared_costs(captured.graph))
     try:
-        shared = agree_on_plan(
-            *(captured.graph, captured.ops, asked, find_or_make),
-            all_ranks=options.server is not None,
+        made, cached = plan_for(
+            captured.graph, options, raised="" if consumed else raised, history=history
         )
-        captured = under = replace(captured, graph=shared.graph)
-        made, cached = shared.plan, shared.cached
     except InfeasibleBudgetError as error:
         if not consumed:
             raise

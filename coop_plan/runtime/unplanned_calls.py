@@ -7,7 +7,7 @@ loop. A compiled function may also never be called.
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from coop_plan.runtime.torch_internals.dynamo import (
     graph_break_counts,
     ignore_once_loggers,
     recorded_nodes,
+    refusal_counts,
     restore_top_frame,
     share_recompile_limit,
     watch_calls,
@@ -144,6 +145,7 @@ class _Call:
         self._breaks = _thread.breaks
         self._planned, self._nodes = planned_forwards(), recorded_nodes()
         self._known = {} if state.logged else graph_break_counts()
+        self._refused = {} if state.logged else refusal_counts()
         measures = state.calls > 1 and not state.measured and self._planned > 0
         self._outer, _thread.measured = _thread.measured, [] if measures else None
         self._bytes = process_bytes()[0] if measures else 0
@@ -159,8 +161,7 @@ class _Call:
             self._measure(measured)
         if state.logged:
             return
-        now = graph_break_counts().items()
-        reasons = [why for why, times in now if times > self._known.get(why, 0)]
+        reasons = _new(graph_break_counts(), self._known)
         if planned_forwards() != self._planned:
             if reasons and _thread.breaks == self._breaks:
                 state.logged = True
@@ -174,6 +175,7 @@ class _Call:
         if recorded_nodes() == self._nodes:
             return
         state.logged = True
+        reasons = reasons or _new(refusal_counts(), self._refused)
         log.warning(
             "%s: nothing was planned: a compiled function ran as eager autograd, not within the"
             " budget%s; fullgraph=True makes this an error that names the line",
@@ -193,6 +195,11 @@ class _Call:
         for report in reports:
             report.planned_ops_share = ops / max(1, ops + max(0, eager_ops))
             report.planned_bytes_share = planned / max(1, planned + max(0, eager_bytes))
+
+
+def _new(counts: Mapping[str, int], known: Mapping[str, int]) -> list[str]:
+    """Reasons that were counted since they were `known`."""
+    return [why for why, times in counts.items() if times > known.get(why, 0)]
 
 
 def _in_a_line(reasons: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,8 @@ def main(target, rank, count, folder):
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count)
+    timeout = timedelta(minutes=5)
+    dist.init_process_group("gloo", None, timeout, store=store, rank=rank, world_size=count)
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(rank, count)
     dist.barrier()

@@ -1,6 +1,8 @@
 """Data, sharded and tensor parallel training: eager's numbers, every rank within its budget."""
 
+import gc
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from coop_plan import runtime
+from coop_plan.runtime.device.arena import process_bytes, reset_peak
+from coop_plan.runtime.execute.arena_pool import release_idle
 from tests.runtime.ranks import together
 
 HERE = "tests.runtime.test_distributed"
@@ -171,3 +176,92 @@ def train_all(rank, count):
 @pytest.mark.parametrize("count", [2])
 def test_parallel_training_on_processes(tmp_path, count):
     together(f"{HERE}:train_all", tmp_path / "run", count)
+
+
+def peaks(wrap, rank):
+    """Bytes of the allocator at the peak of each step, the shards and their gradients included."""
+    gc.collect()
+    release_idle()
+    before, _ = process_bytes()
+    called = wrap(blocks_sharded(Net(False)))
+    torch.manual_seed(10 + rank)
+    found = []
+    for _ in range(6):
+        called.zero_grad()
+        x = torch.randn(2048, 32)
+        reset_peak()
+        called(x).backward()
+        del x
+        found.append(process_bytes()[1] - before)
+    return found, sum(p.to_local().nbytes for p in called.parameters())
+
+
+def shard_within_budget(rank, count):
+    """FSDP2 by block: within the budget from the second step on, counted from outside."""
+    warnings.simplefilter("ignore")
+    eager, _ = peaks(as_it_is, rank)
+    for budget in ("60%", max(eager) * 6 // 10):
+        runtime.clear_reports()
+        wrap = partial(torch.compile, backend="coop", options={"budget": budget})
+        found, shards = peaks(wrap, rank)
+        report = runtime.reports()[-1]
+        assert "iteration of 3 graphs" in report.name
+        assert budget in ("60%", report.budget_bytes)
+        # The shards are no inputs of a step.
+        assert max(found[1:]) <= report.budget_bytes + shards + 4096, (found, report)
+        assert max(found[1:]) < max(eager)
+        torch._dynamo.reset()
+
+
+def test_fsdp_by_blocks_keeps_its_budget_from_the_second_step_on(tmp_path):
+    together(f"{HERE}:shard_within_budget", tmp_path / "run", 2)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def accumulate(budget):
+    """Train DDP with two micro-batches a step; returns the report."""
+    torch.manual_seed(0)
+    model = Net(unused=False)
+    model.compile(backend="coop", options={"budget": budget})
+    called = DistributedDataParallel(model)
+    for _ in range(4):
+        model.zero_grad()
+        with called.no_sync():
+            called(torch.randn(512, 32)).backward()
+        called(torch.randn(512, 32)).backward()
+    torch._dynamo.reset()
+    return runtime.reports()[-1]
+
+
+def test_accumulation_in_ddp_below_the_least_runs_by_the_plan_of_the_least(alone, caplog):
+    """DDP adds no gradient in place: the new ones and the held ones count, each once."""
+    least = accumulate("min")
+    assert 0 <= least.budget_bytes - least.measured_peak_bytes <= 4096
+    caplog.clear()
+    report = accumulate(least.budget_bytes - 4096)
+    assert report.budget_bytes == least.budget_bytes
+    assert report.measured_peak_bytes <= report.budget_bytes
+    assert "needs at least" in caplog.text
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def test_checkpoints_around_sharded_blocks_have_a_reason(alone, caplog):
+    model = torch.compile(blocks_sharded(Checkpointed(False)), **OPTIONS)
+    model(torch.randn(8, 32)).backward()
+    assert "nothing was planned" in caplog.text
+    assert "marked as skipped" in caplog.text

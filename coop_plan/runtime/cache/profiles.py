@@ -56,14 +56,14 @@ class ProfileCache:
         with self._disable_on_error():
             if self._connection is not None:
                 found = self._connection.execute(
-                    "select record from profile where key = ?", (self._key(signature),)
+                    "select record from profile where key = ?", (self.key_of(signature),)
                 ).fetchone()
                 return None if found is None else str(found[0])
         return None
 
     def put(self, signature: str, record: str) -> None:
         """Write or replace a record when the session ends."""
-        self._unsaved[self._key(signature)] = record
+        self._unsaved[self.key_of(signature)] = record
 
     def close(self) -> None:
         """Write the new records, and close the file."""
@@ -76,7 +76,8 @@ class ProfileCache:
         if self._connection is not None:
             self._connection.close()
 
-    def _key(self, signature: str) -> str:
+    def key_of(self, signature: str) -> str:
+        """Key of a signature: equal on machines and settings that measure alike."""
         # Only for ops on a GPU: the query allocates memory on it.
         gpus = _gpus() if "cuda" in signature else ""
         return hashlib.sha256(f"{self._environment}\n{gpus}\n{signature}".encode()).hexdigest()

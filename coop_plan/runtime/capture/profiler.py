@@ -23,6 +23,7 @@ from coop_plan.runtime.capture.cost_scaling import current_costs
 from coop_plan.runtime.device import cuda
 from coop_plan.runtime.device.arena import SERVED_OUTSIDE, Arena, Memory, Run
 from coop_plan.runtime.device.build import arena as extension
+from coop_plan.runtime.distributed.sharing import made_once
 from coop_plan.runtime.errors import CaptureError
 from coop_plan.runtime.op_profile import Allocation, OpProfile, Output
 from coop_plan.runtime.options import CUDA_ALIGNMENT
@@ -41,6 +42,9 @@ MIN_REPEATS = 5
 MAX_REPEATS = 25
 REPEAT_US = 4_000.0
 """Time after which an op is not repeated any more, within the two counts above."""
+
+MEASURE_SECONDS = 30.0
+"""Time that a rank waits for a profile that another rank measures."""
 
 SCRATCH_ALIGNMENT = 64
 
@@ -81,10 +85,11 @@ def profile_op(target: Callable[..., Any], args: Any, kwargs: Any, op: str = "")
         return costs.estimates[key]
     if found is None:
         expected = costs.estimate(op, size)
-        found = _measure_synthetic(target, args, kwargs, expected)
+        measure = partial(_measure_synthetic, target, args, kwargs, expected)
         if expected is not None:
-            costs.estimates[key] = found
+            costs.estimates[key] = found = measure()
             return found
+        found = _measured_once(key, measure)
         _store(key, found)
     costs.record(op, size, found.cost_us)
     return found
@@ -110,6 +115,21 @@ def _store(key: tuple[object, ...], made: OpProfile) -> None:
     cache, name = session(), persistent_key(key)
     if cache is not None and name is not None:
         cache.put(name, msgspec.json.encode(made).decode())
+
+
+def _measured_once(key: tuple[object, ...], measure: Callable[[], OpProfile]) -> OpProfile:
+    """A profile that one rank of the job measures, if it counts for all of them."""
+    cache, name = session(), persistent_key(key)
+    if cache is None or name is None:
+        return measure()
+    made: OpProfile = made_once(
+        f"profile/{cache.key_of(name)}",
+        measure,
+        pack=msgspec.json.encode,
+        unpack=lambda record: _parse(record.decode()),
+        seconds=MEASURE_SECONDS,
+    )
+    return made
 
 
 def _bytes_read(args: Any, kwargs: Any) -> int:

@@ -1,11 +1,14 @@
-"""Finds a verified plan for a captured step: cached, rescaled, made here or by a server."""
+"""Finds a verified plan for a captured step: cached, rescaled, made here, by a rank or a server."""
 
 import logging
+import zlib
 from collections.abc import Callable
 
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
+from coop_plan.planner.plan_cache.record import StoredPlan, as_bytes, as_record
 from coop_plan.planner.rescale import rescaled
 from coop_plan.runtime.cache import plans
+from coop_plan.runtime.distributed.sharing import WAIT_SECONDS, made_once
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import OptionsError, PlanServerError
 from coop_plan.runtime.options import Options
@@ -37,26 +40,60 @@ def plan_for(
     With a server, the plan is the server's. An unreachable server is an error, or with
     `server_fallback="local"` the plan is made here and a warning is logged.
 
+    In a process group, one of the ranks that need the same plan does all this for the others.
+
     Raises:
         planner.InfeasibleBudgetError: the budget cannot be met.
         PlanServerError: the server has no plan.
     """
-    if options.server is not None:
-        made = _from_server(options.server, graph, options, raised, history)
-        if made is not None:
-            return made, False
     key = plans.key_of(graph, options)
-    found = plans.find(key, graph, options)
-    if found is not None:
+
+    def make() -> tuple[Plan, bool]:
+        if options.server is not None:
+            made = _from_server(options.server, graph, options, raised, history)
+            if made is not None:
+                return made, False
+        found = plans.find(key, graph, options)
+        if found is not None:
+            _remember(graph, found, history)
+            return found, True
+        made = None if history is None else _resized(graph, options, history)
+        if made is None:
+            made = _or_smallest(plan, graph, options, raised, history)
+            verify(graph, made)
+            _remember(graph, made, history)
+        plans.store(key, graph, made)
+        return made, False
+
+    def unpack(data: bytes) -> tuple[Plan, bool] | None:
+        found = _unpacked(data, graph, options)
+        if found is None:
+            return None
         _remember(graph, found, history)
+        if options.server is None and plans.find(key, graph, options) is None:
+            plans.store(key, graph, found)  # in the cache of this host
         return found, True
-    made = None if history is None else _resized(graph, options, history)
-    if made is None:
-        made = _or_smallest(plan, graph, options, raised, history)
-        verify(graph, made)
-        _remember(graph, made, history)
-    plans.store(key, graph, made)
-    return made, False
+
+    return made_once(
+        f"plan/{key}/{bool(raised)}",
+        make,
+        pack=lambda made: _packed(made[0], graph),
+        unpack=unpack,
+        seconds=WAIT_SECONDS + (options.plan.time_limit or 0.0),
+    )
+
+
+def _packed(made: Plan, graph: Graph) -> bytes:
+    """A plan for other ranks."""
+    record = StoredPlan.of(made, graph).model_copy(update={"packed": b""})
+    return zlib.compress(as_bytes(record), 1)
+
+
+def _unpacked(data: bytes, graph: Graph, options: Options) -> Plan | None:
+    """Another rank's plan, verified; None if it is not valid here."""
+    record = as_record(zlib.decompress(data))
+    found = record.for_request(graph, options.plan)
+    return found if isinstance(found, Plan) else None
 
 
 def _remember(graph: Graph, made: Plan, history: ShapeHistory | None) -> None:

@@ -333,7 +333,7 @@ class PlannedStep:
                 return
             self._learned = False
             try:
-                self._replan()
+                self._replan(0 if self._strict else self.report.measured_peak_bytes)
             except BudgetExceededError as error:
                 self._replan_failed = True
                 log.warning("%s: %s", self.lines.begin, str(error))  # keeps no frames
@@ -349,8 +349,8 @@ class PlannedStep:
                 pass  # the environment may differ at these sizes
         return False
 
-    def _replan(self) -> None:
-        captured, plan, cached = self._held_gradients.plan()
+    def _replan(self, instead_of: int = 0) -> None:
+        captured, plan, cached = self._held_gradients.plan(instead_of)
         self._compiled = CompiledPlan(captured, plan, self._clock)
         self.report.replace_plan(captured, plan, cached=cached)
 
@@ -435,10 +435,10 @@ class PlannedStep:
                     f" other calls, some of which wait for their backward ({waiting}): those"
                     " without one belong under torch.no_grad()"
                 )
+            if self._strict:
+                raise BudgetExceededError(text)
             if recorder.will_plan:
                 log.warning("%s; once each call has its backward, the next one is planned", text)
-            elif self._strict:
-                raise BudgetExceededError(text)
             else:
                 log.warning("%s", text)
         return peak

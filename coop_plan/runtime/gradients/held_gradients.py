@@ -17,7 +17,6 @@ from coop_plan.planner import InfeasibleBudgetError
 from coop_plan.planner.keep_all import keep_all_peak
 from coop_plan.runtime.capture.joint_graph import Captured
 from coop_plan.runtime.device.arena import node_owners
-from coop_plan.runtime.distributed.collectives import group_of
 from coop_plan.runtime.dynamic_shapes.history import ShapeHistory
 from coop_plan.runtime.errors import BudgetExceededError
 from coop_plan.runtime.execute.find_plan import plan_for
@@ -130,7 +129,8 @@ class HeldGradients:
     ) -> bool:
         """Add bytes outside the plan, duplicated gradients, and gradients consumed by hooks.
 
-        A consumed gradient that is duplicated later never counts as consumed again.
+        A consumed gradient that is duplicated later never counts as consumed again. If gradients
+        are found to be duplicated, they may explain the bytes outside, which do not count then.
 
         Returns:
             True if the environment changed.
@@ -141,12 +141,17 @@ class HeldGradients:
             now.across_steps.difference(duplicated),
             now.duplicated.union(duplicated),
             now.consumed.union(consumed).difference(duplicated),
-            now.reserve + outside,
+            now.reserve
+            if now.duplicated.union(duplicated) > now.duplicated
+            else now.reserve + outside,
         )
         return self.environment != now
 
-    def plan(self) -> tuple[Captured, Plan, bool]:
+    def plan(self, instead_of: int = 0) -> tuple[Captured, Plan, bool]:
         """The step in its present environment, its plan, and True if the plan was cached.
+
+        If a budget in bytes is too small, the plan is that of the least budget, with a warning, if
+        that is below the `instead_of` bytes that the present plan takes.
 
         Raises:
             BudgetExceededError: the budget is in bytes and too small.
@@ -162,14 +167,10 @@ class HeldGradients:
             made, cached = plan_for(captured.graph, self._options.within(None))
             if self._options.plan.budget.kind == "bytes":
                 exceeded = self._budget_exceeded(made.budget_bytes)
-                self.environment = self._planned
-                raise exceeded from None
-        if not self._plans and any(group_of(node) for node in captured.ops):
-            log.warning(
-                "'%s' is planned again by this rank alone, since other ranks may not have observed"
-                " the same: %s; its collectives keep their order",
-                *(self._name, self._why()),
-            )
+                if made.budget_bytes >= instead_of:
+                    self.environment = self._planned
+                    raise exceeded from None
+                log.warning("%s; until then it runs by the plan for that", str(exceeded))
         self._plans += 1
         self._planned = self.environment
         self._history.found(self._captured, self.environment)

@@ -29,7 +29,7 @@ from coop_plan.runtime.options import Options
 from coop_plan.runtime.reports import StepReport, add, reports
 from coop_plan.runtime.torch_internals.joint_graphs import is_primal
 from coop_plan.runtime.torch_internals.ranks import world_group
-from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan
+from coop_plan.schemas import Compute, Device, Free, Graph, Op, Plan, format_bytes
 from coop_plan.schemas.graph_editor import GraphEditor
 
 log = logging.getLogger("coop-plan")
@@ -74,6 +74,8 @@ class RecordedCall:
     tangents: Addresses = ()
     made: list[int | None] = field(default_factory=list)
     fresh: Collection[int] = ()
+    lent: Collection[int] = ()
+    """Leaves that are empty when no half of the call runs: FSDP gathers them for each half."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,12 @@ class JointPlan:
 
 
 def plan_jointly(
-    calls: Sequence[RecordedCall], events: Sequence[Event], between: int, options: Options
+    calls: Sequence[RecordedCall],
+    events: Sequence[Event],
+    between: int,
+    options: Options,
+    instead_of: int = 0,
+    otherwise: str = "are not planned together",
 ) -> JointPlan | None:
     """Plan the graphs of an iteration together; returns None, with a warning, if that fails.
 
@@ -95,6 +102,9 @@ def plan_jointly(
         events: forwards and backwards, one of each for every call.
         between: maximum of the bytes that the user's code held between the graphs.
         options: of all steps.
+        instead_of: bytes that the iteration takes without a joint plan. If a budget in bytes cannot
+            be met, the plan is that of the least budget, with a warning, if that is below these.
+        otherwise: says in the warning what happens without a plan.
     """
     if calls[0].captured.device.type == "cuda":
         options = options.on_cuda()
@@ -109,19 +119,26 @@ def plan_jointly(
         made, cached = plan_for(layout.graph, options, raised=raised)
     except InfeasibleBudgetError as error:
         reason = str(error)  # text: a kept log record must not keep the frames of a forward alive
-        log.warning("%d graphs of one iteration are not planned together: %s", len(calls), reason)
-        return None
+        missed = instead_of > error.budget_bytes and not options.strict
+        made, cached = plan_for(layout.graph, options.within(None)) if missed else (None, False)
+        if made is None or made.budget_bytes >= instead_of:
+            log.warning("%d graphs of one iteration %s: %s", len(calls), otherwise, reason)
+            return None
+        log.warning(
+            "%s: %s; until it has that budget, it runs by the plan for %s instead of its %s",
+            *(raised, reason, format_bytes(made.budget_bytes), format_bytes(instead_of)),
+        )
     parts = layout.cut(made)
     if parts is None and any(op.variants for op in layout.graph.ops):
         # The search over variants may place a run in another call; that over defaults does not.
         return plan_jointly(
-            [_default_variants(call) for call in recorded], events, between, options
+            *([_default_variants(call) for call in recorded], events, between, options),
+            *(instead_of, otherwise),
         )
     if parts is None:
         log.warning(
-            "%d graphs of one iteration are not planned together: method %s recomputes an op within"
-            " another graph",
-            *(len(calls), made.method),
+            "%d graphs of one iteration %s: method %s recomputes an op within another graph",
+            *(len(calls), otherwise, made.method),
         )
         return None
     plans = [
@@ -169,26 +186,32 @@ class _Layout:
         }
         self.resident_in_step = 0
         given = passed = 0
+        lent: list[int] = []
         ids: list[dict[int, int]] = []
         released: list[dict[int, int]] = []
         for number, call in enumerate(calls):
             graph = call.captured.graph
-            released.append(_released_outputs(call) if options.plan.outputs == "gradients" else {})
+            released.append({} if device.kind == "cuda" else _released_outputs(call))
             shared = _counted_elsewhere(call, known)
             tangents = {t for node in tangents_of(call.captured) for t in stored(call, node)}
             back = _passed_gradients(call)
+            empty = {t for p in call.lent for t in stored(call, inputs_of(call.captured)[p])}
+            lent.append(sum(graph.tensors[t].bytes for t in empty))
+            if not call.fresh:  # they existed when the iteration began
+                self.resident_in_step -= lent[-1]
             ids.append(editor.add_tensors(graph.tensors))
-            for t in shared | tangents | back:
+            for t in shared | tangents | back | empty:
                 editor.change_tensor(ids[number][t], bytes=0)
             for t in released[number]:
                 editor.change_tensor(ids[number][t], kind="activation")
             self.resident_in_step += sum(
                 graph.tensors[t].bytes
-                for t in _residents_made_in_iteration(call) - shared - tangents - back
+                for t in _residents_made_in_iteration(call) - shared - tangents - back - empty
             )
             given = max(given, sum(graph.tensors[t].bytes for t in tangents - shared))
             passed = max(passed, sum(graph.tensors[t].bytes for t in back))
-        size = between + given + passed
+        # The leaves of the next half may be gathered while one runs.
+        size = between + given + passed + sum(sorted(lent)[-2:])
         self.resident_in_step += size
         editor.add_tensor("between", size, "input")
         self._own = [{new: t for t, new in of.items()} for of in ids]
@@ -341,9 +364,10 @@ def _counted_elsewhere(call: RecordedCall, known: set[int]) -> set[int]:
     """Residents of a call whose bytes are counted elsewhere, at `known` addresses; adds its own."""
     nodes = (*inputs_of(call.captured), *tangents_of(call.captured))
     shared = set()
-    for node, address in zip(nodes, (*call.inputs, *call.tangents), strict=True):
+    addresses = (*call.inputs, *call.tangents)
+    for position, (node, address) in enumerate(zip(nodes, addresses, strict=True)):
         (t,) = call.captured.storages[node]
-        if t is None or address is None:
+        if t is None or address is None or position in call.lent:
             continue
         if address in known:
             shared.add(t)

@@ -99,7 +99,7 @@ class _Iteration:
         self.expected: _Order | None = None
         self.order: _Order | None = None
         self.run: Run | None = None
-        self.budget_bytes = 0
+        self.budget_bytes = self.peak_bytes = 0
         self.invocations: list[weakref.ref[Invocation]] = []
         self.steps: list[object] = []
         self.calls: list[RecordedCall] = []
@@ -196,6 +196,11 @@ class _Iteration:
     def check_expiries(self) -> None:
         """Record which results of earlier halves are dead at this event."""
         at = len(self.events)
+        if self.events:
+            number, backward = self.events[-1]
+            if not backward or self.events[-2:-1] == [(number, False)]:
+                leaves = self.calls[number].leaves.items()
+                self.calls[number].lent = [p for p, leaf in leaves if is_empty(leaf())]
         recorded, there = self.observed.setdefault(EVERY_EVENT, []), 0
         for entry in self.observed.pop(at, ()):
             number, which, expired = entry
@@ -369,6 +374,7 @@ class IterationRecorder:
             return None
         held = sum(now.held_bytes.values())
         peak = resident + held + now.run.counters().process_bytes
+        now.peak_bytes = peak
         if now.joint_plan is not None:
             now.joint_plan.report.held_bytes = held
             now.joint_plan.report.measured_peak_bytes = peak
@@ -495,17 +501,17 @@ class IterationRecorder:
         elif len(over.calls) > 1 and not order.calls and all(call.inputs for call in over.calls):
             planned = sum(bool(other.calls) for other in known.values())
             if planned < (MAX_ORDERS if met else ORDERS_PLANNED_AT_ONCE):
-                self._plan(order, over.calls)
+                self._plan(order, over.calls, over.peak_bytes)
             elif len(known) > MAX_CALLS:
                 self._orders[over.steps[0]] = {k: o for k, o in known.items() if o.calls}
 
-    def _plan(self, order: _Order, calls: list[RecordedCall]) -> None:
-        """Plan a recorded order."""
+    def _plan(self, order: _Order, calls: list[RecordedCall], peak_bytes: int) -> None:
+        """Plan a recorded order, which took `peak_bytes` by the plans of its calls."""
         order.calls = calls
         set_accumulable(calls)
         extend_saved_outputs(calls, order.events)
         update_held_gradients(order)
-        order.joint_plan = plan_jointly(calls, order.events, 0, self._options)
+        order.joint_plan = plan_jointly(calls, order.events, 0, self._options, peak_bytes)
 
     def _replan_if_needed(self, order: _Order, over: _Iteration) -> None:
         """Plan an order again if its iteration observed new tensors or exceeded the budget."""
@@ -540,7 +546,10 @@ class IterationRecorder:
         # The buffers that a process group's threads still hold differ from time to time.
         between = order.joint_plan.between + beyond + order.thread_bytes
         order.thread_bytes = 0
-        again = plan_jointly(order.calls, order.events, between, self._options)
+        taken = order.joint_plan.report.measured_peak_bytes
+        again = plan_jointly(
+            *(order.calls, order.events, between, self._options, taken, "keep their joint plan")
+        )
         if again is not None:
             drop(order.joint_plan.report)
             order.joint_plan = again
@@ -656,6 +665,11 @@ def input_addresses(values: Sequence[Any], made: Container[int | None]) -> list[
         address if address in made else value.data_ptr()
         for value, address in zip(values, storage_addresses(values), strict=True)
     ]
+
+
+def is_empty(value: object) -> bool:
+    """True for a tensor whose storage was resized to nothing."""
+    return has_storage(value) and not value.untyped_storage().nbytes()  # type: ignore[attr-defined]
 
 
 def has_storage(value: object) -> bool:

@@ -347,6 +347,11 @@ def graph_break_counts() -> dict[str, int]:
     return dict(torch._dynamo.utils.counters["graph_break"])
 
 
+def refusal_counts() -> dict[str, int]:
+    """Number of times that Dynamo left a frame, by reason."""
+    return dict(torch._dynamo.utils.counters["unimplemented"])
+
+
 def compile_call() -> object | None:
     """Identity of the `torch.compile` call that calls the backend; calls may share options.
 
