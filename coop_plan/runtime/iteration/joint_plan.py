@@ -119,11 +119,13 @@ def plan_jointly(
         made, cached = plan_for(layout.graph, options, raised=raised)
     except InfeasibleBudgetError as error:
         reason = str(error)  # text: a kept log record must not keep the frames of a forward alive
-        missed = instead_of > error.budget_bytes and not options.strict
-        made, cached = plan_for(layout.graph, options.within(None)) if missed else (None, False)
-        if made is None or made.budget_bytes >= instead_of:
+        least: Plan | None = None
+        if instead_of > error.budget_bytes and not options.strict:
+            least, cached = plan_for(layout.graph, options.within(None))
+        if least is None or least.budget_bytes >= instead_of:
             log.warning("%d graphs of one iteration %s: %s", len(calls), otherwise, reason)
             return None
+        made = least
         log.warning(
             "%s: %s; until it has that budget, it runs by the plan for %s instead of its %s",
             *(raised, reason, format_bytes(made.budget_bytes), format_bytes(instead_of)),
