@@ -15,7 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import llvmlite.binding
 
@@ -184,7 +184,7 @@ class _Serializer(CompileResultCacheImpl):
     function's module. Compiled code uses only the constants of an environment.
     """
 
-    _locator_classes: ClassVar[list[type]] = [
+    _locator_classes: list[type[object]] = [
         _NamedFolder,
         _SharedFolder,
         _SourceFolder,
