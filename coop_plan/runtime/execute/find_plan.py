@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from coop_plan.planner import InfeasibleBudgetError, PlanOptions, plan, verify
 from coop_plan.planner.rescale import rescaled
@@ -89,9 +90,10 @@ def _from_server(
         message = f"option 'server' needs {error.name}: pip install 'coop-plan[client]'"
         raise OptionsError(message) from None
     away = server in _away
+    patience: dict[str, Any] = {"patience_seconds": AWAY_SECONDS} if away else {}
     _away.discard(server)
     try:
-        with Client(server, **({"patience_seconds": AWAY_SECONDS} if away else {})) as client:
+        with Client(server, **patience) as client:
             if away:
                 client.check_alive(AWAY_SECONDS)
             return _or_smallest(client.plan, graph, options, raised, history)
